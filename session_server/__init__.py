@@ -1,0 +1,1 @@
+"""A server for streaming sessions with large language models."""

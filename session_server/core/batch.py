@@ -1,0 +1,121 @@
+"""What one forward computes, and what it gave: the only thing engine and runner share.
+
+A `Batch` is frozen ints and arrays. Rows name their KV by (row, start, length); the page table
+deltas the forward needs travel with it and are applied in launch order, so a page freed while an
+earlier launch still reads it is first written by a later one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cache.types import RowId, TableWrite, Tokens, TurnId
+from session_server.core.sampling import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingStart:
+    """Sent with the first row of an admission: what the sampler must remember of a turn.
+
+    `context`: int32 [length], every token that penalties look at as prompt (empty without
+    penalties); `outputs`: those generated before a retraction, counted as output.
+    """
+
+    params: SamplingParams
+    seed: int
+    context: Tokens
+    outputs: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRange:
+    """Wanted: logprobs of prompt tokens.
+
+    The logits at position start + i score `targets[i]` (the token at start + i + 1). `targets`:
+    int32 [n]; positions lie inside the row's [start, start + num_tokens). `num_top` alternatives.
+    """
+
+    start: int
+    targets: Tokens
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One turn's share of a forward: positions [start, start + num_tokens).
+
+    `tokens`: int32 [num_tokens], the input ids; or None when the single input token is the one
+    sampled for this row by the launch before, which the host has not seen yet. `sample`: the
+    logits of the last position choose the next token. `position` of that token is
+    start + num_tokens, and (seed, position) alone decide its randomness. Sampler state is kept per
+    `row`: it lives from one `SamplingStart` to the next.
+    `score`: prompt positions whose successor's logprob is wanted, None for none.
+    `incarnation` counts admissions of the turn; results of an older one are dropped.
+    """
+
+    turn_id: TurnId
+    incarnation: int
+    row: RowId
+    start: int
+    num_tokens: int
+    tokens: Tokens | None
+    sample: bool
+    sampling: SamplingStart | None
+    score: ScoreRange | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One forward. `step` numbers launches from 1; results come back in the same order."""
+
+    step: int
+    rows: tuple[BatchRow, ...]
+    table_writes: tuple[TableWrite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row gave. `token_ids` has one id for a sampled row, none otherwise.
+
+    `finite` is False when the row's logits held NaN or Inf; `token_ids` is then empty.
+    `scores`: one per target of the row's `score`, in order.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    scores: tuple[TokenLogprob, ...]
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of one launch: `rows` in the order of the batch, `forward_s` its duration.
+
+    `error` is set when the device failed and nothing of the batch may be trusted.
+    """
+
+    step: int
+    rows: tuple[RowResult, ...]
+    forward_s: float
+    error: str | None = None
+
+
+class PendingStep(Protocol):
+    """A launched forward."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> StepResult:
+        """Block until the device has finished; called once."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes batches strictly in launch order."""
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start one forward. A CPU runner computes here and returns a finished step."""
+        ...

@@ -1,0 +1,170 @@
+"""Everything the server refuses on purpose, and its one form on the wire.
+
+SessionServerError
+├── InvalidRequest          malformed or out of bounds; `param` names the field
+│   ├── UnsupportedOperation    well-formed, but this session or server cannot do it
+│   ├── ContextTooLong      input that cannot fit the context or the pool
+│   └── TokenizeFailed      the tokenizer or the chat template could not take the input
+├── Unauthorized            no or wrong credentials
+├── SessionNotFound         no such session *or not yours*; the two look alike
+├── SessionExists           the id is taken
+├── SessionClosing          close was requested
+├── TurnNotFound            no such turn in this session
+├── TurnConflict            the turn id was used with another body
+├── SessionBusy             a turn is running and the queue of the session is full
+├── TurnNotActive           nothing to cancel
+├── QuotaExceeded           too many sessions, turns or bytes for this tenant
+├── ServerBusy              the server cannot take more now
+├── ServerDraining          shutting down
+├── EngineUnavailable       no engine at the moment
+├── EngineRestarting        the engine died under this turn; the session is intact
+├── NumericalError          NaN or Inf in this turn's logits
+├── InternalInconsistency   the memory checker found this turn's KV wrong
+└── DeviceFailed            the device refused the forward
+
+`WIRE_ERRORS` maps each to a code, an HTTP status and whether retrying helps; a test keeps it total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+class SessionServerError(Exception):
+    """Root. `message` goes to the client and so holds no prompt, key or path."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(SessionServerError):
+    """Malformed or out of bounds."""
+
+
+class UnsupportedOperation(InvalidRequest):
+    """Well-formed, but this session or server cannot do it."""
+
+
+class ContextTooLong(InvalidRequest):
+    """The turn's context cannot fit."""
+
+
+class TokenizeFailed(InvalidRequest):
+    """The tokenizer or the chat template could not take the input."""
+
+
+class Unauthorized(SessionServerError):
+    """No or wrong credentials."""
+
+
+class SessionNotFound(SessionServerError):
+    """No such session, or another owner's."""
+
+
+class SessionExists(SessionServerError):
+    """The session id is taken."""
+
+
+class SessionClosing(SessionServerError):
+    """Close was requested for the session."""
+
+
+class TurnNotFound(SessionServerError):
+    """No such turn in this session."""
+
+
+class TurnConflict(SessionServerError):
+    """The turn id was used before with another body."""
+
+
+class SessionBusy(SessionServerError):
+    """A turn is running and the session's queue is full."""
+
+
+class TurnNotActive(SessionServerError):
+    """The turn has already ended."""
+
+
+class QuotaExceeded(SessionServerError):
+    """A quota of this tenant is used up."""
+
+
+class ServerBusy(SessionServerError):
+    """The server cannot take more now."""
+
+
+class ServerDraining(SessionServerError):
+    """The server is shutting down."""
+
+
+class EngineUnavailable(SessionServerError):
+    """There is no engine at the moment."""
+
+
+class EngineRestarting(SessionServerError):
+    """The engine died under this turn; the session is intact."""
+
+
+class NumericalError(SessionServerError):
+    """NaN or Inf in this turn's logits."""
+
+
+class InternalInconsistency(SessionServerError):
+    """The memory checker found this turn's KV wrong; it was dropped."""
+
+
+class DeviceFailed(SessionServerError):
+    """The device refused the forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireError:
+    """How one error looks to clients. `kind` is the `type` field of the body."""
+
+    code: str
+    status: int
+    retryable: bool
+    kind: str = "invalid_request_error"
+
+
+_SERVER: Final = "server_error"
+
+WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = MappingProxyType(
+    {
+        InvalidRequest: WireError("invalid_request", 400, retryable=False),
+        UnsupportedOperation: WireError("unsupported_operation", 400, retryable=False),
+        ContextTooLong: WireError("context_too_long", 422, retryable=False),
+        TokenizeFailed: WireError("tokenize_failed", 400, retryable=False),
+        Unauthorized: WireError("unauthorized", 401, retryable=False, kind="authentication_error"),
+        SessionNotFound: WireError("session_not_found", 404, retryable=False),
+        SessionExists: WireError("session_exists", 409, retryable=False),
+        SessionClosing: WireError("session_closing", 409, retryable=False),
+        TurnNotFound: WireError("turn_not_found", 404, retryable=False),
+        TurnConflict: WireError("turn_conflict", 409, retryable=False),
+        SessionBusy: WireError("session_busy", 409, retryable=True),
+        TurnNotActive: WireError("turn_not_active", 409, retryable=False),
+        QuotaExceeded: WireError("quota_exceeded", 429, retryable=True, kind="rate_limit_error"),
+        ServerBusy: WireError("server_busy", 503, retryable=True, kind=_SERVER),
+        ServerDraining: WireError("server_draining", 503, retryable=True, kind=_SERVER),
+        EngineUnavailable: WireError("engine_unavailable", 503, retryable=True, kind=_SERVER),
+        EngineRestarting: WireError("engine_restarting", 503, retryable=True, kind=_SERVER),
+        NumericalError: WireError("numerical_error", 500, retryable=True, kind=_SERVER),
+        InternalInconsistency: WireError(
+            "internal_inconsistency", 500, retryable=True, kind=_SERVER
+        ),
+        DeviceFailed: WireError("device_failed", 500, retryable=True, kind=_SERVER),
+    }
+)
+
+INTERNAL_ERROR: Final = WireError("internal_error", 500, retryable=False, kind=_SERVER)
+"""What a bug of ours looks like from outside: no detail."""
+
+
+def wire_error(error: SessionServerError) -> WireError:
+    """The wire form of an error, by its class."""
+    return WIRE_ERRORS[type(error)]

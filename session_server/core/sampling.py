@@ -1,0 +1,72 @@
+"""How a turn's tokens are chosen, and when it ends by token ids.
+
+Plain data with bounds; `msgspec` checks them whenever a value crosses a process or a socket.
+Stop *strings* are text, which the engine does not know: they live in `session_events.TextOptions`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_OUTPUT_TOKENS = 1 << 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn's sampling. The defaults are the plain distribution of the model.
+
+    `temperature` 0 is greedy and exact. `top_k` 0 means all. `seed` makes the sampled text a
+    function of (seed, position, logits) alone, whatever else is in the batch; without one the
+    server draws a seed. `logit_bias` is added to the raw logits of the token ids named.
+    Penalties follow their usual definitions: repetition (Keskar et al. 2019) over prompt and
+    output, presence and frequency over the output.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] = 256
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    logit_bias: Annotated[tuple[tuple[int, float], ...], Meta(max_length=MAX_LOGIT_BIAS)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Meta(max_length=MAX_STOP_TOKEN_IDS)] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    prompt_logprobs_from: Annotated[int, Meta(ge=0)] | None = None
+    """First position of the context whose own logprob is wanted; None for none."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token under the distribution before temperature and truncation.
+
+    `logprob` is None for a position that nothing precedes. `top` are the most likely
+    alternatives, best first, as (token id, logprob).
+    """
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
