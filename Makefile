@@ -1,0 +1,102 @@
+# Every target does its own set-up: all it needs is Python >= 3.11 with pip, and git.
+# `make demo` installs what the server needs, `make test` what its developers need too.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The one dependency whose default build may bring gigabytes of GPU libraries: the CPU build is
+# preferred where the package index has one. `make demo TORCH=torch` takes what the index prefers.
+TORCH ?= torch==2.13.0
+TEST_WORKERS ?= 2
+TESTS ?= tests
+BENCH ?= sessions
+# A loaded machine must slow tests down, not fail them: one thread per worker, no spinning.
+TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
+
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+SAY = @printf '\033[1m==> %s\033[0m\n'
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## show this list
+	@printf 'usage: make <target>\n\n'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 12
+	@printf '\nvariables: PYTHON=%s VENV=%s TORCH=%s TEST_WORKERS=%s TESTS=%s\n' \
+		'$(PYTHON)' '$(VENV)' '$(TORCH)' '$(TEST_WORKERS)' '$(TESTS)'
+
+.PHONY: demo
+demo: $(STAMPS)/runtime ## start a server and hold 8 conversations with it, checking everything
+	$(SAY) 'demo: sessions over real sockets against a separate server process'
+	@$(BIN)/session-server demo
+
+.PHONY: serve
+serve: $(STAMPS)/runtime ## serve the embedded model
+	@$(BIN)/session-server serve
+
+.PHONY: test
+test: lint ## everything that must hold: lint, types, contracts, tests
+	$(SAY) 'test: pytest $(TESTS) on $(TEST_WORKERS) workers'
+	@$(TEST_ENV) $(BIN)/python -m pytest $(TESTS) -n $(TEST_WORKERS) --dist loadfile --durations 10
+
+.PHONY: lint
+lint: $(STAMPS)/dev ## style, format, types and import contracts
+	$(SAY) 'lint: ruff check'
+	@$(BIN)/ruff check .
+	$(SAY) 'lint: ruff format'
+	@$(BIN)/ruff format --check .
+	$(SAY) 'lint: mypy --strict'
+	@$(BIN)/mypy && $(BIN)/mypy examples
+	$(SAY) 'lint: import contracts'
+	@$(BIN)/lint-imports
+
+.PHONY: bench
+bench: $(STAMPS)/runtime ## measure what a session costs (BENCH=sessions)
+	$(SAY) 'bench: $(BENCH)'
+	@$(BIN)/session-server bench $(BENCH)
+
+.PHONY: format
+format: $(STAMPS)/dev ## rewrite the sources in house format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.PHONY: install
+install: $(STAMPS)/dev ## the development environment, without running anything
+
+.PHONY: wheel
+wheel: $(STAMPS)/runtime ## build dist/*.whl
+	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+
+.PHONY: clean
+clean: ## remove the environment and everything generated
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+
+$(STAMPS)/venv:
+	$(SAY) 'setup: environment in $(VENV)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo 'Python 3.11 or newer is needed; name one with PYTHON=...' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	$(SAY) 'setup: $(TORCH)'
+	@case '$(TORCH)' in \
+		*==*+* | */* ) $(PIP) install --progress-bar on '$(TORCH)' ;; \
+		*==* ) $(PIP) install --progress-bar on '$(TORCH)+cpu' 2>/dev/null \
+			|| $(PIP) install --progress-bar on '$(TORCH)' ;; \
+		* ) $(PIP) install --progress-bar on '$(TORCH)' ;; \
+	esac
+	@touch $@
+
+$(STAMPS)/runtime: $(STAMPS)/torch pyproject.toml
+	$(SAY) 'setup: session-server and what it needs at run time'
+	@$(PIP) install --quiet --editable .
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/runtime pyproject.toml
+	$(SAY) 'setup: development tools'
+	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
