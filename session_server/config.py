@@ -1,0 +1,213 @@
+"""Settings: read once, frozen, passed in parts to whoever needs them.
+
+Every number has a unit and a bound on both sides. `resolve` is pure: it turns what was asked for
+and what the machine has into what the engine runs with. No other module reads the environment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+
+class EngineMode(StrEnum):
+    """Where the engine runs."""
+
+    PROCESS = "process"
+    INLINE = "inline"
+
+
+class MemoryCheck(StrEnum):
+    """What a violated invariant does: nothing is checked, counted and contained, or raised."""
+
+    OFF = "off"
+    WARN = "warn"
+    STRICT = "strict"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSettings(_Part):
+    """Which model, and in what precision."""
+
+    path: Annotated[
+        str | None,
+        Field(description="directory of a Hugging Face checkpoint, or a hub id; none: embedded"),
+    ] = None
+    served_name: Annotated[
+        str | None, Field(max_length=256, description="name in /v1/models; none: from the path")
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="of weights and KV; auto: float32 on a CPU, bfloat16 on a GPU"),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")
+    ] = "auto"
+    context_length: Annotated[
+        int | None, Field(ge=16, le=1 << 22, description="tokens; none: what the model says")
+    ] = None
+    attention_backend: Annotated[
+        Literal["auto", "torch"], Field(description="kernels that read the KV")
+    ] = "auto"
+    threads: Annotated[
+        int | None, Field(ge=1, le=1024, description="CPU threads of a forward; none: all cores")
+    ] = None
+    random_seed: Annotated[
+        int | None,
+        Field(ge=0, le=(1 << 63) - 1, description="of turns that name no seed; none: random"),
+    ] = None
+
+
+class CacheSettings(_Part):
+    """KV memory, per device."""
+
+    page_size: Annotated[int, Field(ge=1, le=256, description="tokens per page")] = 16
+    memory_fraction: Annotated[
+        float | None,
+        Field(gt=0, lt=1, description="of free memory, for KV; none: 0.85 on a GPU, 0.25 on a CPU"),
+    ] = None
+    max_total_tokens: Annotated[
+        int | None, Field(ge=16, le=1 << 31, description="KV tokens held at most; none: as fit")
+    ] = None
+    max_resident_sessions: Annotated[
+        int, Field(ge=1, le=1 << 20, description="sessions that hold KV at the same time")
+    ] = 1024
+    pinned_fraction: Annotated[
+        float, Field(ge=0, le=0.9, description="of all pages, that pinned sessions may hold")
+    ] = 0.25
+    memory_check: Annotated[
+        MemoryCheck, Field(description="what a violated memory invariant does")
+    ] = MemoryCheck.WARN
+
+
+class EngineSettings(_Part):
+    """How turns share the device."""
+
+    mode: Annotated[
+        EngineMode, Field(description="own process (default), or a thread of the server")
+    ] = EngineMode.PROCESS
+    max_running_turns: Annotated[
+        int, Field(ge=1, le=4096, description="turns in one forward at most")
+    ] = 64
+    chunked_prefill_size: Annotated[
+        int, Field(ge=1, le=1 << 17, description="tokens computed by one forward at most")
+    ] = 512
+    overlap: Annotated[bool, Field(description="prepare the next forward while one runs")] = True
+    max_restarts: Annotated[
+        int, Field(ge=0, le=100, description="engine restarts in a row before giving up")
+    ] = 5
+
+
+class SessionSettings(_Part):
+    """Lives and limits of sessions."""
+
+    ttl_s: Annotated[
+        float, Field(gt=0, le=30 * 86400, description="idle time before a session expires, seconds")
+    ] = 900.0
+    max_sessions: Annotated[int, Field(ge=1, le=1 << 20, description="open sessions")] = 10_000
+    max_sessions_per_owner: Annotated[
+        int, Field(ge=1, le=1 << 20, description="open sessions of one API key")
+    ] = 10_000
+    max_queued_turns: Annotated[
+        int, Field(ge=0, le=1024, description="turns of one session that wait behind a running one")
+    ] = 4
+    replay_bytes: Annotated[
+        int,
+        Field(ge=4096, le=1 << 30, description="journal kept per session for resuming clients"),
+    ] = 1 << 20
+    replay_ttl_s: Annotated[
+        float, Field(gt=0, le=86400, description="age of the journal kept, seconds")
+    ] = 300.0
+
+
+class HttpSettings(_Part):
+    """The sockets."""
+
+    host: Annotated[str, Field(max_length=255, description="address to bind")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="0: any free port")] = 30000
+    api_key: Annotated[
+        SecretStr | None, Field(description="clients must show it; none: open to who can connect")
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Field(max_length=64, description="browser origins besides this host and loopback"),
+    ] = ()
+    max_message_bytes: Annotated[
+        int, Field(ge=1024, le=1 << 26, description="largest frame or request body")
+    ] = 1 << 20
+    max_connections: Annotated[int, Field(ge=1, le=1 << 20, description="open WebSockets")] = 10_000
+    drain_s: Annotated[
+        float, Field(ge=0, le=3600, description="time running turns get at shutdown, seconds")
+    ] = 10.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="least severe line shown")
+    ] = "info"
+
+
+class Settings(_Part):
+    """All of them."""
+
+    model: ModelSettings = ModelSettings()
+    cache: CacheSettings = CacheSettings()
+    engine: EngineSettings = EngineSettings()
+    sessions: SessionSettings = SessionSettings()
+    http: HttpSettings = HttpSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the machine has. `free_bytes` is of the device that will hold the KV."""
+
+    device: Literal["cpu", "cuda"]
+    free_bytes: int
+    num_cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What `auto` and `none` came to."""
+
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    threads: int
+    kv_budget_bytes: int
+    max_context_len: int
+
+
+def resolve(settings: Settings, hardware: Hardware, *, model_context_len: int) -> Resolved:
+    """Decide everything the settings left open.
+
+    Args:
+        settings: as read.
+        hardware: as found, with free memory after the weights were loaded.
+        model_context_len: what the checkpoint says it was made for, tokens.
+
+    Raises:
+        ValueError: the settings ask for what the machine or the model does not have.
+    """
+    model = settings.model
+    if model.device == "cuda" and hardware.device != "cuda":
+        raise ValueError("--device cuda was asked for, and this machine shows no CUDA device")
+    device = hardware.device if model.device == "auto" else model.device
+    context = model.context_length or model_context_len
+    if context > model_context_len:
+        raise ValueError(
+            f"--context-length {context} exceeds the {model_context_len} tokens of the model"
+        )
+    dtype = model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    fraction = settings.cache.memory_fraction or (0.85 if device == "cuda" else 0.25)
+    return Resolved(
+        device=device,
+        dtype=dtype,
+        threads=model.threads or hardware.num_cores,
+        kv_budget_bytes=int(hardware.free_bytes * fraction),
+        max_context_len=context,
+    )

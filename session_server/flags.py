@@ -1,0 +1,164 @@
+"""The flags of `session-server serve`, under the names SGLang users already type.
+
+A flag of SGLang's that means nothing here is accepted with one warning line, so that existing
+start scripts work; an unknown one is refused. Help texts and bounds come from `config`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+
+from session_server.config import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: its spellings, and the setting it fills. `constant` makes it a switch."""
+
+    names: tuple[str, ...]
+    part: str
+    field: str
+    constant: str | bool | None = None
+
+
+FLAGS: Final = (
+    Flag(("--model-path", "--model"), "model", "path"),
+    Flag(("--served-model-name",), "model", "served_name"),
+    Flag(("--dtype",), "model", "dtype"),
+    Flag(("--device",), "model", "device"),
+    Flag(("--context-length",), "model", "context_length"),
+    Flag(("--attention-backend",), "model", "attention_backend"),
+    Flag(("--threads",), "model", "threads"),
+    Flag(("--random-seed",), "model", "random_seed"),
+    Flag(("--page-size",), "cache", "page_size"),
+    Flag(("--mem-fraction-static",), "cache", "memory_fraction"),
+    Flag(("--max-total-tokens",), "cache", "max_total_tokens"),
+    Flag(("--max-resident-sessions",), "cache", "max_resident_sessions"),
+    Flag(("--pinned-fraction",), "cache", "pinned_fraction"),
+    Flag(("--memory-check",), "cache", "memory_check"),
+    Flag(("--engine",), "engine", "mode"),
+    Flag(("--max-running-requests",), "engine", "max_running_turns"),
+    Flag(("--chunked-prefill-size",), "engine", "chunked_prefill_size"),
+    Flag(("--disable-overlap-schedule",), "engine", "overlap", False),
+    Flag(("--max-engine-restarts",), "engine", "max_restarts"),
+    Flag(("--session-ttl",), "sessions", "ttl_s"),
+    Flag(("--max-sessions",), "sessions", "max_sessions"),
+    Flag(("--max-sessions-per-key",), "sessions", "max_sessions_per_owner"),
+    Flag(("--max-queued-turns",), "sessions", "max_queued_turns"),
+    Flag(("--replay-bytes",), "sessions", "replay_bytes"),
+    Flag(("--replay-ttl",), "sessions", "replay_ttl_s"),
+    Flag(("--host",), "http", "host"),
+    Flag(("--port",), "http", "port"),
+    Flag(("--api-key",), "http", "api_key"),
+    Flag(("--allowed-origin",), "http", "allowed_origins"),
+    Flag(("--max-message-bytes",), "http", "max_message_bytes"),
+    Flag(("--max-connections",), "http", "max_connections"),
+    Flag(("--drain-timeout",), "http", "drain_s"),
+    Flag(("--log-level",), "http", "log_level"),
+)
+
+MEANINGLESS_SWITCHES: Final = (
+    "--disable-cuda-graph",
+    "--disable-radix-cache",
+    "--enable-cache-report",
+    "--enable-metrics",
+    "--enable-mixed-chunk",
+    "--enable-streaming-session",
+    "--enable-torch-compile",
+    "--log-requests",
+    "--skip-server-warmup",
+    "--trust-remote-code",
+)
+"""Always on here (mixed chunks, streaming sessions, metrics), or without a counterpart."""
+
+MEANINGLESS_VALUES: Final = (
+    "--cuda-graph-max-bs",
+    "--decode-log-interval",
+    "--kv-cache-dtype",
+    "--log-level-http",
+    "--max-prefill-tokens",
+    "--sampling-backend",
+    "--schedule-conservativeness",
+    "--schedule-policy",
+    "--stream-interval",
+    "--watchdog-timeout",
+)
+
+_REPEATED: Final = frozenset({"allowed_origins"})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of `serve` to `parser`, grouped as the settings are."""
+    for part, settings_field in Settings.model_fields.items():
+        model: BaseModel = settings_field.default
+        title, _, _ = (type(model).__doc__ or part).partition("\n")
+        group = parser.add_argument_group(part, title)
+        for flag in FLAGS:
+            if flag.part == part:
+                _add_flag(group, flag, model)
+    for name in MEANINGLESS_SWITCHES:
+        parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
+    for name in MEANINGLESS_VALUES:
+        parser.add_argument(name, help=argparse.SUPPRESS)
+
+
+def read_settings(args: argparse.Namespace) -> Settings:
+    """Settings from parsed flags.
+
+    Raises:
+        ValueError: a value is out of bounds; the text names the flag and the bound.
+    """
+    given: dict[str, dict[str, Any]] = {}
+    for flag in FLAGS:
+        value = getattr(args, _destination(flag), None)
+        if value is not None:
+            given.setdefault(flag.part, {})[flag.field] = value
+    try:
+        return Settings.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(_explain(error)) from None
+
+
+def meaningless(args: argparse.Namespace) -> Sequence[str]:
+    """The accepted flags that change nothing here and were given."""
+    names = (*MEANINGLESS_SWITCHES, *MEANINGLESS_VALUES)
+    return [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
+
+
+def _add_flag(group: argparse._ArgumentGroup, flag: Flag, defaults: BaseModel) -> None:
+    description = type(defaults).model_fields[flag.field].description or ""
+    options: dict[str, Any] = {"dest": _destination(flag), "default": None}
+    if flag.constant is not None:
+        group.add_argument(
+            *flag.names,
+            action="store_const",
+            const=flag.constant,
+            help=f"do not {description}",
+            **options,
+        )
+        return
+    default = getattr(defaults, flag.field)
+    suffix = "" if default in (None, ()) else f" (default: {default})"
+    if flag.field in _REPEATED:
+        options["action"] = "append"
+    metavar = flag.field.upper()
+    group.add_argument(*flag.names, metavar=metavar, help=description + suffix, **options)
+
+
+def _destination(flag: Flag) -> str:
+    return f"{flag.part}.{flag.field}"
+
+
+def _explain(error: ValidationError) -> str:
+    names = {(flag.part, flag.field): flag.names[0] for flag in FLAGS}
+    lines = []
+    for item in error.errors():
+        location = tuple(str(part) for part in item["loc"][:2])
+        name = names.get((location[0], location[-1]), ".".join(location))
+        lines.append(f"{name}: {item['msg']}, got {item['input']!r}")
+    return "; ".join(lines)

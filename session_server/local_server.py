@@ -1,0 +1,116 @@
+"""A server process of our own on this machine, for the demo, the chat client and the benchmarks.
+
+It is the ordinary `session-server serve` on a free port: a separate process, real sockets, and
+the same shut-down as in production.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+_READY: Final = re.compile(r"listening on (http://\S+)")
+_TAIL_LINES: Final = 40
+
+
+class ServerFailed(Exception):
+    """The server process did not come up; the message ends with its last lines."""
+
+
+class LocalServer:
+    """Context manager: `session-server serve --port 0` with further flags.
+
+    `url` is where it listens, without a trailing slash. On exit it gets SIGTERM, drains, and is
+    killed only if it does not leave; `returncode` tells how it went.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str] = (),
+        *,
+        start_timeout_s: float = 180.0,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        self._flags = tuple(flags)
+        self._start_timeout_s = start_timeout_s
+        self._on_line = on_line
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._ready: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._process: subprocess.Popen[str] | None = None
+        self.url = ""
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        assert self._process is not None, "the server was not started"
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    @property
+    def last_lines(self) -> str:
+        """The last lines the server wrote."""
+        return "\n".join(self._tail)
+
+    def __enter__(self) -> Self:
+        argv = [sys.executable, "-m", "session_server", "serve", "--port", "0", *self._flags]
+        self._process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+        )
+        threading.Thread(target=self._read_lines, daemon=True).start()
+        deadline = time.monotonic() + self._start_timeout_s
+        try:
+            url = self._ready.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            url = None
+        if url is None:
+            self.stop()
+            raise ServerFailed(f"the server did not start; its last lines:\n{self.last_lines}")
+        self.url = url
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self, *, timeout_s: float = 30.0) -> int:
+        """SIGTERM, wait, and at last SIGKILL. Returns the exit status; idempotent."""
+        process = self._process
+        assert process is not None, "the server was not started"
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return process.returncode
+
+    def _read_lines(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._tail.append(line.rstrip())
+            if self._on_line is not None:
+                self._on_line(line.rstrip())
+            found = _READY.search(line)
+            if found:
+                self._ready.put(found.group(1))
+        self._process.stdout.close()
+        self._ready.put(None)
