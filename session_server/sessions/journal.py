@@ -1,0 +1,188 @@
+"""The log of one session: entries with sequence numbers, written once, read by many.
+
+A turn's life does not depend on a socket: it writes here, and connections are readers that may
+come back. The log keeps a bounded tail; whoever asks for more is told `OffsetLost` and takes a
+snapshot instead (the offset + epoch scheme of Centrifugo).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from session_server.core.sampling import TokenLogprob
+from session_server.core.session_events import (
+    Outcome,
+    SessionClosed,
+    SessionEntry,
+    TurnCancelled,
+    TurnCompleted,
+    TurnDelta,
+    TurnFailedEntry,
+)
+
+_ENTRY_BYTES = 200
+_TOKEN_BYTES = 12
+_LOGPROB_BYTES = 100
+
+
+class OffsetLost(Exception):
+    """The entries after `after_seq` are no longer (or not yet) here.
+
+    `first_seq` is the oldest entry still kept, `last_seq` the newest; take a snapshot and read on
+    after its `seq`.
+    """
+
+    def __init__(self, after_seq: int, first_seq: int, last_seq: int) -> None:
+        super().__init__(f"entry {after_seq} is outside [{first_seq - 1}, {last_seq}]")
+        self.after_seq = after_seq
+        self.first_seq = first_seq
+        self.last_seq = last_seq
+
+
+@dataclass(frozen=True, slots=True)
+class JournalLimits:
+    """How much of the log is kept: whichever bound is hit first drops the oldest entry."""
+
+    max_bytes: int = 4 << 20
+    max_entries: int = 16_384
+    max_age_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """One entry as readers get it. `seq` counts from 1 without gaps; `at_s` is monotonic."""
+
+    seq: int
+    at_s: float
+    entry: SessionEntry
+
+
+class Journal:
+    """Append-only, bounded. Belongs to the event loop's thread; readers never block the writer."""
+
+    def __init__(
+        self, limits: JournalLimits | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.epoch = secrets.token_hex(8)
+        self._limits = limits or JournalLimits()
+        self._clock = clock
+        self._entries: deque[tuple[JournalEntry, int]] = deque()
+        self._num_bytes = 0
+        self._last_seq = 0
+        self._is_closed = False
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence number of the newest entry, 0 for none."""
+        return self._last_seq
+
+    @property
+    def first_seq(self) -> int:
+        """Sequence number of the oldest entry kept (`last_seq` + 1 when none is)."""
+        return self._last_seq - len(self._entries) + 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of what is kept."""
+        return self._num_bytes
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `SessionClosed` was written: nothing follows."""
+        return self._is_closed
+
+    def append(self, entry: SessionEntry) -> int:
+        """Write one entry, wake the readers, and return its sequence number."""
+        assert not self._is_closed, "an entry after SessionClosed"
+        self._last_seq += 1
+        size = _size_of(entry)
+        self._entries.append((JournalEntry(self._last_seq, self._clock(), entry), size))
+        self._num_bytes += size
+        self._is_closed = isinstance(entry, SessionClosed)
+        while len(self._entries) > 1 and self._is_over():
+            self._drop_oldest()
+        self._wake()
+        return self._last_seq
+
+    def read(self, after_seq: int, *, max_entries: int = 1024) -> Sequence[JournalEntry]:
+        """Up to `max_entries` entries after `after_seq`, oldest first; empty when there are none.
+
+        Raises:
+            OffsetLost: some of them were dropped, or `after_seq` lies in the future (an offset of
+                another epoch).
+        """
+        if not self.first_seq - 1 <= after_seq <= self._last_seq:
+            raise OffsetLost(after_seq, self.first_seq, self._last_seq)
+        num_new = min(self._last_seq - after_seq, max_entries)
+        start = after_seq - self.first_seq + 1
+        if start > len(self._entries) // 2:
+            # A deque is cheap at its ends only, and a live reader is always near the newest one.
+            newest = len(self._entries) - 1
+            return [self._entries[i - newest - 1][0] for i in range(start, start + num_new)]
+        return [self._entries[i][0] for i in range(start, start + num_new)]
+
+    async def wait(self, after_seq: int) -> bool:
+        """Return when an entry after `after_seq` exists: True; or False when none can come."""
+        while self._last_seq <= after_seq and not self._is_closed:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+        return self._last_seq > after_seq
+
+    def forget_old(self, now_s: float) -> None:
+        """Drop entries older than the age bound; the newest always stays."""
+        while len(self._entries) > 1:
+            if now_s - self._entries[0][0].at_s <= self._limits.max_age_s:
+                return
+            self._drop_oldest()
+
+    def _is_over(self) -> bool:
+        limits = self._limits
+        return self._num_bytes > limits.max_bytes or len(self._entries) > limits.max_entries
+
+    def _drop_oldest(self) -> None:
+        _, size = self._entries.popleft()
+        self._num_bytes -= size
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+def _size_of(entry: SessionEntry) -> int:
+    """Rough bytes of memory: what makes the bound mean something, not an exact account."""
+    match entry:
+        case TurnDelta(text=text, token_ids=token_ids, logprobs=logprobs):
+            return _size(text, len(token_ids), logprobs)
+        case TurnCompleted(outcome=outcome) | TurnCancelled(outcome=outcome):
+            return _size_of_outcome(outcome)
+        case TurnFailedEntry(outcome=outcome):
+            return _size_of_outcome(outcome)
+        case _:
+            return _ENTRY_BYTES
+
+
+def _size_of_outcome(outcome: Outcome) -> int:
+    return _size(outcome.text, len(outcome.token_ids), outcome.logprobs) + _size(
+        "", 0, outcome.prompt_logprobs
+    )
+
+
+def _size(text: str, num_tokens: int, logprobs: tuple[TokenLogprob, ...]) -> int:
+    num_tops = sum(len(logprob.top) for logprob in logprobs)
+    return (
+        _ENTRY_BYTES
+        + 4 * len(text)
+        + _TOKEN_BYTES * num_tokens
+        + _LOGPROB_BYTES * (len(logprobs) + num_tops)
+    )

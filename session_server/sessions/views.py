@@ -1,0 +1,117 @@
+"""What `SessionManager` takes and shows: frozen values, safe to keep and to put on a wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from session_server.core.events import EngineReady, EngineStats
+from session_server.core.session_events import Message, TurnEnd
+
+SessionState = Literal["resident", "cold", "closing"]
+TurnStatus = Literal["queued", "running", "completed", "cancelled", "failed"]
+HistoryMode = Literal["append", "template"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """A session as a client asked for it.
+
+    `session_id`: None for a server-made one. `messages` begin the conversation and are rendered
+    with the first turn. `ttl_s`: idle life time counted from the end of the last turn, None for
+    the server's default. `history` None takes "append" when the chat template allows it, else
+    "template" (the whole history is rendered again each turn and the longest common token prefix
+    is kept). `single_turn`: the session closes itself when its first turn has ended, which is how
+    a stateless completion runs.
+    """
+
+    session_id: str | None = None
+    messages: tuple[Message, ...] = ()
+    ttl_s: float | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    pinned: bool = False
+    history: HistoryMode | None = None
+    single_turn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """One session now. `seq` is that of its newest journal entry; `num_tokens` is the history's.
+
+    `created_s` is wall-clock seconds (for people; nothing is decided by it).
+    """
+
+    session_id: str
+    epoch: str
+    seq: int
+    state: SessionState
+    num_tokens: int
+    num_turns: int
+    running_turn: str | None
+    queued_turns: int
+    ttl_s: float
+    metadata: Mapping[str, str]
+    history: HistoryMode
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TurnView:
+    """One turn now.
+
+    `created_seq` is the sequence number of its `TurnCreated`: a reader that starts after
+    `created_seq - 1` sees all of the turn. `text` is the answer so far. `end` is set once the turn
+    has ended and repeats the terminal entry, so that a reader who lost the journal misses nothing.
+    """
+
+    turn_id: str
+    session_id: str
+    status: TurnStatus
+    position: int
+    created_seq: int
+    item_id: str
+    text: str
+    end: TurnEnd | None
+
+
+@dataclass(frozen=True, slots=True)
+class ItemView:
+    """One item of a conversation. `end_len`: tokens of the history up to its turn's input, or up
+    to its end for an answer. Raw text and token inputs have role "raw" (`text` empty for ids)."""
+
+    item_id: str
+    turn_id: str
+    role: str
+    text: str
+    end_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSnapshot:
+    """Everything a reader needs who lost the journal: true as of entry `session.seq`.
+
+    `running` is the live turn with its text so far, None if there is none.
+    """
+
+    session: SessionView
+    items: tuple[ItemView, ...]
+    running: TurnView | None
+    queued: tuple[TurnView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStats:
+    """Counters since start, and gauges now. `turns_by_end` counts terminal entries by kind:
+    "completed", "cancelled", or the wire code of a failure."""
+
+    sessions: int
+    live_turns: int
+    queued_turns: int
+    turns_by_end: Mapping[str, int]
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    engine: EngineStats | None
+    ready: EngineReady | None
+    draining: bool
