@@ -140,6 +140,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.is_good else 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What all conversations share. `last_turns` holds them, parked, while the ledger is read."""
+
+    url: str
+    seed: int
+    num_turns: int
+    add: Callable[[TurnRecord], None]
+    last_turns: asyncio.Barrier
+
+
 async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> DemoReport:
     begin = time.perf_counter()
     turns: list[TurnRecord] = []
@@ -155,10 +166,8 @@ async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> Dem
                 progress.advance(task)
 
             last_turns = asyncio.Barrier(args.sessions + 1)
-            talks = [
-                asyncio.create_task(_talk(url, number, args, add, last_turns))
-                for number in range(args.sessions)
-            ]
+            stage = _Stage(url, args.seed, args.turns, add, last_turns)
+            talks = [asyncio.create_task(_talk(stage, number)) for number in range(args.sessions)]
             ledger_open = await _ledger_while_open(http, last_turns, talks)
             for outcome in await asyncio.gather(*talks, return_exceptions=True):
                 if isinstance(outcome, BaseException):
@@ -180,17 +189,11 @@ async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> Dem
     )
 
 
-async def _talk(
-    url: str,
-    number: int,
-    args: argparse.Namespace,
-    add: Callable[[TurnRecord], None],
-    last_turns: asyncio.Barrier,
-) -> None:
+async def _talk(stage: _Stage, number: int) -> None:
     """One conversation, from open to close."""
     try:
-        async with await connect(url) as session:
-            for turn, exchange in enumerate(dialogue(args.seed + number, args.turns).turns):
+        async with await connect(stage.url) as session:
+            for turn, exchange in enumerate(dialogue(stage.seed + number, stage.num_turns).turns):
                 begin = asyncio.get_running_loop().time()
                 first_s = None
                 handle = await session.start(
@@ -202,7 +205,7 @@ async def _talk(
                 result = await handle.result()
                 end = asyncio.get_running_loop().time()
                 usage = result.usage
-                add(
+                stage.add(
                     TurnRecord(
                         session=number,
                         turn=turn,
@@ -217,10 +220,10 @@ async def _talk(
                         turn_ms=(end - begin) * 1e3,
                     )
                 )
-            await last_turns.wait()  # all sessions are parked now: the ledger is read
-            await last_turns.wait()
+            await stage.last_turns.wait()  # all sessions are parked now: the ledger is read
+            await stage.last_turns.wait()
     except BaseException:
-        await last_turns.abort()
+        await stage.last_turns.abort()
         raise
 
 
@@ -266,7 +269,7 @@ def _show(report: DemoReport, console: Console) -> None:
         rows = [record for record in report.turns if record.turn == turn]
 
         def median(field: str, rows: list[TurnRecord] = rows) -> float:
-            return statistics.median(getattr(record, field) for record in rows)
+            return statistics.median(float(getattr(record, field)) for record in rows)
 
         table.add_row(
             str(turn + 1),
