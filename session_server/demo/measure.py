@@ -1,0 +1,183 @@
+"""Measure the embedded model: `python -m session_server.demo.measure`.
+
+Greedy answers on seeds that training never saw. Three tables: recall at the end of a true
+history of a given length; recall along long dialogues whose history holds the model's own
+answers, as on the server; and all kinds of turns in short dialogues, own answers too.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from session_server.demo import MODEL_DIR, chat, corpus
+from session_server.demo.network import Network, Shape
+
+HISTORY_LENGTHS: Final = (128, 512, 1024, 1536, 2048)
+SHORT_TURNS: Final = (6, 7, 8, 9, 10)
+MAX_ANSWER_LEN: Final = 96
+
+
+class Spoken(NamedTuple):
+    """A turn as the model answered it, after `history_len` tokens."""
+
+    exchange: corpus.Exchange
+    answer: str
+    history_len: int
+
+    def is_right(self) -> bool:
+        return corpus.is_right(self.answer, self.exchange.assistant)
+
+
+class Respondent:
+    """The model as a partner that answers greedily and keeps what it said."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.encoder = chat.ContentEncoder.load(model_dir)
+        self._network = Network(Shape())
+        weights = load_file(model_dir / "model.safetensors")
+        self._network.load_state_dict({name: value.float() for name, value in weights.items()})
+        self._network.requires_grad_(False)
+
+    def answer(self, history: Sequence[corpus.Exchange], question: str) -> str:
+        """Answer after a history taken as given."""
+        ids = [i for exchange in history for i in self._ids(exchange)]
+        ids += [*self.encoder.message(chat.USER_ID, question), chat.ASSISTANT_ID]
+        return self._generate(ids)
+
+    def converse(self, turns: Sequence[corpus.Exchange]) -> list[Spoken]:
+        """Answer the user turns one after another, each after its own earlier answers.
+
+        All right answers are checked in one pass, as drafts: where greedy decoding would
+        have said the same, nothing needs to be decoded. From the first turn that differs
+        on, the history is another one and the rest is checked again.
+        """
+        spoken: list[Spoken] = []
+        said: list[int] = []
+        while len(spoken) < len(turns):
+            rest = turns[len(spoken) :]
+            drafted = said + [i for exchange in rest for i in self._ids(exchange)]
+            greedy = self._predictions(drafted).tolist()
+            for exchange in rest:
+                asked = [*self.encoder.message(chat.USER_ID, exchange.user), chat.ASSISTANT_ID]
+                draft = [*self.encoder.encode(exchange.assistant), chat.END_ID]
+                history_len = len(said)
+                said += asked
+                agrees = greedy[len(said) - 1 : len(said) - 1 + len(draft)] == draft
+                answer = exchange.assistant if agrees else self._generate(said)
+                said += [*self.encoder.encode(answer), chat.END_ID]
+                spoken.append(Spoken(exchange, answer, history_len))
+                if not agrees:
+                    break
+        return spoken
+
+    def _ids(self, exchange: corpus.Exchange) -> list[int]:
+        return [
+            *self.encoder.message(chat.USER_ID, exchange.user),
+            *self.encoder.message(chat.ASSISTANT_ID, exchange.assistant),
+        ]
+
+    def _generate(self, ids: Sequence[int]) -> str:
+        extended = list(ids)
+        while len(extended) - len(ids) < MAX_ANSWER_LEN:
+            token_id = int(self._predictions(extended, last_only=True)[-1])
+            if token_id == chat.END_ID:
+                break
+            extended.append(token_id)
+        return self.encoder.decode(extended[len(ids) :])
+
+    def _predictions(self, ids: Sequence[int], last_only: bool = False) -> Tensor:
+        """The most likely next token after every id, or after the last: [positions]."""
+        token_ids = torch.tensor([ids])
+        chosen = torch.ones_like(token_ids, dtype=torch.bool)
+        if last_only:
+            chosen[:, :-1] = False
+        logits: Tensor = self._network(token_ids, chosen)
+        return logits.argmax(-1)
+
+
+def recall_at(respondent: Respondent, history_len: int, seeds: Sequence[int]) -> list[Spoken]:
+    """Ask one question after a true history, per seed."""
+    spoken = []
+    for seed in seeds:
+        probe = corpus.recall_probe(seed, history_len, respondent.encoder.count)
+        answer = respondent.answer(probe.history, probe.question.user)
+        spoken.append(Spoken(probe.question, answer, history_len))
+    return spoken
+
+
+def share_right(spoken: Sequence[Spoken]) -> float:
+    """Share of turns answered right."""
+    return sum(turn.is_right() for turn in spoken) / len(spoken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model-dir", type=Path, default=MODEL_DIR)
+    parser.add_argument("--probes", type=int, default=200, help="questions per history length")
+    parser.add_argument("--dialogues", type=int, default=20, help="long ones, own history")
+    parser.add_argument("--short-dialogues", type=int, default=200)
+    parser.add_argument("--first-seed", type=int, default=1_000_000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--show-wrong", action="store_true", help="print the wrong answers")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    respondent = Respondent(args.model_dir)
+    first = args.first_seed
+    wrong: list[Spoken] = []
+
+    print("recall after a true history")
+    for length in HISTORY_LENGTHS:
+        spoken = recall_at(respondent, length, range(first, first + args.probes))
+        wrong += [turn for turn in spoken if not turn.is_right()]
+        print(f"  {length:5d} tokens  {share_right(spoken):.4f}  of {len(spoken)}", flush=True)
+
+    print("questions in long dialogues, own history")
+    spoken = []
+    for seed in range(first, first + args.dialogues):
+        turns = long_dialogue(respondent, seed, HISTORY_LENGTHS[-1])
+        spoken += respondent.converse(turns)
+    wrong += [turn for turn in spoken if not turn.is_right()]
+    _print_by_length([turn for turn in spoken if turn.exchange.kind == "ask"])
+
+    print("all turns of short dialogues, own history")
+    spoken = []
+    for seed in range(first, first + args.short_dialogues):
+        num_turns = SHORT_TURNS[seed % len(SHORT_TURNS)]
+        spoken += respondent.converse(corpus.dialogue(seed, num_turns).turns)
+    wrong += [turn for turn in spoken if not turn.is_right()]
+    print(f"  {share_right(spoken):.4f}  of {len(spoken)}")
+    if args.show_wrong:
+        for (exchange, answer), times in Counter((t.exchange, t.answer) for t in wrong).items():
+            print(f"  {times} x {exchange} got {answer!r}")
+
+
+def long_dialogue(
+    respondent: Respondent, seed: int, max_len: int
+) -> tuple[corpus.Exchange, ...]:
+    """The turns of a seed's dialogue that fit into `max_len` tokens."""
+    turns = corpus.dialogue(seed, max_len // 8).turns
+    total = 0
+    for index, exchange in enumerate(turns):
+        count = respondent.encoder.count
+        total += corpus.exchange_len(exchange, count)
+        if total > max_len:
+            return turns[:index]
+    return turns
+
+
+def _print_by_length(spoken: Sequence[Spoken]) -> None:
+    shorter = 0
+    for length in HISTORY_LENGTHS:
+        within = [turn for turn in spoken if shorter <= turn.history_len < length]
+        print(f"  {shorter:5d} - {length:4d}  {share_right(within):.4f}  of {len(within)}")
+        shorter = length
+
+
+if __name__ == "__main__":
+    main()

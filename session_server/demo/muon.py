@@ -1,0 +1,75 @@
+"""Muon for a few small matrices on a CPU (Keller Jordan 2024, kellerjordan.github.io/posts/muon).
+
+The step of a matrix is its momentum with all singular values set to about one, computed by
+a Newton-Schulz iteration. torch's own version iterates in bfloat16, which CPUs without
+bfloat16 units emulate ten times slower; this one uses float32 and stacks matrices of equal
+shape.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+# Coefficients of the quintic polynomial, chosen by its author for a steep slope at zero.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+NUM_ITERATIONS: Final = 5
+
+
+class Muon:
+    """Optimiser of matrices only; embeddings and gains belong to another one."""
+
+    def __init__(self, matrices: Iterable[Tensor], momentum: float = 0.95) -> None:
+        groups: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for matrix in matrices:
+            rows, columns = matrix.shape
+            groups[min(rows, columns), max(rows, columns)].append(matrix)
+        self._groups = list(groups.values())
+        self._velocities = [
+            torch.zeros(len(group), *shape) for shape, group in groups.items()
+        ]
+        self._momentum = momentum
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Update every matrix from its gradient and clear the gradient."""
+        for group, velocity in zip(self._groups, self._velocities, strict=True):
+            gradient = torch.stack([_wide(_gradient_of(matrix)) for matrix in group])
+            velocity.lerp_(gradient, 1 - self._momentum)
+            updates = orthogonalised(gradient.lerp(velocity, self._momentum))
+            for matrix, update in zip(group, updates, strict=True):
+                rows, columns = matrix.shape
+                scale = max(1.0, rows / columns) ** 0.5
+                turned = update if rows <= columns else update.T
+                matrix.add_(turned, alpha=-learning_rate * scale)
+                matrix.grad = None
+
+    def state(self) -> list[Tensor]:
+        """What `restore` takes to go on."""
+        return self._velocities
+
+    def restore(self, state: list[Tensor]) -> None:
+        """Go on from a state taken from an optimiser of the same matrices."""
+        for velocity, saved in zip(self._velocities, state, strict=True):
+            velocity.copy_(saved)
+
+
+def orthogonalised(stack: Tensor) -> Tensor:
+    """Bring all singular values of each wide matrix near one: [n, rows, columns]."""
+    update = stack / (stack.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(NUM_ITERATIONS):
+        square = update @ update.mT
+        update = _A * update + (_B * square + _C * square @ square) @ update
+    return update
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    rows, columns = matrix.shape
+    return matrix if rows <= columns else matrix.T
+
+
+def _gradient_of(matrix: Tensor) -> Tensor:
+    assert matrix.grad is not None, "step before backward"
+    return matrix.grad

@@ -1,0 +1,248 @@
+"""Train the embedded model: `python -m session_server.demo.train --budget-s 4800`.
+
+The budget is wall time: lengths and learning rates follow the elapsed share of it, so a run
+ends on time with a finished decay on any machine. Interrupted runs go on with `--resume`.
+On a busy machine set OMP_WAIT_POLICY=passive.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from session_server.demo import MODEL_DIR, chat
+from session_server.demo.batches import batches
+from session_server.demo.muon import Muon
+from session_server.demo.network import Network, Shape
+
+# Recall emerges on short rows, where the fact is near, and is then stretched.
+STAGES: Final = ((0.0, 96), (0.10, 256), (0.28, 512), (0.48, 1024), (0.70, 2048))
+WARM_UP_STEPS: Final = 40
+FLAT_SHARE: Final = 0.6
+FINAL_RATE: Final = 0.03
+MUON_RATE: Final = 0.02
+ADAM_RATES: Final = {"embedding": 4e-3, "gain": 1e-2}
+MAX_POSITIONS: Final = 4096
+REPORT_S: Final = 20.0
+SAVE_S: Final = 120.0
+# Weight of the newest weights in the running mean that is shipped, about 100 steps long.
+MEAN_RATE: Final = 0.01
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with its state."""
+
+    step: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+    elapsed_s: float = 0.0
+
+
+def main() -> None:
+    args = _arguments()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    run = Run(chat.ContentEncoder.load(args.out), args.batch_tokens)
+    if args.resume:
+        run.restore(args.state)
+    for report in run.go(args.budget_s, args.state):
+        print(report, flush=True)
+    export(run.mean, args.out)
+
+
+class Run:
+    """A network, the running mean of its weights, its two optimisers and its place in the corpus."""
+
+    def __init__(self, encoder: chat.ContentEncoder, batch_tokens: int) -> None:
+        self.network = Network(Shape())
+        self.mean = Network(Shape()).requires_grad_(False)
+        self.mean.load_state_dict(self.network.state_dict())
+        self.progress = Progress()
+        self._encoder = encoder
+        self._batch_tokens = batch_tokens
+        embedding = self.network.model.embed_tokens.weight
+        rest = [p for p in self.network.parameters() if p is not embedding]
+        self._muon = Muon(p for p in rest if p.ndim == 2)
+        self._adam = torch.optim.AdamW(
+            [
+                {"params": [embedding], "peak": ADAM_RATES["embedding"]},
+                {"params": [p for p in rest if p.ndim == 1], "peak": ADAM_RATES["gain"]},
+            ],
+            betas=(0.9, 0.98),
+            weight_decay=0.0,
+        )
+
+    def go(self, budget_s: float, state_path: Path | None) -> Iterator[str]:
+        """Train until the budget is spent; yields progress lines."""
+        maker = batches(self._encoder, self.progress.num_rows)
+        meter = Meter()
+        last_report_s = last_save_s = self.progress.elapsed_s
+        start_s = time.monotonic() - self.progress.elapsed_s
+        while self.progress.elapsed_s < budget_s:
+            share = self.progress.elapsed_s / budget_s
+            length = length_at(share)
+            batch = maker.make(max(1, self._batch_tokens // length), length)
+            logits = self.network(batch.token_ids, batch.chosen)
+            loss = functional.cross_entropy(logits, batch.labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._step(rate_at(self.progress.step, share))
+            meter.add(loss.item(), *batch.shares_right(logits.detach()))
+            self._advance(batch.token_ids, time.monotonic() - start_s)
+            now_s = self.progress.elapsed_s
+            if now_s - last_report_s >= REPORT_S or now_s >= budget_s:
+                last_report_s = now_s
+                yield f"{self._where(length)} {meter.take()}"
+            if state_path is not None and (now_s - last_save_s >= SAVE_S or now_s >= budget_s):
+                last_save_s = now_s
+                self.save(state_path)
+
+    def save(self, path: Path) -> None:
+        """Write all that `restore` needs; an interruption leaves the older file."""
+        state = {
+            "network": self.network.state_dict(),
+            "mean": self.mean.state_dict(),
+            "adam": self._adam.state_dict(),
+            "muon": self._muon.state(),
+            "progress": vars(self.progress),
+        }
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(state, unfinished)
+        unfinished.replace(path)
+
+    def restore(self, path: Path) -> None:
+        """Go on from a saved state."""
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        self.network.load_state_dict(state["network"])
+        self.mean.load_state_dict(state["mean"])
+        self._adam.load_state_dict(state["adam"])
+        self._muon.restore(state["muon"])
+        self.progress = Progress(**state["progress"])
+
+    def _step(self, rate: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = group["peak"] * rate
+        self._adam.step()
+        self._muon.step(MUON_RATE * rate)
+        self._adam.zero_grad()
+        mean_rate = max(MEAN_RATE, 1 / (self.progress.step + 1))
+        with torch.no_grad():
+            for kept, newest in zip(
+                self.mean.parameters(), self.network.parameters(), strict=True
+            ):
+                kept.lerp_(newest, mean_rate)
+
+    def _advance(self, token_ids: Tensor, elapsed_s: float) -> None:
+        self.progress.step += 1
+        self.progress.num_rows += token_ids.shape[0]
+        self.progress.num_tokens += token_ids.numel()
+        self.progress.elapsed_s = elapsed_s
+
+    def _where(self, length: int) -> str:
+        at = self.progress
+        return (
+            f"{at.elapsed_s:6.0f} s  step {at.step:6d}  {at.num_tokens / 1e6:6.2f} M tokens  "
+            f"length {length:4d} "
+        )
+
+
+class Meter:
+    """Means since the last report."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0, 0.0, 0.0]
+        self._count = 0
+
+    def add(self, loss: float, recall: float, right: float) -> None:
+        """Count one step."""
+        self._count += 1
+        for index, value in enumerate((loss, recall, right)):
+            self._sums[index] += value
+
+    def take(self) -> str:
+        """The means as text; starts anew."""
+        loss, recall, right = (total / max(1, self._count) for total in self._sums)
+        self._sums, self._count = [0.0, 0.0, 0.0], 0
+        return f"loss {loss:.4f}  recall {recall:.4f}  all right {right:.4f}"
+
+
+def length_at(share: float) -> int:
+    """Row length at an elapsed share of the budget."""
+    return max(length for start, length in STAGES if share >= start)
+
+
+def rate_at(step: int, share: float) -> float:
+    """Learning rate relative to its peak: warm-up, flat, linear decay."""
+    decay = max(0.0, min(1.0, (share - FLAT_SHARE) / (1 - FLAT_SHARE)))
+    return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - (1 - FINAL_RATE) * decay)
+
+
+def export(network: Network, model_dir: Path) -> None:
+    """Write weights in half precision, and the configuration, in Hugging Face layout."""
+    weights = {name: value.half().contiguous() for name, value in network.state_dict().items()}
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    _write_json(model_dir / "config.json", model_config(network.shape))
+    generation = {
+        "eos_token_id": [chat.END_ID],
+        "pad_token_id": chat.PADDING_ID,
+        "do_sample": False,
+        "max_new_tokens": 128,
+    }
+    _write_json(model_dir / "generation_config.json", generation)
+
+
+def model_config(shape: Shape) -> dict[str, Any]:
+    """The shape as config.json says it."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": chat.END_ID,
+        "pad_token_id": chat.PADDING_ID,
+        "torch_dtype": "float16",
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--budget-s", type=float, required=True, help="wall time to train for")
+    parser.add_argument("--out", type=Path, default=MODEL_DIR, help="checkpoint directory")
+    parser.add_argument("--state", type=Path, help="file that keeps the run's state")
+    parser.add_argument("--resume", action="store_true", help="go on from --state")
+    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per step")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1, help="of the initial weights")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
