@@ -1,0 +1,227 @@
+"""`session-server chat`: a conversation in the terminal.
+
+Ctrl-C while an answer streams cancels that turn and keeps what was said; at the prompt it leaves.
+Each answer is followed by what it cost, so that a growing `cached` shows the session at work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from typing import Final, Self, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from session_server.client import (
+    ClientError,
+    ClientOptions,
+    SessionClient,
+    TurnHandle,
+    TurnReplaced,
+    TurnResult,
+    TurnText,
+    connect,
+)
+from session_server.core.session_events import ChatInput, Message
+from session_server.local_server import LocalServer, ServerFailed
+
+T = TypeVar("T")
+
+HELP: Final = """\
+/new             a new session: nothing is remembered
+/system TEXT     a new session that starts with this system prompt
+/stats           what the turns of this session cost
+/help            this list
+/quit            leave (so does Ctrl-D, and Ctrl-C at the prompt)
+Ctrl-C while an answer streams cancels the turn and keeps what was said."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `chat`."""
+    parser.add_argument("--url", help="a running server (none: start one on this machine)")
+    parser.add_argument("--session", help="come back to this session instead of opening one")
+    parser.add_argument("--system", default="", help="system prompt of the first session")
+    parser.add_argument("--api-key", help="shown to the server")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of one answer (default: 256)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="(default: 0, greedy)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Chat until the user leaves. Returns the exit status."""
+    console = Console()
+    try:
+        with nullcontext(None) if args.url else _starting(console) as server:
+            url = args.url or (server.url if server else "")
+            with suppress(ImportError):
+                import readline  # noqa: F401 - line editing and history for `input`
+            with _LoopThread() as loop:
+                return _Chat(console, args, url, loop).run()
+    except (ServerFailed, ClientError) as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return 1
+
+
+def describe(result: TurnResult) -> str:
+    """One line on what a turn cost: `in 640 (480 cached, 160 new) · out 32 · ttft 24 ms · ...`."""
+    usage, timings = result.usage, result.timings
+    parts = [
+        f"in {usage.input_tokens} ({usage.cached_tokens} cached, {usage.cache_write_tokens} new)",
+        f"out {usage.output_tokens}",
+        f"ttft {timings.ttft_ms:.0f} ms",
+    ]
+    if timings.decode_ms > 0 and usage.output_tokens > 1:
+        parts.append(f"{1000 * (usage.output_tokens - 1) / timings.decode_ms:.0f} tok/s")
+    if result.status != "completed":
+        parts.append(result.status)
+    elif result.finish_reason == "length":
+        parts.append("cut at max tokens")
+    return " · ".join(parts)
+
+
+def _starting(console: Console) -> LocalServer:
+    console.print("[dim]starting a server with the embedded model ...[/]")
+    return LocalServer()
+
+
+class _LoopThread:
+    """An event loop of its own, so that the socket is served while the user types."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, coroutine: Coroutine[object, object, T]) -> T:
+        """Run on the loop and wait here, where Ctrl-C arrives as `KeyboardInterrupt`."""
+        return self.begin(coroutine).result()
+
+    def begin(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
+        """Run on the loop and go on here."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+class _Chat:
+    """The conversation: reads lines on the main thread, talks on the loop's."""
+
+    def __init__(
+        self, console: Console, args: argparse.Namespace, url: str, loop: _LoopThread
+    ) -> None:
+        self._console = console
+        self._args = args
+        self._url = url
+        self._loop = loop
+        self._system: str = args.system
+        self._turns: list[TurnResult] = []
+        self._session = self._open(args.session)
+
+    def run(self) -> int:
+        """Until the user leaves."""
+        session_id = self._session.session_id
+        self._console.print(f"[dim]session {session_id} on {self._url} · /help for help[/]")
+        try:
+            while True:
+                line = self._read_line()
+                if line is None or line == "/quit":
+                    return 0
+                self._obey(line)
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            self._loop.call(self._session.close())
+
+    def _read_line(self) -> str | None:
+        """One line of the user's; None at the end of input or at Ctrl-C."""
+        try:
+            return input("you > ").strip()
+        except (EOFError, KeyboardInterrupt):
+            self._console.print()
+            return None
+
+    def _obey(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        match command:
+            case "":
+                return
+            case "/help":
+                self._console.print(escape(HELP))
+            case "/stats":
+                self._console.print(_cost_table(self._turns))
+            case "/new" | "/system":
+                self._system = rest if command == "/system" else self._system
+                self._loop.call(self._session.close())
+                self._session = self._open(None)
+                self._console.print(f"[dim]session {self._session.session_id}[/]")
+            case _ if command.startswith("/"):
+                self._console.print(f"[yellow]no such command: {escape(command)}; see /help[/]")
+            case _:
+                self._take_turn(line)
+
+    def _open(self, session_id: str | None) -> SessionClient:
+        self._turns = []
+        options = ClientOptions(token=self._args.api_key)
+        return self._loop.call(connect(self._url, session_id=session_id, options=options))
+
+    def _take_turn(self, text: str) -> None:
+        messages = [Message("user", text)]
+        if self._system and not self._turns:
+            messages.insert(0, Message("system", self._system))
+        sampling = {"max_tokens": self._args.max_tokens, "temperature": self._args.temperature}
+        turn = self._loop.call(self._session.start(ChatInput(tuple(messages)), sampling=sampling))
+        streaming = self._loop.begin(self._stream(turn))
+        try:
+            result = self._wait(streaming, turn)
+        except ClientError as error:
+            self._console.print(f"[red]{escape(str(error))}[/]")
+            return
+        self._turns.append(result)
+        if result.error is not None:
+            failure = f"{result.error.code}: {result.error.message}"
+            self._console.print(f"[red]{escape(failure)}[/]")
+        self._console.print(f"[dim]{describe(result)}[/]")
+
+    def _wait(self, streaming: Future[TurnResult], turn: TurnHandle) -> TurnResult:
+        """The first Ctrl-C cancels the turn; a second one, before it has ended, leaves."""
+        try:
+            return streaming.result()
+        except KeyboardInterrupt:
+            self._loop.call(turn.cancel(keep_partial=True))
+            return streaming.result()
+
+    async def _stream(self, turn: TurnHandle) -> TurnResult:
+        self._console.print("[bold cyan] it >[/] ", end="")
+        async for event in turn:
+            if isinstance(event, TurnText):
+                self._console.out(event.text, end="", highlight=False)
+            elif isinstance(event, TurnReplaced):
+                self._console.out(f"\n(reconnected) {event.text}", end="", highlight=False)
+        self._console.print()
+        return await turn.result()
+
+
+def _cost_table(turns: list[TurnResult]) -> Table:
+    table = Table("turn", "in", "cached", "new", "out", "ttft ms", "forward ms", "end")
+    for number, turn in enumerate(turns, start=1):
+        usage = turn.usage
+        counts = (usage.input_tokens, usage.cached_tokens, usage.cache_write_tokens)
+        table.add_row(
+            str(number),
+            *map(str, (*counts, usage.output_tokens)),
+            f"{turn.timings.ttft_ms:.0f}",
+            f"{turn.timings.forward_ms:.0f}",
+            turn.finish_reason or turn.status,
+        )
+    return table

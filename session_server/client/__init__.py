@@ -1,0 +1,47 @@
+"""A client of `kvsession.v1`: one session over one WebSocket that heals itself.
+
+    async with await connect("http://127.0.0.1:30000") as session:
+        turn = await session.start("My name is Ada.")
+        async for event in turn:
+            ...
+        result = await turn.result()
+
+A turn's life is its journal's on the server, not the socket's. When the socket is lost the client
+connects again with the last sequence number it saw, and the server replays what it missed; turns
+whose acceptance was not seen are sent again under the same id, which is an idempotency key. What
+was lost for good ends the turn with an error; nothing is skipped silently.
+"""
+
+from __future__ import annotations
+
+from session_server.client.errors import ClientError, ConnectionLost, Refused
+from session_server.client.session import ClientOptions, SessionClient, connect
+from session_server.client.turn import (
+    Timings,
+    TurnEvent,
+    TurnHandle,
+    TurnPrefill,
+    TurnReplaced,
+    TurnResult,
+    TurnText,
+    Usage,
+    WireFailure,
+)
+
+__all__ = [
+    "ClientError",
+    "ClientOptions",
+    "ConnectionLost",
+    "Refused",
+    "SessionClient",
+    "Timings",
+    "TurnEvent",
+    "TurnHandle",
+    "TurnPrefill",
+    "TurnReplaced",
+    "TurnResult",
+    "TurnText",
+    "Usage",
+    "WireFailure",
+    "connect",
+]

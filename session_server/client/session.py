@@ -1,0 +1,403 @@
+"""One session over one WebSocket, replaced and resumed when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from types import TracebackType
+from typing import Any, Final, Literal, Self, assert_never
+
+import msgspec
+from websockets.asyncio.client import ClientConnection
+from websockets.asyncio.client import connect as open_socket
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.typing import Subprotocol
+
+from session_server.client.errors import ClientError, ConnectionLost, Refused
+from session_server.client.turn import (
+    Timings,
+    TurnHandle,
+    TurnPrefill,
+    TurnReplaced,
+    TurnResult,
+    TurnText,
+    Usage,
+    WireFailure,
+)
+from session_server.core.session_events import ChatInput, TextInput, TokenInput, TurnInput
+
+SUBPROTOCOL: Final = Subprotocol("kvsession.v1")
+RETRYABLE_CLOSE_CODES: Final = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
+"""Closes after which connecting again may help: a lost line, a restart, overload, a slow reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """How a client connects. Delays double from the first to the longest, in seconds."""
+
+    token: str | None = None
+    connect_timeout_s: float = 10.0
+    max_attempts: int = 10
+    first_delay_s: float = 0.05
+    longest_delay_s: float = 2.0
+    max_message_bytes: int = 16 << 20
+
+
+@dataclass(slots=True)
+class _LiveTurn:
+    """What must be sent again when the server may not have heard it."""
+
+    handle: TurnHandle
+    create: bytes
+    cancel: bytes | None = None
+
+
+class SessionClient:
+    """One session. Made by `connect`; as a context manager it closes the session at the end.
+
+    `session_id` names the session, `opened` is the server's latest hello (its limits among them),
+    `num_reconnects` counts the times the socket was replaced.
+    """
+
+    def __init__(self, url: str, session_id: str, options: ClientOptions) -> None:
+        self.session_id = session_id
+        self.opened: Mapping[str, Any] = {}
+        self.num_reconnects = 0
+        self._base = _socket_base(url)
+        self._options = options
+        self._socket: ClientConnection | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._last_seq = 0
+        self._turns: dict[str, _LiveTurn] = {}
+        self._leaving = False
+        self._connected = asyncio.Event()
+        self._closed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def attach(self) -> None:
+        """Connect and begin to read; called once, by `connect`.
+
+        Raises:
+            ConnectionLost: nothing answered in time.
+            Refused: the server answered with an error (no such session, unauthorized, limits).
+        """
+        assert self._reader is None, "attached twice"
+        self._socket = await self._open_socket()
+        self._connected.set()
+        self._reader = asyncio.create_task(self._read(), name=f"read {self.session_id}")
+
+    async def start(
+        self,
+        content: str | TurnInput,
+        *,
+        sampling: Mapping[str, object] | None = None,
+        turn_id: str | None = None,
+        generate: bool = True,
+    ) -> TurnHandle:
+        """Begin a turn. A `content` that is a string is what the user says.
+
+        `turn_id` is an idempotency key; `generate` False computes the input and answers nothing.
+        """
+        turn_id = turn_id or f"t_{secrets.token_hex(8)}"
+        frame: dict[str, object] = {"type": "turn.create", "turn_id": turn_id}
+        frame |= _input_fields(content)
+        frame |= {"sampling": dict(sampling or {}), "generate": generate}
+        handle = TurnHandle(turn_id, send_cancel=partial(self._cancel, turn_id))
+        turn = _LiveTurn(handle, msgspec.json.encode(frame))
+        self._turns[turn_id] = turn
+        await self._send(turn.create)
+        return turn.handle
+
+    async def ask(
+        self, content: str | TurnInput, *, sampling: Mapping[str, object] | None = None
+    ) -> TurnResult:
+        """Run one turn to its end."""
+        return await (await self.start(content, sampling=sampling)).result()
+
+    async def close(self, *, timeout_s: float = 10.0) -> None:
+        """End the session on the server and the connection here; idempotent."""
+        if self._reader is None or self._leaving:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(b'{"type":"session.close"}')
+                await self._closed.wait()
+        except (TimeoutError, ConnectionLost):
+            self._fail_turns(ConnectionLost("the server did not confirm the close"))
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Drop the connection and keep the session; `connect` with its id comes back to it."""
+        self._leaving = True
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        if self._socket is not None:
+            await self._socket.close()
+        self._fail_turns(ConnectionLost("the client left"))
+
+    def cut(self) -> None:
+        """Lose the connection as a cable would, for tests of resuming: no handshake, no warning."""
+        if self._socket is not None:
+            self._socket.transport.abort()
+
+    async def _cancel(self, turn_id: str, keep_partial: bool) -> None:
+        frame = {"type": "turn.cancel", "turn_id": turn_id, "keep_partial": keep_partial}
+        payload = msgspec.json.encode(frame)
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            return  # it has ended
+        turn.cancel = payload
+        await self._send(payload)
+
+    async def _send(self, payload: bytes) -> None:
+        """Send on the present socket, or on the next one when there is none."""
+        while True:
+            await self._connected.wait()
+            if self._socket is None or self._leaving or self._closed.is_set():
+                raise ConnectionLost("the session's connection is closed")
+            socket = self._socket
+            try:
+                await socket.send(payload, text=True)
+            except ConnectionClosed:
+                if self._socket is socket:
+                    self._connected.clear()  # the reader sees the loss too, and connects again
+            else:
+                return
+
+    async def _read(self) -> None:
+        """Receive until the session is over, replacing the socket when it is lost."""
+        try:
+            while True:
+                assert self._socket is not None
+                await self._receive_all(self._socket)
+                if self._leaving or self._closed.is_set():
+                    return
+                code, reason = self._socket.close_code, self._socket.close_reason
+                if code is not None and code not in RETRYABLE_CLOSE_CODES:
+                    raise ConnectionLost(f"closed by the server: {code} {reason}", code=code)
+                self._connected.clear()
+                self._socket = await self._open_socket()
+                self.num_reconnects += 1
+                await self._repeat_unheard()
+                self._connected.set()
+        except ClientError as error:
+            self._socket = None
+            self._fail_turns(error)
+        finally:
+            self._closed.set()
+            self._connected.set()
+
+    async def _receive_all(self, socket: ClientConnection) -> None:
+        try:
+            async for payload in socket:
+                self._receive(payload)
+        except ConnectionClosed:
+            return  # the socket's close code says what happened
+
+    async def _repeat_unheard(self) -> None:
+        """Send again what a lost socket may have swallowed; turn ids make repeating harmless."""
+        assert self._socket is not None
+        resumed = self.opened.get("resumed")
+        try:
+            for turn in list(self._turns.values()):
+                if not (resumed and turn.handle.is_accepted):
+                    await self._socket.send(turn.create, text=True)
+                if turn.cancel is not None:
+                    await self._socket.send(turn.cancel, text=True)
+        except ConnectionClosed:
+            return  # lost again: the reader's next round repeats it
+
+    async def _open_socket(self) -> ClientConnection:
+        options, delay_s = self._options, self._options.first_delay_s
+        problem = "no attempt was made"
+        for _ in range(options.max_attempts):
+            try:
+                async with asyncio.timeout(options.connect_timeout_s):
+                    return await self._handshake()
+            except (OSError, TimeoutError, ConnectionClosed, InvalidHandshake) as error:
+                final = _final_error(error)
+                if final is not None:
+                    raise final from error
+                problem = str(error) or type(error).__name__
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, options.longest_delay_s)
+        raise ConnectionLost(f"no connection after {options.max_attempts} attempts: {problem}")
+
+    async def _handshake(self) -> ClientConnection:
+        """One connection, up to and including the server's hello."""
+        path = f"/v1/sessions/{self.session_id}/ws"
+        if self.opened:
+            path += f"?after={self._last_seq}&epoch={self.opened['epoch']}"
+        headers = {"Authorization": f"Bearer {self._options.token}"} if self._options.token else {}
+        socket = await open_socket(
+            self._base + path,
+            subprotocols=[SUBPROTOCOL],
+            additional_headers=headers,
+            compression=None,
+            max_size=self._options.max_message_bytes,
+            open_timeout=self._options.connect_timeout_s,
+            proxy=None,
+        )
+        try:
+            hello = msgspec.json.decode(await socket.recv(), type=dict[str, Any])
+        except BaseException:
+            socket.transport.abort()
+            raise
+        if hello["type"] != "session.opened":
+            await socket.close()
+            failure = msgspec.convert(hello.get("error", {"code": "no_hello"}), WireFailure)
+            raise Refused(failure.code, failure.message)
+        self.session_id, self.opened = hello["session_id"], hello
+        if not hello["resumed"]:
+            self._last_seq = hello["seq"]
+        return socket
+
+    def _receive(self, payload: str | bytes) -> None:
+        frame = msgspec.json.decode(payload, type=dict[str, Any])
+        if frame["type"] == "session.snapshot":
+            self._receive_snapshot(frame)
+            return
+        seq = frame.get("seq")
+        if seq is not None:
+            if seq <= self._last_seq:
+                return  # a replay overlaps what is known
+            self._last_seq = seq
+        match frame["type"]:
+            case "turn.created" | "turn.delta" | "turn.progress":
+                self._receive_step(frame)
+            case "turn.completed" | "turn.cancelled" | "turn.failed":
+                self._receive_end(frame)
+            case "error":
+                self._receive_refusal(frame)
+            case "session.closed":
+                self._closed.set()
+                self._fail_turns(ConnectionLost(f"the session is closed: {frame.get('reason')}"))
+            case _:
+                return  # pong, state, settings: nothing that a turn waits for
+
+    def _receive_step(self, frame: Mapping[str, Any]) -> None:
+        turn = self._turns.get(frame["turn_id"])
+        if turn is None:
+            return  # another connection's turn
+        turn.handle.is_accepted = True
+        if frame["type"] == "turn.delta":
+            now_s = asyncio.get_running_loop().time()
+            turn.handle.add(TurnText(frame["text"], frame["n"], now_s))
+        elif frame["type"] == "turn.progress":
+            progress = TurnPrefill(frame["processed"], frame["cached"], frame["total"])
+            turn.handle.add(progress)
+
+    def _receive_refusal(self, frame: Mapping[str, Any]) -> None:
+        failure = msgspec.convert(frame["error"], WireFailure)
+        turn = self._turns.get(failure.turn_id or "")
+        if turn is None or turn.handle.is_accepted:
+            return  # of a cancel that came too late, or of a frame without a turn
+        self._turns.pop(turn.handle.turn_id)
+        turn.handle.end(Refused(failure.code, failure.message))
+
+    def _receive_snapshot(self, frame: Mapping[str, Any]) -> None:
+        """The journal did not reach back: the running turn starts over from the text it has."""
+        self._last_seq = frame["seq"]
+        running = frame.get("turn") or {}
+        turn = self._turns.get(running.get("turn_id", ""))
+        if turn is not None:
+            turn.handle.add(TurnReplaced(running["text"]))
+
+    def _receive_end(self, frame: Mapping[str, Any]) -> None:
+        turn = self._turns.pop(frame["turn_id"], None)
+        if turn is None:
+            return
+        status: Literal["completed", "cancelled", "failed"] = frame["type"].removeprefix("turn.")
+        failure = frame.get("error")
+        turn.handle.end(
+            TurnResult(
+                turn_id=turn.handle.turn_id,
+                status=status,
+                text=frame["item"]["content"] if "item" in frame else "",
+                finish_reason=frame.get("finish_reason"),
+                usage=msgspec.convert(frame["usage"], Usage),
+                timings=msgspec.convert(frame.get("timings") or {}, Timings),
+                error=None if failure is None else msgspec.convert(failure, WireFailure),
+            )
+        )
+
+    def _fail_turns(self, error: ClientError) -> None:
+        for turn in self._turns.values():
+            turn.handle.end(error)
+        self._turns.clear()
+
+
+async def connect(
+    url: str, *, session_id: str | None = None, options: ClientOptions = ClientOptions()
+) -> SessionClient:
+    """Open a new session, or come back to a known one.
+
+    Args:
+        url: of the server, http(s) or ws(s), without a path.
+        session_id: of an open session; None makes a new one.
+        options: credentials, timeouts, attempts.
+
+    Raises:
+        ConnectionLost: nothing answered, or the server closed the socket for good.
+        Refused: the server answered with an error.
+    """
+    client = SessionClient(url, session_id or "new", options)
+    await client.attach()
+    return client
+
+
+def _input_fields(content: str | TurnInput) -> dict[str, object]:
+    match content:
+        case str():
+            return {"input": [{"role": "user", "content": content}]}
+        case ChatInput():
+            return {"input": [{"role": m.role, "content": m.content} for m in content.messages]}
+        case TextInput():
+            return {"text": content.text}
+        case TokenInput():
+            return {"input_ids": content.token_ids}
+        case _:
+            assert_never(content)
+
+
+def _socket_base(url: str) -> str:
+    scheme, _, rest = url.rstrip("/").partition("://")
+    return {"http": "ws", "https": "wss"}.get(scheme, scheme) + "://" + rest
+
+
+def _final_error(error: Exception) -> ClientError | None:
+    """What an attempt that failed means when trying again cannot help; None when it may."""
+    if isinstance(error, ConnectionClosed):
+        code = None if error.rcvd is None else error.rcvd.code
+        if code is None or code in RETRYABLE_CLOSE_CODES:
+            return None
+        return ConnectionLost(f"closed by the server: {error}", code=code)
+    if isinstance(error, InvalidStatus):
+        status = error.response.status_code
+        if not 400 <= status < 500 or status == HTTPStatus.TOO_MANY_REQUESTS:
+            return None
+        failure = _failure_in(error.response.body) or WireFailure(code=f"http_{status}")
+        return Refused(failure.code, failure.message)
+    return None
+
+
+def _failure_in(body: bytes | bytearray | None) -> WireFailure | None:
+    try:
+        return msgspec.json.decode(body or b"", type=dict[str, WireFailure]).get("error")
+    except msgspec.MsgspecError:
+        return None

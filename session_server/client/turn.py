@@ -1,0 +1,161 @@
+"""One turn as a client sees it: its events while it runs, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+
+from session_server.client.errors import ClientError
+
+MAX_BUFFERED_EVENTS: Final = 65_536
+"""Events of one turn waiting for its reader; beyond it, texts are merged into the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnText:
+    """A piece of the answer, the number of tokens behind it, and when it came (loop time, s)."""
+
+    text: str
+    num_tokens: int
+    received_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPrefill:
+    """`processed` of `total` context tokens are computed, `cached` of them were before."""
+
+    processed: int
+    cached: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReplaced:
+    """The journal no longer reached back: `text` replaces everything received so far."""
+
+    text: str
+
+
+TurnEvent = TurnText | TurnPrefill | TurnReplaced
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts; `input_tokens` is the whole context, `cached_tokens` of it came for free."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    output_tokens: int = 0
+    total_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """Durations as the engine saw them, milliseconds; see `core.events.TurnTimings`."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    ttft_ms: float = 0.0
+    decode_ms: float = 0.0
+    forward_ms: float = 0.0
+    num_steps: int = 0
+
+
+class WireFailure(msgspec.Struct, frozen=True):
+    """The `error` object of a frame."""
+
+    code: str
+    message: str = ""
+    type: str = ""
+    retryable: bool = False
+    param: str | None = None
+    turn_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """How a turn ended. `text` is what stays in the session's history."""
+
+    turn_id: str
+    status: Literal["completed", "cancelled", "failed"]
+    text: str
+    finish_reason: str | None
+    usage: Usage
+    timings: Timings
+    error: WireFailure | None = None
+
+
+class TurnHandle:
+    """One turn as its reader sees it: iterate over its events once, then await `result`.
+
+    `is_accepted` tells whether the server was heard to take the turn.
+    """
+
+    def __init__(self, turn_id: str, *, send_cancel: Callable[[bool], Awaitable[None]]) -> None:
+        self.turn_id = turn_id
+        self._send_cancel = send_cancel
+        self._events: deque[TurnEvent] = deque()
+        self._pieces: list[str] = []
+        self._wake = asyncio.Event()
+        self._end: TurnResult | ClientError | None = None
+        self.is_accepted = False
+
+    async def __aiter__(self) -> AsyncIterator[TurnEvent]:
+        while True:
+            while self._events:
+                yield self._events.popleft()
+            if self._end is not None:
+                return
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def result(self) -> TurnResult:
+        """Wait for the end of the turn, whether or not its events were read.
+
+        Raises:
+            Refused: the server did not accept the turn.
+            ConnectionLost: the connection went for good before the end was seen.
+        """
+        while self._end is None:
+            self._wake.clear()
+            await self._wake.wait()
+        if isinstance(self._end, ClientError):
+            raise self._end
+        return self._end
+
+    async def cancel(self, *, keep_partial: bool = True) -> None:
+        """Ask for an early end; the result then says `cancelled`, or how the turn had ended."""
+        await self._send_cancel(keep_partial)
+
+    @property
+    def text(self) -> str:
+        """The answer received so far."""
+        return "".join(self._pieces)
+
+    def add(self, event: TurnEvent) -> None:
+        """For `SessionClient`: one more event."""
+        if isinstance(event, TurnText):
+            self._pieces.append(event.text)
+        elif isinstance(event, TurnReplaced):
+            self._pieces = [event.text]
+        last = self._events[-1] if self._events else None
+        if len(self._events) < MAX_BUFFERED_EVENTS:
+            self._events.append(event)
+        elif isinstance(event, TurnText) and isinstance(last, TurnText):
+            self._events[-1] = TurnText(
+                last.text + event.text, last.num_tokens + event.num_tokens, event.received_s
+            )
+        elif isinstance(event, TurnReplaced):
+            self._events.clear()
+            self._events.append(event)
+        self._wake.set()
+
+    def end(self, outcome: TurnResult | ClientError) -> None:
+        """For `SessionClient`: the last word on the turn; later ones are ignored."""
+        if self._end is None:
+            self._end = outcome
+        self._wake.set()

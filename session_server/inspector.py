@@ -1,0 +1,120 @@
+"""`session-server inspect`: what a running server holds, and whether its books balance."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+ACCOUNTS: Final = (
+    "free",
+    "reserved",
+    "tree_evictable",
+    "tree_protected",
+    "session_held",
+    "active",
+    "fenced",
+    "spill",
+    "quarantine",
+)
+"""Every page of a pool is in exactly one of these; they add up to `pages`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `inspect`."""
+    parser.add_argument("--url", default="http://127.0.0.1:30000", help="(default: %(default)s)")
+    parser.add_argument("--api-key", help="shown to the server")
+    parser.add_argument("--full", action="store_true", help="recount every page first")
+    parser.add_argument("--limit", type=int, default=20, help="sessions listed (default: 20)")
+    parser.add_argument("--json", action="store_true", help="the server's answers, unformatted")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the server's memory and sessions. Returns 0 when the books balance, else 1."""
+    console = Console()
+    try:
+        memory, sessions = _fetch(args)
+    except httpx.HTTPStatusError as error:
+        console.print(f"[red]{error.response.status_code}: {escape(error.response.text[:400])}[/]")
+        return 1
+    except httpx.HTTPError as error:
+        console.print(f"[red]no answer from {escape(args.url)}: {escape(str(error))}[/]")
+        return 1
+    problems = imbalances(memory)
+    if args.json:
+        console.print_json(json.dumps({"memory": memory, "sessions": sessions}))
+        return 1 if problems else 0
+    console.print(pool_table(memory["pools"]))
+    console.print(session_table(memory["sessions"], sessions, args.limit))
+    checks = memory["checks"]
+    console.print(
+        f"rows {memory['rows'] - memory['rows_free']} of {memory['rows']} held · "
+        f"{checks['runs']} checks, {checks['violations']} violations"
+    )
+    for problem in problems:
+        console.print(f"[red]{escape(problem)}[/]")
+    return 1 if problems else 0
+
+
+def imbalances(memory: Mapping[str, Any]) -> list[str]:
+    """What is wrong in an answer of `/v1/admin/memory`, in words; empty when nothing is."""
+    problems = [
+        f"pool {name}: the accounts add up to {sum(pool[a] for a in ACCOUNTS)}, "
+        f"the pool has {pool['pages']} pages"
+        for name, pool in memory["pools"].items()
+        if sum(pool[account] for account in ACCOUNTS) != pool["pages"]
+    ]
+    problems += [
+        f"pool {name}: {pool['quarantine']} pages are quarantined"
+        for name, pool in memory["pools"].items()
+        if pool["quarantine"]
+    ]
+    if memory["checks"]["violations"]:
+        problems.append(f"the memory checker counted {memory['checks']['violations']} violations")
+    return problems
+
+
+def pool_table(pools: Mapping[str, Mapping[str, int]]) -> Table:
+    """One row per pool: pages by holder."""
+    table = Table("pool", "pages", "page size", *ACCOUNTS, title="pages by holder")
+    for name, pool in pools.items():
+        row = [pool["pages"], pool["page_size"], *(pool[account] for account in ACCOUNTS)]
+        table.add_row(name, *map(str, row))
+    return table
+
+
+def session_table(
+    holdings: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping[str, Any]], limit: int
+) -> Table:
+    """One row per session: what the engine holds beside what the server knows."""
+    known = {session["id"]: session for session in sessions}
+    table = Table("session", "state", "tokens", "KV tokens", "shared pages", "own pages", "turns")
+    for held in list(holdings)[:limit]:
+        table.add_row(
+            held["session_id"],
+            str(held["state"]).lower(),
+            str(held["tokens"]),
+            str(held["committed_len"]),
+            str(sum(held["protected_pages"].values())),
+            str(sum(held["private_pages"].values())),
+            str(known.get(held["session_id"], {}).get("turns", "")),
+        )
+    hidden = len(holdings) - limit
+    table.title = f"{len(holdings)} sessions" + (f", {hidden} not shown" if hidden > 0 else "")
+    return table
+
+
+def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    with httpx.Client(base_url=args.url, headers=headers, timeout=30.0, trust_env=False) as client:
+        memory = client.get("/v1/admin/memory", params={"full": 1} if args.full else {})
+        memory.raise_for_status()
+        sessions = client.get("/v1/sessions", params={"limit": args.limit})
+        sessions.raise_for_status()
+    return memory.json(), sessions.json()["data"]

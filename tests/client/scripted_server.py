@@ -1,0 +1,102 @@
+"""A real WebSocket server on a real port that plays one script per connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from websockets.asyncio.server import ServerConnection, serve
+from websockets.typing import Subprotocol
+
+
+@dataclass
+class Peer:
+    """The server's end of one connection, speaking JSON."""
+
+    socket: ServerConnection
+
+    @property
+    def path(self) -> str:
+        """What the client asked for, with its query."""
+        assert self.socket.request is not None
+        return self.socket.request.path
+
+    async def send(self, kind: str, **fields: object) -> None:
+        """One frame."""
+        await self.socket.send(json.dumps({"type": kind, **fields}))
+
+    async def receive(self) -> dict[str, Any]:
+        """The client's next frame."""
+        frame: dict[str, Any] = json.loads(await self.socket.recv())
+        return frame
+
+    async def hello(self, seq: int = 0, *, resumed: bool = False, epoch: str = "e1") -> None:
+        """The first frame of a connection."""
+        await self.send(
+            "session.opened", seq=seq, session_id="s_1", epoch=epoch, resumed=resumed, limits={}
+        )
+
+    async def complete(self, seq: int, turn_id: str, text: str) -> None:
+        """The end of a turn that went well."""
+        await self.send(
+            "turn.completed",
+            seq=seq,
+            turn_id=turn_id,
+            finish_reason="stop",
+            item={"id": "i_1", "role": "assistant", "content": text},
+            usage={
+                "input_tokens": 10,
+                "cached_tokens": 7,
+                "cache_write_tokens": 3,
+                "output_tokens": 2,
+                "total_tokens": 12,
+            },
+            timings={"ttft_ms": 1.5},
+        )
+
+    async def closed(self, seq: int) -> None:
+        """Wait for the client's close and confirm it."""
+        assert (await self.receive())["type"] == "session.close"
+        await self.send("session.closed", seq=seq, reason="client")
+
+    def cut(self) -> None:
+        """Drop the line without a word."""
+        self.socket.transport.abort()
+
+
+Script = Callable[[Peer], Awaitable[None]]
+
+
+@dataclass
+class Played:
+    """Where the server listens, and what went wrong inside scripts."""
+
+    url: str
+    failures: list[BaseException] = field(default_factory=list)
+    num_connections: int = 0
+
+
+@asynccontextmanager
+async def playing(*scripts: Script) -> AsyncIterator[Played]:
+    """Serve: connection k is handled by script k. Failures inside scripts fail the test."""
+    waiting = list(scripts)
+    played = Played("")
+
+    async def handle(socket: ServerConnection) -> None:
+        played.num_connections += 1
+        try:
+            await waiting.pop(0)(Peer(socket))
+        except (AssertionError, IndexError, KeyError) as failure:
+            played.failures.append(failure)
+
+    async with serve(handle, "127.0.0.1", 0, subprotocols=[Subprotocol("kvsession.v1")]) as server:
+        played.url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
+        async with asyncio.timeout(20):
+            yield played
+    if played.failures:
+        raise played.failures[0]
+    assert not waiting, f"{len(waiting)} scripts were not reached"

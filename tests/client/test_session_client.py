@@ -1,0 +1,326 @@
+"""The client against a scripted server: every promise of its docstrings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from session_server.client import (
+    ClientOptions,
+    ConnectionLost,
+    Refused,
+    TurnPrefill,
+    TurnReplaced,
+    TurnText,
+    connect,
+)
+from session_server.core.session_events import ChatInput, Message, TextInput, TokenInput
+from tests.client.scripted_server import Peer, playing
+
+QUICK = ClientOptions(first_delay_s=0.001, longest_delay_s=0.01, max_attempts=5)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Each test is one coroutine on a loop of its own."""
+    asyncio.run(_as_coroutine(test))
+
+
+async def _as_coroutine(test: Callable[[], Awaitable[None]]) -> None:
+    await test()
+
+
+def test_a_turn_streams_its_text_and_ends_with_its_cost() -> None:
+    async def script(peer: Peer) -> None:
+        assert peer.path == "/v1/sessions/new/ws"
+        await peer.hello()
+        create = await peer.receive()
+        assert create["input"] == [{"role": "user", "content": "hi"}]
+        assert create["sampling"] == {"temperature": 0}
+        turn = create["turn_id"]
+        await peer.send("turn.created", seq=1, turn_id=turn, position=0)
+        await peer.send("turn.progress", seq=2, turn_id=turn, processed=5, cached=3, total=10)
+        await peer.send("turn.delta", seq=3, turn_id=turn, text="Hel", n=1)
+        await peer.send("turn.delta", seq=4, turn_id=turn, text="lo", n=1)
+        await peer.complete(5, turn, "Hello")
+        await peer.closed(6)
+
+    async def test() -> None:
+        async with playing(script) as server, await connect(server.url) as session:
+            turn = await session.start("hi", sampling={"temperature": 0})
+            events = [event async for event in turn]
+            result = await turn.result()
+        assert events[0] == TurnPrefill(5, 3, 10)
+        assert [e.text for e in events if isinstance(e, TurnText)] == ["Hel", "lo"]
+        assert (result.status, result.text, result.finish_reason) == ("completed", "Hello", "stop")
+        assert (result.usage.input_tokens, result.usage.cached_tokens) == (10, 7)
+        assert result.timings.ttft_ms == 1.5
+
+    run(test)
+
+
+def test_a_lost_socket_is_replaced_and_nothing_is_missed_or_doubled() -> None:
+    turns: list[str] = []
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        turns.append((await peer.receive())["turn_id"])
+        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
+        await peer.send("turn.delta", seq=2, turn_id=turns[0], text="one ", n=1)
+        await peer.socket.ping()
+        await asyncio.sleep(0.05)
+        peer.cut()
+
+    async def second(peer: Peer) -> None:
+        assert peer.path == "/v1/sessions/s_1/ws?after=2&epoch=e1"
+        await peer.hello(2, resumed=True)
+        await peer.send("turn.delta", seq=2, turn_id=turns[0], text="one ", n=1)
+        await peer.send("turn.delta", seq=3, turn_id=turns[0], text="two", n=1)
+        await peer.complete(4, turns[0], "one two")
+        await peer.closed(5)
+
+    async def test() -> None:
+        async with (
+            playing(first, second) as server,
+            await connect(server.url, options=QUICK) as session,
+        ):
+            turn = await session.start("count")
+            pieces = [e.text async for e in turn if isinstance(e, TurnText)]
+            assert (await turn.result()).text == "one two"
+            assert session.num_reconnects == 1
+        assert pieces == ["one ", "two"]
+
+    run(test)
+
+
+def test_a_turn_the_server_may_not_have_heard_is_sent_again_under_its_id() -> None:
+    turns: list[str] = []
+
+    async def deaf(peer: Peer) -> None:
+        await peer.hello()
+        turns.append((await peer.receive())["turn_id"])
+        peer.cut()
+
+    async def second(peer: Peer) -> None:
+        await peer.hello(0, resumed=True)
+        assert (await peer.receive())["turn_id"] == turns[0]
+        await peer.complete(1, turns[0], "yes")
+        await peer.closed(2)
+
+    async def test() -> None:
+        async with (
+            playing(deaf, second) as server,
+            await connect(server.url, options=QUICK) as session,
+        ):
+            assert (await session.ask("are you there?")).text == "yes"
+
+    run(test)
+
+
+def test_a_cancel_survives_the_loss_of_the_socket() -> None:
+    turns: list[str] = []
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        turns.append((await peer.receive())["turn_id"])
+        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
+        await peer.receive()
+        peer.cut()
+
+    async def second(peer: Peer) -> None:
+        await peer.hello(1, resumed=True)
+        again = await peer.receive()
+        assert (again["type"], again["keep_partial"]) == ("turn.cancel", False)
+        await peer.send(
+            "turn.cancelled",
+            seq=2,
+            turn_id=turns[0],
+            kept_partial=False,
+            item={"content": ""},
+            usage={},
+        )
+        await peer.closed(3)
+
+    async def test() -> None:
+        async with (
+            playing(first, second) as server,
+            await connect(server.url, options=QUICK) as session,
+        ):
+            turn = await session.start("a long story")
+            await turn.cancel(keep_partial=False)
+            assert (await turn.result()).status == "cancelled"
+
+    run(test)
+
+
+def test_a_lost_journal_replaces_the_text_of_the_running_turn() -> None:
+    turns: list[str] = []
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        turns.append((await peer.receive())["turn_id"])
+        await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
+        await peer.send("turn.delta", seq=2, turn_id=turns[0], text="stale", n=1)
+        await asyncio.sleep(0.05)
+        peer.cut()
+
+    async def second(peer: Peer) -> None:
+        await peer.hello(90, epoch="e2")
+        await peer.send("session.resume_failed", reason="epoch_changed")
+        await peer.send("session.snapshot", seq=90, turn={"turn_id": turns[0], "text": "fresh "})
+        assert (await peer.receive())["turn_id"] == turns[0], "sent again after a lost journal"
+        await peer.send("turn.delta", seq=91, turn_id=turns[0], text="start", n=1)
+        await peer.complete(92, turns[0], "fresh start")
+        await peer.closed(93)
+
+    async def test() -> None:
+        async with (
+            playing(first, second) as server,
+            await connect(server.url, options=QUICK) as session,
+        ):
+            turn = await session.start("go")
+            events = [event async for event in turn]
+            assert TurnReplaced("fresh ") in events
+            assert turn.text == "fresh start"
+
+    run(test)
+
+
+def test_a_refused_turn_raises_its_code_and_the_session_goes_on() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        turn = (await peer.receive())["turn_id"]
+        error = {"type": "x", "code": "session_busy", "message": "wait", "turn_id": turn}
+        await peer.send("error", error=error)
+        await peer.complete(1, (await peer.receive())["turn_id"], "now")
+        await peer.closed(2)
+
+    async def test() -> None:
+        async with playing(script) as server, await connect(server.url) as session:
+            with pytest.raises(Refused, match="session_busy"):
+                await session.ask("first")
+            assert (await session.ask("second")).text == "now"
+
+    run(test)
+
+
+def test_a_failed_turn_is_a_result_with_an_error() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        turn = (await peer.receive())["turn_id"]
+        error = {"code": "engine_restarting", "message": "again, please"}
+        await peer.send("turn.failed", seq=1, turn_id=turn, error=error, usage={}, retryable=True)
+        await peer.closed(2)
+
+    async def test() -> None:
+        async with playing(script) as server, await connect(server.url) as session:
+            result = await session.ask("hello")
+            assert result.status == "failed"
+            assert result.error is not None
+            assert result.error.code == "engine_restarting"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("content", "fields"),
+    [
+        (ChatInput((Message("system", "be brief"),)), {"input": [{"role": "system"}]}),
+        (TextInput("raw"), {"text": "raw"}),
+        (TokenInput((1, 2)), {"input_ids": [1, 2]}),
+    ],
+)
+def test_every_kind_of_input_has_its_field(content: ChatInput, fields: dict[str, object]) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        create = await peer.receive()
+        assert set(fields) == set(create) & {"input", "text", "input_ids"}
+        await peer.complete(1, create["turn_id"], "")
+        await peer.closed(2)
+
+    async def test() -> None:
+        async with playing(script) as server, await connect(server.url) as session:
+            await session.ask(content)
+
+    run(test)
+
+
+def test_a_final_close_fails_live_turns_and_is_not_retried() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        await peer.receive()
+        await peer.socket.close(4409, "superseded")
+
+    async def test() -> None:
+        async with playing(script) as server:
+            async with await connect(server.url, options=QUICK) as session:
+                with pytest.raises(ConnectionLost, match="4409"):
+                    await session.ask("hello")
+            assert server.num_connections == 1
+
+    run(test)
+
+
+def test_a_session_that_does_not_exist_is_refused_at_once() -> None:
+    async def script(peer: Peer) -> None:
+        error = {"code": "session_not_found", "message": "No such session."}
+        await peer.send("error", error=error)
+        await peer.socket.close(4404)
+
+    async def test() -> None:
+        async with playing(script) as server:
+            with pytest.raises(Refused, match="session_not_found"):
+                await connect(server.url, session_id="s_9", options=QUICK)
+
+    run(test)
+
+
+def test_a_dead_address_is_given_up_after_the_attempts_allowed() -> None:
+    async def test() -> None:
+        async with playing() as server:
+            url = server.url
+        with pytest.raises(ConnectionLost, match="after 5 attempts"):
+            await connect(url, options=QUICK)
+
+    run(test)
+
+
+def test_leaving_keeps_the_session_and_fails_what_was_awaited() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        await peer.receive()
+        await peer.socket.wait_closed()
+
+    async def test() -> None:
+        async with playing(script) as server:
+            session = await connect(server.url)
+            turn = await session.start("hello")
+            await session.leave()
+            with pytest.raises(ConnectionLost, match="left"):
+                await turn.result()
+
+    run(test)
+
+
+def test_events_beyond_the_buffer_are_merged_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("session_server.client.turn.MAX_BUFFERED_EVENTS", 3)
+
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        turn = (await peer.receive())["turn_id"]
+        for seq, letter in enumerate("abcdefgh", start=1):
+            await peer.send("turn.delta", seq=seq, turn_id=turn, text=letter, n=1)
+        await peer.complete(9, turn, "abcdefgh")
+        await peer.closed(10)
+
+    async def test() -> None:
+        async with playing(script) as server, await connect(server.url) as session:
+            turn = await session.start("alphabet")
+            await turn.result()
+            pieces = [e async for e in turn if isinstance(e, TurnText)]
+            assert "".join(p.text for p in pieces) == "abcdefgh"
+            assert sum(p.num_tokens for p in pieces) == 8
+            assert len(pieces) == 3
+
+    run(test)
