@@ -1,0 +1,87 @@
+"""The command line: `session-server serve | chat | demo | bench | inspect | doctor`.
+
+A command's module is imported when it is the one asked for, so `--help` answers at once and
+`chat` does not load torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import MappingProxyType
+from typing import Final
+
+_EPILOG: Final = """\
+first steps:
+  session-server demo                     many conversations at once, every answer checked
+  session-server serve                    serve the embedded model on http://127.0.0.1:30000
+  session-server chat                     talk to it in the terminal
+  session-server serve --model-path DIR   serve a Hugging Face checkpoint
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: the module with `add_arguments(parser)` and `run(args) -> int`."""
+
+    module: str
+    summary: str
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+    {
+        "serve": Command("session_server.serve", "serve a model: REST, WebSocket, SGLang's routes"),
+        "chat": Command("session_server.chat", "talk to a server in the terminal"),
+        "demo": Command("session_server.demo.command", "show and check what this server does"),
+        "bench": Command("session_server.bench.command", "measure what a session costs"),
+        "inspect": Command("session_server.inspector", "sessions and memory of a running server"),
+        "doctor": Command("session_server.doctor", "what this machine has, and what is wrong"),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit status; 2 for arguments that make no sense."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["_engine"]:
+        return _engine(arguments[1:])
+    asked = next((word for word in arguments if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        prog="session-server",
+        description="A streaming-session LLM server: a turn costs what its new tokens cost.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=version("session-server"))
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    run: Callable[[argparse.Namespace], int] | None = None
+    for name, command in COMMANDS.items():
+        module = importlib.import_module(command.module) if name == asked else None
+        description = module.__doc__ if module is not None else None
+        subparser = commands.add_parser(
+            name,
+            help=command.summary,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if module is not None:
+            module.add_arguments(subparser)
+            run = module.run
+    args = parser.parse_args(arguments)
+    assert run is not None, "argparse refuses what names no command"
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _engine(arguments: Sequence[str]) -> int:
+    """The engine process: started by the server alone, which passes an open socket."""
+    wiring = importlib.import_module("session_server.wiring")
+    return int(wiring.run_engine_process(int(arguments[0])))
