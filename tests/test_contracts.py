@@ -1,0 +1,156 @@
+"""What the whole source tree promises, whatever the packages do inside."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+from session_server.core import errors
+from session_server.core.errors import WIRE_ERRORS, SessionServerError
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    path for package in ("cache", "session_server") for path in (ROOT / package).rglob("*.py")
+)
+
+WITHOUT_WEB = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError(f"{{name}} is blocked")
+        return None
+
+sys.meta_path.insert(0, Blocker())
+import {modules}
+"""
+
+BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
+BANNED_ATTRIBUTES = {
+    ("torch", "load"): "weights are safetensors, never pickle",
+    ("os", "environ"): "the environment is read by config and wiring only",
+    ("os", "getenv"): "the environment is read by config and wiring only",
+    ("os", "system"): "no shell",
+    ("yaml", "load"): "no code from data",
+}
+BANNED_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+# The training script resumes from its own file, tensors only; nothing a server reads is pickled.
+MAY_LOAD_TENSORS = {"train.py"}
+MAY_READ_ENVIRONMENT = {"config.py", "wiring.py"}
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for path in SOURCES:
+        yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_the_import_law_holds() -> None:
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("modules", "blocked"),
+    [
+        ("cache, session_server.runner", ["fastapi", "starlette", "uvicorn", "pydantic"]),
+        ("cache.session_cache, cache.checker", ["torch", "session_server"]),
+        ("session_server.engine.engine", ["torch", "fastapi", "tokenizers", "jinja2"]),
+        ("session_server.sessions.manager", ["torch", "fastapi", "starlette", "uvicorn"]),
+        ("session_server.protocol.session_protocol", ["torch", "fastapi", "websockets"]),
+        ("session_server.client", ["torch", "fastapi", "starlette", "uvicorn", "pydantic"]),
+    ],
+)
+def test_a_package_loads_without_what_it_must_not_need(modules: str, blocked: list[str]) -> None:
+    code = WITHOUT_WEB.format(blocked=blocked, modules=modules)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_source_runs_code_from_data() -> None:
+    found = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = getattr(node, "module", None)
+                names = {alias.name for alias in node.names} | ({module} if module else set())
+                found += [(path, name) for name in names & BANNED_IMPORTS]
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                found += [(path, node.func.id)] if node.func.id in BANNED_CALLS else []
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                found.append((path, node.arg))
+    assert not found
+
+
+def test_no_source_reaches_for_what_belongs_elsewhere() -> None:
+    found = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                reason = BANNED_ATTRIBUTES.get((node.value.id, node.attr))
+                owner = MAY_READ_ENVIRONMENT if node.value.id == "os" else MAY_LOAD_TENSORS
+                allowed = node.value.id in {"os", "torch"} and path.name in owner
+                if reason and not allowed:
+                    found.append(f"{path}:{node.lineno}: {reason}")
+    assert not found, "\n".join(found)
+
+
+def test_no_error_is_swallowed() -> None:
+    found = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            broad = node.type is None or (
+                isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"}
+            )
+            silent = all(isinstance(statement, ast.Pass) for statement in node.body)
+            if broad and silent:
+                found.append(f"{path}:{node.lineno}")
+    assert not found, "\n".join(found)
+
+
+def test_no_source_tests_types_by_hasattr() -> None:
+    found = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "hasattr"
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_module_keeps_mutable_state() -> None:
+    """A container bound to a name at module level is a constant: annotated `Final` or immutable."""
+    found = []
+    for path, tree in trees():
+        for node in tree.body:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            mutable = isinstance(node.value, ast.List | ast.Dict | ast.Set)
+            names = node.targets if isinstance(node, ast.Assign) else [node.target]
+            is_dunder = all(isinstance(n, ast.Name) and n.id.startswith("__") for n in names)
+            is_final = isinstance(node, ast.AnnAssign) and "Final" in ast.unparse(node.annotation)
+            if mutable and not is_dunder and not is_final:
+                found.append(f"{path}:{node.lineno}")
+    assert not found, "\n".join(found)
+
+
+def test_every_error_has_one_wire_form_and_every_code_one_error() -> None:
+    declared = {
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, SessionServerError)
+    }
+    assert declared - {SessionServerError} == set(WIRE_ERRORS)
+    codes = [form.code for form in WIRE_ERRORS.values()]
+    assert len(codes) == len(set(codes))
