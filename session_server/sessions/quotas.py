@@ -59,7 +59,7 @@ class _Share:
 
 
 class Quotas:
-    """Counts per owner; `take_*` refuse or count, `give_*` undo. Owners without use cost nothing."""
+    """Counts per owner: `take_*` counts or refuses, `give_*` undoes. Unused owners cost nothing."""
 
     def __init__(self, limits: QuotaLimits) -> None:
         self._limits = limits

@@ -1,0 +1,252 @@
+"""Messages to token ids, appended to a history that is never rendered again.
+
+Two promises. *Token-exact append*: what a new turn adds is the part of a render that follows a
+stand-in for the last answer, so the answer's own ids stay as they were sampled. *User text is
+never control*: where a message's text looks like a control token, that stretch is encoded with
+special tokens off; everything else gets exactly the ids of the joint render.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Final
+
+from session_server.core.errors import InvalidRequest, TokenizeFailed
+from session_server.core.session_events import Message
+from session_server.text.chat_template import ChatTemplate, RenderFrame
+from session_server.text.tokenizer import SpecialToken, Tokenizer
+
+ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""Roles a client may use. Templates write the role beside control tokens (`<|` + role + `|>`), so
+any other string could spell one."""
+
+_ANSWER: Final = "zq5Answer7Stand9In3qz"
+_HISTORY: Final = (Message("user", "Hello."),)
+_OTHER_HISTORIES: Final = (
+    (
+        Message("user", "One, two."),
+        Message("assistant", "Three."),
+        Message("user", "Four, five?"),
+    ),
+    (
+        Message("user", "Six."),
+        Message("assistant", "<think>\nSo seven.\n</think>\n\nSeven."),
+        Message("user", "And?"),
+    ),
+    (Message("system", "Be brief."), Message("user", "Nine.")),
+)
+_PROBE: Final = (Message("user", "Ten?"),)
+_NONCHARACTERS: Final = tuple(chr(code) for code in range(0xFDD0, 0xFDF0)) + tuple(
+    chr(code) for code in range(0xF0000, 0xF0100)
+)
+
+
+class ChatEncoder:
+    """A chat template and its tokenizer.
+
+    `can_append`: what a new turn adds does not depend on the history before it, which was checked
+    with different histories at load. Without it every turn needs `encode_all`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._eats = tokenizer.special_tokens
+        self._first_chars = frozenset(text[0] for text in self._eats)
+        self.can_append = self._appends_alike(datetime(2024, 7, 26, 12))
+
+    def encode_all(self, messages: Sequence[Message], frame: RenderFrame) -> list[int]:
+        """Ids of a whole conversation.
+
+        Raises:
+            InvalidRequest: a role outside `ROLES`.
+            TokenizeFailed: the template or the tokenizer refused.
+        """
+        check_roles(messages)
+        return self._encode((), messages, frame)
+
+    def encode_after_answer(self, messages: Sequence[Message], frame: RenderFrame) -> list[int]:
+        """Ids that follow an assistant's answer: its end of turn, then `messages`.
+
+        Only for a template that `can_append`. Raises like `encode_all`.
+        """
+        check_roles(messages)
+        assert self.can_append, "this template's turns depend on their history"
+        return self._encode((*_HISTORY, Message("assistant", _ANSWER)), messages, frame)
+
+    def join(self, last_id: int, delta: list[int], end_ids: Collection[int]) -> tuple[int, int]:
+        """How `delta` (from `encode_after_answer`) goes behind an answer that ended in `last_id`.
+
+        The last sampled token has no KV yet, so replacing it is free. An answer that ended by
+        itself already holds the end of turn that the delta begins with (dropped from the delta);
+        or another end token (replaced by the template's own); one that was cut off is closed by
+        the delta.
+
+        Returns:
+            Tokens to drop from the end of the history (0 or 1), and from the start of `delta`.
+        """
+        leading = self._leading_control(delta)
+        if leading is None:
+            return 0, 0
+        if last_id == delta[leading] and (last_id in end_ids or self._is_control(last_id)):
+            return 0, leading + 1
+        return (1, 0) if last_id in end_ids else (0, 0)
+
+    def _leading_control(self, delta: list[int]) -> int | None:
+        """Index of the first control token if only white space precedes it."""
+        for index, token_id in enumerate(delta):
+            if self._is_control(token_id):
+                return index
+            if self._tokenizer.decode([token_id]).strip():
+                return None
+        return None
+
+    def _is_control(self, token_id: int) -> bool:
+        return token_id in self._tokenizer.special_ids
+
+    def _appends_alike(self, now: datetime) -> bool:
+        """Whether different histories give the same delta."""
+        frame = RenderFrame(now)
+        try:
+            wanted = self._render_after(_HISTORY, frame)
+            if wanted is None:
+                return False
+            for history in _OTHER_HISTORIES:
+                if self._refuses(history, frame):
+                    continue
+                if self._render_after(history, frame) != wanted:
+                    return False
+        except TokenizeFailed:
+            return False
+        return True
+
+    def _refuses(self, messages: Sequence[Message], frame: RenderFrame) -> bool:
+        """A template without system messages says nothing about histories with one."""
+        try:
+            self._template.render(messages, frame)
+        except TokenizeFailed:
+            return True
+        return False
+
+    def _render_after(self, history: Sequence[Message], frame: RenderFrame) -> str | None:
+        rendered = self._template.render((*history, Message("assistant", _ANSWER), *_PROBE), frame)
+        return rendered.rpartition(_ANSWER)[2] if rendered.count(_ANSWER) == 1 else None
+
+    def _encode(
+        self, before: Sequence[Message], messages: Sequence[Message], frame: RenderFrame
+    ) -> list[int]:
+        plain = self._render(before, messages, frame)
+        if not any(self._first_chars.intersection(message.content) for message in messages):
+            return self._tokenizer.encode_control(plain)
+        marked, marks = self._render_marked(before, messages, frame, plain)
+        if self._spells_control(plain) == self._spells_control(marked):
+            return self._tokenizer.encode_control(plain)
+        return self._encode_marked(marked, marks)
+
+    def _render(
+        self, before: Sequence[Message], messages: Sequence[Message], frame: RenderFrame
+    ) -> str:
+        rendered = self._template.render((*before, *messages), frame)
+        if not before:
+            return rendered
+        # The first, not the last: a message may quote the stand-in, the dummy history cannot.
+        _, found, delta = rendered.partition(_ANSWER)
+        if not found:
+            raise TokenizeFailed("the chat template dropped the answer", param="input")
+        return delta
+
+    def _spells_control(self, text: str) -> list[str]:
+        return self._tokenizer.special_pattern.findall(text)
+
+    def _render_marked(
+        self,
+        before: Sequence[Message],
+        messages: Sequence[Message],
+        frame: RenderFrame,
+        plain: str,
+    ) -> tuple[str, dict[str, str]]:
+        """Render with marks in place of the characters of messages that could begin a control
+        token. What still spells one is then the template's own.
+
+        Marking changes what a template sees that looks into its messages (`'</think>' in ...`).
+        Where that shows, only the beginnings of control tokens are marked.
+
+        Returns:
+            The rendered text with marks, and what each mark stands for.
+        """
+        marks = self._free_marks(messages)
+        chars = {mark: char for char, mark in marks.items()}
+        to_marks = {ord(char): mark for char, mark in marks.items()}
+        every = [replace(m, content=m.content.translate(to_marks)) for m in messages]
+        marked = self._render(before, every, frame)
+        if _unmark(marked, chars) != plain:
+            few = [
+                replace(message, content=self._mark_controls(message.content, marks))
+                for message in messages
+            ]
+            marked = self._render(before, few, frame)
+        return marked, chars
+
+    def _free_marks(self, messages: Sequence[Message]) -> dict[str, str]:
+        """A character that no message contains for each first character of control tokens."""
+        used = set().union(*(message.content for message in messages))
+        free = [mark for mark in _NONCHARACTERS if mark not in used]
+        if len(free) < len(self._first_chars):
+            raise TokenizeFailed("the text uses too many noncharacters", param="input")
+        return dict(zip(sorted(self._first_chars), free, strict=False))
+
+    def _mark_controls(self, content: str, marks: dict[str, str]) -> str:
+        """Mark where a control token begins, or may begin once other text follows."""
+
+        def begins_control(index: int) -> bool:
+            rest = content[index : index + longest]
+            return any(rest.startswith(text) or text.startswith(rest) for text in self._eats)
+
+        longest = max(map(len, self._eats))
+        chars = [
+            marks[char] if char in marks and begins_control(index) else char
+            for index, char in enumerate(content)
+        ]
+        return "".join(chars)
+
+    def _encode_marked(self, marked: str, marks: dict[str, str]) -> list[int]:
+        """Encode stretches between the template's control tokens, those with marks as content."""
+        ids: list[int] = []
+        clean_start = 0
+        controls = list(self._tokenizer.special_pattern.finditer(marked))
+        starts = [0, *(control.end() for control in controls)]
+        ends = [*(control.start() for control in controls), len(marked)]
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            stretch = marked[start:end]
+            if _unmark(stretch, marks) == stretch:
+                continue
+            if index > 0 and self._token(controls[index - 1].group()).eats_right:
+                stretch = stretch.lstrip()
+            if index < len(controls) and self._token(controls[index].group()).eats_left:
+                stretch = stretch.rstrip()
+            ids += self._tokenizer.encode_control(marked[clean_start:start])
+            ids += self._tokenizer.encode_content(_unmark(stretch, marks))
+            clean_start = end
+        return ids + self._tokenizer.encode_control(marked[clean_start:])
+
+    def _token(self, text: str) -> SpecialToken:
+        return self._eats[text]
+
+
+def _unmark(text: str, marks: dict[str, str]) -> str:
+    """`text` with every mark replaced by the character it stands for."""
+    return text.translate({ord(mark): char for mark, char in marks.items()})
+
+
+def check_roles(messages: Sequence[Message]) -> None:
+    """Refuse roles outside `ROLES`.
+
+    Raises:
+        InvalidRequest: naming the roles there are.
+    """
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            names = ", ".join(sorted(ROLES))
+            raise InvalidRequest(f"role must be one of {names}", param=f"input[{index}].role")

@@ -1,0 +1,156 @@
+"""Token ids of text. Two voices: the template's, which may say control tokens, and the user's.
+
+Both are the checkpoint's own `tokenizers` pipeline; they differ in `encode_special_tokens` alone,
+which is a switch of the whole tokenizer object, hence two objects.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from session_server.core.errors import InvalidRequest, TokenizeFailed
+from session_server.text.model_files import ModelFilesError
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialToken:
+    """A control token. `eats_left` / `eats_right`: it swallows the white space beside it."""
+
+    token_id: int
+    text: str
+    eats_left: bool
+    eats_right: bool
+
+
+class Tokenizer:
+    """Encode and decode; safe to share between threads (nothing changes after construction)."""
+
+    def __init__(self, path: Path, *, special_texts: Collection[str] = ()) -> None:
+        """Load tokenizer.json. `special_texts` are declared special elsewhere (tokenizer_config).
+
+        Raises:
+            ModelFilesError: the file is not a tokenizer.
+        """
+        self._control = _load(path, special_texts)
+        self._content = _load(path, special_texts)
+        self._content.encode_special_tokens = True
+        self._special = _special_tokens(self._control)
+        self.special_ids = frozenset(token.token_id for token in self._special.values())
+        self.special_pattern = _any_of(self._special)
+        self.vocab_size = max(self._control.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def special_tokens(self) -> dict[str, SpecialToken]:
+        """Control tokens by their text; a copy."""
+        return dict(self._special)
+
+    @property
+    def pipeline(self) -> tokenizers.Tokenizer:
+        """The tokenizer to decode with; not to be changed."""
+        return self._control
+
+    def id_of(self, text: str) -> int | None:
+        """Id of one token by its exact text."""
+        token_id = self._control.token_to_id(text)
+        return None if token_id is None else int(token_id)
+
+    def encode_control(self, text: str, *, add_bos: bool = False) -> list[int]:
+        """Ids of text that may name control tokens: a rendered template, a raw prompt.
+
+        `add_bos` runs the checkpoint's post-processor, which adds what it adds (mostly a BOS).
+
+        Raises:
+            TokenizeFailed: the text is not encodable (lone surrogates).
+        """
+        return _encode(self._control, text, add_bos=add_bos)
+
+    def encode_content(self, text: str) -> list[int]:
+        """Ids of a user's text: no id is ever that of a control token.
+
+        Raises:
+            TokenizeFailed: the text is not encodable (lone surrogates).
+        """
+        return _encode(self._content, text, add_bos=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids; ids the tokenizer does not know (a padded vocabulary) give nothing."""
+        return str(self._control.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids outside [0, vocab_size): one such id can poison a whole batch.
+
+    Raises:
+        InvalidRequest: naming the first that is wrong.
+    """
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+    raise InvalidRequest(f"token id {wrong} is outside [0, {vocab_size})", param="input_ids")
+
+
+def _load(path: Path, special_texts: Collection[str]) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        if _needs_flags(tokenizer, special_texts):
+            source = json.loads(path.read_text(encoding="utf-8"))
+            _set_flags(source, special_texts)
+            tokenizer = tokenizers.Tokenizer.from_str(json.dumps(source))
+    except Exception as error:
+        raise ModelFilesError(f"{path.name} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for text in special_texts:
+        # A text unknown to the vocabulary would become a new id that the model does not have.
+        if text not in added and tokenizer.token_to_id(text) is not None:
+            tokenizer.add_special_tokens([AddedToken(text, normalized=False)])
+    return tokenizer
+
+
+def _needs_flags(tokenizer: tokenizers.Tokenizer, special_texts: Collection[str]) -> bool:
+    return any(
+        (not token.special and token.content in special_texts)
+        or (token.normalized and (token.special or token.content in special_texts))
+        for token in tokenizer.get_added_tokens_decoder().values()
+    )
+
+
+def _set_flags(source: dict[str, Any], special_texts: Collection[str]) -> None:
+    """Declare control tokens special, and match them in the text as it was written.
+
+    Matching after normalisation would let look-alikes (a full-width `<`) become control tokens.
+    """
+    for token in source["added_tokens"]:
+        if token["special"] or token["content"] in special_texts:
+            token["special"] = True
+            token["normalized"] = False
+
+
+def _special_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, SpecialToken]:
+    return {
+        token.content: SpecialToken(token_id, token.content, token.lstrip, token.rstrip)
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special and token.content
+    }
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """Matches any of `texts`, the longest where several begin; nothing when there are none."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_bos: bool) -> list[int]:
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=add_bos).ids)
+    except (TypeError, ValueError) as error:
+        raise TokenizeFailed("the text is not valid Unicode", param="input") from error
