@@ -1,0 +1,120 @@
+"""What is installed is what works: the wheel alone, without the checkout and without extras."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+NOT_AT_RUN_TIME = ("transformers", "openai", "matplotlib", "hypothesis", "pytest", "psutil")
+
+BLOCKER = f"""
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {NOT_AT_RUN_TIME!r}:
+            raise ImportError(name + " is not there at run time")
+        return None
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built in a clean copy so that no build leftovers enter."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("session_server", "cache", "pyproject.toml", "README.md", "LICENSE"):
+        subprocess.run(["cp", "-r", str(REPOSITORY / name), str(source)], check=True)
+    target = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
+    subprocess.run([*build, str(target), str(source)], check=True)
+    return next(target.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel's contents and a blocker for what only developers have."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    (folder / "sitecustomize.py").write_text(BLOCKER)
+    return folder
+
+
+@pytest.fixture
+def environment(installed: Path) -> Mapping[str, str]:
+    """Python finds the installed wheel before the checkout, and none of the extras."""
+    return os.environ | {"PYTHONPATH": str(installed), "PYTHONUNBUFFERED": "1"}
+
+
+def test_the_wheel_holds_both_packages_the_model_and_no_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "session_server/demo/model/model.safetensors" in names
+    assert "session_server/demo/model/chat_template.jinja" in names
+    assert "session_server/py.typed" in names
+    assert "cache/session_cache.py" in names
+    assert not [name for name in names if name.startswith(("tests/", "examples/", "docs/"))]
+
+
+def test_the_wheel_is_what_python_imports(
+    environment: Mapping[str, str], installed: Path, tmp_path: Path
+) -> None:
+    code = "import cache, session_server; print(cache.__file__); print(session_server.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    assert all(Path(path).is_relative_to(installed) for path in found)
+
+
+@pytest.fixture
+def served(environment: Mapping[str, str], tmp_path: Path) -> Iterator[str]:
+    """Address of `session-server serve` run from the wheel, in a folder that is not ours."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "session_server", "serve", "--port", "0"],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if "listening on " in line:
+            break
+    else:
+        pytest.fail("the server ended:\n" + "".join(seen))
+    yield line.rpartition("listening on ")[2].split()[0]
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_the_wheel_serves_the_embedded_model_without_the_extras(served: str) -> None:
+    with httpx.Client(base_url=served, timeout=60) as http:
+        session = http.post("/v1/sessions", json={}).json()
+        turns = f"/v1/sessions/{session['id']}/turns"
+        greedy = {"temperature": 0, "max_tokens": 32}
+        for text in ("My city is Oslo.", "What is my city?"):
+            body = {"input": [{"role": "user", "content": text}], "sampling": greedy}
+            answer = http.post(turns, json=body)
+            assert answer.status_code == 200, answer.text
+        assert "Oslo" in answer.text
+        assert http.delete(f"/v1/sessions/{session['id']}").status_code in {200, 202, 204}
