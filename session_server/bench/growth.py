@@ -100,7 +100,7 @@ async def _converse(url: str, load: Workload, on_turn: Callable[[], None]) -> li
     async with await connect(url) as session:
         for turn in range(load.num_turns):
             begin = clock()
-            result = await session.ask(_tokens(turn, load.num_input), sampling=sampling)
+            result = await session.ask(ordinary_tokens(turn, load.num_input), sampling=sampling)
             latency_ms = (clock() - begin) * 1e3
             usage, timings = result.usage, result.timings
             costs.append(
@@ -116,7 +116,7 @@ async def _converse(url: str, load: Workload, on_turn: Callable[[], None]) -> li
     return costs
 
 
-def _tokens(turn: int, num_tokens: int) -> TokenInput:
+def ordinary_tokens(turn: int, num_tokens: int) -> TokenInput:
     """Ordinary token ids (no specials), different in every turn."""
     first = turn * num_tokens
     ids = ((first + i) * 7919 % _TOKEN_ID_SPAN + _FIRST_TOKEN_ID for i in range(num_tokens))
