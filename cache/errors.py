@@ -5,6 +5,8 @@ CacheError
 ├── OutOfRows        every row of the page table is held
 ├── SlotBusy         the session is lent to another turn, or closing
 ├── UnknownSession   no slot has this id (or this turn borrows none)
+├── SessionExists    a slot has this id already
+├── HistoryMismatch  a turn builds on tokens the slot does not hold
 ├── NamespaceMismatch  the slot belongs to another tenant, model or adapter
 ├── PinQuotaExceeded   pinning this session would exceed the pinned quota
 └── AuditFailed      the books and the structures disagree: a bug of ours
@@ -31,6 +33,14 @@ class SlotBusy(CacheError):
 
 class UnknownSession(CacheError):
     """No slot has this id, or this turn borrows none."""
+
+
+class SessionExists(CacheError):
+    """A slot has this id already."""
+
+
+class HistoryMismatch(CacheError):
+    """A turn builds on tokens the slot does not hold."""
 
 
 class NamespaceMismatch(CacheError):

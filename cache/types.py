@@ -24,6 +24,9 @@ PoolName = NewType("PoolName", str)
 Tokens = NDArray[np.int32]
 """Token ids, int32 [length]."""
 
+Pages = NDArray[np.int32]
+"""Page ids in order of position, int32 [num_pages]."""
+
 NULL_PAGE: Final = PageId(0)
 """Padding: read and written harmlessly by padded batches, never handed out."""
 
@@ -82,7 +85,7 @@ class TableWrite:
     pool: PoolName
     row: RowId
     start: int
-    pages: NDArray[np.int32]
+    pages: Pages
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

@@ -1,0 +1,244 @@
+"""The memory checker: recount every page from the structures that hold it, and compare.
+
+Nothing here trusts the ledger, a cached count or a flag. A violation is always a bug of ours; it
+names the session whose pages are in doubt where one can be named, so that service can quarantine
+that session and go on, while tests raise.
+
+level 0   every step        O(pools)       accounts sum to the pool
+level 1   end of a turn     O(that slot)   the pair check: lock path + private pages = row
+level 2   idle, on demand   O(pages)       all slots, all pages, all locks, all rows
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache.errors import AuditFailed
+from cache.lease import KVLease, KVStores
+from cache.ledger import Accounts
+from cache.radix import RadixNode
+from cache.session_cache import SessionAwareCache
+from cache.session_slot import SessionSlot
+from cache.types import (
+    NULL_PAGE,
+    NULL_ROW,
+    Holder,
+    PoolName,
+    RowId,
+    SessionId,
+    SlotState,
+    pages_for,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One disagreement. `session_id` is None when no single session is to blame."""
+
+    text: str
+    session_id: SessionId | None = None
+
+
+def audit(cache: SessionAwareCache, level: int = 2, session_id: SessionId | None = None) -> None:
+    """Raise on any violation; the form for tests and strict mode.
+
+    Raises:
+        AuditFailed: with every violation found.
+    """
+    violations = find_violations(cache, level, session_id)
+    if violations:
+        raise AuditFailed("; ".join(violation.text for violation in violations))
+
+
+def find_violations(
+    cache: SessionAwareCache, level: int = 2, session_id: SessionId | None = None
+) -> list[Violation]:
+    """Check at a level; with `session_id`, level 1 looks at that slot only (if it still exists).
+
+    Changes nothing.
+    """
+    stores = cache.stores
+    found = [
+        Violation(f"{ledger.pool}: the accounts do not sum to the pool: {ledger.snapshot()}")
+        for ledger in stores.ledgers.values()
+        if not ledger.is_balanced()
+    ]
+    if level == 0:
+        return found
+    slots = [s for s in cache.inspect_slots() if session_id is None or s.session_id == session_id]
+    for slot in slots:
+        found += [
+            Violation(f"{slot.session_id}: {t}", slot.session_id) for t in _slot(slot, stores)
+        ]
+    if level == 1:
+        return found
+    texts = [*_locks(slots, stores), *_shape(stores), *_rows(slots, stores)]
+    for pool in stores.ledgers:
+        texts += _pages(pool, slots, stores)
+    return found + [Violation(text) for text in texts]
+
+
+def _slot(slot: SessionSlot, stores: KVStores) -> Iterator[str]:
+    """Level 1: one slot, from its own structures."""
+    lease = slot.lease
+    expected = {
+        SlotState.COLD: (False, False),
+        SlotState.PARKED: (True, False),
+        SlotState.LENT: (True, True),
+        SlotState.CLOSING: (True, True),
+    }[slot.state]
+    if expected != (lease is not None, slot.is_active):
+        yield f"{slot.state.name} with lease {lease is not None} and borrower {slot.borrower}"
+    if lease is None:
+        return
+    if lease.holder is not (Holder.ACTIVE if slot.is_active else Holder.SESSION_HELD):
+        yield f"private pages are {lease.holder.name} while {slot.state.name}"
+    if lease.receipt.namespace != slot.namespace:
+        yield "the lock is in another namespace"
+    yield from _lengths(slot, lease, stores.page_size)
+    path = stores.tree.path(lease.receipt)
+    yield from _content(slot, lease, path)
+    for component in stores.components:
+        dead_pages = component.live_from(lease.computed_len) // stores.page_size
+        held = _path_pages(path, component.pool) + list(lease.private_pages(component.pool))
+        row = stores.rows.entries(component.pool, lease.row)
+        entries = [int(page) for page in row[np.flatnonzero(row)]]
+        # The pair check: what the lease says it holds is what attention will read.
+        if entries != held or row[: len(held)].tolist() != [NULL_PAGE] * dead_pages + held:
+            yield f"{component.pool}: row {lease.row} is {entries}, the lease holds {held}"
+        yield from _closed_form(slot, lease, component.pool, stores)
+
+
+def _lengths(slot: SessionSlot, lease: KVLease, page_size: int) -> Iterator[str]:
+    lengths = (slot.cache_protected_len, slot.kv_committed_len, slot.kv_allocated_len)
+    if not 0 <= lengths[0] <= lengths[1] <= lengths[2]:
+        yield f"protected, committed, allocated are {lengths}"
+    if lengths[1] > len(slot.tokens):
+        yield f"committed {lengths[1]} is ahead of a history of {len(slot.tokens)}"
+    if lengths[0] % page_size or lengths[2] % page_size:
+        yield f"protected, committed, allocated {lengths} are not whole pages of {page_size}"
+    if slot.state is SlotState.PARKED and lengths[1] - lengths[0] >= page_size:
+        yield f"a whole page was not published: {lengths}"
+    if lease.num_pages * page_size != lengths[2]:
+        yield f"allocated {lengths[2]} is not {lease.num_pages} pages"
+
+
+def _content(slot: SessionSlot, lease: KVLease, path: list[RadixNode]) -> Iterator[str]:
+    edges = [node.tokens.view() for node in path]
+    locked = np.concatenate(edges) if edges else np.empty(0, np.int32)
+    if len(locked) != lease.protected_len:
+        yield f"the lock path has {len(locked)} tokens, the receipt says {lease.protected_len}"
+    if not np.array_equal(locked, slot.tokens.view(0, len(locked))):
+        yield "the locked path holds other tokens than the history"
+
+
+def _closed_form(
+    slot: SessionSlot, lease: KVLease, pool: PoolName, stores: KVStores
+) -> Iterator[str]:
+    """The formula of the original work: private = ceil(allocated / P) - protected / P."""
+    page_size = stores.page_size
+    private = pages_for(slot.kv_allocated_len, page_size) - slot.cache_protected_len // page_size
+    if private != lease.num_private(pool):
+        yield f"{pool}: {lease.num_private(pool)} private pages, the closed form says {private}"
+
+
+def _locks(slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:
+    """Lock counts are the number of receipts whose path has the node."""
+    expected: Counter[int] = Counter()
+    roots: Counter[object] = Counter()
+    for slot in slots:
+        if slot.lease is not None:
+            expected.update(id(node) for node in stores.tree.path(slot.lease.receipt))
+            roots[slot.lease.receipt.namespace] += 1
+    for namespace, root in stores.tree.roots():
+        if root.lock_count != roots.pop(namespace, 0):
+            yield f"the root of {namespace} counts {root.lock_count} locks"
+        for node in _below(root):
+            if node.lock_count != expected.pop(id(node), 0):
+                yield f"a node of {len(node.tokens)} tokens counts {node.lock_count} locks"
+    if expected or roots:
+        yield "a lock is held on a node that is not in the tree"
+
+
+def _shape(stores: KVStores) -> Iterator[str]:
+    """Edges are whole pages, found under their first page, and hang together both ways."""
+    for namespace, root in stores.tree.roots():
+        if not root.children and not root.lock_count:
+            yield f"an idle root of {namespace} was kept"
+        for node in (root, *_below(root)):
+            for key, child in node.children.items():
+                num_pages = len(child.tokens) // stores.page_size
+                if key != child.key or key != child.tokens.view(0, stores.page_size).tobytes():
+                    yield "a child hangs under a key that is not its first page"
+                if child.parent is not node:
+                    yield "a child has another parent"
+                if not num_pages or len(child.tokens) % stores.page_size:
+                    yield f"an edge of {len(child.tokens)} tokens"
+                if any(len(child.pages[pool]) != num_pages for pool in stores.ledgers):
+                    yield f"an edge of {len(child.tokens)} tokens has another number of pages"
+                if child.lock_count > node.lock_count:
+                    yield "a node has more locks than its parent"
+
+
+def _rows(slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:
+    rows = stores.rows
+    leased = sorted(int(slot.lease.row) for slot in slots if slot.lease is not None)
+    if leased != rows.held_rows():
+        yield f"rows {rows.held_rows()} are held, leases have {leased}"
+    if sorted(rows.listed_free_rows() + leased) != list(range(1, rows.num_rows + 1)):
+        yield "rows: free and held ones are not all, once each, without row 0"
+    empty = [NULL_ROW, *map(RowId, rows.listed_free_rows())]
+    for pool in stores.ledgers:
+        if any(rows.entries(pool, row).any() for row in empty):
+            yield f"{pool}: the padding row or a free row names a page"
+
+
+def _pages(pool: PoolName, slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:
+    """Every page once, in the structure that the ledger says."""
+    ledger = stores.ledgers[pool]
+    nodes = [node for _, root in stores.tree.roots() for node in _below(root)]
+    private = {Holder.ACTIVE: list[int](), Holder.SESSION_HELD: list[int]()}
+    for slot in slots:
+        if slot.lease is not None:
+            account = Holder.ACTIVE if slot.is_active else Holder.SESSION_HELD
+            private[account] += slot.lease.private_pages(pool)
+    free = stores.allocators[pool].free_pages().tolist()
+    evictable = _path_pages([node for node in nodes if not node.lock_count], pool)
+    protected = _path_pages([node for node in nodes if node.lock_count], pool)
+    recount = Accounts(
+        pool=pool,
+        pages=ledger.num_pages,
+        free=len(free),
+        reserved=1,
+        tree_evictable=len(evictable),
+        tree_protected=len(protected),
+        active=len(private[Holder.ACTIVE]),
+        session_held=len(private[Holder.SESSION_HELD]),
+        fenced=0,
+        spill=0,
+        quarantine=len(stores.quarantined[pool]),
+    )
+    if recount != ledger.snapshot():
+        yield f"{pool}: recounted {recount}, the ledger says {ledger.snapshot()}"
+    held = [*evictable, *protected, *private[Holder.ACTIVE], *private[Holder.SESSION_HELD]]
+    everywhere = [NULL_PAGE, *free, *held, *stores.quarantined[pool]]
+    if sorted(everywhere) != list(range(ledger.num_pages)):
+        twice = sorted(page for page, count in Counter(everywhere).items() if count > 1)
+        lost = sorted(set(range(ledger.num_pages)) - set(everywhere))
+        yield f"{pool}: pages with two holders {twice}, with none {lost}"
+
+
+def _path_pages(nodes: Iterable[RadixNode], pool: PoolName) -> list[int]:
+    return [page for node in nodes for page in node.pages[pool].view().tolist()]
+
+
+def _below(root: RadixNode) -> Iterator[RadixNode]:
+    pending = list(root.children.values())
+    while pending:
+        node = pending.pop()
+        pending.extend(node.children.values())
+        yield node

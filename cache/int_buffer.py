@@ -1,0 +1,51 @@
+"""`IntBuffer`: an int32 array that grows at its end and is cut at its end.
+
+Token histories, tree edges and page lists all do exactly that, so each costs what it appends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MIN_CAPACITY = 8
+
+
+class IntBuffer:
+    """Growable int32 array, amortised O(new) appends."""
+
+    __slots__ = ("_data", "_length")
+
+    def __init__(self, values: Sequence[int] | NDArray[np.int32] = ()) -> None:
+        self._data = np.array(values, dtype=np.int32)
+        self._length = len(self._data)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, values: Sequence[int] | NDArray[np.int32]) -> None:
+        """Copy `values` to the end."""
+        end = self._length + len(values)
+        if end > len(self._data):
+            data = np.empty(max(end, 2 * len(self._data), _MIN_CAPACITY), dtype=np.int32)
+            data[: self._length] = self._data[: self._length]
+            self._data = data
+        self._data[self._length : end] = values
+        self._length = end
+
+    def truncate(self, length: int) -> None:
+        """Drop everything from `length` on."""
+        assert 0 <= length <= self._length, "a cut lies inside the buffer"
+        self._length = length
+
+    def view(self, start: int = 0, end: int | None = None) -> NDArray[np.int32]:
+        """[start, end) without a copy, read-only.
+
+        Valid until the next `append` or `truncate`; copy what must live longer.
+        """
+        stop = self._length if end is None else min(end, self._length)
+        view = self._data[start:stop]
+        view.flags.writeable = False
+        return view

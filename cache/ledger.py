@@ -1,0 +1,111 @@
+"""Double-entry page accounts of one pool.
+
+Every page is in exactly one account, so the accounts always sum to the pool. `transfer` is the
+only way a page changes hands, and it fails at the call that is wrong instead of in a later audit.
+The TREE account is split by what eviction may take: `protect` and `expose` follow the locks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cache.errors import AuditFailed
+from cache.types import Holder, PoolName
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """One pool at one moment, in pages. The fields after `pages` sum to it."""
+
+    pool: PoolName
+    pages: int
+    free: int
+    reserved: int
+    tree_evictable: int
+    tree_protected: int
+    active: int
+    session_held: int
+    fenced: int
+    spill: int
+    quarantine: int
+
+
+class Ledger:
+    """The accounts of one pool; page 0 is RESERVED from the start, the others FREE."""
+
+    __slots__ = ("_accounts", "_num_protected", "num_pages", "pool")
+
+    def __init__(self, pool: PoolName, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"a pool needs a page beside the padding page, got {num_pages}")
+        self.pool = pool
+        self.num_pages = num_pages
+        self._accounts = dict.fromkeys(Holder, 0)
+        self._accounts[Holder.RESERVED] = 1
+        self._accounts[Holder.FREE] = num_pages - 1
+        self._num_protected = 0
+
+    def transfer(self, num_pages: int, source: Holder, target: Holder) -> None:
+        """Move pages from one account to another.
+
+        Pages leave and enter TREE on its evictable side: what is locked is exposed first.
+
+        Raises:
+            AuditFailed: `source` does not hold that many; nothing was moved.
+        """
+        available = self.num_evictable if source is Holder.TREE else self._accounts[source]
+        if not 0 <= num_pages <= available or Holder.RESERVED in (source, target):
+            raise AuditFailed(
+                f"{self.pool}: {num_pages} pages {source.name} -> {target.name}, "
+                f"{available} are there"
+            )
+        self._accounts[source] -= num_pages
+        self._accounts[target] += num_pages
+
+    def protect(self, num_pages: int) -> None:
+        """A first lock covers `num_pages` tree pages."""
+        if not 0 <= num_pages <= self.num_evictable:
+            raise AuditFailed(f"{self.pool}: protecting {num_pages} of {self.num_evictable}")
+        self._num_protected += num_pages
+
+    def expose(self, num_pages: int) -> None:
+        """The last lock left `num_pages` tree pages."""
+        if not 0 <= num_pages <= self._num_protected:
+            raise AuditFailed(f"{self.pool}: exposing {num_pages} of {self._num_protected}")
+        self._num_protected -= num_pages
+
+    @property
+    def num_evictable(self) -> int:
+        """Tree pages no lock covers."""
+        return self._accounts[Holder.TREE] - self._num_protected
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody holds."""
+        return self._accounts[Holder.FREE]
+
+    def is_balanced(self) -> bool:
+        """Level 0: the accounts sum to the pool and none is negative. O(1)."""
+        counts = self._accounts.values()
+        return (
+            sum(counts) == self.num_pages
+            and min(counts) >= 0
+            and 0 <= self._num_protected <= self._accounts[Holder.TREE]
+        )
+
+    def snapshot(self) -> Accounts:
+        """The accounts now; the one source of every report and plan."""
+        held = self._accounts
+        return Accounts(
+            pool=self.pool,
+            pages=self.num_pages,
+            free=held[Holder.FREE],
+            reserved=held[Holder.RESERVED],
+            tree_evictable=self.num_evictable,
+            tree_protected=self._num_protected,
+            active=held[Holder.ACTIVE],
+            session_held=held[Holder.SESSION_HELD],
+            fenced=held[Holder.FENCED],
+            spill=held[Holder.SPILL],
+            quarantine=held[Holder.QUARANTINE],
+        )

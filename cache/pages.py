@@ -1,0 +1,192 @@
+"""`PageAllocator`: which pages of one pool are free, and which of them to hand out next.
+
+Production uses *extents*: a session's pages continue each other where they can, because attention
+over consecutive pages reads a strided view and over scattered pages gathers (on CPUs 6 to 12 times
+slower). Free pages form a coalesced map of extents; a session that grows takes the page after its
+last one, and a fresh run starts in the middle of the largest extent, so that whoever ends before
+it and the newcomer both have room to grow. Every call costs O(pages named + log extents).
+
+Tests use *lifo*: the page freed last is handed out first, which aliases as much as possible.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import AuditFailed, OutOfPages
+from cache.ledger import Ledger
+from cache.types import NULL_PAGE, Holder, PageId, Pages
+
+Allocation = Literal["extent", "lifo"]
+
+
+class PageAllocator:
+    """Free pages of one pool. Each call books the change in the pool's ledger."""
+
+    __slots__ = ("_free", "_is_free", "ledger")
+
+    def __init__(self, ledger: Ledger, allocation: Allocation = "extent") -> None:
+        self.ledger = ledger
+        self._is_free: NDArray[np.bool_] = np.ones(ledger.num_pages, dtype=np.bool_)
+        self._is_free[NULL_PAGE] = False
+        self._free: _FreePages = (
+            _Extents(ledger.num_pages) if allocation == "extent" else _Stack(ledger.num_pages)
+        )
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `acquire` can hand out now."""
+        return self.ledger.num_free
+
+    def acquire(self, num_pages: int, holder: Holder, after: PageId | None = None) -> list[int]:
+        """Take pages for writing.
+
+        Args:
+            num_pages: count of pages, not tokens; see `pages_for`.
+            holder: the account they move to.
+            after: the page they should continue, if they can.
+
+        Returns:
+            Page ids, [num_pages]; consecutive where free pages allow. Contents are whatever the
+            previous holder left: the caller must write before it reads.
+
+        Raises:
+            OutOfPages: fewer than `num_pages` are free; nothing was taken.
+        """
+        if num_pages > self.num_free:
+            raise OutOfPages(f"wanted {num_pages} pages, {self.num_free} free")
+        pages = self._free.take(num_pages, after)
+        if len(pages) != num_pages or not self._is_free[pages].all():
+            raise AuditFailed(f"{self.ledger.pool}: the free list named a page that is held")
+        self._is_free[pages] = False
+        self.ledger.transfer(num_pages, Holder.FREE, holder)
+        return pages
+
+    def release(self, pages: Iterable[int], holder: Holder) -> None:
+        """Give pages back that `holder` held.
+
+        Raises:
+            AuditFailed: one of them is free already, named twice, or the padding page.
+        """
+        released = np.sort(np.fromiter(pages, dtype=np.int64))
+        if not len(released):
+            return
+        doubled = (released[1:] == released[:-1]).any()
+        if doubled or released[0] <= NULL_PAGE or self._is_free[released].any():
+            raise AuditFailed(f"{self.ledger.pool}: released a page that was not held")
+        self.ledger.transfer(len(released), holder, Holder.FREE)
+        self._is_free[released] = True
+        self._free.give(released.tolist())
+
+    def free_pages(self) -> Pages:
+        """Every free page, ascending, as the free list has them: what an audit compares."""
+        return np.sort(np.fromiter(self._free.listed(), dtype=np.int32))
+
+
+class _FreePages(Protocol):
+    """Which free page goes next."""
+
+    def take(self, num_pages: int, after: int | None) -> list[int]: ...
+
+    def give(self, pages: list[int]) -> None: ...
+
+    def listed(self) -> Iterable[int]: ...
+
+
+class _Stack:
+    """Last in, first out."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._stack = list(range(num_pages - 1, NULL_PAGE, -1))
+
+    def take(self, num_pages: int, after: int | None) -> list[int]:
+        del after
+        return [self._stack.pop() for _ in range(num_pages)]
+
+    def give(self, pages: list[int]) -> None:
+        self._stack.extend(pages)
+
+    def listed(self) -> Iterable[int]:
+        return self._stack
+
+
+class _Extents:
+    """Maximal runs of free pages, by start, by end, and largest first."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._length_at: dict[int, int] = {}
+        self._start_before: dict[int, int] = {}
+        self._largest: list[tuple[int, int]] = []
+        self._add(NULL_PAGE + 1, num_pages - NULL_PAGE - 1)
+
+    def take(self, num_pages: int, after: int | None) -> list[int]:
+        taken: list[int] = []
+        if after is not None and after + 1 in self._length_at:
+            self._cut(after + 1, 0, min(num_pages, self._length_at[after + 1]), taken)
+        while len(taken) < num_pages:
+            start, length = self._find_largest()
+            count = min(num_pages - len(taken), length)
+            # Nobody ends before the first page, so nobody needs room to grow into it.
+            offset = 0 if start == NULL_PAGE + 1 else (length - count) // 2
+            self._cut(start, offset, count, taken)
+        return taken
+
+    def give(self, pages: list[int]) -> None:
+        """`pages` ascend."""
+        start = end = pages[0]
+        for page in pages:
+            if page != end:
+                self._join(start, end)
+                start = page
+            end = page + 1
+        self._join(start, end)
+
+    def listed(self) -> Iterable[int]:
+        for start, length in self._length_at.items():
+            yield from range(start, start + length)
+
+    def _cut(self, start: int, offset: int, count: int, taken: list[int]) -> None:
+        """Move [start + offset, + count) of the extent at `start` to `taken`."""
+        length = self._remove(start)
+        taken.extend(range(start + offset, start + offset + count))
+        self._add(start, offset)
+        self._add(start + offset + count, length - offset - count)
+
+    def _join(self, start: int, end: int) -> None:
+        """Add the run [start, end), merged with the extents it touches."""
+        if start in self._start_before:
+            before = self._start_before[start]
+            self._remove(before)
+            start = before
+        if end in self._length_at:
+            end += self._remove(end)
+        self._add(start, end - start)
+
+    def _add(self, start: int, length: int) -> None:
+        if length == 0:
+            return
+        self._length_at[start] = length
+        self._start_before[start + length] = start
+        heapq.heappush(self._largest, (-length, start))
+        # Removed extents leave their heap entries behind; rebuilding at a fixed ratio keeps the
+        # heap proportional to what is alive at O(1) amortised.
+        if len(self._largest) > 4 * len(self._length_at) + 64:
+            self._largest = [(-length, start) for start, length in self._length_at.items()]
+            heapq.heapify(self._largest)
+
+    def _remove(self, start: int) -> int:
+        length = self._length_at.pop(start)
+        del self._start_before[start + length]
+        return length
+
+    def _find_largest(self) -> tuple[int, int]:
+        while True:
+            negated, start = self._largest[0]
+            if self._length_at.get(start) == -negated:
+                return start, -negated
+            heapq.heappop(self._largest)

@@ -1,0 +1,118 @@
+"""`ReqToTokenPool`: rows, and the host page table that attention reads through.
+
+A row belongs to one lease. Per pool, entry i of a row is the page that holds positions
+[i * page_size, (i + 1) * page_size) of that session; entries past the row's pages are `NULL_PAGE`.
+The host table is the truth; each change is also returned as a `TableWrite`, to be applied to the
+device's mirror in launch order. The mirror is told what a row gains, never what it loses: a
+forward reads entries below its own length only, and each of those was written since the row was
+handed out, so what a former holder left further on is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from cache.errors import AuditFailed, OutOfRows
+from cache.types import NULL_PAGE, NULL_ROW, Pages, PoolName, RowId, TableWrite
+
+
+class ReqToTokenPool:
+    """`num_rows` rows of `row_pages` entries per pool, and the padding row 0."""
+
+    __slots__ = ("_free_rows", "_is_held", "_tables", "num_rows", "row_pages")
+
+    def __init__(self, num_rows: int, row_pages: int, pools: Iterable[PoolName]) -> None:
+        self.num_rows = num_rows
+        self.row_pages = row_pages
+        # Zeros are `NULL_PAGE`, and mapped on first use: rows that are never used cost nothing.
+        self._tables = {pool: np.zeros((num_rows + 1, row_pages), dtype=np.int32) for pool in pools}
+        self._is_held = np.zeros(num_rows + 1, dtype=np.bool_)
+        self._free_rows = list(range(num_rows, NULL_ROW, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows that `alloc` can hand out now."""
+        return len(self._free_rows)
+
+    def alloc(self) -> RowId:
+        """Take an empty row.
+
+        Raises:
+            OutOfRows: all are held; nothing was taken.
+        """
+        if not self._free_rows:
+            raise OutOfRows(f"all {self.num_rows} rows are held")
+        row = self._free_rows.pop()
+        if self._is_held[row] or row == NULL_ROW:
+            raise AuditFailed(f"row {row} was in the free list and held")
+        self._is_held[row] = True
+        return RowId(row)
+
+    def free(self, row: RowId) -> None:
+        """Give a row back. Its entries must have been cleared by their owner.
+
+        Raises:
+            AuditFailed: the row is not held, or still names pages.
+        """
+        if not self._is_held[row]:
+            raise AuditFailed(f"row {row} is not held")
+        if any(table[row].any() for table in self._tables.values()):
+            raise AuditFailed(f"row {row} is freed while it names pages")
+        self._is_held[row] = False
+        self._free_rows.append(row)
+
+    def write(
+        self, pool: PoolName, row: RowId, start: int, pages: Sequence[int] | Pages
+    ) -> TableWrite:
+        """Fill the empty entries [start, start + len(pages)) of a row.
+
+        Raises:
+            AuditFailed: an entry is live, or lies past the row: it would be lost silently.
+        """
+        entries = self._entries(pool, row, start, len(pages))
+        if (entries != NULL_PAGE).any():
+            raise AuditFailed(f"row {row} of {pool}: a live entry would be overwritten")
+        entries[:] = pages
+        return TableWrite(pool, row, start, entries.copy())
+
+    def repoint(
+        self, pool: PoolName, row: RowId, start: int, pages: Sequence[int] | Pages
+    ) -> TableWrite:
+        """Replace the live entries [start, start + len(pages)) of a row.
+
+        Raises:
+            AuditFailed: an entry is empty, or lies past the row.
+        """
+        entries = self._entries(pool, row, start, len(pages))
+        if (entries == NULL_PAGE).any():
+            raise AuditFailed(f"row {row} of {pool}: an empty entry cannot be re-pointed")
+        entries[:] = pages
+        return TableWrite(pool, row, start, entries.copy())
+
+    def clear(self, pool: PoolName, row: RowId, start: int, end: int) -> None:
+        """Empty the entries [start, end) of a row."""
+        self._entries(pool, row, start, end - start)[:] = NULL_PAGE
+
+    def entries(self, pool: PoolName, row: RowId) -> Pages:
+        """All entries of one row, int32 [row_pages], a read-only view."""
+        view = self._tables[pool][row]
+        view.flags.writeable = False
+        return view
+
+    def held_rows(self) -> list[int]:
+        """Rows that are handed out, ascending."""
+        return [int(row) for row in np.flatnonzero(self._is_held)]
+
+    def listed_free_rows(self) -> list[int]:
+        """The free list as it is: what an audit compares."""
+        return list(self._free_rows)
+
+    def _entries(self, pool: PoolName, row: RowId, start: int, count: int) -> Pages:
+        if not self._is_held[row] or start < 0 or start + count > self.row_pages:
+            raise AuditFailed(
+                f"row {row} of {pool}: entries [{start}, {start + count}) are not its own"
+            )
+        table: Pages = self._tables[pool]
+        return table[row, start : start + count]

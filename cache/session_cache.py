@@ -1,0 +1,535 @@
+"""`SessionAwareCache`: sessions, turns and the memory they share, behind a dozen verbs.
+
+A turn is `begin_turn`, then `grow` and `record` per step, then one of `end_turn`, `discard` and
+`retract`. A verb that raises has changed nothing. One thread calls; nothing here blocks, logs or
+reads a clock. Per turn a verb costs O(new tokens), per step O(1), whatever the length of the
+history and the number of idle sessions; only a cold match reads the history, once.
+
+Under pressure `grow` evicts published pages that nobody has locked. Cooling a session or retracting
+a turn is the caller's decision: see `headroom` and `idle_sessions`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cache.components import components_of
+from cache.errors import (
+    HistoryMismatch,
+    NamespaceMismatch,
+    OutOfPages,
+    PinQuotaExceeded,
+    SessionExists,
+    SlotBusy,
+    UnknownSession,
+)
+from cache.lease import KVLease, KVStores
+from cache.ledger import Accounts, Ledger
+from cache.pages import Allocation, PageAllocator
+from cache.radix import MatchResult, RadixCache
+from cache.req_to_token import ReqToTokenPool
+from cache.session_slot import SessionSlot
+from cache.spec import CacheSpec, Capacity
+from cache.types import (
+    Holder,
+    Namespace,
+    PoolName,
+    Retention,
+    SessionId,
+    SlotState,
+    TableWrite,
+    Tokens,
+    TurnId,
+    pages_for,
+)
+from cache.views import Headroom, IdleSession, SlotView, TurnLoan
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A loan: what ending it must know.
+
+    `base_len`: the history before it; `prompt_len`: with its input.
+    """
+
+    slot: SessionSlot
+    lease: KVLease
+    base_len: int
+    prompt_len: int
+    loan: TurnLoan
+    is_prompt_complete: bool = False
+
+
+class SessionAwareCache:
+    """All sessions of one engine."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        capacity: Capacity,
+        *,
+        pinned_quota_pages: int = 0,
+        allocation: Allocation = "extent",
+    ) -> None:
+        """
+        Args:
+            spec: what layers store; decides page size and pools.
+            capacity: pages per pool and rows.
+            pinned_quota_pages: pages (per pool) that PINNED sessions may keep from being reclaimed.
+            allocation: which free page goes next; see `cache.pages`.
+        """
+        components = components_of(spec)
+        pools = [component.pool for component in components]
+        ledgers = {pool: Ledger(pool, capacity.num_pages[pool]) for pool in pools}
+        row_pages = pages_for(capacity.max_context_len, spec.page_size)
+        self.stores = KVStores(
+            page_size=spec.page_size,
+            components=components,
+            ledgers=ledgers,
+            allocators={pool: PageAllocator(ledgers[pool], allocation) for pool in pools},
+            rows=ReqToTokenPool(capacity.num_rows, row_pages, pools),
+            tree=RadixCache(spec.page_size, ledgers),
+            quarantined={pool: [] for pool in pools},
+        )
+        self.max_context_len = capacity.max_context_len
+        self.pinned_quota_pages = pinned_quota_pages
+        self._slots: dict[SessionId, SessionSlot] = {}
+        self._turns: dict[TurnId, _Turn] = {}
+        self._idle: dict[Retention, OrderedDict[SessionId, SessionSlot]] = {
+            retention: OrderedDict() for retention in Retention
+        }
+        self._pinned_pages: dict[SessionId, int] = {}
+        self._num_pinned_pages = 0
+
+    # Sessions
+
+    def open(
+        self,
+        session_id: SessionId,
+        *,
+        namespace: Namespace,
+        tokens: Sequence[int] | Tokens = (),
+        retention: Retention = Retention.RECLAIMABLE,
+    ) -> None:
+        """Make a cold slot with a history.
+
+        Raises:
+            SessionExists: the id is taken.
+            PinQuotaExceeded: PINNED, and the quota has no room for the history (or for anything).
+        """
+        if session_id in self._slots:
+            raise SessionExists(session_id)
+        slot = SessionSlot(session_id, namespace, retention)
+        self._refuse_over_quota(slot, max(1, len(tokens)))
+        slot.tokens.append(tokens)
+        self._slots[session_id] = slot
+
+    def fork(
+        self,
+        session_id: SessionId,
+        new_id: SessionId,
+        *,
+        namespace: Namespace,
+        retention: Retention = Retention.RECLAIMABLE,
+    ) -> None:
+        """Open `new_id` with the history of another session, without the turn it may be running.
+
+        Costs a copy of the tokens; the pages are shared when the fork's first turn matches them.
+
+        Raises:
+            NamespaceMismatch: `namespace` is not that of `session_id`.
+            UnknownSession, SessionExists, PinQuotaExceeded: as for `open`.
+        """
+        slot = self._slot(session_id)
+        if slot.namespace != namespace:
+            raise NamespaceMismatch(session_id)
+        turn = self._turns[slot.borrower] if slot.borrower is not None else None
+        history = slot.tokens.copy(0, turn.base_len if turn else None)
+        self.open(new_id, namespace=namespace, tokens=history, retention=retention)
+
+    def rewind(self, session_id: SessionId, to_len: int) -> None:
+        """Cut the history of an idle session. Published pages stay in the tree, to match again.
+
+        Raises:
+            SlotBusy: a turn has borrowed it.
+            HistoryMismatch: the history is shorter than `to_len`.
+        """
+        slot = self._slot(session_id)
+        slot.refuse_if_busy()
+        _refuse_beyond(slot, to_len)
+        if slot.lease is not None:
+            slot.lease.rewind(to_len)
+        slot.tokens.truncate(to_len)
+        self._count_pinned(slot)
+
+    def cool(self, session_id: SessionId) -> None:
+        """Drop the KV of an idle session and keep its tokens. What it published can be evicted.
+
+        Raises:
+            SlotBusy: a turn has borrowed it.
+        """
+        slot = self._slot(session_id)
+        slot.refuse_if_busy()
+        if slot.lease is None:
+            return
+        assert slot.lease.computed_len - slot.lease.protected_len < self.stores.page_size, (
+            "a parked lease has published its whole pages"
+        )
+        self._leave_idle(slot)
+        slot.lease.release()
+        slot.lease = None
+        slot.move_to(SlotState.COLD)
+        self._count_pinned(slot)
+
+    def close(self, session_id: SessionId) -> bool:
+        """Forget a session, or mark it CLOSING while a turn has borrowed it.
+
+        Returns:
+            Whether it is gone now; otherwise it goes when its turn ends. Closing twice, or closing
+            an unknown session, is harmless.
+        """
+        slot = self._slots.get(session_id)
+        if slot is None:
+            return True
+        if slot.is_active:
+            if slot.state is not SlotState.CLOSING:
+                slot.move_to(SlotState.CLOSING)
+            return False
+        self._forget(slot)
+        return True
+
+    # Turns
+
+    def begin_turn(
+        self,
+        session_id: SessionId,
+        turn_id: TurnId,
+        *,
+        base_len: int,
+        new_tokens: Sequence[int] | Tokens,
+        now: float,
+        max_reuse_len: int | None = None,
+    ) -> TurnLoan:
+        """Cut the history to `base_len`, append the input, lend the lease.
+
+        A resident session goes on from its own KV; a cold one takes a row and locks what the tree
+        has of its tokens. Buys no pages. At least one token is left to compute. Asking again for
+        the same turn gives the same answer and changes nothing.
+
+        Args:
+            base_len: tokens of the history that the turn builds on.
+            new_tokens: its input.
+            now: seconds, any monotonic clock.
+            max_reuse_len: recompute from this position on, even where KV is there.
+
+        Raises:
+            UnknownSession, SlotBusy, OutOfRows: nothing was changed.
+            HistoryMismatch: the history is shorter than `base_len`.
+            PinQuotaExceeded: PINNED, and the quota has no room for the context of this turn.
+            ValueError: no token at all, or more than a row can address.
+        """
+        slot = self._slot(session_id)
+        if turn_id in self._turns and slot.borrower == turn_id:
+            return self._turns[turn_id].loan
+        slot.refuse_if_busy()
+        if turn_id in self._turns:
+            raise SlotBusy(f"turn {turn_id} has borrowed another session")
+        _refuse_beyond(slot, base_len)
+        context_len = base_len + len(new_tokens)
+        if not 0 < context_len <= self.max_context_len:
+            raise ValueError(f"a context of {context_len} tokens does not fit a row")
+        self._refuse_over_quota(slot, context_len)
+        if slot.lease is None:
+            slot.lease = KVLease(self.stores, slot.namespace)
+        else:
+            self._leave_idle(slot)
+        lease = slot.restore_to_req(turn_id)
+        # A forward needs a query, so the last token is never reused.
+        reuse_len = min(context_len - 1, context_len if max_reuse_len is None else max_reuse_len)
+        lease.rewind(min(base_len, reuse_len))
+        slot.tokens.truncate(base_len)
+        slot.tokens.append(new_tokens)
+        writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))
+        slot.last_used_s = now
+        loan = TurnLoan(lease.row, lease.computed_len, lease.protected_len, tuple(writes))
+        self._turns[turn_id] = _Turn(slot, lease, base_len, context_len, loan)
+        self._count_pinned(slot)
+        assert lease.computed_len < len(slot.tokens), "one token at least is computed"
+        return loan
+
+    def grow(self, turn_id: TurnId, to_len: int) -> list[TableWrite]:
+        """Buy pages for positions up to `to_len`, evicting unlocked published pages as needed.
+
+        Raises:
+            OutOfPages: a pool has too few free and evictable pages; nothing was changed.
+        """
+        turn = self._turn(turn_id)
+        assert to_len <= self.max_context_len, "a row has no entry past the context length"
+        missing = turn.lease.missing_pages(to_len)
+        if missing == 0:
+            return []
+        for pool, ledger in self.stores.ledgers.items():
+            if missing > ledger.num_free + ledger.num_evictable:
+                raise OutOfPages(
+                    f"{pool}: wanted {missing} pages, {ledger.num_free} free and "
+                    f"{ledger.num_evictable} evictable"
+                )
+        for pool, ledger in self.stores.ledgers.items():
+            self._evict(pool, missing - ledger.num_free)
+        writes = turn.lease.grow(to_len)
+        self._count_pinned(turn.slot)
+        return writes
+
+    def record(
+        self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()
+    ) -> list[TableWrite]:
+        """Note a step's outcome: KV is valid up to `computed_len`, and these tokens were sampled.
+
+        When the prompt is complete its whole pages are published, once: others can match them
+        while the turn still runs. Call it only for a forward that has completed and was finite.
+        """
+        turn = self._turn(turn_id)
+        slot, lease = turn.slot, turn.lease
+        slot.tokens.append(new_tokens)
+        assert lease.computed_len <= computed_len <= lease.capacity_len, "KV grows within its pages"
+        assert computed_len <= len(slot.tokens), "KV of a token needs the token"
+        lease.computed_len = computed_len
+        if turn.is_prompt_complete or computed_len < turn.prompt_len:
+            return []
+        turn.is_prompt_complete = True
+        return self._publish(slot, lease)
+
+    def end_turn(self, turn_id: TurnId, keep_len: int, *, now: float) -> list[TableWrite]:
+        """Keep the history up to `keep_len`, publish whole pages, give the lease back.
+
+        With `keep_len` the turn's `base_len` the session is as it was before the turn. A closing
+        session is gone afterwards (`session_id in cache` tells).
+        """
+        turn = self._turn(turn_id)
+        slot, lease = turn.slot, turn.lease
+        assert turn.base_len <= keep_len <= len(slot.tokens), "a turn ends in its own tokens"
+        lease.roll_back(keep_len)
+        slot.tokens.truncate(keep_len)
+        writes = self._publish(slot, lease)
+        self._finish(turn_id, now)
+        return writes
+
+    def discard(self, turn_id: TurnId, *, now: float) -> None:
+        """End a turn whose KV is not to be trusted: as if it never was.
+
+        The history is cut to `base_len`; nothing it computed stays, and what it had published is
+        taken back where no other session has locked it.
+        """
+        turn = self._turn(turn_id)
+        turn.lease.roll_back(min(turn.base_len, turn.loan.cached_len))
+        turn.slot.tokens.truncate(turn.base_len)
+        self._finish(turn_id, now)
+
+    def retract(self, turn_id: TurnId, *, now: float) -> Tokens:
+        """Take the memory of a running turn: publish, let go, commit nothing.
+
+        Returns:
+            The turn's tokens after `base_len`, input and output: what a later `begin_turn` with
+            the same `base_len` appends to resume it.
+        """
+        turn = self._turn(turn_id)
+        slot, lease = turn.slot, turn.lease
+        lease.rewind(lease.computed_len)
+        self._publish(slot, lease)
+        uncommitted = slot.tokens.copy(turn.base_len)
+        slot.tokens.truncate(turn.base_len)
+        lease.release()
+        slot.lease = None
+        self._finish(turn_id, now)
+        return uncommitted
+
+    def quarantine(self, session_id: SessionId, *, now: float) -> None:
+        """Answer to a violation: never use this session's pages again, keep its tokens.
+
+        A running turn ends; the history is what it was before it. Published pages that others have
+        locked stay with them.
+        """
+        slot = self._slot(session_id)
+        if slot.lease is None:
+            return
+        slot.lease.quarantine()
+        slot.lease = None
+        if slot.borrower is not None:
+            slot.tokens.truncate(self._turns[slot.borrower].base_len)
+            self._finish(slot.borrower, now)
+            return
+        self._leave_idle(slot)
+        slot.move_to(SlotState.COLD)
+        self._count_pinned(slot)
+
+    # Answers
+
+    def __contains__(self, session_id: SessionId) -> bool:
+        return session_id in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def peek(self, tokens: Tokens, namespace: Namespace) -> MatchResult:
+        """What a cold turn with these tokens would find in the tree. Pure."""
+        return self.stores.tree.match(namespace, tokens[: max(0, len(tokens) - 1)])
+
+    def headroom(self) -> Headroom:
+        """Pages and rows that could be handed out now. O(pools)."""
+        ledgers = self.stores.ledgers
+        return Headroom(
+            free_pages={pool: ledger.num_free for pool, ledger in ledgers.items()},
+            evictable_pages={pool: ledger.num_evictable for pool, ledger in ledgers.items()},
+            free_rows=self.stores.rows.num_free,
+        )
+
+    def accounts(self) -> dict[PoolName, Accounts]:
+        """The ledger of every pool, for reports."""
+        return {pool: ledger.snapshot() for pool, ledger in self.stores.ledgers.items()}
+
+    def idle_sessions(self) -> Iterator[IdleSession]:
+        """Parked sessions that may be cooled, least recently used first; lazy.
+
+        PINNED ones follow the RECLAIMABLE ones, and only while together they hold more than the
+        quota: the quota is what pinning protects. Do not change the cache while iterating.
+        """
+        for slot in self._idle[Retention.RECLAIMABLE].values():
+            yield self._idle_session(slot)
+        excess = self._num_pinned_pages - self.pinned_quota_pages
+        for slot in self._idle[Retention.PINNED].values():
+            if excess <= 0:
+                return
+            excess -= self._pinned_pages[slot.session_id]
+            yield self._idle_session(slot)
+
+    def slot(self, session_id: SessionId) -> SlotView:
+        """One session as it is now.
+
+        Raises:
+            UnknownSession: there is none.
+        """
+        return _view(self._slot(session_id), self.stores)
+
+    def slots(self) -> Iterator[SlotView]:
+        """All sessions; O(sessions), for reports."""
+        return (_view(slot, self.stores) for slot in self._slots.values())
+
+    def tokens(self, session_id: SessionId, start: int = 0, end: int | None = None) -> Tokens:
+        """A copy of [start, end) of a session's tokens, a running turn's included."""
+        return self._slot(session_id).tokens.copy(start, end)
+
+    def inspect_slots(self) -> Iterator[SessionSlot]:
+        """The slots themselves, for `cache.checker`; nobody else reads them."""
+        yield from self._slots.values()
+
+    def flush(self) -> None:
+        """Cool every session and empty the tree.
+
+        Raises:
+            SlotBusy: a turn is running; nothing was changed.
+        """
+        if self._turns:
+            raise SlotBusy(f"{len(self._turns)} turns are running")
+        for slot in self._slots.values():
+            self.cool(slot.session_id)
+        for pool, ledger in self.stores.ledgers.items():
+            self._evict(pool, ledger.num_evictable)
+
+    # Private
+
+    def _slot(self, session_id: SessionId) -> SessionSlot:
+        slot = self._slots.get(session_id)
+        if slot is None:
+            raise UnknownSession(session_id)
+        return slot
+
+    def _turn(self, turn_id: TurnId) -> _Turn:
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            raise UnknownSession(f"turn {turn_id} has borrowed no session")
+        assert turn.slot.borrower == turn_id, "a loan is known to both sides"
+        return turn
+
+    def _publish(self, slot: SessionSlot, lease: KVLease) -> list[TableWrite]:
+        return lease.publish(slot.tokens.view(lease.protected_len, lease.computed_len))
+
+    def _finish(self, turn_id: TurnId, now: float) -> None:
+        """The one end of every loan."""
+        slot = self._turns.pop(turn_id).slot
+        slot.last_used_s = now
+        if slot.state is SlotState.CLOSING:
+            self._forget(slot)
+            return
+        slot.take_back()
+        if slot.lease is not None:
+            self._idle[slot.retention][slot.session_id] = slot
+        self._count_pinned(slot)
+
+    def _forget(self, slot: SessionSlot) -> None:
+        if slot.lease is not None:
+            self._leave_idle(slot)
+            slot.lease.release()
+            slot.lease = None
+        self._count_pinned(slot)
+        del self._slots[slot.session_id]
+
+    def _leave_idle(self, slot: SessionSlot) -> None:
+        self._idle[slot.retention].pop(slot.session_id, None)
+
+    def _evict(self, pool: PoolName, num_pages: int) -> None:
+        if num_pages <= 0:
+            return
+        for name, pages in self.stores.tree.evict(pool, num_pages).items():
+            self.stores.allocators[name].release(pages, Holder.TREE)
+
+    def _idle_session(self, slot: SessionSlot) -> IdleSession:
+        assert slot.lease is not None, "idle slots hold a lease"
+        published = self.stores.tree.sole_pages(slot.lease.receipt)
+        freed = {pool: published + slot.lease.num_private(pool) for pool in self.stores.ledgers}
+        return IdleSession(slot.session_id, freed)
+
+    def _refuse_over_quota(self, slot: SessionSlot, num_tokens: int) -> None:
+        if slot.retention is not Retention.PINNED:
+            return
+        wanted = pages_for(num_tokens, self.stores.page_size)
+        others = self._num_pinned_pages - self._pinned_pages.get(slot.session_id, 0)
+        if others + wanted > self.pinned_quota_pages:
+            raise PinQuotaExceeded(
+                f"{wanted} pages for a pinned session, {others} of {self.pinned_quota_pages} held"
+            )
+
+    def _count_pinned(self, slot: SessionSlot) -> None:
+        """Keep the sum of pages that pinned sessions hold. O(1)."""
+        if slot.retention is not Retention.PINNED:
+            return
+        held = slot.lease.num_pages if slot.lease else 0
+        before = self._pinned_pages.pop(slot.session_id, 0)
+        if held:
+            self._pinned_pages[slot.session_id] = held
+        self._num_pinned_pages += held - before
+
+
+def _refuse_beyond(slot: SessionSlot, length: int) -> None:
+    if not 0 <= length <= len(slot.tokens):
+        raise HistoryMismatch(
+            f"session {slot.session_id} holds {len(slot.tokens)} tokens, not {length}"
+        )
+
+
+def _view(slot: SessionSlot, stores: KVStores) -> SlotView:
+    lease = slot.lease
+    return SlotView(
+        session_id=slot.session_id,
+        namespace=slot.namespace,
+        retention=slot.retention,
+        state=slot.state,
+        borrower=slot.borrower,
+        num_tokens=len(slot.tokens),
+        protected_len=slot.cache_protected_len,
+        committed_len=slot.kv_committed_len,
+        allocated_len=slot.kv_allocated_len,
+        private_pages={pool: lease.num_private(pool) if lease else 0 for pool in stores.ledgers},
+        last_used_s=slot.last_used_s,
+    )

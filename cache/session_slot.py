@@ -1,0 +1,124 @@
+"""`SessionSlot`: the engine's record of one session.
+
+The slot owns the history and at most one lease; a turn borrows both. Where SGLang copies a dozen
+fields between its request and its slot, nothing is copied here: `restore_to_req` hands out the
+lease itself, so there is no second version to fall behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from cache.errors import SlotBusy
+from cache.int_buffer import IntBuffer
+from cache.lease import KVLease
+from cache.types import Namespace, Retention, SessionId, SlotState, Tokens, TurnId
+
+TRANSITIONS: Final[Mapping[SlotState, frozenset[SlotState]]] = MappingProxyType(
+    {
+        SlotState.COLD: frozenset({SlotState.LENT}),
+        SlotState.LENT: frozenset({SlotState.PARKED, SlotState.COLD, SlotState.CLOSING}),
+        SlotState.PARKED: frozenset({SlotState.LENT, SlotState.COLD}),
+        SlotState.CLOSING: frozenset(),
+    }
+)
+"""Which state may follow which; COLD, PARKED and CLOSING also end by leaving the cache."""
+
+
+class TokenLog(IntBuffer):
+    """The history of a session: the truth that its KV is a cache of."""
+
+    __slots__ = ()
+
+    def copy(self, start: int = 0, end: int | None = None) -> Tokens:
+        """[start, end), int32, the caller's own."""
+        return self.view(start, end).copy()
+
+
+class SessionSlot:
+    """One session. Written by `SessionAwareCache` only.
+
+    `lease` is None while COLD. `borrower` is the turn that may change it, None while idle.
+    """
+
+    __slots__ = (
+        "borrower",
+        "last_used_s",
+        "lease",
+        "namespace",
+        "retention",
+        "session_id",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, session_id: SessionId, namespace: Namespace, retention: Retention) -> None:
+        self.session_id = session_id
+        self.namespace = namespace
+        self.retention = retention
+        self.tokens = TokenLog()
+        self.state = SlotState.COLD
+        self.lease: KVLease | None = None
+        self.borrower: TurnId | None = None
+        self.last_used_s = 0.0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a turn has borrowed it; derived, so no exit path can forget to reset it."""
+        return self.borrower is not None
+
+    @property
+    def cache_protected_len(self) -> int:
+        """Tokens in pages the tree owns and this slot has locked; a multiple of the page size."""
+        return self.lease.protected_len if self.lease else 0
+
+    @property
+    def kv_committed_len(self) -> int:
+        """Tokens whose KV is valid."""
+        return self.lease.computed_len if self.lease else 0
+
+    @property
+    def kv_allocated_len(self) -> int:
+        """Tokens its pages have room for."""
+        return self.lease.capacity_len if self.lease else 0
+
+    def restore_to_req(self, turn_id: TurnId) -> KVLease:
+        """Lend the lease to a turn, by reference.
+
+        Clears nothing, frees nothing; asking again for the same turn gives the same lease. A cold
+        slot is given a lease before.
+
+        Raises:
+            SlotBusy: another turn has it, or the session is closing; nothing was changed.
+        """
+        assert self.lease is not None, "a cold slot has nothing to lend"
+        if self.borrower == turn_id:
+            return self.lease
+        self.refuse_if_busy()
+        if self.state is SlotState.PARKED:
+            self.lease.lend()
+        self.borrower = turn_id
+        self.move_to(SlotState.LENT)
+        return self.lease
+
+    def refuse_if_busy(self) -> None:
+        """Raise `SlotBusy` while a turn has borrowed the slot."""
+        if self.is_active:
+            raise SlotBusy(f"session {self.session_id} is {self.state.name} to {self.borrower}")
+
+    def take_back(self) -> None:
+        """End a loan: park the lease if there is one still, be cold otherwise."""
+        assert self.is_active, "only a loan can end"
+        self.borrower = None
+        if self.lease is None:
+            self.move_to(SlotState.COLD)
+        else:
+            self.lease.park()
+            self.move_to(SlotState.PARKED)
+
+    def move_to(self, state: SlotState) -> None:
+        """Change state, along the transition table."""
+        assert state in TRANSITIONS[self.state], f"{self.state.name} -> {state.name}"
+        self.state = state

@@ -1,0 +1,72 @@
+"""What the façade answers: frozen values, made per call, owned by the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cache.types import (
+    Namespace,
+    PoolName,
+    Retention,
+    RowId,
+    SessionId,
+    SlotState,
+    TableWrite,
+    TurnId,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLoan:
+    """A turn's borrowed lease, as it was when it was lent.
+
+    `cached_len`: positions whose KV is there; computing starts at it. `protected_len`: how many of
+    them the tree owns. `table_writes`: entries the device does not know yet.
+    """
+
+    row: RowId
+    cached_len: int
+    protected_len: int
+    table_writes: tuple[TableWrite, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """What could be handed out now: pages free, pages eviction could free, rows free."""
+
+    free_pages: Mapping[PoolName, int]
+    evictable_pages: Mapping[PoolName, int]
+    free_rows: int
+
+    def pages(self, pool: PoolName) -> int:
+        """What `grow` can buy from one pool."""
+        return self.free_pages[pool] + self.evictable_pages[pool]
+
+
+@dataclass(frozen=True, slots=True)
+class IdleSession:
+    """A parked session and what cooling it gives back, per pool, now.
+
+    Pages shared with another parked session count for neither, so cooling both may free more.
+    """
+
+    session_id: SessionId
+    freed_pages: Mapping[PoolName, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One session at one moment. Lengths are tokens; `num_tokens` is the history's."""
+
+    session_id: SessionId
+    namespace: Namespace
+    retention: Retention
+    state: SlotState
+    borrower: TurnId | None
+    num_tokens: int
+    protected_len: int
+    committed_len: int
+    allocated_len: int
+    private_pages: Mapping[PoolName, int]
+    last_used_s: float
