@@ -1,0 +1,112 @@
+"""A chat over `kvsession.v1` in about a hundred lines, with nothing but `websockets`.
+
+    pip install websockets
+    python examples/chat_client.py                  # what you type goes to the server
+    python examples/chat_client.py --session s_...  # come back to a session, also after a crash
+
+The protocol in short: connect to /v1/sessions/new/ws, wait for `session.opened`, send
+`turn.create`, read `turn.delta` until `turn.completed`. Frames have a `seq`; whoever loses the
+connection comes back with the last one and gets what was missed. `turn_id` is chosen here, so
+sending a turn twice runs it once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
+
+TERMINAL = {"turn.completed", "turn.cancelled", "turn.failed"}
+MAX_ATTEMPTS = 10
+
+
+class Session:
+    """One session: where it is, what was seen of it last, and the socket to it."""
+
+    def __init__(self, url: str, session_id: str) -> None:
+        self.url = url.replace("http", "ws", 1)
+        self.session_id = session_id
+        self.epoch: str | None = None
+        self.seq = 0
+        self.socket: Any = None
+
+    async def attach(self) -> None:
+        """Connect, or connect again where the last connection left off."""
+        query = f"?after={self.seq}&epoch={self.epoch}" if self.epoch else ""
+        self.socket = await connect(
+            f"{self.url}/v1/sessions/{self.session_id}/ws{query}",
+            subprotocols=["kvsession.v1"],  # type: ignore[list-item]
+            compression=None,
+        )
+        hello = json.loads(await self.socket.recv())
+        if hello["type"] != "session.opened":
+            raise SystemExit(f"refused: {hello['error']['code']}: {hello['error']['message']}")
+        self.session_id, self.epoch = hello["session_id"], hello["epoch"]
+        if not hello["resumed"]:
+            self.seq = hello["seq"]
+
+    async def frames(self, turn: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Send one turn and yield every frame until it has ended, however often the line drops."""
+        attempts = 0
+        while True:
+            try:
+                if self.socket is None:
+                    await self.attach()
+                await self.socket.send(json.dumps(turn))
+                async for payload in self.socket:
+                    attempts = 0
+                    frame = json.loads(payload)
+                    self.seq = max(self.seq, frame.get("seq", 0))
+                    yield frame
+                    if frame["type"] in TERMINAL or frame["type"] == "error":
+                        return
+            except (ConnectionClosed, OSError):
+                attempts += 1
+                if attempts > MAX_ATTEMPTS:
+                    raise
+                await asyncio.sleep(min(2.0, 0.1 * 2**attempts))
+            self.socket = None
+
+    async def ask(self, text: str) -> None:
+        """One turn, printed as it comes, with what it cost."""
+        turn = {
+            "type": "turn.create",
+            "turn_id": uuid.uuid4().hex,
+            "input": [{"role": "user", "content": text}],
+            "sampling": {"temperature": 0, "max_tokens": 256},
+        }
+        async for frame in self.frames(turn):
+            if frame["type"] == "turn.delta":
+                print(frame["text"], end="", flush=True)
+            elif frame["type"] == "turn.completed":
+                usage = frame["usage"]
+                print(f"\n  [{usage['input_tokens']} in, {usage['cached_tokens']} of them cached]")
+            elif "error" in frame:
+                print(f"\n  [{frame['error']['code']}: {frame['error']['message']}]")
+
+
+async def main() -> None:
+    """Read lines, ask them, until the input ends."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--session", default="new", help="come back to this session")
+    args = parser.parse_args()
+    session = Session(args.url, args.session)
+    await session.attach()
+    print(
+        f"session {session.session_id}; an empty line or Ctrl-D ends the program, not the session"
+    )
+    while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
+        await session.ask(line)
+    await session.socket.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,86 @@
+"""Sessions over plain HTTP, with nothing but `httpx`: open, ask, stream, look, close.
+
+    pip install httpx
+    python examples/rest_client.py
+
+The second answer needs what the first turn said, and its `usage` shows that only the new tokens
+were computed: `cached_tokens` is the whole history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+
+def main() -> None:
+    """A conversation of three turns."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--api-key")
+    args = parser.parse_args()
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    with httpx.Client(base_url=args.url, headers=headers, timeout=120.0) as http:
+        session = opened(http)
+        print(f"session {session}")
+        for text in ("My name is Ada.", "What is my name?"):
+            print_turn(text, ask(http, session, text))
+        print("> Count from 1 to 5.")
+        for event, body in stream(http, session, "Count from 1 to 5."):
+            if event == "turn.delta":
+                print(body["text"], end="", flush=True)
+        print()
+        http.delete(f"/v1/sessions/{session}").raise_for_status()
+
+
+def opened(http: httpx.Client) -> str:
+    """The id of a new session, which lives for ten idle minutes."""
+    answer = http.post("/v1/sessions", json={"ttl_s": 600})
+    answer.raise_for_status()
+    return str(answer.json()["id"])
+
+
+def ask(http: httpx.Client, session: str, text: str) -> dict[str, Any]:
+    """One turn, waited for. The body has `item`, `usage` and `timings`."""
+    answer = http.post(f"/v1/sessions/{session}/turns", json=turn_body(text))
+    answer.raise_for_status()
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+def stream(http: httpx.Client, session: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One turn as server-sent events: pairs of the event's type and its body."""
+    with http.stream(
+        "POST",
+        f"/v1/sessions/{session}/turns",
+        json=turn_body(text),
+        headers={"Accept": "text/event-stream"},
+    ) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                body = json.loads(line.removeprefix("data: "))
+                yield body["type"], body
+
+
+def turn_body(text: str) -> dict[str, Any]:
+    """A greedy turn of one user message."""
+    return {
+        "input": [{"role": "user", "content": text}],
+        "sampling": {"temperature": 0, "max_tokens": 64},
+    }
+
+
+def print_turn(text: str, body: dict[str, Any]) -> None:
+    """What was asked, what was answered, and what it cost."""
+    usage = body["usage"]
+    print(f"> {text}\n{body['item']['content']}")
+    print(f"  [{usage['input_tokens']} in, {usage['cached_tokens']} of them cached]")
+
+
+if __name__ == "__main__":
+    main()
