@@ -1,16 +1,21 @@
 """Settings: read once, frozen, passed in parts to whoever needs them.
 
-Every number has a unit and a bound on both sides. `resolve` is pure: it turns what was asked for
-and what the machine has into what the engine runs with. No other module reads the environment.
+Every number has a unit and a bound on both sides. What is left open here (`auto`, none) is decided
+where the facts are: device, dtype and capacity by `runner.loader`. No module but `wiring` reads
+settings as a whole, and none reads the environment.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+from session_server.demo import MODEL_DIR
+from session_server.engine.settings import MemoryCheck
+from session_server.models.hub import resolve_model
 
 
 class EngineMode(StrEnum):
@@ -18,14 +23,6 @@ class EngineMode(StrEnum):
 
     PROCESS = "process"
     INLINE = "inline"
-
-
-class MemoryCheck(StrEnum):
-    """What a violated invariant does: nothing is checked, counted and contained, or raised."""
-
-    OFF = "off"
-    WARN = "warn"
-    STRICT = "strict"
 
 
 class _Part(BaseModel):
@@ -47,13 +44,13 @@ class ModelSettings(_Part):
         Field(description="of weights and KV; auto: float32 on a CPU, bfloat16 on a GPU"),
     ] = "auto"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Field(description="auto: cuda where there is one")
+        str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     ] = "auto"
     context_length: Annotated[
         int | None, Field(ge=16, le=1 << 22, description="tokens; none: what the model says")
     ] = None
     attention_backend: Annotated[
-        Literal["auto", "torch"], Field(description="kernels that read the KV")
+        Literal["auto", "cpu", "torch"], Field(description="kernels that read the KV")
     ] = "auto"
     threads: Annotated[
         int | None, Field(ge=1, le=1024, description="CPU threads of a forward; none: all cores")
@@ -160,54 +157,10 @@ class Settings(_Part):
     http: HttpSettings = HttpSettings()
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
-    """What the machine has. `free_bytes` is of the device that will hold the KV."""
-
-    device: Literal["cpu", "cuda"]
-    free_bytes: int
-    num_cores: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """What `auto` and `none` came to."""
-
-    device: Literal["cpu", "cuda"]
-    dtype: Literal["float32", "bfloat16", "float16"]
-    threads: int
-    kv_budget_bytes: int
-    max_context_len: int
-
-
-def resolve(settings: Settings, hardware: Hardware, *, model_context_len: int) -> Resolved:
-    """Decide everything the settings left open.
-
-    Args:
-        settings: as read.
-        hardware: as found, with free memory after the weights were loaded.
-        model_context_len: what the checkpoint says it was made for, tokens.
+def model_directory(model: ModelSettings) -> Path:
+    """Where the model's files are: the embedded one unless another was asked for.
 
     Raises:
-        ValueError: the settings ask for what the machine or the model does not have.
+        ModelNotFound: neither a directory nor something the hub gives.
     """
-    model = settings.model
-    if model.device == "cuda" and hardware.device != "cuda":
-        raise ValueError("--device cuda was asked for, and this machine shows no CUDA device")
-    device = hardware.device if model.device == "auto" else model.device
-    context = model.context_length or model_context_len
-    if context > model_context_len:
-        raise ValueError(
-            f"--context-length {context} exceeds the {model_context_len} tokens of the model"
-        )
-    dtype = model.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
-    fraction = settings.cache.memory_fraction or (0.85 if device == "cuda" else 0.25)
-    return Resolved(
-        device=device,
-        dtype=dtype,
-        threads=model.threads or hardware.num_cores,
-        kv_budget_bytes=int(hardware.free_bytes * fraction),
-        max_context_len=context,
-    )
+    return resolve_model(model.path) if model.path else MODEL_DIR

@@ -1,0 +1,133 @@
+"""Composition root of the engine's side: model, runner, cache and engine, from settings.
+
+Kept apart from `wiring` because it imports torch, which the server process does without.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from cache.session_cache import SessionAwareCache
+from session_server.config import Settings, model_directory
+from session_server.core.events import EngineReady
+from session_server.engine.child import serve_engine
+from session_server.engine.engine import Engine
+from session_server.engine.loop import EngineAssembly
+from session_server.engine.settings import EngineSettings
+from session_server.metrics.logging import configure_logging
+from session_server.models.hub import model_fingerprint
+from session_server.runner.capacity import MemoryLimits
+from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
+from session_server.text.model_text import load_model_text
+
+_LOG: Final = logging.getLogger("session_server.engine")
+_PROGRESS_INTERVAL_S: Final = 2.0
+
+# A collection of the oldest generation walks every live object, those of idle sessions too, and
+# stops the step it happens in. Reference counts free what steps make; cycles are rare here.
+_GC_THRESHOLDS: Final = (50_000, 50, 1_000)
+
+
+def build_engine(settings: Settings) -> EngineAssembly:
+    """Load the model, allocate its memory, put the engine together.
+
+    Raises:
+        ModelError: the checkpoint cannot be served.
+        ValueError: the settings ask for what the machine or the model does not have.
+    """
+    directory = model_directory(settings.model)
+    eos_token_ids = tuple(sorted(load_model_text(directory).eos_token_ids))
+    started_s = time.monotonic()
+    loaded = load_runner(
+        directory, _runner_options(settings, eos_token_ids), progress=_progress_lines()
+    )
+    for warning in loaded.config.warnings:
+        _LOG.warning("%s", warning)
+    capacity = loaded.plan.capacity
+    num_pages = min(capacity.num_pages.values())
+    quota = int(num_pages * settings.cache.pinned_fraction)
+    _LOG.info(
+        "model loaded seconds=%.1f device=%s dtype=%s kv_mib=%.0f (%s)",
+        time.monotonic() - started_s,
+        loaded.device,
+        loaded.dtype,
+        loaded.plan.kv_bytes / 2**20,
+        loaded.plan.reason,
+    )
+    engine = Engine(
+        SessionAwareCache(loaded.spec, capacity, pinned_quota_pages=quota),
+        EngineSettings(
+            model_fingerprint=model_fingerprint(directory),
+            vocab_size=loaded.config.vocab_size,
+            eos_token_ids=eos_token_ids,
+            max_running=settings.engine.max_running_turns,
+            max_waiting=settings.sessions.max_sessions,
+            max_sessions=settings.sessions.max_sessions * 2,
+            chunk_tokens=settings.engine.chunked_prefill_size,
+            num_in_flight=2 if settings.engine.overlap else 1,
+            pinned_quota_pages=quota,
+            memory_check=settings.cache.memory_check,
+        ),
+    )
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    return EngineAssembly(engine, loaded.runner, _ready(loaded, engine, eos_token_ids))
+
+
+def run_engine_process(fd: int) -> int:
+    """Body of the engine's own process: serve the inherited socket `fd` until told to leave."""
+    return serve_engine(fd, _build_from_frame)
+
+
+def _build_from_frame(frame: bytes) -> EngineAssembly:
+    settings = Settings.model_validate_json(frame)
+    configure_logging(settings.http.log_level)
+    return build_engine(settings)
+
+
+def _progress_lines() -> Callable[[int, int], None]:
+    """Says how far loading has come, at most every `_PROGRESS_INTERVAL_S`."""
+    said_s = time.monotonic()
+
+    def report(num_read: int, num_tensors: int) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s >= _PROGRESS_INTERVAL_S:
+            said_s = time.monotonic()
+            _LOG.info("loading weights %d of %d tensors", num_read, num_tensors)
+
+    return report
+
+
+def _runner_options(settings: Settings, eos_token_ids: tuple[int, ...]) -> RunnerOptions:
+    model, cache = settings.model, settings.cache
+    return RunnerOptions(
+        page_size=cache.page_size,
+        num_rows=cache.max_resident_sessions,
+        device=model.device,
+        dtype=model.dtype,
+        max_context_len=model.context_length,
+        memory=MemoryLimits(cache.memory_fraction, cache.max_total_tokens),
+        backend=model.attention_backend,
+        num_threads=model.threads,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _ready(loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...]) -> EngineReady:
+    capacity = loaded.plan.capacity
+    return EngineReady(
+        epoch=1,
+        max_context_len=capacity.max_context_len,
+        max_turn_len=engine.max_turn_len,
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=eos_token_ids,
+        page_size=loaded.spec.page_size,
+        num_pages=min(capacity.num_pages.values()),
+        device=loaded.device,
+        dtype=loaded.dtype,
+        backend=loaded.runner.backend_name,
+    )
