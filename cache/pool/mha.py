@@ -1,0 +1,125 @@
+"""Keys and values of full attention (MHA, GQA, MQA), paged, one tensor for all layers.
+
+Layout: [layers, 2, kv_heads, num_pages, page_size, head_dim], K before V. Heads lie outside
+positions, so the positions of consecutive pages are one strided block per head: attention over an
+extent reads it in place, without a gather.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cache.spec import LayerGroup, LayerKind
+from cache.types import PoolName
+
+
+class MhaPool:
+    """Device memory of one `LayerGroup` of kind FULL.
+
+    Pages start as zeros, so that padding never reads a NaN. A page handed from one holder to the
+    next keeps its contents: readers must stop at their own length.
+    """
+
+    __slots__ = ("_by_layer", "_layer_pages", "_sides", "_storage", "name", "page_size")
+
+    def __init__(
+        self,
+        group: LayerGroup,
+        *,
+        page_size: int,
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate the pages.
+
+        Raises:
+            torch.OutOfMemoryError: the device has less memory than the pool needs.
+        """
+        assert group.kind is LayerKind.FULL, "this pool stores full attention only"
+        assert dtype.itemsize == group.dtype_bytes, "the spec was made for another dtype"
+        heads, head_dim, num_layers = group.num_kv_heads, group.head_dim, len(group.layers)
+        self.name: PoolName = group.pool
+        self.page_size = page_size
+        self._storage = torch.zeros(
+            (num_layers, 2, heads, num_pages, page_size, head_dim), dtype=dtype, device=device
+        )
+        slots = num_pages * page_size
+        self._sides = self._storage.view(num_layers * 2, 1, heads, slots, head_dim)
+        self._by_layer = self._storage.view(num_layers, 2 * heads, slots, head_dim).unbind(0)
+        self._layer_pages = self._storage.view(
+            num_layers, 2 * heads, num_pages, page_size * head_dim
+        ).unbind(0)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages held, the padding page 0 included."""
+        return self._storage.shape[3]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that share the pool."""
+        return self._storage.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K, and of V, per layer."""
+        return self._storage.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        return self._storage.shape[5]
+
+    @property
+    def bytes_per_layer_token(self) -> int:
+        """Bytes of one position in one layer: K and V."""
+        return 2 * self.num_kv_heads * self.head_dim * self._storage.element_size()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the pages."""
+        return self._storage.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages lie."""
+        return self._storage.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for the pages of all layers."""
+        return self._storage.nbytes
+
+    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """Store new positions of one layer.
+
+        Args:
+            layer: index within the group, not within the model.
+            slots: int64 [tokens], page * page_size + offset of each position.
+            kv: [tokens, 2 * kv_heads, head_dim], K heads before V heads.
+        """
+        self._by_layer[layer].index_copy_(1, slots, kv.transpose(0, 1))
+
+    def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
+        """Views of consecutive slots in every layer, without a copy.
+
+        Returns:
+            (K of layer 0, V of layer 0, K of layer 1, ...), each
+            [1, kv_heads, num_slots, head_dim].
+        """
+        return self._sides.narrow(3, first_slot, num_slots).unbind(0)
+
+    def gather(self, layer: int, pages: Tensor) -> Tensor:
+        """Copy whole pages of one layer together.
+
+        Args:
+            layer: index within the group.
+            pages: int64 [n].
+
+        Returns:
+            [2, kv_heads, n * page_size, head_dim], K before V.
+        """
+        copied = self._layer_pages[layer].index_select(1, pages)
+        return copied.view(2, self.num_kv_heads, -1, self.head_dim)

@@ -1,0 +1,69 @@
+"""The runner's copy of the page table, on the host and on the device.
+
+`cache.req_to_token` owns the truth and emits `TableWrite` deltas; they arrive with each batch and
+are applied here in launch order. The device copy changes on the forward's own stream, so a page
+that moves from one row to another is written only after every earlier forward has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cache.types import NULL_ROW, TableWrite
+
+PageRun = tuple[int, int]
+"""(first page, number of pages): pages that follow each other in memory and in the row."""
+
+
+class PageTable:
+    """Pages of every row of one pool; unwritten entries and row 0 are the padding page."""
+
+    __slots__ = ("_host", "_runs", "device_pages")
+
+    def __init__(self, num_rows: int, max_pages: int, *, device: torch.device) -> None:
+        """Make an empty table.
+
+        Args:
+            num_rows: rows, the padding row 0 excluded.
+            max_pages: entries per row.
+            device: where the mirror lies; on the CPU it shares the host's memory.
+        """
+        self._host: NDArray[np.int32] = np.zeros((num_rows + 1, max_pages), dtype=np.int32)
+        self.device_pages: Tensor = torch.from_numpy(self._host).to(device)
+        # Runs of a row stay valid until the row is written: in 15 of 16 decode steps at page size
+        # 16 nothing is, and the scan is skipped.
+        self._runs: dict[int, tuple[int, tuple[PageRun, ...]]] = {}
+
+    def apply(self, writes: Iterable[TableWrite]) -> None:
+        """Take the deltas of one batch, in order."""
+        is_mirrored = self.device_pages.device.type != "cpu"
+        for write in writes:
+            assert write.row != NULL_ROW, "the padding row is never written"
+            end = write.start + len(write.pages)
+            self._host[write.row, write.start : end] = write.pages
+            self._runs.pop(write.row, None)
+            if is_mirrored:
+                pages = torch.from_numpy(np.ascontiguousarray(write.pages, dtype=np.int32))
+                self.device_pages[write.row, write.start : end] = pages.to(self.device_pages.device)
+
+    def pages(self, row: int, num_pages: int) -> NDArray[np.int32]:
+        """The first pages of a row on the host, int32 [num_pages]; a view, not to be kept."""
+        return self._host[row, :num_pages]
+
+    def runs(self, row: int, num_pages: int) -> tuple[PageRun, ...]:
+        """The first pages of a row as maximal runs of consecutive pages, in order."""
+        known = self._runs.get(row)
+        if known is not None and known[0] == num_pages:
+            return known[1]
+        pages = self._host[row, :num_pages]
+        breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+        starts = [0, *breaks.tolist()]
+        ends = [*starts[1:], num_pages]
+        runs = tuple((int(pages[a]), b - a) for a, b in zip(starts, ends, strict=True))
+        self._runs[row] = (num_pages, runs)
+        return runs

@@ -1,0 +1,62 @@
+"""Where a model's files are, and one hash that says which model they are."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+from session_server.models.errors import ModelNotFound
+
+WANTED_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
+"""No pickles, no code: only what the loader reads."""
+
+
+def resolve_model(path_or_id: str) -> Path:
+    """The directory of a checkpoint: a local one, or a hub repository downloaded once.
+
+    Raises:
+        ModelNotFound: it is neither; the message says what to do.
+    """
+    local = Path(path_or_id).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists():
+        raise ModelNotFound(f"{path_or_id} is a file; give the directory of the checkpoint")
+    # Imported here: most starts use a local directory, and the hub client costs 0.3 s.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path_or_id, allow_patterns=list(WANTED_FILES)))
+    except HFValidationError:
+        raise ModelNotFound(f"{path_or_id}: no such directory, and not a hub id") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFound(
+            f"{path_or_id}: no such directory, and the hub did not give it ({reason}). Without a "
+            "network, download the checkpoint elsewhere and pass its directory"
+        ) from error
+
+
+def model_fingerprint(directory: Path) -> str:
+    """16 hex digits that name this model and tokenizer.
+
+    A hash of the configuration and tokenizer files and of the names, sizes and headers of the
+    weight files. KV and token ids are shared between servers only where it is equal.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.json")) + sorted(directory.glob("*.jinja")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_HEADER_SAMPLE_BYTES))
+            file.seek(max(0, path.stat().st_size - _HEADER_SAMPLE_BYTES))
+            digest.update(file.read(_HEADER_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+_HEADER_SAMPLE_BYTES: Final = 1 << 20
+"""Read from both ends of each weight file: retrained weights of the same shape must differ."""

@@ -1,0 +1,70 @@
+"""`y = x W^T + b` for the few rows a serving step has.
+
+torch's own `linear` hands small batches to a GEMM that re-packs the weights on every call. With
+the weights packed once for oneDNN, batches of 2 to 16 rows run 2-4 times faster on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MIN_PACKED_ELEMENTS: Final = 1 << 18
+"""Below this size a weight stays in cache and the 13 us a oneDNN call costs outweigh packing."""
+
+
+class Linear(Protocol):
+    """An affine map of rows: [tokens, inputs] -> [tokens, outputs]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply it."""
+        ...
+
+
+class PlainLinear:
+    """`functional.linear`."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply it."""
+        return functional.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """oneDNN with weights in its own blocked layout; fp32 on the CPU only."""
+
+    __slots__ = ("_apply", "_bias", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._bias = bias
+        self._apply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply it."""
+        y: Tensor = self._apply(x, self._weight, self._bias, "none", [], "")
+        return y
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """The fastest form for these weights.
+
+    Args:
+        weight: [outputs, inputs]; may be kept, or copied into another layout.
+        bias: [outputs] or None.
+    """
+    is_packable = (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.numel() >= MIN_PACKED_ELEMENTS
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    )
+    return PackedLinear(weight, bias) if is_packable else PlainLinear(weight, bias)

@@ -1,0 +1,49 @@
+"""Root-mean-square normalisation (Zhang and Sennrich 2019)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class RmsNorm:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
+
+    __slots__ = ("_eps", "_floor", "_gain", "_size", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """Args:
+        weight: [..., size]; leading dimensions, if any, broadcast against those of `x`.
+        eps: added to the mean square.
+        """
+        size = weight.shape[-1]
+        self._size = (size,)
+        self._eps = eps
+        self._weight = weight
+        # With n elements, sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(n * eps)) / sqrt(n): four small
+        # calls instead of the six torch's CPU rms_norm makes (7 us against 13 at decode).
+        self._floor = torch.tensor(math.sqrt(size * eps), dtype=torch.float32)
+        self._gain = weight * math.sqrt(size) if _is_fp32_cpu(weight) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise; the result has the shape and dtype of `x`."""
+        if self._gain is None:
+            normed: Tensor = functional.rms_norm(x, self._size, eps=self._eps)
+            return normed * self._weight
+        length: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
+        return (x / torch.hypot(length, self._floor)).mul_(self._gain)
+
+    def apply_(self, x: Tensor) -> None:
+        """Normalise in place."""
+        if self._gain is None:
+            x.copy_(self(x))
+            return
+        length: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
+        x.div_(torch.hypot(length, self._floor)).mul_(self._gain)
+
+
+def _is_fp32_cpu(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32

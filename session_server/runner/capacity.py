@@ -1,0 +1,106 @@
+"""How much KV fits: measured free memory -> `Capacity`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from cache.spec import CacheSpec, Capacity, plan_capacity
+
+CPU_FRACTION: Final = 0.25
+"""Of the available memory, at most: a host has other things to do."""
+
+DEVICE_FRACTION: Final = 0.85
+"""Of an accelerator's memory that is free after the weights; the rest is for activations."""
+
+_MEMINFO: Final = Path("/proc/meminfo")
+_CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """What the operator said about KV memory; None where nothing was said.
+
+    `fraction` of the free memory; `max_total_tokens` over all sessions.
+    """
+
+    fraction: float | None = None
+    max_total_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """The capacity, and how it came about, for the log."""
+
+    capacity: Capacity
+    kv_bytes: int
+    free_bytes: int
+    reason: str
+
+
+def measure_capacity(
+    spec: CacheSpec,
+    *,
+    device: torch.device,
+    num_rows: int,
+    max_context_len: int,
+    limits: MemoryLimits,
+) -> CapacityPlan:
+    """Decide how many pages to allocate. To be called after the weights are loaded.
+
+    Without limits the pool holds `num_rows` contexts of full length, if `CPU_FRACTION` or
+    `DEVICE_FRACTION` of the free memory allow it.
+
+    Raises:
+        ValueError: not even one page fits.
+    """
+    free = free_bytes(device)
+    default = CPU_FRACTION if device.type == "cpu" else DEVICE_FRACTION
+    fraction = default if limits.fraction is None else limits.fraction
+    budget = int(free * fraction)
+    wanted = limits.max_total_tokens or num_rows * max_context_len
+    capacity = plan_capacity(
+        spec,
+        budget_bytes=budget,
+        num_rows=num_rows,
+        max_context_len=max_context_len,
+        max_total_tokens=wanted,
+    )
+    num_pages = min(capacity.num_pages.values())
+    per_page = sum(spec.bytes_per_page(group.pool) for group in spec.groups)
+    is_bounded_by_tokens = (num_pages - 1) * spec.page_size >= wanted
+    reason = (
+        f"room for {wanted} tokens"
+        if is_bounded_by_tokens
+        else f"{fraction:.0%} of {free / 2**30:.1f} GiB free memory"
+    )
+    return CapacityPlan(capacity, num_pages * per_page, free, reason)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be taken now, on an accelerator or on this host (container limits count)."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = _available_host_bytes()
+    return min(available, *_cgroup_headroom()) if _cgroup_headroom() else available
+
+
+def _available_host_bytes() -> int:
+    if _MEMINFO.is_file():
+        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _cgroup_headroom() -> tuple[int, ...]:
+    """Bytes left under a container's limit (cgroup v2); nothing without one."""
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if not (limit.is_file() and used.is_file()):
+        return ()
+    text = limit.read_text(encoding="ascii").strip()
+    return () if text == "max" else (max(0, int(text) - int(used.read_text(encoding="ascii"))),)

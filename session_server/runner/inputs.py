@@ -1,0 +1,131 @@
+"""A `Batch` of ids and arrays -> the tensors of one forward.
+
+The order of tokens inside a forward is the runner's own: rows with a single token come first,
+shortest context first, which is what lets attention take them in one call. Results go back in the
+order of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cache.pool.page_table import PageTable
+from cache.types import pages_for
+from session_server.attention.base import AttentionMeta, Span
+from session_server.core.batch import Batch, BatchRow
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """Tensors of one forward, and where its results belong.
+
+    `token_ids`, `positions`: int64 [tokens]. `wanted`: int64 [n], tokens whose logits are needed:
+    first one per sampled row, in the order of `sampled`; then the scored positions of every row of
+    `scored`, one row after the other. `sampled`, `scored`: indices into the rows of the batch.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionMeta
+    wanted: Tensor
+    sampled: tuple[int, ...]
+    scored: tuple[int, ...]
+
+
+class InputBuilder:
+    """Builds inputs on the host and moves them to the device in one copy."""
+
+    __slots__ = ("_device", "_last_tokens", "_page_size", "_table")
+
+    def __init__(self, table: PageTable, *, page_size: int, last_tokens: Tensor) -> None:
+        """Args:
+        table: already holds the pages of a batch when `build` is called.
+        page_size: of the table's pool.
+        last_tokens: int64 [rows + 1] on the device: what each row sampled last.
+        """
+        self._table = table
+        self._page_size = page_size
+        self._last_tokens = last_tokens
+        self._device = last_tokens.device
+
+    def build(self, batch: Batch) -> ForwardInputs:
+        """Lay out one forward."""
+        rows = batch.rows
+        spans, offsets = _lay_out(rows)
+        num_tokens = sum(row.num_tokens for row in rows)
+        host = np.empty((3, num_tokens), dtype=np.int64)
+        unseen: list[tuple[int, int]] = []
+        for span, index in spans:
+            row, end = rows[index], span.offset + span.num_tokens
+            if row.tokens is None:
+                unseen.append((span.offset, span.row))
+                host[0, span.offset] = 0
+            else:
+                assert len(row.tokens) == row.num_tokens, "a row brings its tokens"
+                host[0, span.offset : end] = row.tokens
+            self._place(span, host[1:, span.offset : end])
+        sampled = tuple(i for i, row in enumerate(rows) if row.sample)
+        scored = tuple(i for i, row in enumerate(rows) if row.score is not None)
+        wanted = _wanted(rows, offsets, sampled, scored)
+        device_ints = torch.from_numpy(np.concatenate((host.reshape(-1), wanted))).to(self._device)
+        token_ids, positions, slots = device_ints[: 3 * num_tokens].view(3, -1)
+        if unseen:
+            where, of_rows = torch.tensor(unseen, dtype=torch.int64).to(self._device).unbind(1)
+            token_ids.index_copy_(0, where, self._last_tokens.index_select(0, of_rows))
+        return ForwardInputs(
+            token_ids=token_ids,
+            positions=positions,
+            attention=AttentionMeta(tuple(span for span, _ in spans), slots),
+            wanted=device_ints[3 * num_tokens :],
+            sampled=sampled,
+            scored=scored,
+        )
+
+    def _place(self, span: Span, out: NDArray[np.int64]) -> None:
+        """Write positions and slots of one span: `out` is [2, num_tokens]."""
+        page_size = self._page_size
+        pages = self._table.pages(span.row, pages_for(span.end, page_size))
+        if span.num_tokens == 1:
+            out[0, 0] = span.start
+            out[1, 0] = pages[-1] * page_size + span.start % page_size
+            return
+        positions = np.arange(span.start, span.end)
+        out[0] = positions
+        out[1] = pages[positions // page_size] * page_size + positions % page_size
+
+
+def _lay_out(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[int]]:
+    """Spans in flat order with the index of their row; and each row's offset."""
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].num_tokens > 1, rows[i].start))
+    spans: list[tuple[Span, int]] = []
+    offsets = [0] * len(rows)
+    offset = 0
+    for index in order:
+        row = rows[index]
+        assert row.num_tokens > 0, "a row computes something"
+        spans.append((Span(row.row, row.start, row.num_tokens, offset), index))
+        offsets[index] = offset
+        offset += row.num_tokens
+    return spans, offsets
+
+
+def _wanted(
+    rows: tuple[BatchRow, ...],
+    offsets: list[int],
+    sampled: tuple[int, ...],
+    scored: tuple[int, ...],
+) -> NDArray[np.int64]:
+    last = [offsets[i] + rows[i].num_tokens - 1 for i in sampled]
+    parts = [np.array(last, dtype=np.int64)]
+    for index in scored:
+        row, score = rows[index], rows[index].score
+        assert score is not None
+        first = score.start - row.start
+        assert 0 <= first <= row.num_tokens - len(score.targets), "scores lie inside the row"
+        parts.append(offsets[index] + first + np.arange(len(score.targets)))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]

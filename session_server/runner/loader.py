@@ -1,0 +1,113 @@
+"""From a checkpoint's directory to a runner that is ready: one call for a composition root."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from cache.spec import CacheSpec
+from session_server.models.config import DTypeName, ModelConfig
+from session_server.models.registry import load_config
+from session_server.runner.capacity import CapacityPlan, MemoryLimits, measure_capacity
+from session_server.runner.model_runner import BackendName, ModelRunner
+from session_server.runner.weights import Progress, load_decoder
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """How to run a model. `num_rows`: sessions that can hold KV at the same time.
+
+    `max_context_len` None is the model's own. `num_threads` None leaves torch's choice.
+    """
+
+    page_size: int
+    num_rows: int
+    device: str = "auto"
+    dtype: DTypeName | Literal["auto"] = "auto"
+    max_context_len: int | None = None
+    memory: MemoryLimits = field(default_factory=MemoryLimits)
+    backend: BackendName = "auto"
+    num_threads: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRunner:
+    """A runner and what bookkeeping must know of it."""
+
+    runner: ModelRunner
+    config: ModelConfig
+    spec: CacheSpec
+    plan: CapacityPlan
+    device: str
+    dtype: DTypeName
+
+
+def load_runner(
+    directory: Path, options: RunnerOptions, *, progress: Progress | None = None
+) -> LoadedRunner:
+    """Load a checkpoint and allocate its KV pool.
+
+    Raises:
+        ModelError: the checkpoint cannot be served; see `models.errors`.
+        ValueError: a device that does not exist, or memory for less than one page.
+    """
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    config = load_config(directory)
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
+    decoder = load_decoder(
+        directory, config, device=device, dtype=_TORCH_DTYPES[dtype], progress=progress
+    )
+    spec = config.cache_spec(options.page_size, dtype)
+    max_context_len = min(config.max_context_len, options.max_context_len or config.max_context_len)
+    plan = measure_capacity(
+        spec,
+        device=device,
+        num_rows=options.num_rows,
+        max_context_len=max_context_len,
+        limits=options.memory,
+    )
+    runner = ModelRunner(
+        decoder,
+        spec,
+        plan.capacity,
+        backend=options.backend,
+        eos_token_ids=options.eos_token_ids,
+    )
+    return LoadedRunner(runner, config, spec, plan, str(device), dtype)
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is the first CUDA device, or the CPU.
+
+    Raises:
+        ValueError: torch has no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"{name!r} is no device; known: auto, cpu, cuda, cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name!r}: torch {torch.__version__} sees no CUDA device")
+    return device
+
+
+def choose_dtype(name: DTypeName | Literal["auto"], device: torch.device) -> DTypeName:
+    """ "auto" is fp32 on a CPU, which computes it faster than halves, and bf16 elsewhere."""
+    if name != "auto":
+        return name
+    return "float32" if device.type == "cpu" else "bfloat16"
+
+
+_TORCH_DTYPES: dict[DTypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}

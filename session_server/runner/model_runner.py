@@ -1,0 +1,186 @@
+"""Executes batches: table writes, inputs, forward, sampling, results. In launch order, always."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from cache.pool.mha import MhaPool
+from cache.pool.page_table import PageTable
+from cache.spec import CacheSpec, Capacity
+from cache.types import pages_for
+from session_server.attention.base import AttentionBackend, BackendFactory
+from session_server.attention.cpu import CpuBackend
+from session_server.attention.reference import ReferenceBackend
+from session_server.core.batch import Batch, BatchRow, PendingStep, StepResult
+from session_server.models.decoder import Decoder
+from session_server.runner.inputs import ForwardInputs, InputBuilder
+from session_server.runner.logprobs import DeviceLogprobs, token_logprobs
+from session_server.runner.outputs import (
+    EventStep,
+    FinishedStep,
+    SampledRows,
+    StepOutputs,
+    failed_step,
+)
+from session_server.runner.sampler import Sampler
+
+BackendName = Literal["auto", "cpu", "torch"]
+
+SCORE_BLOCK: Final = 128
+"""Prompt positions whose logits exist at the same time: [128, vocab] instead of [prompt, vocab]."""
+
+_BACKENDS: Final[Mapping[str, BackendFactory]] = MappingProxyType(
+    {"cpu": CpuBackend, "torch": ReferenceBackend}
+)
+
+
+class ModelRunner:
+    """One model on one device, with its KV pool. Implements `core.batch.Runner`.
+
+    Not thread-safe: one thread launches. Owns the pool, the device page table and the sampler's
+    memory; who may write which page is decided elsewhere, by the table writes of the batches.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        spec: CacheSpec,
+        capacity: Capacity,
+        *,
+        backend: BackendName = "auto",
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        """Allocate the pool.
+
+        Args:
+            decoder: the model; decides device and dtype.
+            spec: made by `decoder.config.cache_spec` for the same dtype.
+            capacity: pages and rows; the same that bookkeeping works with.
+            backend: attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
+            eos_token_ids: held back until a turn's `min_tokens`.
+        """
+        assert len(spec.groups) == 1, "one pool: full attention"
+        (group,) = spec.groups
+        device = decoder.device
+        self._decoder = decoder
+        self._pool = MhaPool(
+            group,
+            page_size=spec.page_size,
+            num_pages=capacity.num_pages[group.pool],
+            dtype=decoder.dtype,
+            device=device,
+        )
+        max_pages = pages_for(capacity.max_context_len, spec.page_size)
+        self._table = PageTable(capacity.num_rows, max_pages, device=device)
+        name = ("cpu" if device.type == "cpu" else "torch") if backend == "auto" else backend
+        self.backend_name = name
+        num_heads = decoder.config.layers[0].mixer.num_heads
+        self._backend: AttentionBackend = _BACKENDS[name](
+            self._pool, self._table, num_heads=num_heads
+        )
+        self._last_tokens = torch.zeros(capacity.num_rows + 1, dtype=torch.int64, device=device)
+        self._inputs = InputBuilder(
+            self._table, page_size=spec.page_size, last_tokens=self._last_tokens
+        )
+        self._sampler = Sampler(
+            decoder.config.vocab_size, device=device, eos_token_ids=eos_token_ids
+        )
+
+    @property
+    def pool(self) -> MhaPool:
+        """The KV memory."""
+        return self._pool
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start one forward; on a CPU, finish it.
+
+        Never raises for what the device does: a failure is the `error` of the step's result.
+        """
+        started = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                if self._decoder.device.type == "cuda":
+                    return EventStep.record(batch.step, lambda: self._execute(batch))
+                rows = self._execute(batch).results()
+        except (RuntimeError, MemoryError, IndexError) as error:
+            return failed_step(batch.step, error, time.perf_counter() - started)
+        return FinishedStep(StepResult(batch.step, rows, time.perf_counter() - started))
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> Tensor:
+        """The logits that `launch` of this batch looks at, without sampling.
+
+        Idempotent: the KV written is what `launch` writes again.
+
+        Returns:
+            float32 [n, vocab]: sampled rows in the order of the batch, then scored positions.
+        """
+        self._table.apply(batch.table_writes)
+        _, hidden = self._forward(batch)
+        return self._decoder.logits(hidden)
+
+    def _execute(self, batch: Batch) -> StepOutputs:
+        self._table.apply(batch.table_writes)
+        for row in batch.rows:
+            if row.sampling is not None:
+                self._sampler.start(row.row, row.sampling)
+        if not batch.rows:
+            return StepOutputs(())
+        inputs, hidden = self._forward(batch)
+        num_sampled = len(inputs.sampled)
+        outputs = StepOutputs(batch.rows, inputs.sampled, inputs.scored)
+        if num_sampled:
+            chosen = [batch.rows[i] for i in inputs.sampled]
+            outputs.sampled_rows = self._sample(chosen, hidden[:num_sampled])
+        if inputs.scored:
+            outputs.scores = self._score(batch, inputs, hidden[num_sampled:])
+        return outputs
+
+    def _forward(self, batch: Batch) -> tuple[ForwardInputs, Tensor]:
+        inputs = self._inputs.build(batch)
+        hidden = self._decoder.forward(
+            inputs.token_ids,
+            inputs.positions,
+            attention=self._backend.plan(inputs.attention),
+            wanted=inputs.wanted,
+        )
+        return inputs, hidden
+
+    def _sample(self, chosen: list[BatchRow], hidden: Tensor) -> SampledRows:
+        rows = [row.row for row in chosen]
+        positions = [row.start + row.num_tokens for row in chosen]
+        logits = self._decoder.logits(hidden)
+        tokens = self._sampler.sample(logits, rows, positions)
+        self._last_tokens.index_copy_(0, torch.tensor(rows).to(tokens.device), tokens)
+        wishes = [self._sampler.params(row) for row in rows]
+        wants = [params.logprobs for params in wishes]
+        num_top = [params.top_logprobs if params.logprobs else 0 for params in wishes]
+        logprobs = token_logprobs(logits, tokens, num_top=max(num_top)) if any(wants) else None
+        # A sum is NaN or infinite as soon as one logit is: one pass, no [n, vocab] of booleans.
+        finite = logits.sum(dim=-1).isfinite()
+        return SampledRows(tokens, finite, wants, num_top, logprobs)
+
+    def _score(
+        self, batch: Batch, inputs: ForwardInputs, hidden: Tensor
+    ) -> list[list[DeviceLogprobs]]:
+        """Per scored row, its logprobs block by block."""
+        scores: list[list[DeviceLogprobs]] = []
+        offset = 0
+        for index in inputs.scored:
+            wish = batch.rows[index].score
+            assert wish is not None, "only rows with a score are listed"
+            targets = torch.from_numpy(wish.targets).to(hidden.device, torch.int64)
+            blocks = []
+            for first in range(0, len(targets), SCORE_BLOCK):
+                of_block = targets[first : first + SCORE_BLOCK]
+                logits = self._decoder.logits(hidden[offset : offset + len(of_block)])
+                blocks.append(token_logprobs(logits, of_block, num_top=wish.num_top))
+                offset += len(of_block)
+            scores.append(blocks)
+        return scores

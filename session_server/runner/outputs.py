@@ -1,0 +1,166 @@
+"""What a forward left on the device, on its way to a `StepResult`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from session_server.core.batch import BatchRow, RowResult, StepResult
+from session_server.core.sampling import TokenLogprob
+from session_server.runner.logprobs import DeviceLogprobs
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """`tokens`: int64 [n], `finite`: bool [n]; `wants` and `num_top` per sampled row."""
+
+    tokens: Tensor
+    finite: Tensor
+    wants: list[bool]
+    num_top: list[int]
+    logprobs: DeviceLogprobs | None
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """Results of one forward. `sampled`, `scored` are indices into `rows`.
+
+    `scores`: per scored row, its blocks in order.
+    """
+
+    rows: tuple[BatchRow, ...]
+    sampled: tuple[int, ...] = ()
+    scored: tuple[int, ...] = ()
+    sampled_rows: SampledRows | None = None
+    scores: list[list[DeviceLogprobs]] = field(default_factory=list)
+
+    def start_copies(self) -> None:
+        """Queue the copies to pinned host memory behind the forward; does not wait.
+
+        Without this, reading would queue behind forwards launched in between.
+        """
+        if self.sampled_rows is not None:
+            rows = self.sampled_rows
+            self.sampled_rows = replace(
+                rows,
+                tokens=_pinned(rows.tokens),
+                finite=_pinned(rows.finite),
+                logprobs=None if rows.logprobs is None else rows.logprobs.map(_pinned),
+            )
+        self.scores = [[block.map(_pinned) for block in blocks] for blocks in self.scores]
+
+    def results(self) -> tuple[RowResult, ...]:
+        """One result per row of the batch. Waits for tensors that are still on a device."""
+        empty = RowResult((), (), (), finite=True)
+        results = [empty] * len(self.rows)
+        if self.sampled_rows is not None:
+            for index, result in zip(
+                self.sampled, _sampled_results(self.sampled_rows), strict=True
+            ):
+                results[index] = result
+        for index, blocks in zip(self.scored, self.scores, strict=True):
+            wish = self.rows[index].score
+            assert wish is not None, "only rows with a score are listed"
+            scores: list[TokenLogprob] = []
+            for block in blocks:
+                scores += block.to_host([wish.num_top] * len(block.chosen))
+            is_finite = all(s.logprob is not None and math.isfinite(s.logprob) for s in scores)
+            results[index] = replace(
+                results[index],
+                scores=tuple(scores),
+                finite=results[index].finite and is_finite,
+                token_ids=results[index].token_ids if is_finite else (),
+            )
+        return tuple(results)
+
+
+class FinishedStep:
+    """A step that is over. Implements `core.batch.PendingStep`."""
+
+    __slots__ = ("_result",)
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def is_done(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> StepResult:
+        """The result."""
+        return self._result
+
+
+class EventStep:
+    """A step that runs on a CUDA stream. Implements `core.batch.PendingStep`."""
+
+    __slots__ = ("_finished", "_outputs", "_started", "_step")
+
+    def __init__(
+        self,
+        step: int,
+        outputs: StepOutputs,
+        *,
+        started: torch.cuda.Event,
+        finished: torch.cuda.Event,
+    ) -> None:
+        self._step = step
+        self._outputs = outputs
+        self._started = started
+        self._finished = finished
+
+    @classmethod
+    def record(cls, step: int, execute: Callable[[], StepOutputs]) -> EventStep:
+        """Run `execute`, which queues work on the current stream, between two events."""
+        started, finished = _timing_event(), _timing_event()
+        started.record()
+        outputs = execute()
+        outputs.start_copies()
+        finished.record()
+        return cls(step, outputs, started=started, finished=finished)
+
+    def is_done(self) -> bool:
+        """Whether the device has passed the last event."""
+        return bool(self._finished.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> StepResult:
+        """Block for the device; a failure of it becomes the result's `error`."""
+        try:
+            self._finished.synchronize()
+            elapsed_s = self._started.elapsed_time(self._finished) / 1e3
+            return StepResult(self._step, self._outputs.results(), elapsed_s)
+        except RuntimeError as error:
+            return failed_step(self._step, error, 0.0).wait()
+
+
+def failed_step(step: int, error: BaseException, elapsed_s: float) -> FinishedStep:
+    """The step of a forward that the device refused."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return FinishedStep(StepResult(step, (), elapsed_s, error=text))
+
+
+def _sampled_results(rows: SampledRows) -> list[RowResult]:
+    tokens, finite = rows.tokens.tolist(), rows.finite.tolist()
+    logprobs = None if rows.logprobs is None else rows.logprobs.to_host(rows.num_top)
+    results = []
+    for i, token in enumerate(tokens):
+        if not finite[i]:
+            results.append(RowResult((), (), (), finite=False))
+            continue
+        wanted = (logprobs[i],) if logprobs is not None and rows.wants[i] else ()
+        results.append(RowResult((token,), wanted, (), finite=True))
+    return results
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
