@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cache.pool.storage import zeros
 from cache.spec import LayerGroup, LayerKind
 from cache.types import PoolName
 
@@ -42,9 +43,8 @@ class MhaPool:
         heads, head_dim, num_layers = group.num_kv_heads, group.head_dim, len(group.layers)
         self.name: PoolName = group.pool
         self.page_size = page_size
-        self._storage = torch.zeros(
-            (num_layers, 2, heads, num_pages, page_size, head_dim), dtype=dtype, device=device
-        )
+        shape = (num_layers, 2, heads, num_pages, page_size, head_dim)
+        self._storage = zeros(shape, dtype=dtype, device=device)
         slots = num_pages * page_size
         self._sides = self._storage.view(num_layers * 2, 1, heads, slots, head_dim)
         self._by_layer = self._storage.view(num_layers, 2 * heads, slots, head_dim).unbind(0)
