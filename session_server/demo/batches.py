@@ -1,6 +1,5 @@
 """Training rows: dialogues as token ids of one length, with a loss on the answers only."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from random import Random
@@ -46,17 +45,13 @@ class Batch:
         return is_right[self.is_ask].mean().item(), is_right.mean().item()
 
 
-def batches(encoder: chat.ContentEncoder, first_row: int) -> "BatchMaker":
-    """Make batches from row number `first_row` on, so that a resumed run sees new rows."""
-    return BatchMaker(encoder, count(corpus.FIRST_TRAINING_SEED + 1 + first_row))
-
-
 class BatchMaker:
     """Turns seeds into batches; every row is a dialogue of its own."""
 
-    def __init__(self, encoder: chat.ContentEncoder, seeds: Iterator[int]) -> None:
+    def __init__(self, encoder: chat.ContentEncoder, first_row: int) -> None:
+        """Begin with row number `first_row`, so that a resumed run sees new rows."""
         self._encoder = encoder
-        self._seeds = seeds
+        self._seeds = count(corpus.FIRST_TRAINING_SEED + 1 + first_row)
 
     def make(self, num_rows: int, length: int) -> Batch:
         """Make [num_rows, length] tokens; a row's last turn is cut where the row ends."""

@@ -72,14 +72,14 @@ class Mixture:
 
     tell: float = 0.38
     ask: float = 0.42
-    overwrite: float = 0.08
+    overwrite: float = 0.05
     unknown: float = 0.1
     pseudo_word: float = 0.15
     pseudo_key: float = 0.0
 
 
 STANDARD: Final = Mixture()
-TRAINING: Final = Mixture(overwrite=0.1, pseudo_word=0.2, pseudo_key=0.05)
+TRAINING: Final = Mixture(overwrite=0.2, unknown=0.14, pseudo_word=0.2, pseudo_key=0.05)
 
 
 class _Fact(NamedTuple):
@@ -255,7 +255,8 @@ def _topic(random: Random) -> str:
     if random.random() < 0.6:
         topic = f"{random.choice(_TOPIC_OPENINGS)} {topic}"
     if random.random() < 0.4:
-        topic = f"{topic} {random.choice(_TOPIC_LINKS)} {random.choice(random.choice(_TOPIC_POOLS))}"
+        other_topic = random.choice(random.choice(_TOPIC_POOLS))
+        topic = f"{topic} {random.choice(_TOPIC_LINKS)} {other_topic}"
     return topic
 
 
@@ -271,7 +272,7 @@ def _vary(random: Random, opening: str, sentence: str) -> str:
 
 def _counting(random: Random) -> Exchange:
     start = random.choice((1, 1, 1, random.randint(0, 30)))
-    end = start + random.randint(2, 19 if start == 1 else 9)
+    end = start + random.randint(2, 15 if start == 1 else 9)
     counted = " ".join(str(number) for number in range(start, end + 1))
     return Exchange(f"Count from {start} to {end}.", counted, "other")
 

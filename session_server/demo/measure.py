@@ -39,10 +39,10 @@ class Respondent:
 
     def __init__(self, model_dir: Path) -> None:
         self.encoder = chat.ContentEncoder.load(model_dir)
-        self._network = Network(Shape())
+        self.network = Network(Shape())
         weights = load_file(model_dir / "model.safetensors")
-        self._network.load_state_dict({name: value.float() for name, value in weights.items()})
-        self._network.requires_grad_(False)
+        self.network.load_state_dict({name: value.float() for name, value in weights.items()})
+        self.network.requires_grad_(False)
 
     def answer(self, history: Sequence[corpus.Exchange], question: str) -> str:
         """Answer after a history taken as given."""
@@ -97,7 +97,7 @@ class Respondent:
         chosen = torch.ones_like(token_ids, dtype=torch.bool)
         if last_only:
             chosen[:, :-1] = False
-        logits: Tensor = self._network(token_ids, chosen)
+        logits: Tensor = self.network(token_ids, chosen)
         return logits.argmax(-1)
 
 
@@ -157,9 +157,7 @@ def main() -> None:
             print(f"  {times} x {exchange} got {answer!r}")
 
 
-def long_dialogue(
-    respondent: Respondent, seed: int, max_len: int
-) -> tuple[corpus.Exchange, ...]:
+def long_dialogue(respondent: Respondent, seed: int, max_len: int) -> tuple[corpus.Exchange, ...]:
     """The turns of a seed's dialogue that fit into `max_len` tokens."""
     turns = corpus.dialogue(seed, max_len // 8).turns
     total = 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # Coefficients of the quintic polynomial, chosen by its author for a steep slope at zero.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
+_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS: Final = 5
 
 
@@ -27,9 +27,7 @@ class Muon:
             rows, columns = matrix.shape
             groups[min(rows, columns), max(rows, columns)].append(matrix)
         self._groups = list(groups.values())
-        self._velocities = [
-            torch.zeros(len(group), *shape) for shape, group in groups.items()
-        ]
+        self._velocities = [torch.zeros(len(group), *shape) for shape, group in groups.items()]
         self._momentum = momentum
 
     @torch.no_grad()
@@ -58,10 +56,12 @@ class Muon:
 
 def orthogonalised(stack: Tensor) -> Tensor:
     """Bring all singular values of each wide matrix near one: [n, rows, columns]."""
-    update = stack / (stack.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    linear, cubic, quintic = _COEFFICIENTS
+    norms = torch.linalg.matrix_norm(stack, keepdim=True)
+    update: Tensor = stack / (norms + 1e-7)
     for _ in range(NUM_ITERATIONS):
         square = update @ update.mT
-        update = _A * update + (_B * square + _C * square @ square) @ update
+        update = linear * update + (cubic * square + quintic * square @ square) @ update
     return update
 
 

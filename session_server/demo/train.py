@@ -9,23 +9,21 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors.torch import save
 from torch.nn import functional
 
 from session_server.demo import MODEL_DIR, chat
-from session_server.demo.batches import batches
+from session_server.demo.batches import Batch, BatchMaker
 from session_server.demo.muon import Muon
 from session_server.demo.network import Network, Shape
 
 # Recall emerges on short rows, where the fact is near, and is then stretched.
-STAGES: Final = ((0.0, 96), (0.10, 256), (0.28, 512), (0.48, 1024), (0.70, 2048))
+STAGES: Final = ((0.0, 96), (0.10, 256), (0.26, 512), (0.42, 1024), (0.66, 2048))
 WARM_UP_STEPS: Final = 40
 FLAT_SHARE: Final = 0.6
 FINAL_RATE: Final = 0.03
@@ -61,7 +59,7 @@ def main() -> None:
 
 
 class Run:
-    """A network, the running mean of its weights, its two optimisers and its place in the corpus."""
+    """A network, the running mean of its weights, two optimisers and a place in the corpus."""
 
     def __init__(self, encoder: chat.ContentEncoder, batch_tokens: int) -> None:
         self.network = Network(Shape())
@@ -84,7 +82,7 @@ class Run:
 
     def go(self, budget_s: float, state_path: Path | None) -> Iterator[str]:
         """Train until the budget is spent; yields progress lines."""
-        maker = batches(self._encoder, self.progress.num_rows)
+        maker = BatchMaker(self._encoder, self.progress.num_rows)
         meter = Meter()
         last_report_s = last_save_s = self.progress.elapsed_s
         start_s = time.monotonic() - self.progress.elapsed_s
@@ -92,12 +90,8 @@ class Run:
             share = self.progress.elapsed_s / budget_s
             length = length_at(share)
             batch = maker.make(max(1, self._batch_tokens // length), length)
-            logits = self.network(batch.token_ids, batch.chosen)
-            loss = functional.cross_entropy(logits, batch.labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._step(rate_at(self.progress.step, share))
-            meter.add(loss.item(), *batch.shares_right(logits.detach()))
-            self._advance(batch.token_ids, time.monotonic() - start_s)
+            meter.add(*self.learn(batch, rate_at(self.progress.step, share)))
+            self.progress.elapsed_s = time.monotonic() - start_s
             now_s = self.progress.elapsed_s
             if now_s - last_report_s >= REPORT_S or now_s >= budget_s:
                 last_report_s = now_s
@@ -105,6 +99,27 @@ class Run:
             if state_path is not None and (now_s - last_save_s >= SAVE_S or now_s >= budget_s):
                 last_save_s = now_s
                 self.save(state_path)
+
+    def learn(self, batch: Batch, rate: float) -> tuple[float, float, float]:
+        """Take one step at a rate relative to the peak.
+
+        Returns:
+            Loss, share of questions answered right and of all answers right, before it.
+        """
+        logits = self.network(batch.token_ids, batch.chosen)
+        loss = functional.cross_entropy(logits, batch.labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for group in self._adam.param_groups:
+            group["lr"] = group["peak"] * rate
+        self._adam.step()
+        self._adam.zero_grad()
+        self._muon.step(MUON_RATE * rate)
+        self._follow()
+        self.progress.step += 1
+        self.progress.num_rows += batch.token_ids.shape[0]
+        self.progress.num_tokens += batch.token_ids.numel()
+        recall, right = batch.shares_right(logits.detach())
+        return loss.item(), recall, right
 
     def save(self, path: Path) -> None:
         """Write all that `restore` needs; an interruption leaves the older file."""
@@ -128,24 +143,12 @@ class Run:
         self._muon.restore(state["muon"])
         self.progress = Progress(**state["progress"])
 
-    def _step(self, rate: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = group["peak"] * rate
-        self._adam.step()
-        self._muon.step(MUON_RATE * rate)
-        self._adam.zero_grad()
-        mean_rate = max(MEAN_RATE, 1 / (self.progress.step + 1))
-        with torch.no_grad():
-            for kept, newest in zip(
-                self.mean.parameters(), self.network.parameters(), strict=True
-            ):
-                kept.lerp_(newest, mean_rate)
-
-    def _advance(self, token_ids: Tensor, elapsed_s: float) -> None:
-        self.progress.step += 1
-        self.progress.num_rows += token_ids.shape[0]
-        self.progress.num_tokens += token_ids.numel()
-        self.progress.elapsed_s = elapsed_s
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Move the running mean; at first it is the plain mean of all steps."""
+        rate = max(MEAN_RATE, 1 / (self.progress.step + 1))
+        for kept, newest in zip(self.mean.parameters(), self.network.parameters(), strict=True):
+            kept.lerp_(newest, rate)
 
     def _where(self, length: int) -> str:
         at = self.progress
@@ -189,7 +192,8 @@ def rate_at(step: int, share: float) -> float:
 def export(network: Network, model_dir: Path) -> None:
     """Write weights in half precision, and the configuration, in Hugging Face layout."""
     weights = {name: value.half().contiguous() for name, value in network.state_dict().items()}
-    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+    # Written as bytes, because `save_file` makes a file that only its owner may read.
+    (model_dir / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     _write_json(model_dir / "config.json", model_config(network.shape))
     generation = {
         "eos_token_id": [chat.END_ID],

@@ -1,0 +1,102 @@
+"""The training script: its schedule, its loss positions, its optimiser and resuming."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from session_server.demo import MODEL_DIR, chat, train
+from session_server.demo.batches import BatchMaker
+from session_server.demo.chat import ContentEncoder
+from session_server.demo.measure import Respondent
+from session_server.demo.muon import Muon, orthogonalised
+
+
+def test_loss_falls_on_answers_and_their_ends_only(encoder: ContentEncoder) -> None:
+    batch = BatchMaker(encoder, first_row=0).make(num_rows=4, length=200)
+    for row, chosen in zip(batch.token_ids.tolist(), batch.chosen.tolist(), strict=True):
+        inside = False
+        for position, token_id in enumerate(row[:-1]):
+            inside = token_id == chat.ASSISTANT_ID or (inside and token_id != chat.END_ID)
+            # The last answer may be too short to be scored, where the row ends.
+            assert chosen[position] == inside or position > 150
+
+
+def test_labels_are_the_tokens_that_follow(encoder: ContentEncoder) -> None:
+    batch = BatchMaker(encoder, first_row=0).make(num_rows=2, length=100)
+    following = batch.token_ids.roll(-1, dims=1)[batch.chosen]
+    assert torch.equal(batch.labels, following)
+
+
+def test_shares_right_count_whole_answers(encoder: ContentEncoder) -> None:
+    batch = BatchMaker(encoder, first_row=0).make(num_rows=2, length=100)
+    perfect = torch.nn.functional.one_hot(batch.labels, 1536).float()
+    assert batch.shares_right(perfect) == (1.0, 1.0)
+    perfect[0] = 0
+    perfect[0, chat.PADDING_ID] = 1
+    assert batch.shares_right(perfect)[1] == pytest.approx(1 - 1 / len(batch.is_ask))
+
+
+def test_rows_do_not_repeat_after_resuming(encoder: ContentEncoder) -> None:
+    straight = BatchMaker(encoder, first_row=0).make(num_rows=3, length=64)
+    resumed = BatchMaker(encoder, first_row=2).make(num_rows=1, length=64)
+    assert torch.equal(straight.token_ids[2:], resumed.token_ids)
+
+
+def test_lengths_and_rates_follow_the_elapsed_share() -> None:
+    assert [train.length_at(share) for share in (0, 0.2, 0.4, 0.6, 1.0)] == [
+        96, 256, 512, 1024, 2048,
+    ]  # fmt: skip
+    assert train.rate_at(0, 0.0) == pytest.approx(1 / train.WARM_UP_STEPS)
+    assert train.rate_at(1000, train.FLAT_SHARE) == 1.0
+    assert train.rate_at(1000, 1.0) == pytest.approx(train.FINAL_RATE)
+
+
+def test_orthogonalised_brings_singular_values_near_one() -> None:
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(3, 16, 48)))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_muon_moves_tall_and_wide_matrices_alike() -> None:
+    torch.manual_seed(0)
+    wide = torch.zeros(8, 24, requires_grad=True)
+    tall = torch.zeros(24, 8, requires_grad=True)
+    wide.grad = torch.randn(8, 24)
+    tall.grad = wide.grad.T.clone()
+    Muon([wide, tall]).step(learning_rate=0.1)
+    torch.testing.assert_close(wide * 3**0.5, tall.T)
+    assert wide.grad is None
+
+
+def test_a_run_resumes_where_it_stopped(encoder: ContentEncoder, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = tmp_path / "state.pt"
+    run = train.Run(encoder, batch_tokens=512)
+    reports = list(run.go(0.5, state))
+    assert "recall" in reports[-1]  # A finished run has reported its end.
+    resumed = train.Run(encoder, batch_tokens=512)
+    resumed.restore(state)
+    assert resumed.progress == run.progress
+    for mine, theirs in zip(resumed.mean.parameters(), run.mean.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    list(resumed.go(run.progress.elapsed_s + 0.2, None))
+    assert resumed.progress.step > run.progress.step
+
+
+def test_steps_lower_the_loss(encoder: ContentEncoder) -> None:
+    torch.manual_seed(0)
+    run = train.Run(encoder, batch_tokens=960)
+    maker = BatchMaker(encoder, first_row=0)
+    losses = [run.learn(maker.make(num_rows=10, length=96), rate=0.3)[0] for _ in range(12)]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_an_exported_network_can_be_loaded(encoder: ContentEncoder, tmp_path: Path) -> None:
+    run = train.Run(encoder, batch_tokens=512)
+    train.export(run.mean, tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((MODEL_DIR / "tokenizer.json").read_bytes())
+    respondent = Respondent(tmp_path)
+    exported = respondent.network.model.embed_tokens.weight
+    torch.testing.assert_close(exported, run.mean.model.embed_tokens.weight, atol=1e-3, rtol=1e-3)
