@@ -1,0 +1,1 @@
+"""Decides what each forward computes, keeps the cache's books, ends turns. Torch-free."""

@@ -1,0 +1,67 @@
+"""Plan and leases to one frozen `Batch`: ints and arrays only."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from cache.session_cache import SessionAwareCache
+from session_server.core.batch import BatchRow, SamplingStart, ScoreRange
+from session_server.engine.turn import Turn
+
+_NO_TOKENS: Final = np.empty(0, dtype=np.int32)
+
+
+def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int) -> BatchRow:
+    """The next `num_tokens` positions of a running turn; notes them as launched."""
+    admission = turn.borrowed
+    start, end = admission.launched_len, admission.launched_len + num_tokens
+    is_unseen = start >= turn.known_len
+    assert 0 < num_tokens <= turn.num_uncomputed
+    assert not is_unseen or num_tokens == 1, "one token at a time is sampled"
+    session_id = turn.request.session_id
+    row = BatchRow(
+        turn_id=turn.turn_id,
+        incarnation=admission.incarnation,
+        row=admission.row,
+        start=start,
+        num_tokens=num_tokens,
+        tokens=None if is_unseen else cache.tokens(session_id, start, end),
+        sample=turn.samples_at(end),
+        sampling=None if admission.is_sampler_started else _sampling_start(cache, turn),
+        score=_score_range(cache, turn, start, end),
+    )
+    admission.is_sampler_started = True
+    admission.launched_len = end
+    admission.num_sampling += row.sample
+    return row
+
+
+def _sampling_start(cache: SessionAwareCache, turn: Turn) -> SamplingStart:
+    sampling = turn.request.sampling
+    assert sampling.seed is not None, "the server draws a seed"
+    if not sampling.has_penalties:
+        return SamplingStart(sampling, sampling.seed, _NO_TOKENS, _NO_TOKENS)
+    return SamplingStart(
+        params=sampling,
+        seed=sampling.seed,
+        context=cache.tokens(turn.request.session_id, 0, turn.prompt_len),
+        outputs=np.array(turn.outputs, dtype=np.int32),
+    )
+
+
+def _score_range(cache: SessionAwareCache, turn: Turn, start: int, end: int) -> ScoreRange | None:
+    """The part of [start, end) whose successors are prompt tokens that want a logprob.
+
+    Chunk boundaries need no care: a chunk's last position scores the next chunk's first token.
+    Positions scored before a retraction are not scored again.
+    """
+    wanted = turn.next_score_position()
+    if wanted is None:
+        return None
+    first, last = max(start, wanted), min(end, turn.prompt_len - 1)
+    if first >= last:
+        return None
+    targets = cache.tokens(turn.request.session_id, first + 1, last + 1)
+    return ScoreRange(first, targets, turn.request.sampling.top_logprobs)

@@ -1,0 +1,120 @@
+"""The engine's own process: reads commands from an inherited socket, writes events to it.
+
+It ends when told to, when its parent is gone, when a bug escapes, and when a step hangs; it never
+outlives the server and never answers signals meant for the server.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+from session_server.core.commands import EngineCommand, Shutdown
+from session_server.core.events import EngineDied, EngineEvent
+from session_server.engine.loop import EngineAssembly, EngineLoop
+from session_server.engine.transport import Codec, FrameBuffer, TransportError
+
+READ_BYTES: Final = 1 << 18
+
+ORPHAN_GRACE_S: Final = 5.0
+"""How long the step in flight may take to finish once the server is gone."""
+
+EXIT_OK: Final = 0
+EXIT_BUG: Final = 70
+EXIT_ORPHANED: Final = 71
+EXIT_STALLED: Final = 72
+
+EngineFactory = Callable[[bytes], EngineAssembly]
+"""Builds an engine from the settings frame."""
+
+
+def serve_engine(fd: int, build: EngineFactory, *, stall_limit_s: float = 300.0) -> int:
+    """Serve the socket `fd` until its peer says `Shutdown` or is gone; gives the exit code.
+
+    `stall_limit_s`: a step that takes longer ends the process, with every thread's stack on
+    stderr; the supervisor starts another.
+    """
+    # Ctrl-C and a service manager's SIGTERM reach the whole group; only the server decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with socket.socket(fileno=fd) as connection:
+        return _Child(connection).serve(build, stall_limit_s)
+
+
+class _Child:
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._codec = Codec()
+        self._buffer = FrameBuffer()
+        self._loop: EngineLoop | None = None
+
+    def serve(self, build: EngineFactory, stall_limit_s: float) -> int:
+        settings = self._read_settings()
+        if settings is None:
+            return EXIT_ORPHANED
+        reader = threading.Thread(target=self._read_commands, name="engine-reader", daemon=True)
+        reader.start()
+        try:
+            assembly = build(settings)
+            self._loop = EngineLoop(assembly, self._emit)
+            self._emit([assembly.ready])
+            threading.Thread(
+                target=self._watch, args=(stall_limit_s,), name="engine-watchdog", daemon=True
+            ).start()
+            self._loop.run()
+        except (BrokenPipeError, ConnectionResetError):
+            return EXIT_ORPHANED
+        except BaseException as error:  # noqa: BLE001 - reported to the server, then the end
+            self._last_words(error)
+            return EXIT_BUG
+        return EXIT_OK
+
+    def _read_settings(self) -> bytes | None:
+        while data := self._socket.recv(READ_BYTES):
+            if payloads := self._buffer.feed(data):
+                assert len(payloads) == 1, "the server sends commands after EngineReady"
+                return payloads[0]
+        return None
+
+    def _read_commands(self) -> None:
+        try:
+            while data := self._socket.recv(READ_BYTES):
+                for payload in self._buffer.feed(data):
+                    self._post(self._codec.command(payload))
+        except (OSError, TransportError):
+            traceback.print_exc()
+        if self._loop is not None:
+            self._loop.post(Shutdown())
+            time.sleep(ORPHAN_GRACE_S)
+        # Nobody is left to hear why; a half-built or stuck engine is not worth waiting for.
+        os._exit(EXIT_ORPHANED)
+
+    def _post(self, command: EngineCommand) -> None:
+        assert self._loop is not None, "the server sends commands after EngineReady"
+        self._loop.post(command)
+
+    def _emit(self, events: list[EngineEvent]) -> None:
+        self._socket.sendall(self._codec.events_frame(events))
+
+    def _watch(self, stall_limit_s: float) -> None:
+        assert self._loop is not None
+        while self._loop.stalled_s() < stall_limit_s:
+            time.sleep(min(1.0, stall_limit_s / 4))
+        faulthandler.dump_traceback(sys.stderr)
+        os._exit(EXIT_STALLED)
+
+    def _last_words(self, error: BaseException) -> None:
+        traceback.print_exc()
+        message = f"{type(error).__name__}: {error}"
+        try:
+            self._emit([EngineDied(message=message, will_restart=False)])
+        except OSError:
+            print("the server is gone and will not hear of it", file=sys.stderr)

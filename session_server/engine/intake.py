@@ -1,0 +1,229 @@
+"""Carries out the server's commands between two steps.
+
+A rejection happens here, before a slot, a row or a forward is touched; what comes twice, late or
+for a turn that has ended disturbs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache.errors import PinQuotaExceeded
+from cache.session_cache import SessionAwareCache
+from cache.types import Namespace, Retention, SessionId, SlotState, TurnId
+from session_server.core.commands import (
+    CancelTurn,
+    CloseSession,
+    EngineCommand,
+    FlushCache,
+    OpenSession,
+    ReportMemory,
+    Shutdown,
+    StopTurn,
+    SubmitTurn,
+)
+from session_server.core.errors import (
+    ContextTooLong,
+    InternalInconsistency,
+    InvalidRequest,
+    QuotaExceeded,
+    ServerBusy,
+    SessionBusy,
+    SessionExists,
+    SessionNotFound,
+    SessionServerError,
+    wire_error,
+)
+from session_server.core.events import (
+    CacheFlushed,
+    FinishReason,
+    SessionCooled,
+    SessionGone,
+    SessionRefused,
+    TurnFailed,
+)
+from session_server.core.sampling import TokenLogprob
+from session_server.engine.memory import MemoryWatch
+from session_server.engine.outbox import Outbox
+from session_server.engine.scheduler import Scheduler
+from session_server.engine.settings import EngineSettings
+from session_server.engine.settle import Settler
+from session_server.engine.turn import Turn, TurnClock
+
+
+class Intake:
+    """Obeys commands. `is_leaving`: `Shutdown` was among them, so nothing more is launched."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        cache: SessionAwareCache,
+        scheduler: Scheduler,
+        settler: Settler,
+        outbox: Outbox,
+        memory: MemoryWatch,
+    ) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._scheduler = scheduler
+        self._settler = settler
+        self._outbox = outbox
+        self._memory = memory
+        self._num_submitted = 0
+        self.is_leaving = False
+
+    @property
+    def max_turn_len(self) -> int:
+        """Longest context one turn may reach: what it can count on with the pool to itself."""
+        page_size = self._cache.stores.page_size
+        pages = min(ledger.num_pages for ledger in self._cache.stores.ledgers.values()) - 1
+        usable = (pages - self._settings.pinned_quota_pages) * page_size
+        return min(self._cache.max_context_len, usable)
+
+    def obey(self, command: EngineCommand, now_s: float) -> None:
+        """Carry out one command. What cannot be done is answered by an event, never raised."""
+        match command:
+            case OpenSession():
+                self._open(command)
+            case SubmitTurn():
+                self._submit(command, now_s)
+            case StopTurn(turn_id=turn_id, num_outputs=num_outputs):
+                self._end(turn_id, FinishReason.STOP, num_outputs, now_s)
+            case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
+                self._end(turn_id, FinishReason.CANCELLED, num_outputs, now_s)
+            case CloseSession(session_id=session_id):
+                self._close(session_id, now_s)
+            case FlushCache(request_id=request_id):
+                self._flush(request_id)
+            case ReportMemory(request_id=request_id, full=full):
+                if full:
+                    self._memory.audit_all()
+                self._outbox.emit(self._memory.report(request_id))
+            case Shutdown():
+                self.is_leaving = True
+
+    def _open(self, command: OpenSession) -> None:
+        settings, session_id = self._settings, command.session_id
+        error: SessionServerError | None = None
+        if session_id in self._cache:
+            error = SessionExists(f"session {session_id} is open")
+        elif len(self._cache) >= settings.max_sessions:
+            error = ServerBusy(f"the engine holds {settings.max_sessions} sessions already")
+        elif not self._are_tokens(command.tokens):
+            error = InvalidRequest("a token id is outside the vocabulary", param="tokens")
+        else:
+            try:
+                self._cache.open(
+                    session_id,
+                    namespace=Namespace(command.tenant_salt, settings.model_fingerprint),
+                    tokens=np.array(command.tokens, dtype=np.int32),
+                    retention=Retention.PINNED if command.pinned else Retention.RECLAIMABLE,
+                )
+            except PinQuotaExceeded as refusal:
+                error = QuotaExceeded(str(refusal))
+        if error is not None:
+            code = wire_error(error).code
+            self._outbox.emit(
+                SessionRefused(session_id=session_id, code=code, message=error.message)
+            )
+
+    def _submit(self, command: SubmitTurn, now_s: float) -> None:
+        if self._scheduler.find(command.turn_id) is not None:
+            return  # sent twice: the first goes on
+        if (error := self._refusal(command)) is not None:
+            self._refuse(command, error)
+            return
+        sampling = command.sampling
+        context_len = command.base_len + len(command.tokens)
+        self._num_submitted += 1
+        priority_s = command.priority * self._settings.priority_step_s
+        turn = Turn(
+            request=command,
+            order=(now_s - priority_s, self._num_submitted),
+            max_new=min(sampling.max_tokens, self.max_turn_len - context_len),
+            clock=TurnClock(now_s),
+        )
+        if sampling.prompt_logprobs_from == 0:
+            first = self._cache.tokens(command.session_id, 0, min(1, command.base_len))
+            token = int(first[0]) if len(first) else command.tokens[0]
+            turn.scores.append(TokenLogprob(token, None))
+        self._scheduler.submit(turn)
+
+    def _refusal(self, command: SubmitTurn) -> SessionServerError | None:
+        """Why a turn cannot be taken in; decided before a slot, row or forward is touched."""
+        session_id = command.session_id
+        if session_id not in self._cache:
+            return SessionNotFound(f"the engine has no session {session_id}")
+        if self._scheduler.turn_of(session_id) is not None:
+            return SessionBusy(f"session {session_id} has a running turn")
+        if len(self._scheduler) >= self._settings.max_waiting + self._settings.max_running:
+            return ServerBusy(f"{len(self._scheduler)} turns are waiting or running")
+        return self._input_refusal(command)
+
+    def _input_refusal(self, command: SubmitTurn) -> SessionServerError | None:
+        sampling = command.sampling
+        num_tokens = self._cache.slot(command.session_id).num_tokens
+        if not 0 <= command.base_len <= num_tokens:
+            return InternalInconsistency(
+                f"the turn builds on {command.base_len} tokens, the engine holds {num_tokens}"
+            )
+        context_len = command.base_len + len(command.tokens)
+        if context_len == 0:
+            return InvalidRequest("a turn needs a token to start from", param="input")
+        if sampling.seed is None:
+            return InvalidRequest("a submitted turn has a seed", param="seed")
+        if not self._are_tokens(command.tokens):
+            return InvalidRequest("a token id is outside the vocabulary", param="input")
+        if context_len + min(1, sampling.max_tokens) > self.max_turn_len:
+            return ContextTooLong(
+                f"{context_len} tokens and an answer do not fit: a turn may reach "
+                f"{self.max_turn_len} tokens"
+            )
+        return None
+
+    def _refuse(self, command: SubmitTurn, error: SessionServerError) -> None:
+        held_len = 0
+        if command.session_id in self._cache:
+            held_len = self._cache.slot(command.session_id).num_tokens
+        self._outbox.emit(
+            TurnFailed(
+                turn_id=command.turn_id,
+                session_id=command.session_id,
+                code=wire_error(error).code,
+                message=error.message,
+                history_len=min(max(0, command.base_len), held_len),
+            )
+        )
+
+    def _end(
+        self, turn_id: TurnId, reason: FinishReason, num_outputs: int | None, now_s: float
+    ) -> None:
+        turn = self._scheduler.find(turn_id)
+        if turn is not None:  # one that has ended already is not disturbed by a late command
+            self._settler.finish(turn, reason, now_s, num_outputs=num_outputs)
+
+    def _close(self, session_id: SessionId, now_s: float) -> None:
+        turn = self._scheduler.turn_of(session_id)
+        is_gone = self._cache.close(session_id)
+        if turn is not None:
+            # A lent slot goes in the `end_turn` of its turn; a waiting turn lends nothing.
+            self._settler.finish(turn, FinishReason.CANCELLED, now_s, num_outputs=None)
+            is_gone = session_id not in self._cache
+        assert is_gone, "only a running turn can defer a close"
+        self._memory.touch(session_id)
+        self._outbox.emit(SessionGone(session_id=session_id))
+
+    def _flush(self, request_id: int) -> None:
+        is_idle = len(self._scheduler) == 0
+        if is_idle:
+            resident = [s.session_id for s in self._cache.slots() if s.state is SlotState.PARKED]
+            self._cache.flush()
+            for session_id in resident:
+                self._outbox.emit(SessionCooled(session_id=session_id))
+        self._outbox.emit(CacheFlushed(request_id=request_id, done=is_idle))
+
+    def _are_tokens(self, tokens: Sequence[int]) -> bool:
+        return not tokens or (min(tokens) >= 0 and max(tokens) < self._settings.vocab_size)

@@ -1,0 +1,133 @@
+"""Drives `Engine.step` in real time: one inbox, one clock, one device.
+
+The engine itself knows neither threads nor time. Here commands and results meet in one queue, and
+the thread sleeps on it whenever the engine says that nothing can be launched: an idle engine costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from session_server.core.batch import Runner, StepResult
+from session_server.core.commands import EngineCommand
+from session_server.core.events import EngineEvent, EngineReady
+from session_server.engine.device import DeviceCrash, DeviceThreads
+from session_server.engine.engine import Engine
+
+MAX_INBOX: Final = 1 << 16
+"""Commands that may wait for the next step."""
+
+MAX_ITEMS_PER_STEP: Final = 512
+"""Inbox items one step takes, so that a storm of commands cannot stop those who stream."""
+
+IDLE_AUDIT_DELAY_S: Final = 0.5
+"""Quiet time before an idle engine recounts its memory; a prompt next turn is not kept waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAssembly:
+    """What a factory builds: an engine, what computes its batches, how it introduces itself."""
+
+    engine: Engine
+    runner: Runner
+    ready: EngineReady
+
+
+class EngineLoop:
+    """Runs one assembly until `Shutdown`.
+
+    `emit` is called on the loop's thread with the events of one step; while it blocks, nothing
+    new is planned, which is the engine's back-pressure.
+    """
+
+    def __init__(
+        self,
+        assembly: EngineAssembly,
+        emit: Callable[[list[EngineEvent]], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = assembly.engine
+        self._runner = assembly.runner
+        self._emit = emit
+        self._clock = clock
+        self._inbox: queue.Queue[EngineCommand | StepResult | DeviceCrash] = queue.Queue(MAX_INBOX)
+        self._progress_s = clock()
+        self._is_waiting_for_work = True
+
+    def post(self, command: EngineCommand, *, block: bool = True) -> None:
+        """Queue one command, from any thread.
+
+        Raises:
+            queue.Full: `MAX_INBOX` commands wait already and `block` is False.
+        """
+        self._inbox.put(command, block=block)
+
+    def stalled_s(self) -> float:
+        """Seconds since anything moved while there was something to do; 0 when idle."""
+        return 0.0 if self._is_waiting_for_work else self._clock() - self._progress_s
+
+    def run(self) -> None:
+        """Step until `Shutdown` has been obeyed.
+
+        Raises:
+            BaseException: whatever escapes the engine or the runner. It is a bug, and the state
+                behind it cannot be trusted: the caller ends the process.
+        """
+        device = DeviceThreads(self._runner, self._inbox.put)
+        is_blocked = True
+        while not self._engine.has_left:
+            commands, results = self._drain(is_blocked=is_blocked)
+            started_s = self._clock()
+            outcome = self._engine.step(started_s, commands, results)
+            if outcome.batch is not None:
+                device.launch(outcome.batch)
+            if outcome.events:
+                self._emit(outcome.events)
+            is_blocked = outcome.is_blocked
+            self._engine.counters.host_s += self._clock() - started_s
+        device.stop()
+
+    def _drain(self, *, is_blocked: bool) -> tuple[list[EngineCommand], list[StepResult]]:
+        commands: list[EngineCommand] = []
+        results: list[StepResult] = []
+        self._progress_s = self._clock()
+        if is_blocked:
+            self._is_waiting_for_work = not self._engine.is_in_flight
+            self._sort(self._wait(), commands, results)
+            self._progress_s = self._clock()
+            self._is_waiting_for_work = False
+        while len(commands) + len(results) < MAX_ITEMS_PER_STEP:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            self._sort(item, commands, results)
+        return commands, results
+
+    def _wait(self) -> EngineCommand | StepResult | DeviceCrash:
+        if self._engine.is_audit_due:
+            try:
+                return self._inbox.get(timeout=IDLE_AUDIT_DELAY_S)
+            except queue.Empty:
+                self._engine.audit_idle()
+        return self._inbox.get()
+
+    @staticmethod
+    def _sort(
+        item: EngineCommand | StepResult | DeviceCrash,
+        commands: list[EngineCommand],
+        results: list[StepResult],
+    ) -> None:
+        match item:
+            case DeviceCrash(cause):
+                raise cause
+            case StepResult():
+                results.append(item)
+            case _:
+                commands.append(item)

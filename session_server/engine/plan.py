@@ -1,0 +1,404 @@
+"""What the next forward computes, and who gives up pages for it: a pure function.
+
+State in, plan out: no clock, no allocator, no randomness, no logging. The view is read-only and
+not a copy; tests pass frozen fakes.
+
+There is no prefill and no decode here: a turn has positions that are not computed yet, and the
+plan gives each turn a number of them (the phase-free scheduling known from vLLM v1). A turn that
+lacks one position always gets it, so a long prompt never stalls those that stream. What longer
+needs share is split max-min fairly, so one long prompt does not hold up others' first tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from cache.types import SessionId, TurnId, pages_for
+
+MAX_SHARES: Final = 8
+"""Long needs that share one forward; more would make every first token late."""
+
+
+class RunningTurn(Protocol):
+    """A turn that borrows its session's KV."""
+
+    @property
+    def turn_id(self) -> TurnId: ...
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Positions that could be launched now, those in flight counted as done."""
+        ...
+
+    @property
+    def num_spare(self) -> int:
+        """Positions that pages already held can still take."""
+        ...
+
+    @property
+    def num_held_pages(self) -> int:
+        """Pages that retracting it makes free or evictable; a lower bound."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionQuote:
+    """What admitting a waiting turn would cost.
+
+    `num_uncomputed`: positions to compute before its next token. `num_context`: positions it
+    needs room for before long, never past its last one. `num_spare`: as in `RunningTurn`.
+    `num_match_pages`: evictable pages that its match would lock, which is headroom spent.
+    """
+
+    num_uncomputed: int
+    num_context: int
+    num_spare: int
+    num_match_pages: int
+    needs_row: bool
+
+
+class WaitingTurn(Protocol):
+    """A turn that holds nothing."""
+
+    @property
+    def turn_id(self) -> TurnId: ...
+
+    @property
+    def session_id(self) -> SessionId: ...
+
+    def quote(self) -> AdmissionQuote:
+        """Price of admission now; may match the whole history of a cold session."""
+        ...
+
+
+class IdleSession(Protocol):
+    """A parked session that pressure may cool."""
+
+    @property
+    def session_id(self) -> SessionId: ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that cooling it makes free or evictable; a lower bound, since sessions that
+        share a prefix each report it as not theirs to give."""
+        ...
+
+
+class SchedulerView(Protocol):
+    """The world as the planner sees it."""
+
+    @property
+    def running(self) -> Sequence[RunningTurn]:
+        """Oldest first."""
+        ...
+
+    @property
+    def waiting(self) -> Iterable[WaitingTurn]:
+        """In order of admission."""
+        ...
+
+    @property
+    def idle(self) -> Iterator[IdleSession]:
+        """Least recently used first; consumed only as far as needed."""
+        ...
+
+    @property
+    def num_headroom_pages(self) -> int:
+        """Free and evictable pages of the scarcest pool."""
+        ...
+
+    @property
+    def num_free_rows(self) -> int: ...
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether some launch is not settled, so that pages may still come back by themselves."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one forward: `num_tokens` of long needs, `num_turns` running at a time."""
+
+    num_tokens: int
+    num_turns: int
+    page_size: int
+
+
+class BlockReason(enum.Enum):
+    """Why the first waiting turn still waits."""
+
+    TURNS = "turns"
+    TOKENS = "tokens"
+    PAGES = "pages"
+    RETRACTED = "retracted"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`num_tokens` further positions of one turn."""
+
+    turn_id: TurnId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Carried out in this order: cool, retract, admit, work.
+
+    `admit` names waiting turns that also appear in `work`. `refuse`: a turn that cannot proceed
+    although nothing runs and nothing more can be taken; it must end, or all would wait for ever.
+    `blocked`: the first turn left waiting, and why.
+    """
+
+    cool: tuple[SessionId, ...]
+    retract: tuple[TurnId, ...]
+    admit: tuple[TurnId, ...]
+    work: tuple[Work, ...]
+    refuse: TurnId | None
+    blocked: tuple[TurnId, BlockReason] | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether carrying it out changes nothing."""
+        return not (self.cool or self.retract or self.work or self.refuse)
+
+
+def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
+    """Decide what one forward computes and who gives up pages for it.
+
+    Running turns go first, oldest first; they may take pages from idle sessions and then from
+    the youngest running turn. Waiting turns take what is left, strictly in order, and may cool
+    idle sessions too, but admission never causes a retraction.
+
+    Nothing is taken in vain: who cannot get enough takes nothing, except the one turn whose
+    progress everybody's depends on. Cooling sessions that share a prefix may free more than was
+    counted, so that turn's progress is promised within a few steps, not in the same one.
+    """
+    planner = _Planner(view, limits)
+    planner.share_tokens()
+    planner.claim_for_running()
+    planner.admit_waiting()
+    planner.top_up()
+    return planner.finish()
+
+
+def fair_shares(needs: Sequence[int], budget: int, *, first: frozenset[int]) -> list[int]:
+    """Max-min fair split of `budget` tokens.
+
+    At most `MAX_SHARES` needs compete: the indices in `first`, then the smallest, which are
+    satisfied soonest. What they leave goes to the others in order.
+    """
+    shares = [0] * len(needs)
+    num_shares = min(MAX_SHARES, budget)
+    by_need = sorted(range(len(needs)), key=lambda i: (i not in first, needs[i]))[:num_shares]
+    left = budget
+    for rank, i in enumerate(sorted(by_need, key=lambda i: needs[i])):
+        shares[i] = min(needs[i], left // (len(by_need) - rank))
+        left -= shares[i]
+    for i, need in enumerate(needs):
+        extra = min(need - shares[i], left)
+        shares[i] += extra
+        left -= extra
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    turn: WaitingTurn
+    quote: AdmissionQuote
+
+
+class _Planner:
+    """One plan in the making."""
+
+    def __init__(self, view: SchedulerView, limits: Limits) -> None:
+        self._view = view
+        self._limits = limits
+        self._running = list(view.running)
+        self._idle = view.idle
+        self._pages = view.num_headroom_pages
+        self._rows = view.num_free_rows
+        self._tokens = limits.num_tokens
+        self._shares: dict[TurnId, int] = {}
+        self._candidates: list[_Candidate] = []
+        self._work: dict[TurnId, int] = {}
+        self._plan = _PlanParts()
+
+    def share_tokens(self) -> None:
+        """Give every turn its number of tokens, pages aside."""
+        single = [t for t in self._running if t.num_uncomputed == 1]
+        long = [t for t in self._running if t.num_uncomputed > 1]
+        self._candidates = list(self._quoted_candidates())
+        needs = [t.num_uncomputed for t in long]
+        needs += [c.quote.num_uncomputed for c in self._candidates]
+        # The oldest of each line always has a share, so no line stands still.
+        shares = fair_shares(needs, self._tokens, first=frozenset((0, len(long))))
+        ids = [t.turn_id for t in long] + [c.turn.turn_id for c in self._candidates]
+        self._shares = dict(zip(ids, shares, strict=True))
+        self._shares.update((t.turn_id, 1) for t in single)
+
+    def claim_for_running(self) -> None:
+        """Pages for running turns, oldest first; the youngest may lose theirs."""
+        index = 0
+        while index < len(self._running):
+            turn = self._running[index]
+            num_tokens = self._shares.get(turn.turn_id, 0)
+            needed = self._new_pages(num_tokens, turn.num_spare)
+            if num_tokens > 0 and self._reclaim_for_running(needed, index):
+                self._pages -= needed
+                self._work[turn.turn_id] = num_tokens
+                if turn.num_uncomputed > 1:
+                    self._tokens -= num_tokens
+            index += 1
+
+    def admit_waiting(self) -> None:
+        """Waiting turns, strictly in order; the first that cannot come stops the line."""
+        for candidate in self._candidates:
+            reason = self._try_admit(candidate)
+            if reason is not None:
+                self._plan.blocked = (candidate.turn.turn_id, reason)
+                return
+        rest = itertools.islice(self._view.waiting, len(self._candidates), None)
+        if (left := next(rest, None)) is not None:
+            is_full = len(self._running) + len(self._candidates) >= self._limits.num_turns
+            self._plan.blocked = (
+                left.turn_id,
+                BlockReason.TURNS if is_full else BlockReason.TOKENS,
+            )
+
+    def top_up(self) -> None:
+        """Tokens that nobody could use go to those that work already, without taking pages."""
+        needs = [(t.turn_id, t.num_uncomputed, t.num_spare) for t in self._running]
+        for turn_id, num_uncomputed, num_spare in needs:
+            done = self._work.get(turn_id, 0)
+            extra = min(num_uncomputed - done, self._tokens)
+            if done <= 1 or extra <= 0:
+                continue
+            held = self._new_pages(done, num_spare)
+            needed = self._new_pages(done + extra, num_spare) - held
+            if needed <= self._pages:
+                self._pages -= needed
+                self._tokens -= extra
+                self._work[turn_id] = done + extra
+
+    def finish(self) -> StepPlan:
+        """The plan as a value."""
+        parts = self._plan
+        assert self._pages >= 0, "a plan must not overdraw its headroom"
+        assert self._tokens >= 0
+        assert not self._work.keys() & set(parts.retract)
+        return StepPlan(
+            cool=tuple(parts.cool),
+            retract=tuple(parts.retract),
+            admit=tuple(parts.admit),
+            work=tuple(Work(turn_id, n) for turn_id, n in self._work.items()),
+            refuse=self._stuck_turn(),
+            blocked=parts.blocked,
+        )
+
+    def _quoted_candidates(self) -> Iterator[_Candidate]:
+        """As many as the tokens could serve: a quote may cost a match of a whole history."""
+        room = max(0, self._limits.num_turns - len(self._running))
+        num_needed = 0
+        for rank, turn in enumerate(itertools.islice(self._view.waiting, room)):
+            if rank >= MAX_SHARES and num_needed >= self._limits.num_tokens:
+                return
+            candidate = _Candidate(turn, turn.quote())
+            num_needed += candidate.quote.num_uncomputed
+            yield candidate
+
+    def _try_admit(self, candidate: _Candidate) -> BlockReason | None:
+        turn, quote = candidate.turn, candidate.quote
+        if self._plan.retract:
+            return BlockReason.RETRACTED
+        if turn.session_id in self._plan.cool:
+            return BlockReason.PAGES  # its quote is void; the next plan prices it anew
+        num_tokens = min(self._shares[turn.turn_id], self._tokens)
+        if num_tokens == 0:
+            return BlockReason.TOKENS
+        # Room for the whole context, or two long prompts would evict each other in turns. A
+        # turn that one forward can bring to its first token may borrow what is promised to the
+        # long ones: it is soon idle, and then its pages can be taken back.
+        needed = self._new_pages(quote.num_context, quote.num_spare) + quote.num_match_pages
+        promised = self._promised_pages() if quote.num_uncomputed > self._limits.num_tokens else 0
+        if not self._reclaim_for_admission(needed + promised, quote.needs_row, turn.session_id):
+            return BlockReason.PAGES
+        self._pages -= needed
+        self._rows -= quote.needs_row
+        self._tokens -= num_tokens
+        self._work[turn.turn_id] = num_tokens
+        self._plan.admit.append(turn.turn_id)
+        return None
+
+    def _promised_pages(self) -> int:
+        """Pages that running turns still need for what they know already."""
+        return sum(
+            self._new_pages(t.num_uncomputed, t.num_spare)
+            - self._new_pages(self._work.get(t.turn_id, 0), t.num_spare)
+            for t in self._running
+            if t.num_uncomputed > 1
+        )
+
+    def _reclaim_for_running(self, num_pages: int, index: int) -> bool:
+        pages, cooled, kept = self._pages, list[IdleSession](), list(self._running)
+        retracted: list[RunningTurn] = []
+        while pages < num_pages:
+            victim = next(self._idle, None)
+            if victim is not None:
+                cooled.append(victim)
+                pages += victim.num_pages
+            elif len(self._running) > index + 1:
+                youngest = self._running.pop()
+                retracted.append(youngest)
+                pages += youngest.num_held_pages
+            else:
+                break
+        if pages < num_pages and index > 0:
+            self._running = kept
+            self._idle = itertools.chain(cooled, self._idle)
+            return False
+        self._pages = pages
+        self._rows += len(cooled) + len(retracted)
+        self._plan.cool += [session.session_id for session in cooled]
+        self._plan.retract += [turn.turn_id for turn in retracted]
+        return pages >= num_pages
+
+    def _reclaim_for_admission(self, num_pages: int, needs_row: bool, own: SessionId) -> bool:
+        pages, rows, cooled = self._pages, self._rows, list[IdleSession]()
+        while pages < num_pages or rows < needs_row:
+            victim = next(self._idle, None)
+            if victim is None:
+                break
+            if victim.session_id != own:
+                cooled.append(victim)
+                pages += victim.num_pages
+                rows += 1
+        is_enough = pages >= num_pages and rows >= needs_row
+        if is_enough or not (self._running or self._work):
+            self._pages, self._rows = pages, rows
+            self._plan.cool += [session.session_id for session in cooled]
+        return is_enough
+
+    def _stuck_turn(self) -> TurnId | None:
+        parts = self._plan
+        if self._work or parts.cool or parts.retract or self._view.is_in_flight:
+            return None
+        if self._running:
+            return self._running[0].turn_id
+        return parts.blocked[0] if parts.blocked else None
+
+    def _new_pages(self, num_tokens: int, num_spare: int) -> int:
+        return pages_for(max(0, num_tokens - num_spare), self._limits.page_size)
+
+
+class _PlanParts:
+    def __init__(self) -> None:
+        self.cool: list[SessionId] = []
+        self.retract: list[TurnId] = []
+        self.admit: list[TurnId] = []
+        self.blocked: tuple[TurnId, BlockReason] | None = None

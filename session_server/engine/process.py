@@ -1,0 +1,239 @@
+"""The engine in a child process: start, supervise, restart.
+
+The server keeps its event loop free of the engine's GIL, and an engine that dies takes no session
+with it: the server holds every session's tokens and opens it again in the next engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from session_server.core.commands import EngineCommand, Shutdown
+from session_server.core.engine_client import EventListener
+from session_server.core.errors import EngineUnavailable
+from session_server.core.events import EngineDied, EngineReady
+from session_server.engine.transport import Codec, FrameBuffer, TransportError, frame
+
+MAX_UNSENT_BYTES: Final = 256 << 20
+"""Commands an engine may leave unread before it counts as unavailable."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """How to run the child.
+
+    `argv`: its command line, to which the number of the inherited socket is appended; it must
+    call `serve_engine` with that number. `settings`: the first frame, opaque here. A failure is
+    a death within `stable_s` of the last start; after `max_failures` in a row it is given up.
+    """
+
+    argv: tuple[str, ...]
+    settings: bytes
+    ready_timeout_s: float = 600.0
+    stop_timeout_s: float = 10.0
+    backoff_first_s: float = 0.5
+    backoff_max_s: float = 30.0
+    stable_s: float = 60.0
+    max_failures: int = 5
+
+
+class EngineProcess:
+    """An `EngineClient` over a child process.
+
+    Each death is told to the listener as `EngineDied`, each successful restart as `EngineReady`
+    with the next epoch. `failed` resolves with the reason when the engine is given up: the
+    server should then leave with an error, so that its own supervisor notices.
+    """
+
+    def __init__(self, settings: ProcessSettings) -> None:
+        self._settings = settings
+        self._listener: EventListener | None = None
+        self._life: _Life | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._epoch = 0
+        self._num_failures = 0
+        self._is_stopping = False
+        self.failed: asyncio.Future[str] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine that serves now."""
+        return self._life.process.pid if self._life is not None else None
+
+    async def start(self, listener: EventListener) -> EngineReady:
+        """See `EngineClient.start`; a first start that fails is not tried again."""
+        assert self._supervisor is None, "an engine is started once"
+        self._listener = listener
+        self.failed = asyncio.get_running_loop().create_future()
+        ready = await self._spawn()
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        return ready
+
+    def send(self, command: EngineCommand) -> None:
+        """See `EngineClient.send`."""
+        if self._life is None:
+            raise EngineUnavailable("the engine is not running")
+        self._life.send(command)
+
+    async def stop(self) -> None:
+        """Ask the engine to leave, then let it see its parent go, then kill it."""
+        self._is_stopping = True
+        if self._life is not None:
+            with contextlib.suppress(EngineUnavailable):
+                self._life.send(Shutdown())
+            await self._life.end(self._settings.stop_timeout_s)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait([self._supervisor])
+
+    async def _spawn(self) -> EngineReady:
+        assert self._listener is not None
+        life = await _Life.begin(self._settings, self._listener)
+        try:
+            ready = await asyncio.wait_for(life.ready, self._settings.ready_timeout_s)
+        except TimeoutError as error:
+            await life.end(0.0)
+            message = f"the engine was not ready after {self._settings.ready_timeout_s} s"
+            raise EngineUnavailable(message) from error
+        except BaseException:
+            await life.end(0.0)
+            raise
+        self._epoch += 1
+        self._life = life
+        return msgspec.structs.replace(ready, epoch=self._epoch)
+
+    async def _supervise(self) -> None:
+        assert self._listener is not None
+        clock = asyncio.get_running_loop().time
+        while self._life is not None:
+            started_s = clock()
+            reason = await self._life.lost
+            life, self._life = self._life, None
+            await life.end(self._settings.stop_timeout_s)
+            if self._is_stopping:
+                return
+            lived_s = clock() - started_s
+            self._num_failures = self._num_failures + 1 if lived_s < self._settings.stable_s else 1
+            self._report_death(f"{reason} (exit code {life.process.returncode})")
+            await self._restart()
+
+    async def _restart(self) -> None:
+        assert self._listener is not None
+        while self._num_failures <= self._settings.max_failures:
+            await asyncio.sleep(self._backoff_s())
+            try:
+                ready = await self._spawn()
+            except EngineUnavailable as error:
+                self._num_failures += 1
+                self._report_death(error.message)
+            else:
+                self._listener(ready)
+                return
+
+    def _report_death(self, message: str) -> None:
+        assert self._listener is not None
+        assert self.failed is not None
+        will_restart = self._num_failures <= self._settings.max_failures
+        self._listener(EngineDied(message=message, will_restart=will_restart))
+        if not will_restart and not self.failed.done():
+            self.failed.set_result(message)
+
+    def _backoff_s(self) -> float:
+        exponent = min(self._num_failures - 1, 32)
+        return min(self._settings.backoff_first_s * 2.0**exponent, self._settings.backoff_max_s)
+
+
+class _Life(asyncio.Protocol):
+    """One child from its start to its end. `lost` resolves with why the connection ended."""
+
+    def __init__(self, process: subprocess.Popen[bytes], listener: EventListener) -> None:
+        loop = asyncio.get_running_loop()
+        self.process = process
+        self.ready: asyncio.Future[EngineReady] = loop.create_future()
+        self.lost: asyncio.Future[str] = loop.create_future()
+        self._listener = listener
+        self._codec = Codec()
+        self._buffer = FrameBuffer()
+        self._transport: asyncio.WriteTransport | None = None
+        self._last_words = "the engine process ended without a word"
+
+    @classmethod
+    async def begin(cls, settings: ProcessSettings, listener: EventListener) -> _Life:
+        """Start a child and send it its settings.
+
+        Raises:
+            EngineUnavailable: the program could not be started.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.to_thread(_popen, settings.argv, theirs)
+        except OSError as error:
+            ours.close()
+            raise EngineUnavailable(f"the engine process did not start: {error}") from error
+        finally:
+            theirs.close()
+        loop = asyncio.get_running_loop()
+        _, life = await loop.create_unix_connection(lambda: cls(process, listener), sock=ours)
+        assert life._transport is not None
+        life._transport.write(frame(settings.settings))
+        return life
+
+    def send(self, command: EngineCommand) -> None:
+        """See `EngineClient.send`."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            raise EngineUnavailable("the engine is gone")
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            raise EngineUnavailable("the engine does not take commands")
+        transport.write(self._codec.command_frame(command))
+
+    async def end(self, patience_s: float) -> None:
+        """Wait for the child to leave by itself, close the socket it lives by, then kill it."""
+        try:
+            await asyncio.to_thread(self.process.wait, patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """asyncio calls this once."""
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """asyncio calls this with bytes as they arrive."""
+        try:
+            for payload in self._buffer.feed(data):
+                for event in self._codec.events(payload):
+                    match event:
+                        case EngineReady():
+                            self.ready.set_result(event)
+                        case EngineDied(message=message):
+                            self._last_words = message
+                        case _:
+                            self._listener(event)
+        except TransportError as error:
+            self._last_words = str(error)
+            assert self._transport is not None
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio calls this once, last."""
+        if not self.ready.done():
+            self.ready.set_exception(EngineUnavailable(self._last_words))
+        self.lost.set_result(self._last_words)
+
+
+def _popen(argv: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
+    fd = theirs.fileno()
+    return subprocess.Popen([*argv, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL)  # noqa: S603

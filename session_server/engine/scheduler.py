@@ -1,0 +1,169 @@
+"""Waiting and running turns, and the one place that carries out a plan."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cache.errors import OutOfPages, OutOfRows, PinQuotaExceeded
+from cache.session_cache import SessionAwareCache
+from cache.types import SessionId, TurnId
+from session_server.core.batch import BatchRow
+from session_server.core.errors import QuotaExceeded, SessionServerError
+from session_server.core.events import SessionCooled, TurnStarted
+from session_server.engine.batching import make_row
+from session_server.engine.outbox import Outbox
+from session_server.engine.plan import StepPlan
+from session_server.engine.stats import Counters
+from session_server.engine.turn import Turn, TurnState
+from session_server.engine.view import max_reuse
+
+
+@dataclass(slots=True)
+class Applied:
+    """What carrying out a plan gave.
+
+    `let_go`: sessions whose KV was dropped. `refused`: turns that have to end, and why.
+    """
+
+    rows: list[BatchRow] = field(default_factory=list)
+    let_go: list[SessionId] = field(default_factory=list)
+    refused: list[tuple[Turn, SessionServerError]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Every live turn, each in exactly one of two lines, both in `Turn.order`.
+
+    A session has at most one live turn.
+    """
+
+    def __init__(self, cache: SessionAwareCache, outbox: Outbox, counters: Counters) -> None:
+        self._cache = cache
+        self._outbox = outbox
+        self._counters = counters
+        self._turns: dict[TurnId, Turn] = {}
+        self._of_session: dict[SessionId, Turn] = {}
+        self.waiting: list[Turn] = []
+        self.running: list[Turn] = []
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def find(self, turn_id: TurnId) -> Turn | None:
+        """A live turn by its id."""
+        return self._turns.get(turn_id)
+
+    def find_incarnation(self, row: BatchRow) -> Turn | None:
+        """The turn a launched row belongs to, unless it has ended or been taken off since."""
+        turn = self._turns.get(row.turn_id)
+        if turn is None or turn.admission is None:
+            return None
+        return turn if turn.admission.incarnation == row.incarnation else None
+
+    def turn_of(self, session_id: SessionId) -> Turn | None:
+        """The live turn of a session."""
+        return self._of_session.get(session_id)
+
+    def submit(self, turn: Turn) -> None:
+        """Take a new turn in; it waits."""
+        assert turn.turn_id not in self._turns
+        assert turn.request.session_id not in self._of_session
+        self._turns[turn.turn_id] = turn
+        self._of_session[turn.request.session_id] = turn
+        self._insert(self.waiting, turn)
+
+    def remove(self, turn: Turn) -> None:
+        """Let go of a turn that ends."""
+        self._line(turn).remove(turn)
+        del self._turns[turn.turn_id]
+        del self._of_session[turn.request.session_id]
+        turn.finish()
+
+    def apply(self, plan: StepPlan, now_s: float) -> Applied:
+        """Carry out a plan: cool, retract, admit, and turn work into rows.
+
+        The plan is a promise about pages that can be broken in one way: it counted a page twice,
+        as part of a session to cool and of an admitted turn's match. That turn then waits for the
+        next plan, which sees the page where it is now.
+        """
+        applied = Applied()
+        self._cool(plan.cool, applied)
+        for turn_id in plan.retract:
+            self._retract(self._turns[turn_id], now_s, applied)
+        admitted = frozenset(plan.admit)
+        for work in plan.work:
+            turn = self._turns[work.turn_id]
+            if turn.turn_id in admitted and not self._admit(turn, now_s, applied):
+                continue
+            num_tokens = min(work.num_tokens, turn.num_uncomputed)
+            if self._grow(turn, turn.borrowed.launched_len + num_tokens):
+                applied.rows.append(make_row(self._cache, turn, num_tokens))
+            elif turn.turn_id in admitted:
+                self._retract(turn, now_s, applied)
+        return applied
+
+    def _cool(self, session_ids: Iterable[SessionId], applied: Applied) -> None:
+        for session_id in session_ids:
+            self._cache.cool(session_id)
+            self._counters.coolings += 1
+            self._outbox.emit(SessionCooled(session_id=session_id))
+            applied.let_go.append(session_id)
+
+    def _retract(self, turn: Turn, now_s: float, applied: Applied) -> None:
+        uncommitted = self._cache.retract(turn.turn_id, now=now_s)
+        assert len(uncommitted) == turn.known_len - turn.request.base_len
+        self.running.remove(turn)
+        turn.retract()
+        self._insert(self.waiting, turn)
+        self._counters.retractions += 1
+        applied.let_go.append(turn.request.session_id)
+
+    def _grow(self, turn: Turn, to_len: int) -> bool:
+        try:
+            self._outbox.write(self._cache.grow(turn.turn_id, to_len))
+        except OutOfPages:
+            self._counters.shortfalls += 1
+            return False
+        return True
+
+    def _admit(self, turn: Turn, now_s: float, applied: Applied) -> bool:
+        request = turn.request
+        try:
+            loan = self._cache.begin_turn(
+                request.session_id,
+                request.turn_id,
+                base_len=request.base_len,
+                new_tokens=turn.uncommitted_tokens(),
+                max_reuse_len=max_reuse(turn),
+                now=now_s,
+            )
+        except OutOfRows:
+            self._counters.shortfalls += 1
+            return False
+        except PinQuotaExceeded as error:
+            applied.refused.append((turn, QuotaExceeded(str(error))))
+            return False
+        self._outbox.write(loan.table_writes)
+        self.waiting.remove(turn)
+        turn.admit(loan.row, loan.cached_len)
+        self._insert(self.running, turn)
+        if turn.clock.admitted_s is None:
+            turn.clock.admitted_s = now_s
+            self._counters.prompt_tokens += turn.prompt_len
+            self._counters.cached_tokens += turn.cached_len
+        self._outbox.emit(
+            TurnStarted(
+                turn_id=turn.turn_id,
+                prompt_tokens=turn.prompt_len,
+                cached_tokens=turn.cached_len,
+            )
+        )
+        return True
+
+    def _line(self, turn: Turn) -> list[Turn]:
+        return self.running if turn.state is TurnState.RUNNING else self.waiting
+
+    @staticmethod
+    def _insert(line: list[Turn], turn: Turn) -> None:
+        bisect.insort(line, turn, key=lambda other: other.order)

@@ -1,0 +1,46 @@
+"""What an engine is told once and for all."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class MemoryCheck(enum.Enum):
+    """What the memory checker does with the books: nothing, repair and report, or raise."""
+
+    OFF = "off"
+    WARN = "warn"
+    STRICT = "strict"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits and identities, resolved by `wiring`; nothing here changes while an engine lives.
+
+    `chunk_tokens`: prompt positions one forward computes, over all turns; each running turn that
+    needs a single position gets it on top, so a forward never exceeds `chunk_tokens +
+    max_running`. `num_in_flight`: launches that may be unsettled, 2 is overlap and 1 lockstep.
+    `pinned_quota_pages`: what pinned sessions may keep; the rest is what one turn can count on.
+    `priority_step_s`: how much waiting one level of priority is worth, so that no turn starves.
+    """
+
+    model_fingerprint: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_running: int = 64
+    max_waiting: int = 1024
+    max_sessions: int = 65536
+    chunk_tokens: int = 512
+    num_in_flight: int = 2
+    pinned_quota_pages: int = 0
+    memory_check: MemoryCheck = MemoryCheck.WARN
+    priority_step_s: float = 10.0
+    stats_interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_running", "max_waiting", "max_sessions", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
+        if self.num_in_flight not in (1, 2):
+            raise ValueError(f"num_in_flight is 1 (lockstep) or 2 (overlap): {self.num_in_flight}")

@@ -1,0 +1,214 @@
+"""Turns outcomes of forwards into tokens and ends. Only here, and only once, does a turn end."""
+
+from __future__ import annotations
+
+from cache.session_cache import SessionAwareCache
+from session_server.core.batch import Batch, BatchRow, RowResult, StepResult
+from session_server.core.errors import (
+    DeviceFailed,
+    NumericalError,
+    SessionServerError,
+    wire_error,
+)
+from session_server.core.events import (
+    FinishReason,
+    PrefillProgressed,
+    PromptScored,
+    TokensProduced,
+    TurnFailed,
+    TurnFinished,
+)
+from session_server.engine.memory import MemoryWatch
+from session_server.engine.outbox import Outbox
+from session_server.engine.scheduler import Scheduler
+from session_server.engine.settings import EngineSettings
+from session_server.engine.stats import Counters
+from session_server.engine.turn import Turn, TurnState
+
+
+class Settler:
+    """Writes what forwards gave into cache and turns, and ends turns.
+
+    `suspects`: turns of a forward that the device refused. Each is launched once more, alone, so
+    that one poisonous turn does not take its neighbours with it; failing again ends it.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        cache: SessionAwareCache,
+        scheduler: Scheduler,
+        outbox: Outbox,
+        counters: Counters,
+        memory: MemoryWatch,
+    ) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._counters = counters
+        self._memory = memory
+        self.suspects: list[Turn] = []
+
+    def settle(self, launch: Batch, result: StepResult, now_s: float) -> None:
+        """Take in the result of the oldest launch."""
+        assert launch.step == result.step, "results come in launch order"
+        self._counters.steps += 1
+        self._counters.forward_s += result.forward_s
+        if result.error is not None:
+            self._settle_failure(launch, result.error, now_s)
+            return
+        assert len(launch.rows) == len(result.rows)
+        for row, outcome in zip(launch.rows, result.rows, strict=True):
+            turn = self._scheduler.find_incarnation(row)
+            if turn is None:
+                self._counters.overshoots += 1
+                continue
+            turn.clock.forward_s += result.forward_s
+            turn.clock.num_steps += 1
+            if outcome.finite:
+                self._settle_row(turn, row, outcome, now_s)
+            else:
+                self.fail(turn, NumericalError("the model gave NaN or Inf"), now_s)
+
+    def finish(
+        self,
+        turn: Turn,
+        reason: FinishReason,
+        now_s: float,
+        *,
+        num_outputs: int | None,
+        matched_token: int | None = None,
+    ) -> None:
+        """End a turn well. `num_outputs` of its outputs and its input stay in the history;
+
+        with None the session is as it was before. A turn that waits holds nothing, so nothing of
+        it stays in the engine: the server sends it again.
+        """
+        request = turn.request
+        history_len, num_kept = request.base_len, 0
+        if turn.state is TurnState.RUNNING:
+            if num_outputs is not None:
+                num_kept = min(num_outputs, len(turn.outputs))
+                history_len = turn.prompt_len + num_kept
+            self._outbox.write(self._cache.end_turn(request.turn_id, history_len, now=now_s))
+        self._let_go(turn)
+        self._outbox.emit(
+            TurnFinished(
+                turn_id=request.turn_id,
+                session_id=request.session_id,
+                reason=reason,
+                matched_token=matched_token,
+                history_len=history_len,
+                prompt_tokens=turn.prompt_len,
+                cached_tokens=turn.cached_len,
+                num_outputs=num_kept,
+                num_retractions=turn.num_retractions,
+                timings=turn.clock.timings(now_s),
+            )
+        )
+
+    def fail(self, turn: Turn, error: SessionServerError, now_s: float) -> None:
+        """End a turn by a fault: nothing it computed stays, the history is as before."""
+        request = turn.request
+        if turn.state is TurnState.RUNNING:
+            self._cache.discard(request.turn_id, now=now_s)
+        self.forget(turn, error)
+
+    def forget(self, turn: Turn, error: SessionServerError) -> None:
+        """The rest of a failure once the cache no longer knows the turn."""
+        request = turn.request
+        self._let_go(turn)
+        self._outbox.emit(
+            TurnFailed(
+                turn_id=request.turn_id,
+                session_id=request.session_id,
+                code=wire_error(error).code,
+                message=error.message,
+                history_len=request.base_len,
+            )
+        )
+
+    def _let_go(self, turn: Turn) -> None:
+        self._scheduler.remove(turn)
+        if turn in self.suspects:
+            self.suspects.remove(turn)
+        self._memory.touch(turn.request.session_id)
+
+    def _settle_row(self, turn: Turn, row: BatchRow, outcome: RowResult, now_s: float) -> None:
+        admission = turn.borrowed
+        assert row.start == admission.computed_len, "rows settle in the order of positions"
+        admission.computed_len = row.start + row.num_tokens
+        admission.num_sampling -= row.sample
+        turn.outputs.extend(outcome.token_ids)
+        self._counters.generated_tokens += len(outcome.token_ids)
+        if turn in self.suspects:
+            self.suspects.remove(turn)
+        self._outbox.write(
+            self._cache.record(turn.turn_id, admission.computed_len, outcome.token_ids)
+        )
+        turn.scores.extend(outcome.scores)
+        self._report_prompt(turn, now_s)
+        if outcome.token_ids:
+            self._report_tokens(turn, outcome, now_s)
+        self._finish_if_done(turn, now_s)
+
+    def _report_prompt(self, turn: Turn, now_s: float) -> None:
+        computed_len = turn.borrowed.computed_len
+        if turn.clock.prompt_done_s is not None:
+            return
+        if computed_len < turn.prompt_len:
+            self._outbox.emit(
+                PrefillProgressed(
+                    turn_id=turn.turn_id, computed=computed_len, total=turn.prompt_len
+                )
+            )
+            return
+        turn.clock.prompt_done_s = now_s
+        if turn.request.sampling.prompt_logprobs_from is not None:
+            self._outbox.emit(PromptScored(turn_id=turn.turn_id, logprobs=tuple(turn.scores)))
+
+    def _report_tokens(self, turn: Turn, outcome: RowResult, now_s: float) -> None:
+        if turn.clock.first_token_s is None:
+            turn.clock.first_token_s = now_s
+        self._outbox.emit(
+            TokensProduced(
+                turn_id=turn.turn_id, token_ids=outcome.token_ids, logprobs=outcome.logprobs
+            )
+        )
+
+    def _finish_if_done(self, turn: Turn, now_s: float) -> None:
+        num_outputs = len(turn.outputs)
+        if turn.borrowed.computed_len < turn.prompt_len:
+            return
+        if num_outputs and self._is_stop(turn):
+            self.finish(
+                turn,
+                FinishReason.STOP,
+                now_s,
+                num_outputs=num_outputs,
+                matched_token=turn.outputs[-1],
+            )
+        elif num_outputs >= turn.max_new:
+            self.finish(turn, FinishReason.LENGTH, now_s, num_outputs=num_outputs)
+
+    def _is_stop(self, turn: Turn) -> bool:
+        """Whether the last output ends the turn; it counts as output and stays in the history."""
+        sampling, token = turn.request.sampling, turn.outputs[-1]
+        if len(turn.outputs) < sampling.min_tokens:
+            return False
+        if token in sampling.stop_token_ids:
+            return True
+        return not sampling.ignore_eos and token in self._settings.eos_token_ids
+
+    def _settle_failure(self, launch: Batch, message: str, now_s: float) -> None:
+        for row in launch.rows:
+            turn = self._scheduler.find_incarnation(row)
+            if turn is None:
+                self._counters.overshoots += 1
+            elif turn in self.suspects:
+                self.fail(turn, DeviceFailed(f"the device refused the forward: {message}"), now_s)
+            else:
+                turn.relaunch()
+                self.suspects.append(turn)

@@ -1,0 +1,108 @@
+"""Commands and events as bytes: length-prefixed msgpack over one inherited stream socket.
+
+A frame is a big-endian u32 length and that many bytes. The first frame of a connection carries
+the settings, opaque here; after it the server sends one command per frame and the engine one
+list of events per frame, those of one step. Sans-IO: bytes in, values out.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from session_server.core.commands import EngineCommand
+from session_server.core.events import EngineEvent
+
+MAX_FRAME_BYTES: Final = 64 << 20
+"""Above the largest legal frame: a context of 2^20 tokens, or its prompt logprobs with their
+alternatives at 2^17 positions."""
+
+_HEADER: Final = struct.Struct(">I")
+
+
+class TransportError(Exception):
+    """The peer sent what no version of this code sends; the connection is of no use."""
+
+
+def frame(payload: bytes) -> bytes:
+    """`payload` with its length in front.
+
+    Raises:
+        TransportError: it exceeds `MAX_FRAME_BYTES`.
+    """
+    if len(payload) > MAX_FRAME_BYTES:
+        raise TransportError(f"a frame of {len(payload)} bytes exceeds {MAX_FRAME_BYTES}")
+    return _HEADER.pack(len(payload)) + payload
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frames, however the bytes arrive."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take bytes off the wire and give the payloads that are complete now.
+
+        Raises:
+            TransportError: a length exceeds `MAX_FRAME_BYTES`; feed nothing afterwards.
+        """
+        self._bytes += data
+        payloads, start = [], 0
+        while len(self._bytes) - start >= _HEADER.size:
+            (size,) = _HEADER.unpack_from(self._bytes, start)
+            if size > MAX_FRAME_BYTES:
+                raise TransportError(f"a frame of {size} bytes exceeds {MAX_FRAME_BYTES}")
+            end = start + _HEADER.size + size
+            if len(self._bytes) < end:
+                break
+            payloads.append(bytes(self._bytes[start + _HEADER.size : end]))
+            start = end
+        del self._bytes[:start]
+        return payloads
+
+
+class Codec:
+    """Values to frames and payloads to values. Not for use by two threads at once."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._commands: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(
+            EngineCommand
+        )
+        self._events: msgspec.msgpack.Decoder[list[EngineEvent]] = msgspec.msgpack.Decoder(
+            list[EngineEvent]
+        )
+
+    def command_frame(self, command: EngineCommand) -> bytes:
+        """One command as a frame."""
+        return frame(self._encoder.encode(command))
+
+    def events_frame(self, events: Sequence[EngineEvent]) -> bytes:
+        """The events of one step as a frame."""
+        return frame(self._encoder.encode(events))
+
+    def command(self, payload: bytes) -> EngineCommand:
+        """A command from its payload.
+
+        Raises:
+            TransportError: it is none.
+        """
+        try:
+            return self._commands.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"not a command: {error}") from error
+
+    def events(self, payload: bytes) -> list[EngineEvent]:
+        """The events of one step from their payload.
+
+        Raises:
+            TransportError: they are none.
+        """
+        try:
+            return self._events.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"not a list of events: {error}") from error

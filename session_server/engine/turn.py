@@ -1,0 +1,192 @@
+"""One turn as the engine knows it: tokens known, positions computed, what is in flight.
+
+Lengths are absolute positions of the session's context. Between launch and settle they are known
+as an interval: `computed_len` is settled, `launched_len` is what the forwards in flight will have
+computed. The planner works with the upper end, settling moves the lower one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from cache.types import RowId, Tokens, TurnId
+from session_server.core.commands import SubmitTurn
+from session_server.core.events import TurnTimings
+from session_server.core.sampling import TokenLogprob
+
+
+class TurnState(enum.Enum):
+    """Life of a turn in the engine."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+TRANSITIONS: Final[Mapping[TurnState, frozenset[TurnState]]] = MappingProxyType(
+    {
+        TurnState.WAITING: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
+        TurnState.RUNNING: frozenset({TurnState.WAITING, TurnState.FINISHED}),
+        TurnState.FINISHED: frozenset(),
+    }
+)
+
+
+@dataclass(slots=True)
+class Admission:
+    """One stay among the running turns, from admission to end or retraction.
+
+    `incarnation` distinguishes it from earlier stays, whose late results are dropped.
+    `num_sampling`: launched rows whose token the host has not seen. `is_sampler_started`: the
+    runner was sent what its sampler must remember.
+    """
+
+    row: RowId
+    incarnation: int
+    computed_len: int
+    launched_len: int
+    num_sampling: int = 0
+    is_sampler_started: bool = False
+
+
+@dataclass(slots=True)
+class TurnClock:
+    """When things happened to a turn, in the seconds that `Engine.step` is given."""
+
+    submitted_s: float
+    admitted_s: float | None = None
+    prompt_done_s: float | None = None
+    first_token_s: float | None = None
+    forward_s: float = 0.0
+    num_steps: int = 0
+
+    def timings(self, now_s: float) -> TurnTimings:
+        """The durations so far; a stage that was not reached lasts until now or took no time."""
+        admitted_s = now_s if self.admitted_s is None else self.admitted_s
+        prompt_done_s = now_s if self.prompt_done_s is None else self.prompt_done_s
+        first_token_s = now_s if self.first_token_s is None else self.first_token_s
+        return TurnTimings(
+            queue_ms=(admitted_s - self.submitted_s) * 1e3,
+            prefill_ms=(max(prompt_done_s, admitted_s) - admitted_s) * 1e3,
+            ttft_ms=(first_token_s - self.submitted_s) * 1e3,
+            decode_ms=(now_s - first_token_s) * 1e3,
+            forward_ms=self.forward_s * 1e3,
+            num_steps=self.num_steps,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One submitted turn.
+
+    `order`: smaller goes first at admission and keeps its pages longer. `max_new`: output tokens
+    it may have, its `max_tokens` clipped to the room its context leaves. `outputs` survive a
+    retraction: they are input of the next admission. `scores`: prompt logprobs settled so far.
+    `cached_len`: positions its first admission did not have to compute.
+    """
+
+    request: SubmitTurn
+    order: tuple[float, int]
+    max_new: int
+    clock: TurnClock
+    state: TurnState = TurnState.WAITING
+    admission: Admission | None = None
+    outputs: list[int] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
+    num_admissions: int = 0
+    num_retractions: int = 0
+    cached_len: int = 0
+
+    @property
+    def turn_id(self) -> TurnId:
+        """Its id."""
+        return self.request.turn_id
+
+    @property
+    def prompt_len(self) -> int:
+        """Length of the context it was submitted with."""
+        return self.request.base_len + len(self.request.tokens)
+
+    @property
+    def known_len(self) -> int:
+        """Tokens of the context that the host has seen."""
+        return self.prompt_len + len(self.outputs)
+
+    @property
+    def last_len(self) -> int:
+        """Positions it will ever compute: its last output token needs no KV."""
+        return self.prompt_len + max(0, self.max_new - 1)
+
+    @property
+    def borrowed(self) -> Admission:
+        """The admission of a running turn."""
+        assert self.admission is not None, "only a running turn has an admission"
+        return self.admission
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Positions that could be launched now, those in flight counted as done.
+
+        Bounded by `max_new`, which is known ahead, so no forward is ever planned past it.
+        """
+        admission = self.borrowed
+        known_or_coming = self.known_len + admission.num_sampling
+        return min(known_or_coming, self.last_len) - admission.launched_len
+
+    def uncommitted_tokens(self) -> Tokens:
+        """int32 [n]: everything after `base_len`, input then output."""
+        return np.array((*self.request.tokens, *self.outputs), dtype=np.int32)
+
+    def samples_at(self, end: int) -> bool:
+        """Whether a row that ends at `end` chooses the next token."""
+        return self.max_new > 0 and end == self.known_len + self.borrowed.num_sampling
+
+    def next_score_position(self) -> int | None:
+        """First position whose logits have a prompt token to score; None when nothing is wanted.
+
+        A position's logits score its successor, so they start one before the first token asked
+        for; position 0 has no logprob at all.
+        """
+        wanted_from = self.request.sampling.prompt_logprobs_from
+        if wanted_from is None:
+            return None
+        return max(0, wanted_from + len(self.scores) - 1)
+
+    def admit(self, row: RowId, cached_len: int) -> Admission:
+        """Start to run; `cached_len` positions need no computing."""
+        self._move(TurnState.RUNNING)
+        self.num_admissions += 1
+        self.admission = Admission(row, self.num_admissions, cached_len, cached_len)
+        if self.num_admissions == 1:
+            self.cached_len = min(cached_len, self.prompt_len)
+        return self.admission
+
+    def relaunch(self) -> None:
+        """Forget what is in flight; it will be computed again, and its results are dropped."""
+        admission = self.borrowed
+        self.num_admissions += 1
+        admission.incarnation = self.num_admissions
+        admission.launched_len = admission.computed_len
+        admission.num_sampling = 0
+        admission.is_sampler_started = False
+
+    def retract(self) -> None:
+        """Back to waiting; outputs and scores stay, KV does not."""
+        self._move(TurnState.WAITING)
+        self.admission = None
+        self.num_retractions += 1
+
+    def finish(self) -> None:
+        """The end; nothing follows."""
+        self._move(TurnState.FINISHED)
+        self.admission = None
+
+    def _move(self, state: TurnState) -> None:
+        assert state in TRANSITIONS[self.state], f"{self.state} does not become {state}"
+        self.state = state
