@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import hmac
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from datetime import datetime
+from typing import Final
 
+from session_server.core.commands import CloseSession
 from session_server.core.engine_client import EngineClient
-from session_server.core.events import EngineEvent, EngineReady, MemoryReported
-from session_server.core.session_events import TurnRequest
+from session_server.core.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    ServerDraining,
+    SessionBusy,
+    SessionClosing,
+    TurnConflict,
+    TurnNotActive,
+    TurnNotFound,
+    UnsupportedOperation,
+)
+from session_server.core.events import (
+    EngineDied,
+    EngineEvent,
+    EngineReady,
+    MemoryReported,
+    PrefillProgressed,
+    PromptScored,
+    SessionCooled,
+    SessionRefused,
+    TokensProduced,
+    TurnFailed,
+    TurnFinished,
+    TurnStarted,
+)
+from session_server.core.session_events import (
+    SessionClosed,
+    SessionDraining,
+    SessionUpdated,
+    TurnRequest,
+)
+from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.journal import Journal
-from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
+from session_server.sessions.registry import SessionRegistry
+from session_server.sessions.session import CloseReason, Session, SessionSettings
+from session_server.sessions.transcript import Transcript
+from session_server.sessions.turn import (
+    CancelAccepted,
+    CancelReason,
+    Turn,
+    TurnPhase,
+    fingerprint,
+)
+from session_server.sessions.turn_flow import TurnFlow
+from session_server.sessions.validation import check_metadata, check_open, check_ttl, check_turn
 from session_server.sessions.views import (
+    HistoryMode,
     ManagerStats,
     OpenRequest,
     SessionSnapshot,
@@ -20,12 +68,19 @@ from session_server.sessions.views import (
 )
 from session_server.text.model_text import ModelText
 
-CancelReason = Literal["client_cancelled", "disconnected", "session_closed", "draining"]
-CloseReason = Literal["client", "expired", "draining"]
+MAX_LIST: Final = 1000
+_CANCEL_GRACE_S: Final = 2.0
+"""How long a drain waits for the engine to confirm the cancels it sent at its deadline."""
+_TICK_S: Final = 1.0
 
 
 class SessionManager:
-    """All verbs belong to the event loop's thread and raise `core.errors` when they refuse."""
+    """All verbs belong to the event loop's thread and raise `core.errors` when they refuse.
+
+    `owner` is whoever authentication says is asking: sessions of one owner do not exist for
+    another. `secret` keys the cache namespaces of owners and is never shown; two servers that
+    share a cache must share it. `clock` gives monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -36,28 +91,93 @@ class SessionManager:
         limits: SessionLimits | None = None,
         quotas: QuotaLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None: ...
+    ) -> None:
+        assert len(secret) >= 16, "a guessable secret separates nobody"
+        self._text = text
+        self._secret = secret
+        self._clock = clock
+        self._limits = limits or SessionLimits()
+        self._quotas = Quotas(quotas or QuotaLimits())
+        self._sessions = SessionRegistry()
+        self._link = EngineLink(engine)
+        self._is_draining = False
+        self._became_idle = asyncio.Event()
+        self._flow = TurnFlow(
+            self._link,
+            text,
+            limits=self._limits,
+            quotas=self._quotas,
+            clock=clock,
+            tenant_salt=self._tenant_salt,
+        )
+        self._flow.on_idle = self._on_idle
+
+    @property
+    def limits(self) -> SessionLimits:
+        """Bounds of one session, for a client's hello."""
+        return self._limits
+
+    @property
+    def text(self) -> ModelText:
+        """The model's tokenizer and template."""
+        return self._text
+
+    @property
+    def engine_ready(self) -> EngineReady | None:
+        """What the engine said when it last came up; None while there is no engine."""
+        return self._link.ready if self._link.is_up else None
 
     async def start(self) -> EngineReady:
-        """Bring the engine up. Raises EngineUnavailable."""
-        raise NotImplementedError
+        """Bring the engine up.
+
+        Raises:
+            EngineUnavailable: it did not come up.
+        """
+        return await self._link.start(self.on_event)
 
     async def stop(self) -> None:
         """Stop the engine and the tokenising threads; after `drain`."""
+        self._flow.stop()
+        await self._link.stop()
 
     def open(self, owner: str, request: OpenRequest) -> SessionView:
-        """Raises InvalidRequest, SessionExists, QuotaExceeded, ServerBusy, ServerDraining."""
-        raise NotImplementedError
+        """Make a session. Nothing is computed before its first turn.
+
+        Raises:
+            InvalidRequest: a bound is exceeded, or the session id is malformed.
+            UnsupportedOperation: messages without a chat template, or `history` "append" with a
+                template that rewrites its history.
+            SessionExists: the owner has a session of this id.
+            QuotaExceeded, ServerBusy: too many sessions.
+            ServerDraining: the server shuts down.
+        """
+        if self._is_draining:
+            raise ServerDraining("the server is shutting down")
+        check_open(request, self._limits)
+        mode = self._history_mode(request)
+        if request.session_id is not None:
+            self._sessions.check_free(owner, request.session_id)
+        self._quotas.take_session(owner)
+        session = self._new_session(owner, request, mode)
+        self._sessions.add(session)
+        return session.view()
 
     def get(self, owner: str, session_id: str) -> SessionView:
-        """Raises SessionNotFound."""
-        raise NotImplementedError
+        """One session. Raises SessionNotFound."""
+        return self._sessions.get(owner, session_id).view()
 
     def list(
         self, owner: str, *, limit: int = 100, after: str | None = None
     ) -> tuple[SessionView, ...]:
-        """Oldest first, those after session `after`."""
-        raise NotImplementedError
+        """The owner's sessions, oldest first, those behind session `after`.
+
+        Raises:
+            InvalidRequest: `limit` is outside [1, MAX_LIST], or `after` is no session.
+        """
+        if not 1 <= limit <= MAX_LIST:
+            raise InvalidRequest(f"limit must lie in [1, {MAX_LIST}]", param="limit")
+        page = self._sessions.page(owner, limit=limit, after=after)
+        return tuple(session.view() for session in page)
 
     def update(
         self,
@@ -67,22 +187,66 @@ class SessionManager:
         ttl_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> SessionView:
-        """None leaves a setting as it is. Journals `SessionUpdated`."""
-        raise NotImplementedError
+        """Change settings (None leaves one as it is) and journal the effective ones.
+
+        Raises:
+            SessionNotFound, SessionClosing, InvalidRequest
+        """
+        session = self._sessions.get(owner, session_id)
+        _check_open_for_work(session)
+        if ttl_s is not None:
+            check_ttl(ttl_s, self._limits)
+        if metadata is not None:
+            check_metadata(metadata, self._limits)
+        settings = session.settings
+        settings.ttl_s = settings.ttl_s if ttl_s is None else ttl_s
+        settings.metadata = settings.metadata if metadata is None else dict(metadata)
+        session.last_active_s = self._clock()
+        session.journal.append(SessionUpdated(settings.ttl_s, dict(settings.metadata)))
+        return session.view()
 
     def close(self, owner: str, session_id: str, *, reason: CloseReason = "client") -> SessionView:
-        """Begin to close; `SessionClosed` ends the journal, at once when no turn runs."""
-        raise NotImplementedError
+        """Begin to close: no new turns, waiting ones end, a running one is cancelled.
+
+        `SessionClosed` ends the journal, at once when no turn runs; then the id is free. Closing
+        twice is closing once. Raises SessionNotFound.
+        """
+        session = self._sessions.get(owner, session_id)
+        self._close(session, reason)
+        return session.view()
 
     async def submit(self, owner: str, session_id: str, request: TurnRequest) -> TurnView:
         """Accept a turn, or refuse it by raising with nothing changed.
 
-        Returns as soon as the turn is queued or sent to the engine; a turn id seen before gives
-        the same turn again. Raises SessionNotFound, SessionClosing, SessionBusy, TurnConflict,
-        InvalidRequest, ContextTooLong, TokenizeFailed, QuotaExceeded, ServerBusy, ServerDraining,
-        EngineUnavailable.
+        Returns as soon as the turn waits in line or was sent to the engine. Turns run in the
+        order of these calls. A turn id seen before gives the same turn again (the last
+        `max_kept_turns` ended ones are remembered). Cancelling the caller does not cancel the
+        turn.
+
+        Raises:
+            SessionNotFound, SessionClosing: no session to run it in.
+            SessionBusy: a turn runs, and `request.queue` is False or the line is full.
+            TurnConflict: the turn id was used with another request.
+            InvalidRequest, UnsupportedOperation, TokenizeFailed: the input is at fault.
+            ContextTooLong: it cannot fit; a turn that must wait first fails later instead.
+            QuotaExceeded, ServerBusy, ServerDraining, EngineUnavailable
         """
-        raise NotImplementedError
+        session = self._sessions.get(owner, session_id)
+        mark = fingerprint(request)
+        if request.turn_id in session.ended:
+            known, view = session.ended[request.turn_id]
+            _check_same(known, mark)
+            return view
+        turn = session.find(request.turn_id)
+        if turn is None:
+            turn = self._new_turn(session, request, mark)
+            self._flow.enqueue(session, turn)
+        else:
+            _check_same(turn.fingerprint, mark)
+        error = await asyncio.shield(turn.accepted)
+        if error is not None:
+            raise error
+        return self._view_of(session, request.turn_id)
 
     def cancel(
         self,
@@ -93,45 +257,269 @@ class SessionManager:
         keep_partial: bool = True,
         reason: CancelReason = "client_cancelled",
     ) -> TurnView:
-        """End a turn early (None: the running one, else the first queued).
+        """End a turn early (None: the running one, else the first that waits).
 
-        Raises TurnNotFound, TurnNotActive.
+        The output processed so far is decided here to stay (`keep_partial`) or to go; a waiting
+        turn leaves nothing either way. The terminal entry follows when the engine has let go.
+        Cancelling twice is cancelling once.
+
+        Raises:
+            SessionNotFound, TurnNotFound
+            TurnNotActive: it has ended, or its last token is already there.
         """
-        raise NotImplementedError
+        session = self._sessions.get(owner, session_id)
+        turn = self._turn_to_cancel(session, turn_id)
+        self._flow.cancel(session, turn, keep_partial=keep_partial, reason=reason)
+        return self._view_of(session, turn.request.turn_id)
 
     def turn(self, owner: str, session_id: str, turn_id: str) -> TurnView:
-        """A turn that waits, runs, or ended recently. Raises TurnNotFound."""
-        raise NotImplementedError
+        """A turn that waits, runs, or ended recently. Raises SessionNotFound, TurnNotFound."""
+        return self._view_of(self._sessions.get(owner, session_id), turn_id)
 
     def journal(self, owner: str, session_id: str) -> Journal:
-        """The session's log. It stays readable by whoever holds it after the session is gone."""
-        raise NotImplementedError
+        """The session's log. Whoever holds it can read it to its end, also when the session is
+        gone. Raises SessionNotFound."""
+        return self._sessions.get(owner, session_id).journal
 
     def snapshot(self, owner: str, session_id: str) -> SessionSnapshot:
-        """The state a reader continues from who lost the journal."""
-        raise NotImplementedError
+        """The state from which a reader goes on who lost the journal. Raises SessionNotFound."""
+        session = self._sessions.get(owner, session_id)
+        live = session.live
+        return SessionSnapshot(
+            session=session.view(),
+            items=session.transcript.items,
+            running=session.turn_view(live) if live is not None and live.is_accepted else None,
+            queued=tuple(session.turn_view(turn) for turn in session.queue if turn.is_accepted),
+        )
 
     def history(self, owner: str, session_id: str) -> tuple[int, ...]:
-        """Token ids of the session as of the last turn that ended."""
-        raise NotImplementedError
+        """Token ids of the session as of the last turn that ended. Raises SessionNotFound."""
+        return self._sessions.get(owner, session_id).transcript.tokens()
 
     async def memory(self, *, full: bool = False) -> MemoryReported:
-        """The engine's accounts; `full` runs the level-2 audit. Raises EngineUnavailable."""
-        raise NotImplementedError
+        """The engine's accounts; `full` runs the level-2 audit between two steps.
+
+        Raises:
+            EngineUnavailable: there is no engine, or it does not answer.
+        """
+        return await self._link.memory(full=full)
 
     async def flush(self) -> bool:
-        """Cool every session and empty the tree; False when turns are live."""
-        raise NotImplementedError
+        """Cool every session and empty the tree; histories stay. False when turns are live.
+
+        Raises:
+            EngineUnavailable: there is no engine, or it does not answer.
+        """
+        return await self._link.flush()
 
     def stats(self) -> ManagerStats:
-        """For metrics."""
-        raise NotImplementedError
+        """Counters since start and gauges now."""
+        sessions = list(self._sessions)
+        counts = self._flow.counts
+        return ManagerStats(
+            sessions=len(sessions),
+            live_turns=sum(session.live is not None for session in sessions),
+            queued_turns=sum(len(session.queue) for session in sessions),
+            turns_by_end=dict(counts.turns_by_end),
+            input_tokens=counts.input_tokens,
+            cached_tokens=counts.cached_tokens,
+            output_tokens=counts.output_tokens,
+            engine=self._link.stats,
+            ready=self.engine_ready,
+            draining=self._is_draining,
+        )
 
     def on_event(self, event: EngineEvent) -> None:
         """Listener of the engine; called on the event loop's thread, in order."""
+        match event:
+            case (
+                TurnStarted()
+                | PrefillProgressed()
+                | PromptScored()
+                | TokensProduced()
+                | TurnFinished()
+                | TurnFailed()
+            ):
+                self._flow.on_turn_event(event)
+            case SessionCooled(session_id=session_id):
+                session = self._sessions.of_copy(session_id)
+                if session is not None:
+                    reason = "flush" if self._link.is_flushing else "pressure"
+                    self._flow.mark_cold(session, reason=reason)
+            case SessionRefused(session_id=session_id, code=code, message=message):
+                session = self._sessions.of_copy(session_id)
+                if session is not None:
+                    self._flow.on_refused(session, code, message)
+            case EngineDied(will_restart=will_restart):
+                self._link.on_event(event)
+                self._flow.on_engine_lost(self._sessions, will_restart=will_restart)
+            case EngineReady():
+                self._link.on_event(event)
+                for session in self._sessions:
+                    self._flow.advance(session)
+            case _:
+                self._link.on_event(event)
 
     def tick(self, now_s: float | None = None) -> None:
-        """About once a second: close sessions idle beyond their TTL, drop old journal entries."""
+        """About once a second: close sessions idle beyond their TTL, forget old entries."""
+        now_s = self._clock() if now_s is None else now_s
+        for session in self._sessions:
+            if session.is_idle and now_s - session.last_active_s > session.settings.ttl_s:
+                self._close(session, "expired")
+            else:
+                session.journal.forget_old(now_s)
+        self._quotas.forget_idle(now_s)
+
+    async def run_ticks(self) -> None:
+        """Call `tick` for ever; a task for whoever runs the server."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.tick()
 
     async def drain(self, deadline_s: float) -> None:
-        """Refuse new work, give running turns `deadline_s`, cancel the rest, close everything."""
+        """Refuse new work, end what waits, give running turns `deadline_s`, close everything.
+
+        What still runs then is cancelled and keeps what it has. Calling it again waits likewise.
+        """
+        if not self._is_draining:
+            self._is_draining = True
+            for session in self._sessions:
+                session.journal.append(SessionDraining(deadline_s))
+                for turn in list(session.queue):
+                    self._flow.cancel(session, turn, keep_partial=True, reason="draining")
+        await self._wait_for_turns(deadline_s)
+        for session in self._sessions:
+            if session.live is not None:
+                self._flow.cancel(session, session.live, keep_partial=True, reason="draining")
+        await self._wait_for_turns(_CANCEL_GRACE_S)
+        if any(session.live is not None for session in self._sessions):
+            self._link.give_up()
+            self._flow.on_engine_lost(self._sessions, will_restart=False)
+        for session in self._sessions:
+            self._close(session, "draining")
+
+    # -- sessions
+
+    def _new_session(self, owner: str, request: OpenRequest, mode: HistoryMode) -> Session:
+        session = Session(
+            owner=owner,
+            session_id="",
+            settings=SessionSettings(
+                ttl_s=self._limits.default_ttl_s if request.ttl_s is None else request.ttl_s,
+                metadata=dict(request.metadata),
+                is_pinned=request.pinned,
+                is_single_turn=request.single_turn,
+                created_s=time.time(),
+            ),
+            journal=Journal(self._limits.journal, clock=self._clock),
+            transcript=Transcript(mode, request.messages, now=datetime.now().astimezone()),
+            last_active_s=self._clock(),
+        )
+        session.session_id = request.session_id or session.copy.session_id
+        return session
+
+    def _history_mode(self, request: OpenRequest) -> HistoryMode:
+        chat = self._text.chat
+        if chat is None and request.messages:
+            raise UnsupportedOperation("this model has no chat template", param="messages")
+        if request.history == "append" and chat is not None and not chat.can_append:
+            raise UnsupportedOperation(
+                "this model's chat template rewrites its history: use template", param="history"
+            )
+        if request.history is not None:
+            return request.history
+        return "append" if chat is None or chat.can_append else "template"
+
+    def _tenant_salt(self, owner: str) -> str:
+        return hmac.new(self._secret, owner.encode(), hashlib.sha256).hexdigest()
+
+    def _close(self, session: Session, reason: CloseReason) -> None:
+        if session.closing is not None:
+            return
+        session.closing = reason
+        why: CancelReason = "draining" if reason == "draining" else "session_closed"
+        for turn in [*session.queue, *([session.live] if session.live else [])]:
+            self._flow.cancel(session, turn, keep_partial=True, reason=why)
+        self._on_idle(session)
+
+    def _on_idle(self, session: Session) -> None:
+        """Finish a close that waited for the last turn."""
+        self._became_idle.set()
+        if session.settings.is_single_turn and session.closing is None:
+            session.closing = "client"
+        if session.closing is None or not session.is_idle or session.journal.is_closed:
+            return
+        if session.copy.known_len is not None:
+            self._link.tell(CloseSession(session_id=session.copy.session_id))
+        self._sessions.remove(session)
+        self._quotas.give_session(session.owner)
+        session.journal.append(SessionClosed(session.closing))
+
+    # -- turns
+
+    def _new_turn(self, session: Session, request: TurnRequest, mark: bytes) -> Turn:
+        """Check and count a turn that no other call has brought."""
+        if self._is_draining:
+            raise ServerDraining("the server is shutting down")
+        _check_open_for_work(session)
+        if self._link.is_gone or self._link.ready is None:
+            raise EngineUnavailable("there is no engine")
+        if not self._link.is_up and not request.queue:
+            raise EngineUnavailable("the engine restarts")
+        check_turn(request, self._limits, self._link.ready.vocab_size)
+        if not session.is_idle:
+            if not request.queue:
+                raise SessionBusy("a turn of this session has not ended")
+            if len(session.queue) >= self._limits.max_queued_turns:
+                raise SessionBusy(f"{len(session.queue)} turns of this session wait already")
+        self._quotas.take_turn(session.owner)
+        return Turn(
+            request=request,
+            fingerprint=mark,
+            item_id=session.transcript.new_item_id(),
+            accepted=asyncio.get_running_loop().create_future(),
+        )
+
+    def _view_of(self, session: Session, turn_id: str) -> TurnView:
+        turn = session.find(turn_id)
+        if turn is not None and turn.is_accepted:
+            return session.turn_view(turn)
+        if turn_id in session.ended:
+            return session.ended[turn_id][1]
+        raise TurnNotFound("no such turn in this session")
+
+    def _turn_to_cancel(self, session: Session, turn_id: str | None) -> Turn:
+        if turn_id is None:
+            turn = next(iter(session.turns()), None)
+        else:
+            turn = session.find(turn_id)
+            if turn is None and turn_id not in session.ended:
+                raise TurnNotFound("no such turn in this session")
+        is_over = turn is None or (
+            turn.phase is TurnPhase.ENDING
+            and turn.running is not None
+            and not isinstance(turn.running.verdict, CancelAccepted)
+        )
+        if turn is None or is_over:
+            raise TurnNotActive("the turn has ended")
+        return turn
+
+    async def _wait_for_turns(self, deadline_s: float) -> None:
+        """Until no turn is live, or the time is over."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while any(session.live is not None for session in self._sessions):
+                    self._became_idle.clear()
+                    await self._became_idle.wait()
+        except TimeoutError:
+            return
+
+
+def _check_open_for_work(session: Session) -> None:
+    if session.closing is not None:
+        raise SessionClosing("the session is closing")
+
+
+def _check_same(known: bytes, mark: bytes) -> None:
+    if known != mark:
+        raise TurnConflict("the turn id was used with another request", param="turn_id")

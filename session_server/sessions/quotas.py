@@ -12,10 +12,10 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What one session may hold. Times in seconds, sizes in bytes of UTF-8.
+    """What one session may hold. Times in seconds, sizes in characters.
 
     `max_queued_turns` wait behind a running turn. `max_kept_turns` ended turns answer for their
-    id again. Inputs above `inline_input_bytes` are tokenised off the event loop, for at most
+    id again. Inputs above `inline_input_chars` are tokenised off the event loop, for at most
     `tokenize_deadline_s`.
     """
 
@@ -23,12 +23,12 @@ class SessionLimits:
     max_ttl_s: float = 7 * 86_400.0
     max_queued_turns: int = 4
     max_kept_turns: int = 16
-    max_input_bytes: int = 4 << 20
+    max_input_chars: int = 4 << 20
     max_messages: int = 1024
     max_metadata: int = 16
     max_stop_strings: int = 16
-    max_stop_bytes: int = 256
-    inline_input_bytes: int = 4096
+    max_stop_chars: int = 256
+    inline_input_chars: int = 4096
     tokenize_deadline_s: float = 30.0
     journal: JournalLimits = field(default_factory=JournalLimits)
 

@@ -1,0 +1,82 @@
+"""One turn's output as it comes: tokens in, text out, and where the text says stop."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from session_server.core.sampling import TokenLogprob
+from session_server.core.session_events import TextOptions
+from session_server.text.detokenizer import Detokenizer
+from session_server.text.stops import StopMatcher
+from session_server.text.tokenizer import Tokenizer
+
+
+class Answer:
+    """Tokens and text of an answer. The pieces `feed` and `finish` give, joined, are `text`.
+
+    `end_ids` are tokens that end the turn once `min_tokens` are there; their text is given out
+    only with `options.keep_stop`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        *,
+        end_ids: Collection[int],
+        min_tokens: int,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._stops = StopMatcher(options.stop, keep_stop=options.keep_stop)
+        self._keep_stop = options.keep_stop
+        self._end_ids = end_ids
+        self._min_tokens = min_tokens
+        self._pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+
+    @property
+    def text(self) -> str:
+        """Text given out so far."""
+        return "".join(self._pieces)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string found; the last token fed completed it."""
+        return self._stops.matched
+
+    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[str, int]:
+        """Take output tokens up to the one that completes a stop string.
+
+        Returns:
+            The text to give out now, and how many of `token_ids` were taken.
+        """
+        assert self.matched is None, "tokens after a stop string"
+        pieces: list[str] = []
+        num_taken = 0
+        for token_id in token_ids:
+            num_taken += 1
+            self.token_ids.append(token_id)
+            pieces.append(self._text_of(token_id))
+            if self.matched is not None:
+                break
+        self.logprobs.extend(logprobs[:num_taken])
+        return self._give("".join(pieces)), num_taken
+
+    def finish(self) -> str:
+        """The answer has ended: what was held back."""
+        if self.matched is not None:
+            return ""
+        text = self._stops.feed(self._detokenizer.flush())
+        return self._give(text + self._stops.flush())
+
+    def _text_of(self, token_id: int) -> str:
+        is_end = token_id in self._end_ids and len(self.token_ids) >= self._min_tokens
+        if is_end and not self._keep_stop:
+            return ""
+        return self._stops.feed(self._detokenizer.feed(token_id))
+
+    def _give(self, text: str) -> str:
+        if text:
+            self._pieces.append(text)
+        return text

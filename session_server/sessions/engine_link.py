@@ -1,0 +1,151 @@
+"""The manager's line to the engine: is it up, send to it, ask it, remember its last figures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from session_server.core.commands import EngineCommand, FlushCache, ReportMemory
+from session_server.core.engine_client import EngineClient, EventListener
+from session_server.core.errors import EngineUnavailable
+from session_server.core.events import (
+    CacheFlushed,
+    EngineDied,
+    EngineEvent,
+    EngineReady,
+    EngineStats,
+    MemoryReported,
+)
+
+ANSWER_DEADLINE_S: Final = 60.0
+"""A full audit of a large pool takes seconds; an engine that needs longer than this hangs."""
+
+_Answer = TypeVar("_Answer", MemoryReported, CacheFlushed)
+
+
+class EngineLink:
+    """One engine as the server sees it: up, restarting, or gone for good."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._request_ids = itertools.count(1)
+        self._memory: dict[int, asyncio.Future[MemoryReported]] = {}
+        self._flushes: dict[int, asyncio.Future[CacheFlushed]] = {}
+        self.ready: EngineReady | None = None
+        self.stats: EngineStats | None = None
+        self.is_up = False
+        self.is_gone = False
+
+    async def start(self, listener: EventListener) -> EngineReady:
+        """Bring the engine up; its `EngineReady` may or may not also reach the listener."""
+        ready = await self._client.start(listener)
+        if self.ready is None or self.ready.epoch < ready.epoch:
+            listener(ready)
+        return ready
+
+    async def stop(self) -> None:
+        """End the engine."""
+        self.give_up()
+        await self._client.stop()
+
+    def give_up(self) -> None:
+        """Expect nothing more from the engine."""
+        self._lose("the engine was stopped")
+        self.is_gone = True
+
+    def send(self, command: EngineCommand) -> None:
+        """Queue a command.
+
+        Raises:
+            EngineUnavailable: there is no engine; it counts as down until it reports ready.
+        """
+        if not self.is_up:
+            raise EngineUnavailable("there is no engine at the moment")
+        try:
+            self._client.send(command)
+        except EngineUnavailable:
+            self.is_up = False
+            raise
+
+    def tell(self, command: EngineCommand) -> None:
+        """Send what an engine that is not there need not hear: a new one knows nothing anyway."""
+        try:
+            self.send(command)
+        except EngineUnavailable:
+            return
+
+    async def memory(self, *, full: bool) -> MemoryReported:
+        """Ask for the accounts. Raises EngineUnavailable."""
+
+        def command(request_id: int) -> EngineCommand:
+            return ReportMemory(request_id=request_id, full=full)
+
+        return await self._ask(self._memory, command)
+
+    async def flush(self) -> bool:
+        """Ask for an empty cache; False when turns were live. Raises EngineUnavailable."""
+
+        def command(request_id: int) -> EngineCommand:
+            return FlushCache(request_id=request_id)
+
+        return (await self._ask(self._flushes, command)).done
+
+    @property
+    def is_flushing(self) -> bool:
+        """Whether a flush was asked for and not yet answered."""
+        return bool(self._flushes)
+
+    def on_event(self, event: EngineEvent) -> None:
+        """Take in what concerns the engine itself; other events are ignored."""
+        match event:
+            case EngineReady():
+                self.ready = event
+                self.is_up = True
+                self.is_gone = False
+            case EngineDied(message=message, will_restart=will_restart):
+                self._lose(message)
+                self.is_gone = not will_restart
+            case EngineStats():
+                self.stats = event
+            case MemoryReported(request_id=request_id):
+                _answer(self._memory, request_id, event)
+            case CacheFlushed(request_id=request_id):
+                _answer(self._flushes, request_id, event)
+            case _:
+                return
+
+    async def _ask(
+        self,
+        waiting: dict[int, asyncio.Future[_Answer]],
+        command: Callable[[int], EngineCommand],
+    ) -> _Answer:
+        request_id = next(self._request_ids)
+        future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        waiting[request_id] = future
+        try:
+            self.send(command(request_id))
+            return await asyncio.wait_for(future, ANSWER_DEADLINE_S)
+        except TimeoutError as error:
+            raise EngineUnavailable("the engine did not answer") from error
+        finally:
+            del waiting[request_id]
+
+    def _lose(self, message: str) -> None:
+        self.is_up = False
+        for memory in self._memory.values():
+            _fail(memory, message)
+        for flush in self._flushes.values():
+            _fail(flush, message)
+
+
+def _answer(waiting: dict[int, asyncio.Future[_Answer]], request_id: int, event: _Answer) -> None:
+    future = waiting.get(request_id)
+    if future is not None and not future.done():
+        future.set_result(event)
+
+
+def _fail(future: asyncio.Future[_Answer], message: str) -> None:
+    if not future.done():
+        future.set_exception(EngineUnavailable(message))

@@ -1,0 +1,128 @@
+"""What a turn's input becomes: how much of the history stays, and the tokens behind it.
+
+Pure: frozen state in, frozen prompt out, so that a long input can be tokenised on another thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import assert_never
+
+from session_server.core.errors import InvalidRequest, TokenizeFailed, UnsupportedOperation
+from session_server.core.session_events import ChatInput, Message, TextInput, TokenInput, TurnInput
+from session_server.sessions.views import HistoryMode
+from session_server.text.chat_encoder import ChatEncoder, check_roles
+from session_server.text.chat_template import RenderFrame
+from session_server.text.model_text import ModelText
+
+
+@dataclass(frozen=True, slots=True)
+class PromptState:
+    """What a prompt depends on.
+
+    `answer_len`: tokens of the history up to the end of the last answer, 0 before the first.
+    `last_id`: the token there. `open_messages`: messages after it that no answer follows yet; what
+    the history holds beyond `answer_len` is their render, and they are rendered again together
+    with new ones. `messages`: the whole conversation, None when raw input made it unknown; kept
+    for `mode` "template" only.
+    """
+
+    mode: HistoryMode
+    num_tokens: int
+    answer_len: int
+    last_id: int
+    open_messages: tuple[Message, ...]
+    messages: tuple[Message, ...] | None
+    now: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The context of a turn is the history's first `keep_len` tokens, then `tokens`.
+
+    `num_new`: input tokens that count against a quota. `messages`: the chat messages given, empty
+    for raw input, whose text is `raw_text`. `generate` False: nothing follows yet.
+    """
+
+    keep_len: int
+    tokens: tuple[int, ...]
+    messages: tuple[Message, ...]
+    raw_text: str | None
+    generate: bool
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of the whole context."""
+        return self.keep_len + len(self.tokens)
+
+
+def build_prompt(
+    text: ModelText, state: PromptState, turn_input: TurnInput, *, generate: bool
+) -> Prompt:
+    """Tokens of a turn.
+
+    Raises:
+        InvalidRequest: empty input, or a role that is none.
+        TokenizeFailed: the tokenizer or the template refused.
+        UnsupportedOperation: messages where there is no chat template, or after raw input in a
+            session whose history is rendered anew each turn.
+    """
+    match turn_input:
+        case ChatInput(messages=messages):
+            return _chat_prompt(text, state, messages, generate=generate)
+        case TextInput(text=raw):
+            ids = text.tokenizer.encode_control(raw, add_bos=state.num_tokens == 0)
+            return _raw_prompt(text, state, ids, raw, generate=generate)
+        case TokenInput(token_ids=token_ids):
+            return _raw_prompt(text, state, list(token_ids), "", generate=generate)
+        case _:
+            assert_never(turn_input)
+
+
+def _chat_prompt(
+    text: ModelText, state: PromptState, messages: tuple[Message, ...], *, generate: bool
+) -> Prompt:
+    chat = _chat_of(text)
+    pending = (*state.open_messages, *messages)
+    if not pending or not (messages or generate):
+        raise InvalidRequest("a turn needs at least one message", param="input")
+    check_roles(pending)
+    frame = RenderFrame(state.now, add_generation_prompt=generate)
+    keep_len, skip = 0, 0
+    if state.mode == "template":
+        if state.messages is None:
+            raise UnsupportedOperation(
+                "messages cannot follow raw input where the template renders the whole history"
+            )
+        ids = chat.encode_all((*state.messages, *messages), frame)
+    elif state.answer_len == 0:
+        ids = chat.encode_all(pending, frame)
+    else:
+        ids = chat.encode_after_answer(pending, frame)
+        drop, skip = chat.join(state.last_id, ids, text.eos_token_ids)
+        keep_len = state.answer_len - drop
+    if keep_len + len(ids) - skip == 0:
+        raise TokenizeFailed("the chat template wrote nothing", param="input")
+    return Prompt(keep_len, tuple(ids[skip:]), messages, None, generate)
+
+
+def _raw_prompt(
+    text: ModelText, state: PromptState, ids: list[int], raw: str, *, generate: bool
+) -> Prompt:
+    if state.num_tokens and ids and ids[0] == text.bos_token_id:
+        ids = ids[1:]
+    if not ids:
+        raise InvalidRequest("a turn needs at least one input token", param="input")
+    if state.num_tokens == 0 and state.open_messages:
+        frame = RenderFrame(state.now, add_generation_prompt=False)
+        ids = [*_chat_of(text).encode_all(state.open_messages, frame), *ids]
+    return Prompt(state.num_tokens, tuple(ids), (), raw, generate)
+
+
+def _chat_of(text: ModelText) -> ChatEncoder:
+    if text.chat is None:
+        raise UnsupportedOperation(
+            "this model has no chat template: send text or token ids", param="input"
+        )
+    return text.chat

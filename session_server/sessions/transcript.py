@@ -1,0 +1,116 @@
+"""The truth of a session: its tokens, and the items they came from.
+
+Changed by `commit` alone, when a turn has ended with something to keep; until then a running turn
+leaves no trace, so undoing one is doing nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from datetime import datetime
+
+import numpy as np
+
+from session_server.core.session_events import Message
+from session_server.sessions.prompt import Prompt, PromptState
+from session_server.sessions.views import HistoryMode, ItemView
+
+
+class Transcript:
+    """Tokens and items of one conversation."""
+
+    def __init__(self, mode: HistoryMode, messages: tuple[Message, ...], *, now: datetime) -> None:
+        self.mode: HistoryMode = mode
+        self._now = now
+        self._tokens = array("i")
+        self._answer_len = 0
+        self._open = messages
+        self._messages: list[Message] | None = list(messages)
+        self._items: list[ItemView] = []
+        self._num_items = 0
+        for message in messages:
+            self._add_item("", message.role, message.content)
+
+    def __len__(self) -> int:
+        """Tokens of the history."""
+        return len(self._tokens)
+
+    @property
+    def items(self) -> tuple[ItemView, ...]:
+        """The conversation so far, oldest first."""
+        return tuple(self._items)
+
+    def tokens(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
+        """Token ids of positions [start, end)."""
+        return tuple(self._tokens[start:end])
+
+    def new_item_id(self) -> str:
+        """An id for the next item; ids count up and are never used again in this session."""
+        self._num_items += 1
+        return f"i_{self._num_items}"
+
+    def state(self) -> PromptState:
+        """What the next turn's prompt depends on."""
+        answer_len = self._answer_len
+        messages = None
+        if self.mode == "template" and self._messages is not None:
+            messages = tuple(self._messages)
+        return PromptState(
+            mode=self.mode,
+            num_tokens=len(self._tokens),
+            answer_len=answer_len,
+            last_id=self._tokens[answer_len - 1] if answer_len else -1,
+            open_messages=self._open,
+            messages=messages,
+            now=self._now,
+        )
+
+    def common_len(self, prompt: Prompt) -> int:
+        """Length of the longest common prefix of the history and the prompt's context."""
+        old = np.frombuffer(self._tokens, dtype=np.int32)[prompt.keep_len :]
+        new = np.asarray(prompt.tokens[: len(old)], dtype=np.int32)
+        differs = np.flatnonzero(old[: len(new)] != new)
+        return prompt.keep_len + (int(differs[0]) if len(differs) else len(new))
+
+    def context(self, prompt: Prompt, start: int) -> tuple[int, ...]:
+        """Token ids of the prompt's context from position `start` on."""
+        if start >= prompt.keep_len:
+            return prompt.tokens[start - prompt.keep_len :]
+        return (*self._tokens[start : prompt.keep_len], *prompt.tokens)
+
+    def commit(
+        self, prompt: Prompt, turn_id: str, item_id: str, *, output: Sequence[int], text: str
+    ) -> None:
+        """A turn ended and stays: its context, then `output`, whose text is `text`."""
+        assert prompt.keep_len <= len(self._tokens), "a prompt was built on another history"
+        del self._tokens[prompt.keep_len :]
+        self._tokens.extend(prompt.tokens)
+        self._add_inputs(prompt, turn_id)
+        is_chat = prompt.raw_text is None
+        if is_chat and not prompt.generate:
+            # In append mode the next turn renders these messages again, from the same place.
+            self._answer_len = prompt.keep_len
+            self._open = (*self._open, *prompt.messages)
+            return
+        self._tokens.extend(output)
+        self._answer_len = len(self._tokens)
+        self._open = ()
+        if not is_chat:
+            self._messages = None
+        if prompt.generate:
+            self._add_item(turn_id, "assistant", text, item_id=item_id)
+            if self._messages is not None and self.mode == "template":
+                self._messages.append(Message("assistant", text))
+
+    def _add_inputs(self, prompt: Prompt, turn_id: str) -> None:
+        if prompt.raw_text is not None:
+            self._add_item(turn_id, "raw", prompt.raw_text)
+        for message in prompt.messages:
+            self._add_item(turn_id, message.role, message.content)
+        if self._messages is not None and self.mode == "template":
+            self._messages.extend(prompt.messages)
+
+    def _add_item(self, turn_id: str, role: str, text: str, *, item_id: str | None = None) -> None:
+        item = ItemView(item_id or self.new_item_id(), turn_id, role, text, len(self._tokens))
+        self._items.append(item)

@@ -1,0 +1,88 @@
+"""One turn between `submit` and its terminal entry."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from session_server.core.errors import SessionServerError
+from session_server.core.ids import TurnId, new_turn_id
+from session_server.core.sampling import TokenLogprob
+from session_server.core.session_events import TurnRequest
+from session_server.sessions.answer import Answer
+from session_server.sessions.prompt import Prompt
+
+CancelReason = Literal["client_cancelled", "disconnected", "session_closed", "draining"]
+
+
+class TurnPhase(enum.Enum):
+    """WAITING -> PREPARING -> RUNNING -> ENDING -> ENDED; any may go straight to ENDED.
+
+    PREPARING: being tokenised. ENDING: the outcome is decided here (a stop string, a cancel), the
+    engine's terminal event is awaited.
+    """
+
+    WAITING = enum.auto()
+    PREPARING = enum.auto()
+    RUNNING = enum.auto()
+    ENDING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class StopFound:
+    """The text completed a stop string."""
+
+    stop: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAccepted:
+    """A cancel was accepted; with `keep_partial` what was processed until then stays."""
+
+    keep_partial: bool
+    reason: CancelReason
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """What a turn has once it was sent to the engine. `base_len`: see `SubmitTurn`."""
+
+    prompt: Prompt
+    answer: Answer
+    base_len: int
+    cached_tokens: int = 0
+    is_started: bool = False
+    verdict: StopFound | CancelAccepted | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A turn that has not ended. `engine_id` is what the engine knows it by.
+
+    `accepted` resolves once the turn is certain to get a terminal entry (None), or was refused
+    and leaves no trace (the error).
+    """
+
+    request: TurnRequest
+    fingerprint: bytes
+    item_id: str
+    accepted: asyncio.Future[SessionServerError | None]
+    engine_id: TurnId = field(default_factory=new_turn_id)
+    phase: TurnPhase = TurnPhase.WAITING
+    created_seq: int = 0
+    running: Running | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether `TurnCreated` was written."""
+        return self.created_seq > 0
+
+
+def fingerprint(request: TurnRequest) -> bytes:
+    """Equal for equal requests; what an ended turn keeps of a body that may be large."""
+    return hashlib.blake2b(repr(request).encode("utf-8", "surrogatepass"), digest_size=16).digest()

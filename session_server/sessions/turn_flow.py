@@ -1,0 +1,575 @@
+"""The way of a turn: queue -> tokens -> engine -> terminal entry -> the next one.
+
+The server decides outcomes, the engine carries them out. A stop string found or a cancel accepted
+settles what stays, whatever the engine still reports; so every accepted turn gets exactly one
+terminal entry and the history is always what that entry says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from session_server.core.commands import CancelTurn, OpenSession, StopTurn, SubmitTurn
+from session_server.core.errors import (
+    WIRE_ERRORS,
+    ContextTooLong,
+    EngineRestarting,
+    EngineUnavailable,
+    SessionNotFound,
+    SessionServerError,
+    TokenizeFailed,
+    wire_error,
+)
+from session_server.core.events import (
+    FinishReason,
+    PrefillProgressed,
+    PromptScored,
+    TokensProduced,
+    TurnFailed,
+    TurnFinished,
+    TurnStarted,
+    TurnTimings,
+)
+from session_server.core.ids import TurnId
+from session_server.core.sampling import SamplingParams
+from session_server.core.session_events import (
+    ChatInput,
+    Outcome,
+    SessionStateChanged,
+    TextInput,
+    TurnCancelled,
+    TurnCompleted,
+    TurnCreated,
+    TurnDelta,
+    TurnEnd,
+    TurnFailedEntry,
+    TurnInput,
+    TurnProgress,
+    Usage,
+)
+from session_server.sessions.answer import Answer
+from session_server.sessions.engine_link import EngineLink
+from session_server.sessions.prompt import Prompt, build_prompt
+from session_server.sessions.quotas import Quotas, SessionLimits
+from session_server.sessions.session import Session
+from session_server.sessions.turn import (
+    CancelAccepted,
+    CancelReason,
+    Running,
+    StopFound,
+    Turn,
+    TurnPhase,
+)
+from session_server.sessions.views import TurnStatus
+from session_server.text.model_text import ModelText
+
+_RETRYABLE: Final = frozenset(wire.code for wire in WIRE_ERRORS.values() if wire.retryable)
+_UNKNOWN_SESSION: Final = WIRE_ERRORS[SessionNotFound].code
+_NUM_TOKENIZERS: Final = 2
+
+TurnEvent = (
+    TurnStarted | PrefillProgressed | PromptScored | TokensProduced | TurnFinished | TurnFailed
+)
+
+
+@dataclass(slots=True)
+class TurnCounts:
+    """Totals since start. `turns_by_end`: "completed", "cancelled", or a failure's wire code."""
+
+    turns_by_end: Counter[str] = field(default_factory=Counter)
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, end: TurnEnd, status: TurnStatus) -> None:
+        """Count one terminal entry."""
+        usage = end.outcome.usage
+        self.turns_by_end[end.code if isinstance(end, TurnFailedEntry) else status] += 1
+        self.input_tokens += usage.input_tokens
+        self.cached_tokens += usage.cached_tokens
+        self.output_tokens += usage.output_tokens
+
+
+class TurnFlow:
+    """Runs the turns of all sessions, one at a time in each.
+
+    `on_idle` is called whenever a session has no turn left that runs or waits. `tenant_salt` gives
+    the cache namespace of an owner.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        text: ModelText,
+        *,
+        limits: SessionLimits,
+        quotas: Quotas,
+        clock: Callable[[], float],
+        tenant_salt: Callable[[str], str],
+    ) -> None:
+        self._link = link
+        self._text = text
+        self._limits = limits
+        self._quotas = quotas
+        self._clock = clock
+        self._tenant_salt = tenant_salt
+        self._sent: dict[TurnId, tuple[Session, Turn]] = {}
+        self._executor = ThreadPoolExecutor(_NUM_TOKENIZERS, thread_name_prefix="tokenize")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.on_idle: Callable[[Session], None] = _ignore
+        self.counts = TurnCounts()
+
+    def stop(self) -> None:
+        """Release the tokenising threads."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def enqueue(self, session: Session, turn: Turn) -> None:
+        """Put a turn last in its session's line, and start it when it is also first."""
+        position = len(session.turns())
+        session.queue.append(turn)
+        if position > 0 or not self._link.is_up:
+            self._accept(session, turn, position)
+        self.advance(session)
+
+    def advance(self, session: Session) -> None:
+        """Start the next turn if there is one and nothing runs."""
+        while session.live is None and session.queue:
+            turn = session.queue[0]
+            if self._link.is_gone:
+                self._refuse(session, turn, EngineUnavailable("there is no engine"))
+            elif not self._link.is_up:
+                return
+            else:
+                session.queue.popleft()
+                session.live = turn
+                turn.phase = TurnPhase.PREPARING
+                self._prepare(session, turn)
+        if session.is_idle:
+            self.on_idle(session)
+
+    def cancel(
+        self, session: Session, turn: Turn, *, keep_partial: bool, reason: CancelReason
+    ) -> None:
+        """Decide that a turn ends early. Without effect on one whose outcome is decided."""
+        match turn.phase:
+            case TurnPhase.WAITING | TurnPhase.PREPARING:
+                self._accept(session, turn, 0)
+                self._end_cancelled(session, turn, kept=False, reason=reason, timings=None)
+                self.advance(session)
+            case TurnPhase.RUNNING:
+                running = _running(turn)
+                self._journal_tail(session, turn)
+                running.verdict = CancelAccepted(keep_partial, reason)
+                turn.phase = TurnPhase.ENDING
+                num_outputs = len(running.answer.token_ids) if keep_partial else None
+                self._link.tell(CancelTurn(turn_id=turn.engine_id, num_outputs=num_outputs))
+            case TurnPhase.ENDING | TurnPhase.ENDED:
+                return
+
+    def on_turn_event(self, event: TurnEvent) -> None:
+        """Take in what the engine says of a turn. Of turns that have ended nothing is heard."""
+        found = self._sent.get(event.turn_id)
+        if found is None:
+            return
+        session, turn = found
+        match event:
+            case TurnStarted():
+                self._on_started(session, turn, event)
+            case PrefillProgressed(computed=computed, total=total):
+                if turn.phase is TurnPhase.RUNNING:
+                    cached = _running(turn).cached_tokens
+                    turn_id = turn.request.turn_id
+                    session.journal.append(TurnProgress(turn_id, computed, cached, total))
+            case PromptScored(logprobs=logprobs):
+                _running(turn).prompt_logprobs.extend(logprobs)
+            case TokensProduced():
+                self._on_tokens(session, turn, event)
+            case TurnFinished():
+                self._on_finished(session, turn, event)
+                self.advance(session)
+            case TurnFailed():
+                self._on_failed(session, turn, event)
+                self.advance(session)
+
+    def on_engine_lost(self, sessions: Iterable[Session], *, will_restart: bool) -> None:
+        """The engine died: live turns end, sessions live on as tokens, waiting turns wait."""
+        error = (
+            EngineRestarting("the engine restarts; the session is intact")
+            if will_restart
+            else EngineUnavailable("there is no engine")
+        )
+        for session in list(sessions):
+            turn = session.live
+            session.copy.known_len = None
+            if turn is not None and turn.running is not None:
+                self._settle(session, turn, None, failure=error)
+            self.mark_cold(session, reason="engine_restart")
+            self.advance(session)
+
+    def on_refused(self, session: Session, code: str, message: str) -> None:
+        """The engine would not open the session: its live turn cannot run."""
+        session.copy.known_len = None
+        turn = session.live
+        if turn is not None and turn.running is not None:
+            self._end_failed(session, turn, code=code, message=message, timings=None)
+            self.advance(session)
+
+    def mark_cold(self, session: Session, *, reason: str) -> None:
+        """Tell readers that the KV is gone, once."""
+        if session.copy.state == "resident":
+            session.copy.state = "cold"
+            session.journal.append(SessionStateChanged("cold", reason))
+
+    # -- from waiting to sent
+
+    def _accept(self, session: Session, turn: Turn, position: int) -> None:
+        """From here on the turn is certain to get a terminal entry."""
+        if turn.is_accepted:
+            return
+        turn.created_seq = session.journal.append(TurnCreated(turn.request.turn_id, position))
+        turn.accepted.set_result(None)
+
+    def _refuse(self, session: Session, turn: Turn, error: SessionServerError) -> None:
+        """The turn cannot run: an accepted one fails, another one never was."""
+        if turn.is_accepted:
+            wire = wire_error(error)
+            self._end_failed(session, turn, code=wire.code, message=error.message, timings=None)
+            return
+        turn.phase = TurnPhase.ENDED
+        turn.accepted.set_result(error)
+        session.take_out(turn)
+        self._quotas.give_turn(session.owner)
+
+    def _prepare(self, session: Session, turn: Turn) -> None:
+        request = turn.request
+        build = partial(
+            build_prompt,
+            self._text,
+            session.transcript.state(),
+            request.input,
+            generate=request.sampling.max_tokens > 0,
+        )
+        if self._is_large(session, request.input):
+            task = asyncio.get_running_loop().create_task(self._prepare_aside(session, turn, build))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        try:
+            prompt = build()
+        except SessionServerError as error:
+            self._refuse(session, turn, error)
+            return
+        self._launch(session, turn, prompt)
+
+    async def _prepare_aside(
+        self, session: Session, turn: Turn, build: Callable[[], Prompt]
+    ) -> None:
+        """As `_prepare`, on another thread; the turn may be cancelled meanwhile."""
+        outcome: Prompt | SessionServerError
+        loop = asyncio.get_running_loop()
+        try:
+            future = loop.run_in_executor(self._executor, build)
+            outcome = await asyncio.wait_for(future, self._limits.tokenize_deadline_s)
+        except TimeoutError:
+            outcome = TokenizeFailed("the input takes too long to tokenise", param="input")
+        except SessionServerError as error:
+            outcome = error
+        if turn.phase is not TurnPhase.PREPARING:
+            return
+        if isinstance(outcome, SessionServerError):
+            self._refuse(session, turn, outcome)
+        else:
+            self._launch(session, turn, outcome)
+        self.advance(session)
+
+    def _is_large(self, session: Session, turn_input: TurnInput) -> bool:
+        """Whether tokenising would hold up the event loop."""
+        match turn_input:
+            case ChatInput(messages=messages):
+                if session.transcript.mode == "template":
+                    return len(session.transcript) > self._limits.inline_input_chars
+                size = sum(len(message.content) for message in messages)
+            case TextInput(text=text):
+                size = len(text)
+            case _:
+                size = 0
+        return size > self._limits.inline_input_chars
+
+    def _launch(self, session: Session, turn: Turn, prompt: Prompt) -> None:
+        assert session.live is turn, "another turn of the session is live"
+        try:
+            sampling = self._fit(session, turn.request.sampling, prompt)
+        except SessionServerError as error:
+            self._refuse(session, turn, error)
+            return
+        turn.running = self._running_for(session, turn, prompt)
+        turn.phase = TurnPhase.RUNNING
+        self._accept(session, turn, 0)
+        self._sent[turn.engine_id] = (session, turn)
+        try:
+            self._send(session, turn, sampling)
+        except EngineUnavailable:
+            # It died and has not said so yet. The turn goes back to the head of the line.
+            del self._sent[turn.engine_id]
+            session.copy.known_len = None
+            session.live = None
+            turn.running = None
+            turn.phase = TurnPhase.WAITING
+            session.queue.appendleft(turn)
+
+    def _fit(self, session: Session, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
+        """Sampling clipped to the room that is left, with a seed."""
+        assert self._link.ready is not None, "a turn before the engine was ever ready"
+        num_needed = 1 if sampling.max_tokens > 0 else 0
+        room = self._link.ready.max_turn_len - prompt.context_len
+        if room < num_needed:
+            allowed = self._link.ready.max_turn_len - num_needed
+            raise ContextTooLong(
+                f"Input length ({prompt.context_len} tokens) exceeds the maximum allowed length "
+                f"({allowed} tokens).",
+                param="input",
+            )
+        self._quotas.charge_input(session.owner, len(prompt.tokens), now_s=self._clock())
+        max_tokens = min(sampling.max_tokens, room)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        return msgspec.structs.replace(
+            sampling,
+            max_tokens=max_tokens,
+            min_tokens=min(sampling.min_tokens, max_tokens),
+            seed=seed,
+        )
+
+    def _running_for(self, session: Session, turn: Turn, prompt: Prompt) -> Running:
+        assert self._link.ready is not None
+        sampling = turn.request.sampling
+        end_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            end_ids.update(self._link.ready.eos_token_ids)
+        answer = Answer(
+            self._text.tokenizer,
+            turn.request.text,
+            end_ids=end_ids,
+            min_tokens=sampling.min_tokens,
+        )
+        common = session.transcript.common_len(prompt)
+        known = session.copy.known_len
+        # A forward needs a query, so the last token of the context is always sent.
+        base_len = min(common if known is None else min(known, common), prompt.context_len - 1)
+        return Running(prompt, answer, base_len)
+
+    def _send(self, session: Session, turn: Turn, sampling: SamplingParams) -> None:
+        running = _running(turn)
+        copy = session.copy
+        if copy.known_len is None:
+            self._link.send(
+                OpenSession(
+                    session_id=copy.session_id,
+                    tenant_salt=self._tenant_salt(session.owner),
+                    tokens=session.transcript.tokens(0, running.base_len),
+                    pinned=session.settings.is_pinned,
+                )
+            )
+            copy.known_len = running.base_len
+        self._link.send(
+            SubmitTurn(
+                session_id=copy.session_id,
+                turn_id=turn.engine_id,
+                base_len=running.base_len,
+                tokens=session.transcript.context(running.prompt, running.base_len),
+                sampling=sampling,
+                priority=turn.request.priority,
+            )
+        )
+
+    # -- from sent to ended
+
+    def _on_started(self, session: Session, turn: Turn, event: TurnStarted) -> None:
+        running = _running(turn)
+        if running.is_started:
+            return
+        running.is_started = True
+        running.cached_tokens = event.cached_tokens
+        if session.copy.state == "cold":
+            session.journal.append(SessionStateChanged("resident", "turn"))
+        session.copy.state = "resident"
+        if turn.phase is TurnPhase.RUNNING:
+            cached, total = event.cached_tokens, event.prompt_tokens
+            session.journal.append(TurnProgress(turn.request.turn_id, cached, cached, total))
+
+    def _on_tokens(self, session: Session, turn: Turn, event: TokensProduced) -> None:
+        if turn.phase is not TurnPhase.RUNNING:
+            return
+        running = _running(turn)
+        text, num_taken = running.answer.feed(event.token_ids, event.logprobs)
+        session.journal.append(
+            TurnDelta(
+                turn.request.turn_id,
+                turn.item_id,
+                text,
+                event.token_ids[:num_taken],
+                event.logprobs[:num_taken],
+            )
+        )
+        stop = running.answer.matched
+        if stop is not None:
+            running.verdict = StopFound(stop)
+            turn.phase = TurnPhase.ENDING
+            num_outputs = len(running.answer.token_ids)
+            self._link.tell(StopTurn(turn_id=turn.engine_id, num_outputs=num_outputs))
+
+    def _journal_tail(self, session: Session, turn: Turn) -> None:
+        """Give out the text that was held back; nothing more can complete it."""
+        text = _running(turn).answer.finish()
+        if text:
+            session.journal.append(TurnDelta(turn.request.turn_id, turn.item_id, text, ()))
+
+    def _on_finished(self, session: Session, turn: Turn, event: TurnFinished) -> None:
+        running = _running(turn)
+        running.cached_tokens = event.cached_tokens
+        session.copy.known_len = event.history_len
+        if running.verdict is not None:
+            self._settle(session, turn, event.timings, failure=None)
+        elif event.reason is FinishReason.CANCELLED:
+            # Nobody here asked for it: the engine leaves.
+            self._end_cancelled(
+                session, turn, kept=False, reason="session_closed", timings=event.timings
+            )
+        else:
+            self._journal_tail(session, turn)
+            matched: int | str | None = running.answer.matched or event.matched_token
+            is_stop = running.answer.matched is not None or event.reason is FinishReason.STOP
+            self._end_completed(
+                session, turn, is_stop=is_stop, matched=matched, timings=event.timings
+            )
+
+    def _on_failed(self, session: Session, turn: Turn, event: TurnFailed) -> None:
+        running = _running(turn)
+        is_known = event.code != _UNKNOWN_SESSION
+        session.copy.known_len = min(event.history_len, running.base_len) if is_known else None
+        if running.verdict is not None:
+            self._settle(session, turn, None, failure=None)
+            return
+        self._end_failed(session, turn, code=event.code, message=event.message, timings=None)
+
+    def _settle(
+        self,
+        session: Session,
+        turn: Turn,
+        timings: TurnTimings | None,
+        *,
+        failure: SessionServerError | None,
+    ) -> None:
+        """End a turn as was decided, or with `failure` where nothing was."""
+        match _running(turn).verdict:
+            case StopFound(stop=stop):
+                self._end_completed(session, turn, is_stop=True, matched=stop, timings=timings)
+            case CancelAccepted(keep_partial=keep, reason=reason):
+                self._end_cancelled(session, turn, kept=keep, reason=reason, timings=timings)
+            case None:
+                assert failure is not None, "an undecided turn settled without a cause"
+                self._refuse(session, turn, failure)
+
+    def _end_completed(
+        self,
+        session: Session,
+        turn: Turn,
+        *,
+        is_stop: bool,
+        matched: int | str | None,
+        timings: TurnTimings | None,
+    ) -> None:
+        outcome = _outcome(turn, kept=True, timings=timings)
+        end = TurnCompleted(turn.request.turn_id, "stop" if is_stop else "length", matched, outcome)
+        self._end(session, turn, end, kept=True, status="completed")
+
+    def _end_cancelled(
+        self,
+        session: Session,
+        turn: Turn,
+        *,
+        kept: bool,
+        reason: CancelReason,
+        timings: TurnTimings | None,
+    ) -> None:
+        outcome = _outcome(turn, kept=kept, timings=timings)
+        end = TurnCancelled(turn.request.turn_id, kept, reason, outcome)
+        self._end(session, turn, end, kept=kept, status="cancelled")
+
+    def _end_failed(
+        self,
+        session: Session,
+        turn: Turn,
+        *,
+        code: str,
+        message: str,
+        timings: TurnTimings | None,
+    ) -> None:
+        outcome = _outcome(turn, kept=False, timings=timings)
+        end = TurnFailedEntry(turn.request.turn_id, code, message, code in _RETRYABLE, outcome)
+        self._end(session, turn, end, kept=False, status="failed")
+
+    def _end(
+        self, session: Session, turn: Turn, end: TurnEnd, *, kept: bool, status: TurnStatus
+    ) -> None:
+        """The one way out of an accepted turn."""
+        assert turn.phase is not TurnPhase.ENDED, "a turn ended twice"
+        turn.phase = TurnPhase.ENDED
+        self._sent.pop(turn.engine_id, None)
+        if turn.running is not None:
+            self._commit(session, turn, turn.running, kept=kept)
+        session.take_out(turn)
+        session.num_turns += 1
+        session.last_active_s = self._clock()
+        session.keep_ended(turn, end, status, max_kept=self._limits.max_kept_turns)
+        self._quotas.give_turn(session.owner)
+        self.counts.add(end, status)
+        session.journal.append(end)
+
+    def _commit(self, session: Session, turn: Turn, running: Running, *, kept: bool) -> None:
+        """Bring history and the engine's copy of it to what stays."""
+        if kept:
+            session.transcript.commit(
+                running.prompt,
+                turn.request.turn_id,
+                turn.item_id,
+                output=running.answer.token_ids,
+                text=running.answer.text,
+            )
+        if session.copy.known_len is not None:
+            same_len = len(session.transcript) if kept else running.base_len
+            session.copy.known_len = min(session.copy.known_len, same_len)
+
+
+def _ignore(session: Session) -> None:
+    """Nobody listens."""
+
+
+def _running(turn: Turn) -> Running:
+    assert turn.running is not None, "the turn was never sent"
+    return turn.running
+
+
+def _outcome(turn: Turn, *, kept: bool, timings: TurnTimings | None) -> Outcome:
+    running = turn.running
+    if running is None:
+        return Outcome(turn.item_id, "", (), Usage(0, 0, 0), timings)
+    answer = running.answer
+    num_outputs = len(answer.token_ids) if kept else 0
+    return Outcome(
+        item_id=turn.item_id,
+        text=answer.text if kept else "",
+        token_ids=tuple(answer.token_ids[:num_outputs]),
+        usage=Usage(running.prompt.context_len, running.cached_tokens, num_outputs),
+        timings=timings,
+        logprobs=tuple(answer.logprobs[:num_outputs]),
+        prompt_logprobs=tuple(running.prompt_logprobs),
+    )

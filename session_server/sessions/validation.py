@@ -1,0 +1,110 @@
+"""Bounds of what clients ask for, checked before anything is touched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from session_server.core.errors import InvalidRequest
+from session_server.core.session_events import (
+    ChatInput,
+    Message,
+    TextInput,
+    TextOptions,
+    TokenInput,
+    TurnInput,
+    TurnRequest,
+)
+from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.views import OpenRequest
+from session_server.text.chat_encoder import check_roles
+from session_server.text.tokenizer import check_token_ids
+
+MAX_ID_CHARS: Final = 64
+MIN_TTL_S: Final = 0.001
+_MAX_KEY_CHARS: Final = 64
+_MAX_VALUE_CHARS: Final = 512
+_CHARS_PER_TOKEN: Final = 4
+_SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}", re.ASCII)
+
+
+def check_open(request: OpenRequest, limits: SessionLimits) -> None:
+    """Refuse a session that asks for too much. Raises InvalidRequest."""
+    if request.session_id is not None and not _SESSION_ID.fullmatch(request.session_id):
+        raise InvalidRequest(
+            f"a session id has 1 to {MAX_ID_CHARS} characters of A-Z a-z 0-9 _ . -", param="id"
+        )
+    if request.ttl_s is not None:
+        check_ttl(request.ttl_s, limits)
+    check_metadata(request.metadata, limits)
+    _check_messages(request.messages, limits)
+
+
+def check_ttl(ttl_s: float, limits: SessionLimits) -> None:
+    """Refuse a life time outside its bounds (and NaN). Raises InvalidRequest."""
+    if not MIN_TTL_S <= ttl_s <= limits.max_ttl_s:
+        raise InvalidRequest(f"ttl_s must lie in (0, {limits.max_ttl_s:g}]", param="ttl_s")
+
+
+def check_metadata(metadata: Mapping[str, str], limits: SessionLimits) -> None:
+    """Refuse too many or too long entries. Raises InvalidRequest."""
+    if len(metadata) > limits.max_metadata:
+        raise InvalidRequest(f"metadata has at most {limits.max_metadata} keys", param="metadata")
+    for key, value in metadata.items():
+        if not 0 < len(key) <= _MAX_KEY_CHARS or len(value) > _MAX_VALUE_CHARS:
+            raise InvalidRequest(
+                f"metadata keys have 1 to {_MAX_KEY_CHARS} characters, values at most "
+                f"{_MAX_VALUE_CHARS}",
+                param="metadata",
+            )
+
+
+def check_turn(request: TurnRequest, limits: SessionLimits, vocab_size: int) -> None:
+    """Refuse a turn that no session could run. Raises InvalidRequest."""
+    if not 0 < len(request.turn_id) <= MAX_ID_CHARS or not request.turn_id.isprintable():
+        raise InvalidRequest(
+            f"a turn id has 1 to {MAX_ID_CHARS} printable characters", param="turn_id"
+        )
+    _check_input(request.input, limits, vocab_size)
+    _check_text_options(request.text, limits)
+    sampling = request.sampling
+    if sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequest("min_tokens is larger than max_tokens", param="min_tokens")
+    check_token_ids(sampling.stop_token_ids, vocab_size)
+    check_token_ids([token_id for token_id, _ in sampling.logit_bias], vocab_size)
+
+
+def _check_input(turn_input: TurnInput, limits: SessionLimits, vocab_size: int) -> None:
+    match turn_input:
+        case ChatInput(messages=messages):
+            _check_messages(messages, limits)
+        case TextInput(text=text):
+            _check_size(len(text), limits)
+        case TokenInput(token_ids=token_ids):
+            _check_size(len(token_ids) * _CHARS_PER_TOKEN, limits)
+            check_token_ids(token_ids, vocab_size)
+
+
+def _check_messages(messages: tuple[Message, ...], limits: SessionLimits) -> None:
+    if len(messages) > limits.max_messages:
+        raise InvalidRequest(f"at most {limits.max_messages} messages", param="input")
+    check_roles(messages)
+    _check_size(sum(len(message.content) for message in messages), limits)
+
+
+def _check_size(num_chars: int, limits: SessionLimits) -> None:
+    if num_chars > limits.max_input_chars:
+        raise InvalidRequest(
+            f"the input exceeds {limits.max_input_chars} characters", param="input"
+        )
+
+
+def _check_text_options(options: TextOptions, limits: SessionLimits) -> None:
+    if len(options.stop) > limits.max_stop_strings:
+        raise InvalidRequest(f"at most {limits.max_stop_strings} stop strings", param="stop")
+    for stop in options.stop:
+        if not 0 < len(stop) <= limits.max_stop_chars:
+            raise InvalidRequest(
+                f"a stop string has 1 to {limits.max_stop_chars} characters", param="stop"
+            )
