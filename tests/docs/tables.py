@@ -1,0 +1,75 @@
+"""The generated tables of the documentation: `python -m tests.docs.tables` writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from session_server.config import Settings
+from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
+from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def error_table() -> str:
+    """Every error a client can see."""
+
+    def rows() -> Iterator[str]:
+        yield "| code | HTTP | type | retry? | meaning |"
+        yield "|---|---|---|---|---|"
+        for error, form in sorted(WIRE_ERRORS.items(), key=lambda item: item[1].status):
+            meaning = (error.__doc__ or "").strip().split("\n")[0]
+            again = "yes" if form.retryable else "no"
+            yield f"| `{form.code}` | {form.status} | `{form.kind}` | {again} | {meaning} |"
+        form = INTERNAL_ERROR
+        yield f"| `{form.code}` | {form.status} | `{form.kind}` | no | A bug of ours; no detail. |"
+
+    return "\n".join(rows())
+
+
+def flag_table() -> str:
+    """Every flag of `session-server serve`, with its default and bounds."""
+
+    def rows() -> Iterator[str]:
+        yield "| flag | default | meaning |"
+        yield "|---|---|---|"
+        for flag in FLAGS:
+            part = Settings.model_fields[flag.part].default
+            field = type(part).model_fields[flag.field]
+            names = ", ".join(f"`{name}`" for name in flag.names)
+            default = getattr(part, flag.field)
+            default = getattr(default, "value", default)
+            shown = "" if flag.constant is not None or default in (None, ()) else f"`{default}`"
+            prefix = "do not " if flag.constant is not None else ""
+            yield f"| {names} | {shown} | {prefix}{field.description} |"
+        ignored = ", ".join(f"`{name}`" for name in (*MEANINGLESS_SWITCHES, *MEANINGLESS_VALUES))
+        yield ""
+        yield f"Accepted and ignored: {ignored}."
+
+    return "\n".join(rows())
+
+
+TABLES: dict[tuple[str, str], Callable[[], str]] = {
+    ("protocol.md", "errors"): error_table,
+    ("runbook.md", "flags"): flag_table,
+}
+
+
+def with_table(text: str, name: str, table: str) -> str:
+    """`text` with what stands between the marks of `name` replaced."""
+    block = re.compile(rf"(<!-- {name}: generated[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+    assert block.search(text), f"no marks for {name}"
+    return block.sub(lambda found: f"{found[1]}\n{table}\n\n{found[2]}", text)
+
+
+def main() -> None:
+    """Write every table into its page."""
+    for (page, name), table in TABLES.items():
+        path = DOCS / page
+        path.write_text(with_table(path.read_text("utf-8"), name, table()), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
