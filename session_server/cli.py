@@ -83,5 +83,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _engine(arguments: Sequence[str]) -> int:
     """The engine process: started by the server alone, which passes an open socket."""
-    wiring = importlib.import_module("session_server.wiring")
-    return int(wiring.run_engine_process(int(arguments[0])))
+    engine_wiring = importlib.import_module("session_server.engine_wiring")
+    return int(engine_wiring.run_engine_process(int(arguments[0])))

@@ -1,0 +1,202 @@
+"""Composition root of the server's side: everything is put together here and nowhere else.
+
+The server process holds sockets, sessions and text; it does without torch. The engine is a child
+process by default, or a thread (`--engine inline`); both are composed in `engine_wiring`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from session_server.config import EngineMode, Settings, model_directory
+from session_server.core.commands import EngineCommand
+from session_server.core.engine_client import EngineClient, EventListener
+from session_server.core.errors import EngineUnavailable
+from session_server.core.events import EngineEvent, EngineReady
+from session_server.engine.inline import InlineEngine
+from session_server.engine.process import EngineProcess, ProcessSettings
+from session_server.metrics.logging import EventLog, configure_logging
+from session_server.metrics.prometheus import ServerMetrics
+from session_server.models.errors import ModelError
+from session_server.sessions.journal import JournalLimits
+from session_server.sessions.manager import SessionManager
+from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.text.model_files import ModelFilesError
+from session_server.text.model_text import ModelText, load_model_text
+from session_server.web import app as web_app
+from session_server.web import server as web_server
+from session_server.web.services import AppServices, ModelCard, WebSettings, digest_of
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_UNUSABLE: Final = 2
+
+_MAX_TURNS: Final = 16_384
+"""Turns that wait or run over all sessions."""
+
+
+def serve(settings: Settings) -> int:
+    """Serve until a signal. Returns the exit status: 2 when the model cannot be used, 1 when the
+    engine or the address failed, 0 after a clean shutdown."""
+    logger = configure_logging(settings.http.log_level)
+    try:
+        directory = model_directory(settings.model)
+        text = load_model_text(directory)
+    except (ModelError, ModelFilesError) as error:
+        print(f"session-server serve: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    try:
+        return asyncio.run(_serve(settings, directory, text, logger))
+    except EngineUnavailable as error:
+        print(f"session-server serve: the engine did not start: {error.message}", file=sys.stderr)
+    except OSError as error:
+        where = f"{settings.http.host}:{settings.http.port}"
+        print(f"session-server serve: cannot listen on {where}: {error}", file=sys.stderr)
+    return EXIT_FAILED
+
+
+async def _serve(
+    settings: Settings, directory: Path, text: ModelText, logger: logging.Logger
+) -> int:
+    metrics = ServerMetrics(now_s=time.monotonic)
+    engine = make_engine(settings)
+    observed = ObservedEngine(engine, (metrics.on_event, EventLog(logger).on_event))
+    manager = make_manager(settings, observed, text)
+    logger.info("starting the engine model=%s", directory.name)
+    ready = await manager.start()
+    try:
+        services = make_services(settings, manager, metrics, directory=directory, ready=ready)
+        serving = asyncio.create_task(web_server.serve(web_app.create_app(services), services))
+        assert engine.failed is not None, "a started engine can fail"
+        ends: tuple[asyncio.Future[Any], ...] = (serving, engine.failed)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if engine.failed.done():
+            logger.error("the engine was given up: %s", engine.failed.result())
+            if not serving.done():
+                signal.raise_signal(signal.SIGTERM)
+        await serving
+        return EXIT_FAILED if engine.failed.done() else EXIT_OK
+    finally:
+        await manager.stop()
+
+
+class ObservedEngine:
+    """An `EngineClient` whose events are shown to observers before the listener hears them."""
+
+    def __init__(self, engine: EngineClient, observers: Sequence[EventListener]) -> None:
+        self._engine = engine
+        self._observers = tuple(observers)
+
+    async def start(self, listener: EventListener) -> EngineReady:
+        """See `EngineClient.start`."""
+
+        def tell(event: EngineEvent) -> None:
+            for observer in self._observers:
+                observer(event)
+            listener(event)
+
+        ready = await self._engine.start(tell)
+        for observer in self._observers:
+            observer(ready)
+        return ready
+
+    def send(self, command: EngineCommand) -> None:
+        """See `EngineClient.send`."""
+        self._engine.send(command)
+
+    async def stop(self) -> None:
+        """See `EngineClient.stop`."""
+        await self._engine.stop()
+
+
+def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
+    """The engine client that the settings ask for, not started."""
+    if settings.engine.mode is EngineMode.INLINE:
+        # Only here does the server process load torch.
+        from session_server.engine_wiring import build_engine
+
+        return InlineEngine(lambda: build_engine(settings))
+    frame = settings.model_dump_json(exclude={"http": {"api_key"}}).encode()
+    return EngineProcess(
+        ProcessSettings(
+            argv=(sys.executable, "-m", "session_server", "_engine"),
+            settings=frame,
+            max_failures=settings.engine.max_restarts,
+        )
+    )
+
+
+def make_manager(settings: Settings, engine: EngineClient, text: ModelText) -> SessionManager:
+    """The session manager. Its secret lives as long as the process: so does the cache it salts."""
+    sessions = settings.sessions
+    return SessionManager(
+        engine,
+        text,
+        secret=secrets.token_bytes(32),
+        limits=SessionLimits(
+            default_ttl_s=sessions.ttl_s,
+            max_queued_turns=sessions.max_queued_turns,
+            journal=JournalLimits(max_bytes=sessions.replay_bytes, max_age_s=sessions.replay_ttl_s),
+        ),
+        quotas=QuotaLimits(
+            sessions=sessions.max_sessions,
+            turns=_MAX_TURNS,
+            owner_sessions=sessions.max_sessions_per_owner,
+            owner_turns=_MAX_TURNS,
+        ),
+    )
+
+
+def make_services(
+    settings: Settings,
+    manager: SessionManager,
+    metrics: ServerMetrics,
+    *,
+    directory: Path,
+    ready: EngineReady,
+) -> AppServices:
+    """What the web layer is given."""
+    http = settings.http
+    key = http.api_key.get_secret_value() if http.api_key else None
+    text = manager.text
+    return AppServices(
+        sessions=manager,
+        metrics=metrics,
+        model=ModelCard(
+            name=settings.model.served_name or _name_of(settings, directory),
+            path=directory.name,
+            vocab_size=ready.vocab_size,
+            max_context=ready.max_context_len,
+            created_s=int(time.time()),
+            token_text=_token_text(text),
+            defaults=text.default_sampling,
+        ),
+        settings=WebSettings(
+            host=http.host,
+            port=http.port,
+            key_digests=(digest_of(key),) if key else (),
+            allowed_origins=http.allowed_origins,
+            max_message_bytes=http.max_message_bytes,
+            max_connections=http.max_connections,
+            max_queued_turns=settings.sessions.max_queued_turns,
+            replay_bytes=settings.sessions.replay_bytes,
+            drain_s=http.drain_s,
+        ),
+        server_args=settings.model_dump(mode="json", exclude={"http": {"api_key"}}),
+    )
+
+
+def _name_of(settings: Settings, directory: Path) -> str:
+    return directory.name if settings.model.path else "session-server-embedded"
+
+
+def _token_text(text: ModelText) -> Callable[[int], str]:
+    return lambda token_id: text.tokenizer.decode([token_id], skip_special_tokens=False)
