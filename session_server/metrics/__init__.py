@@ -1,0 +1,1 @@
+"""What the operator sees: Prometheus metrics and one-line logs."""

@@ -1,0 +1,221 @@
+"""Counters, gauges and histograms of one server, in a registry of its own.
+
+Everything is fed by engine events, on the event loop's thread; the engine itself counts nothing
+twice. Labels are from closed sets, so the number of series is bounded: no ids, no owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from session_server.core.errors import WIRE_ERRORS
+from session_server.core.events import (
+    EngineDied,
+    EngineEvent,
+    EngineStats,
+    MemoryReported,
+    TokensProduced,
+    TurnFailed,
+    TurnFinished,
+)
+from session_server.core.ids import TurnId
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SLOW_S: Final = (*_FAST_S, 30.0, 60.0, 300.0)
+_ACCOUNTS: Final = (
+    "free",
+    "reserved",
+    "tree_evictable",
+    "tree_protected",
+    "session_held",
+    "active",
+    "fenced",
+    "spill",
+    "quarantine",
+)
+_FAILURE_CODES: Final = frozenset(form.code for form in WIRE_ERRORS.values())
+
+
+class ServerMetrics:
+    """The metrics of one server. `now_s` is a monotonic clock in seconds."""
+
+    def __init__(self, *, now_s: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        self._now_s = now_s
+        self._turns = _Turns(self.registry)
+        self._engine = _Engine(self.registry)
+        self._sockets = _Sockets(self.registry)
+        self._last_token_s: dict[TurnId, float] = {}
+
+    def on_event(self, event: EngineEvent) -> None:
+        """Count one engine event."""
+        match event:
+            case TokensProduced():
+                self._count_tokens(event)
+            case TurnFinished():
+                self._last_token_s.pop(event.turn_id, None)
+                self._turns.finished(event)
+            case TurnFailed():
+                self._last_token_s.pop(event.turn_id, None)
+                self._turns.failed(event)
+            case EngineStats():
+                self._engine.sampled(event)
+            case MemoryReported():
+                self._engine.reported(event)
+            case EngineDied():
+                self._last_token_s.clear()
+                self._engine.deaths.inc()
+            case _:
+                pass
+
+    def watch_sessions(self, count: Callable[[], int]) -> None:
+        """Show the number of open sessions, asked for at each scrape."""
+        self._sockets.sessions.set_function(count)
+
+    def connection_opened(self, kind: str) -> None:
+        """A reader came; `kind` is `websocket` or `sse`."""
+        self._sockets.connections.labels(kind).inc()
+        self._sockets.connections_total.labels(kind).inc()
+
+    def connection_closed(self, kind: str) -> None:
+        """A reader went."""
+        self._sockets.connections.labels(kind).dec()
+
+    def refused(self, code: str) -> None:
+        """A request was refused with this wire code."""
+        self._sockets.refusals.labels(code if code in _FAILURE_CODES else "other").inc()
+
+    def loop_lagged(self, lag_s: float) -> None:
+        """The event loop came back this much later than asked."""
+        self._sockets.loop_lag.observe(lag_s)
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def _count_tokens(self, event: TokensProduced) -> None:
+        now_s = self._now_s()
+        before_s = self._last_token_s.get(event.turn_id)
+        if before_s is not None and event.token_ids:
+            self._turns.inter_token.observe((now_s - before_s) / len(event.token_ids))
+        self._last_token_s[event.turn_id] = now_s
+
+
+class _Turns:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.ended = Counter("session_server_turns", "Turns ended.", ["outcome"], registry=registry)
+        self.failures = Counter(
+            "session_server_turn_failures", "Turns a fault ended.", ["code"], registry=registry
+        )
+        self.tokens = Counter(
+            "session_server_tokens",
+            "Tokens of ended turns: context, of it cached, and generated.",
+            ["kind"],
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "session_server_time_to_first_token_seconds",
+            "Submit to first token, as the engine saw it.",
+            buckets=_SLOW_S,
+            registry=registry,
+        )
+        self.inter_token = Histogram(
+            "session_server_inter_token_seconds",
+            "Time between settled tokens of a turn.",
+            buckets=_FAST_S,
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "session_server_turn_seconds",
+            "Submit to end, as the engine saw it.",
+            buckets=_SLOW_S,
+            registry=registry,
+        )
+        self.queued = Histogram(
+            "session_server_queue_seconds",
+            "Submit to first admission.",
+            buckets=_SLOW_S,
+            registry=registry,
+        )
+
+    def finished(self, event: TurnFinished) -> None:
+        self.ended.labels(event.reason.value).inc()
+        self.tokens.labels("prompt").inc(event.prompt_tokens)
+        self.tokens.labels("cached").inc(event.cached_tokens)
+        self.tokens.labels("generated").inc(event.num_outputs)
+        timings = event.timings
+        self.queued.observe(timings.queue_ms / 1e3)
+        if event.num_outputs:
+            self.ttft.observe(timings.ttft_ms / 1e3)
+            self.seconds.observe((timings.ttft_ms + timings.decode_ms) / 1e3)
+        else:
+            self.seconds.observe((timings.queue_ms + timings.prefill_ms) / 1e3)
+
+    def failed(self, event: TurnFailed) -> None:
+        self.ended.labels("failed").inc()
+        self.failures.labels(event.code if event.code in _FAILURE_CODES else "other").inc()
+
+
+class _Engine:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.pages = Gauge(
+            "session_server_pages",
+            "KV pages by pool and account; the accounts of a pool add up to its pages.",
+            ["pool", "account"],
+            registry=registry,
+        )
+        self.totals = Gauge(
+            "session_server_engine_total",
+            "The engine's own totals since it started.",
+            ["what"],
+            registry=registry,
+        )
+        self.turns = Gauge(
+            "session_server_engine_turns", "Turns in the engine.", ["state"], registry=registry
+        )
+        self.violations = Gauge(
+            "session_server_memory_check_violations",
+            "Violated memory invariants since the engine started; anything but 0 is a fault.",
+            registry=registry,
+        )
+        self.deaths = Counter(
+            "session_server_engine_deaths", "Times the engine died.", registry=registry
+        )
+
+    def sampled(self, event: EngineStats) -> None:
+        for what in ("steps", "forward_ms", "host_ms", "retractions", "coolings", "check_runs"):
+            self.totals.labels(what).set(getattr(event, what))
+        self.turns.labels("running").set(event.running)
+        self.turns.labels("waiting").set(event.waiting)
+        self.violations.set(event.check_violations)
+
+    def reported(self, event: MemoryReported) -> None:
+        for pool, report in event.pools.items():
+            for account in _ACCOUNTS:
+                self.pages.labels(pool, account).set(getattr(report, account))
+        self.totals.labels("check_runs").set(event.check_runs)
+        self.violations.set(event.check_violations)
+
+
+class _Sockets:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.sessions = Gauge("session_server_sessions", "Open sessions.", registry=registry)
+        self.connections = Gauge(
+            "session_server_connections", "Readers connected now.", ["kind"], registry=registry
+        )
+        self.connections_total = Counter(
+            "session_server_connections_opened", "Readers that came.", ["kind"], registry=registry
+        )
+        self.refusals = Counter(
+            "session_server_refusals", "Requests refused, by code.", ["code"], registry=registry
+        )
+        self.loop_lag = Histogram(
+            "session_server_event_loop_lag_seconds",
+            "How much later than asked the event loop came back.",
+            buckets=_FAST_S,
+            registry=registry,
+        )

@@ -1,0 +1,1 @@
+"""Wire protocols without sockets: what clients send becomes commands, what happens frames."""

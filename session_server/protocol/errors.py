@@ -1,0 +1,79 @@
+"""The one form of every refusal, on every surface: `{"error": {type, code, message, param}}`.
+
+On a WebSocket the same body travels in an `error` frame, with the `turn_id` it is about. Messages
+are cut to `MAX_MESSAGE_CHARS` and hold no control characters, so that a log line or a terminal
+that shows one stays one line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from session_server.core.errors import (
+    INTERNAL_ERROR,
+    InvalidRequest,
+    SessionServerError,
+    wire_error,
+)
+
+MAX_MESSAGE_CHARS: Final = 512
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+_MSGSPEC_PATH: Final = re.compile(r"(?s)(.*) - at `(?:key in )?\$?\.?(.*)`$")
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What went wrong. `code` is stable and for programs, `message` for people."""
+
+    type: str
+    code: str
+    message: str
+    param: str | None
+    turn_id: str | None = None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of every HTTP answer that is not a success."""
+
+    error: ErrorBody
+
+
+def clean(text: str) -> str:
+    """`text` on one line, without control characters, cut to a bounded length."""
+    return _CONTROL.sub(" ", text)[:MAX_MESSAGE_CHARS]
+
+
+def error_body(error: SessionServerError, *, turn_id: str | None = None) -> ErrorBody:
+    """The body for a refusal of ours."""
+    form = wire_error(error)
+    return ErrorBody(
+        type=form.kind,
+        code=form.code,
+        message=clean(error.message),
+        param=error.param,
+        turn_id=turn_id,
+    )
+
+
+def internal_error_body() -> ErrorBody:
+    """The body for a bug of ours: no detail leaves the server."""
+    return ErrorBody(
+        type=INTERNAL_ERROR.kind,
+        code=INTERNAL_ERROR.code,
+        message="Internal server error.",
+        param=None,
+    )
+
+
+def malformed(error: Exception) -> InvalidRequest:
+    """The refusal for what a decoder raised; names the field where the decoder did."""
+    if isinstance(error, RecursionError):
+        return InvalidRequest("The JSON is nested too deeply.")
+    if isinstance(error, msgspec.ValidationError):
+        match = _MSGSPEC_PATH.match(str(error))
+        if match is None:
+            return InvalidRequest(clean(str(error)))
+        return InvalidRequest(clean(match[1]), param=clean(match[2]) or None)
+    return InvalidRequest("The message is not valid JSON in UTF-8.")

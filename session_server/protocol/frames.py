@@ -1,0 +1,416 @@
+"""What the native protocol sends: one frame type per journal entry, and the hello.
+
+Frames with a `seq` come from the session's journal; a client that has seen `seq` n resumes with
+`after=n`. A frame may stand for several adjacent deltas: it then carries the last one's `seq`.
+Frames without a `seq` answer one connection only; a turn submitted twice is answered by its
+`turn.created` or, once it has ended, its last frame again in that form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Final, Literal, assert_never
+
+import msgspec
+
+from session_server.core.errors import WIRE_ERRORS
+from session_server.core.events import TurnTimings
+from session_server.core.sampling import TokenLogprob
+from session_server.core.session_events import (
+    Outcome,
+    SessionClosed,
+    SessionDraining,
+    SessionEntry,
+    SessionStateChanged,
+    SessionUpdated,
+    TurnCancelled,
+    TurnCompleted,
+    TurnCreated,
+    TurnDelta,
+    TurnEnd,
+    TurnFailedEntry,
+    TurnProgress,
+    Usage,
+)
+from session_server.protocol.errors import ErrorBody, clean
+
+MAX_COALESCED_CHARS: Final = 16_384
+"""A coalesced delta stays smaller than this plus one delta."""
+
+
+class ServerFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """Root of the frames."""
+
+
+class LimitsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What this server takes: bytes, tokens, turns, seconds."""
+
+    max_message_bytes: int
+    max_context: int
+    max_queued_turns: int
+    replay_bytes: int
+    idle_ttl_s: float
+
+
+class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a turn. `cached_tokens` of `input_tokens` were not recomputed."""
+
+    input_tokens: int
+    cached_tokens: int
+    cache_write_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class LogprobBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Logprob of one token and of the most likely alternatives."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class ItemBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer that stays in the session; `status` is `incomplete` after a cancel."""
+
+    id: str
+    role: Literal["assistant"]
+    status: Literal["completed", "incomplete"]
+    content: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[LogprobBody, ...] | None = None
+    prompt_logprobs: tuple[LogprobBody, ...] | None = None
+
+
+class OpenedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.opened"):
+    """The hello. `seq` is where this connection stands; later frames count up from it."""
+
+    seq: int
+    session_id: str
+    epoch: str
+    resumed: bool
+    state: str
+    tokens: int
+    model: str
+    limits: LimitsBody
+    heartbeat_s: float
+
+
+class ResumeFailedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.resume_failed"):
+    """What was missed cannot be replayed; a `session.snapshot` follows."""
+
+    reason: Literal["offset_lost", "epoch_changed"]
+
+
+class ConversationItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of a conversation; `end_len` is the history's length in tokens at its end."""
+
+    id: str
+    turn_id: str
+    role: str
+    content: str
+    end_len: int
+
+
+class SnapshotTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """The running turn as it stands."""
+
+    turn_id: str
+    text: str
+
+
+class SnapshotFrame(ServerFrame, frozen=True, kw_only=True, tag="session.snapshot"):
+    """The state of the session at `seq`, in place of the frames before it."""
+
+    seq: int
+    state: str
+    tokens: int
+    items: tuple[ConversationItem, ...]
+    turn: SnapshotTurn | None
+    queued: tuple[str, ...]
+
+
+class CreatedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.created"):
+    """The turn was accepted; `position` turns run before it."""
+
+    seq: int | None = None
+    turn_id: str
+    position: int
+
+
+class ProgressFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.progress"):
+    """Prefill: `processed` of `total` context tokens are there, `cached` of them from before."""
+
+    seq: int
+    turn_id: str
+    phase: Literal["prefill"]
+    processed: int
+    cached: int
+    total: int
+
+
+class DeltaFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.delta"):
+    """New text; `n` tokens stand behind it."""
+
+    seq: int
+    turn_id: str
+    item_id: str
+    text: str
+    n: int
+    logprobs: tuple[LogprobBody, ...] | None = None
+
+
+class CompletedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.completed"):
+    """The turn ended well; `matched` is the stop token or string that ended it."""
+
+    seq: int | None = None
+    turn_id: str
+    finish_reason: Literal["stop", "length"]
+    matched: int | str | None
+    item: ItemBody
+    usage: UsageBody
+    timings: TurnTimings | None
+
+
+class CancelledFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.cancelled"):
+    """Cancelled; without `kept_partial` the session is as it was before the turn."""
+
+    seq: int | None = None
+    turn_id: str
+    reason: str
+    kept_partial: bool
+    item: ItemBody
+    usage: UsageBody
+    timings: TurnTimings | None
+
+
+class FailedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.failed"):
+    """A fault ended the turn; the session is as it was before it."""
+
+    seq: int | None = None
+    turn_id: str
+    error: ErrorBody
+    retryable: bool
+    usage: UsageBody
+    timings: TurnTimings | None
+
+
+class StateFrame(ServerFrame, frozen=True, kw_only=True, tag="session.state"):
+    """The session's KV moved."""
+
+    seq: int
+    state: str
+    reason: str
+
+
+class UpdatedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.updated"):
+    """The effective settings of the session."""
+
+    seq: int
+    ttl_s: float
+    metadata: dict[str, str]
+
+
+class DrainingFrame(ServerFrame, frozen=True, kw_only=True, tag="session.draining"):
+    """The server shuts down; running turns have `deadline_s` left."""
+
+    seq: int
+    deadline_s: float
+
+
+class ClosedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.closed"):
+    """The last frame of a session."""
+
+    seq: int
+    reason: str
+
+
+class ErrorFrame(ServerFrame, frozen=True, kw_only=True, tag="error"):
+    """A message of the client's was refused; the connection lives on."""
+
+    error: ErrorBody
+
+
+class PongFrame(ServerFrame, frozen=True, kw_only=True, tag="pong"):
+    """Answer to `ping`; `server_time` is the wall clock in seconds."""
+
+    t: float | None
+    server_time: float
+
+
+TurnFrame = (
+    CreatedFrame | ProgressFrame | DeltaFrame | CompletedFrame | CancelledFrame | FailedFrame
+)
+JournalFrame = TurnFrame | StateFrame | UpdatedFrame | DrainingFrame | ClosedFrame
+AnyServerFrame = (
+    JournalFrame | OpenedFrame | ResumeFailedFrame | SnapshotFrame | ErrorFrame | PongFrame
+)
+
+
+def coalesce(
+    entries: Iterable[tuple[int, SessionEntry]],
+) -> Iterator[tuple[int, SessionEntry]]:
+    """Merge adjacent deltas of one turn, so that a reader that is behind catches up cheaply.
+
+    A merged entry has the sequence number of its last part; nothing else is touched or reordered.
+    """
+    run: list[TurnDelta] = []
+    run_seq = run_chars = 0
+    for seq, entry in entries:
+        delta = entry if isinstance(entry, TurnDelta) else None
+        if run and not (
+            delta is not None
+            and (delta.turn_id, delta.item_id) == (run[0].turn_id, run[0].item_id)
+            and run_chars < MAX_COALESCED_CHARS
+        ):
+            yield run_seq, _merged(run)
+            run, run_chars = [], 0
+        if delta is None:
+            yield seq, entry
+            continue
+        run.append(delta)
+        run_seq = seq
+        run_chars += len(delta.text)
+    if run:
+        yield run_seq, _merged(run)
+
+
+def frame_of(seq: int, entry: SessionEntry) -> JournalFrame:
+    """The frame that tells one journal entry."""
+    match entry:
+        case TurnCreated() | TurnProgress() | TurnDelta():
+            return _turn_step(seq, entry)
+        case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
+            return end_frame(seq, entry)
+        case SessionStateChanged():
+            return StateFrame(seq=seq, state=entry.state, reason=entry.reason)
+        case SessionUpdated():
+            return UpdatedFrame(seq=seq, ttl_s=entry.ttl_s, metadata=entry.metadata)
+        case SessionDraining():
+            return DrainingFrame(seq=seq, deadline_s=entry.deadline_s)
+        case SessionClosed():
+            return ClosedFrame(seq=seq, reason=entry.reason)
+        case _:
+            assert_never(entry)
+
+
+def usage_body(usage: Usage) -> UsageBody:
+    """Usage as every surface of ours reports it."""
+    return UsageBody(
+        input_tokens=usage.input_tokens,
+        cached_tokens=usage.cached_tokens,
+        cache_write_tokens=usage.cache_write_tokens,
+        output_tokens=usage.output_tokens,
+        total_tokens=usage.total_tokens,
+    )
+
+
+def item_body(outcome: Outcome, *, complete: bool) -> ItemBody:
+    """The answer of a turn."""
+    return ItemBody(
+        id=outcome.item_id,
+        role="assistant",
+        status="completed" if complete else "incomplete",
+        content=outcome.text,
+        token_ids=outcome.token_ids,
+        logprobs=_logprobs(outcome.logprobs),
+        prompt_logprobs=_logprobs(outcome.prompt_logprobs),
+    )
+
+
+def failure_body(entry: TurnFailedEntry) -> ErrorBody:
+    """The error body of a turn that a fault ended."""
+    kinds = {form.code: form.kind for form in WIRE_ERRORS.values()}
+    return ErrorBody(
+        type=kinds.get(entry.code, "server_error"),
+        code=entry.code,
+        message=clean(entry.message),
+        param=None,
+        turn_id=entry.turn_id,
+    )
+
+
+def _turn_step(seq: int, entry: TurnCreated | TurnProgress | TurnDelta) -> TurnFrame:
+    match entry:
+        case TurnCreated():
+            return CreatedFrame(seq=seq, turn_id=entry.turn_id, position=entry.position)
+        case TurnProgress():
+            return ProgressFrame(
+                seq=seq,
+                turn_id=entry.turn_id,
+                phase="prefill",
+                processed=entry.processed,
+                cached=entry.cached,
+                total=entry.total,
+            )
+        case TurnDelta():
+            return DeltaFrame(
+                seq=seq,
+                turn_id=entry.turn_id,
+                item_id=entry.item_id,
+                text=entry.text,
+                n=len(entry.token_ids),
+                logprobs=_logprobs(entry.logprobs),
+            )
+        case _:
+            assert_never(entry)
+
+
+def end_frame(seq: int | None, entry: TurnEnd) -> TurnFrame:
+    """The last frame of a turn; `seq` None repeats it outside the journal's order."""
+    outcome = entry.outcome
+    usage = usage_body(outcome.usage)
+    match entry:
+        case TurnCompleted():
+            return CompletedFrame(
+                seq=seq,
+                turn_id=entry.turn_id,
+                finish_reason=entry.reason,
+                matched=entry.matched,
+                item=item_body(outcome, complete=True),
+                usage=usage,
+                timings=outcome.timings,
+            )
+        case TurnCancelled():
+            return CancelledFrame(
+                seq=seq,
+                turn_id=entry.turn_id,
+                reason=entry.reason,
+                kept_partial=entry.kept_partial,
+                item=item_body(outcome, complete=False),
+                usage=usage,
+                timings=outcome.timings,
+            )
+        case TurnFailedEntry():
+            return FailedFrame(
+                seq=seq,
+                turn_id=entry.turn_id,
+                error=failure_body(entry),
+                retryable=entry.retryable,
+                usage=usage,
+                timings=outcome.timings,
+            )
+        case _:
+            assert_never(entry)
+
+
+def _merged(run: list[TurnDelta]) -> TurnDelta:
+    if len(run) == 1:
+        return run[0]
+    return TurnDelta(
+        turn_id=run[0].turn_id,
+        item_id=run[0].item_id,
+        text="".join(delta.text for delta in run),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in run)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in run)),
+    )
+
+
+def _logprobs(values: tuple[TokenLogprob, ...]) -> tuple[LogprobBody, ...] | None:
+    if not values:
+        return None
+    return tuple(
+        LogprobBody(token_id=value.token_id, logprob=value.logprob, top=value.top)
+        for value in values
+    )

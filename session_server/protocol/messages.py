@@ -1,0 +1,338 @@
+"""What clients of the native protocol send: REST bodies and `kvsession.v1` frames.
+
+Every field is bounded on both sides and typed strictly; unknown fields are refused, so that a
+misspelt option is an error and never silently ignored. `decode` is the only door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from session_server.core.errors import InvalidRequest
+from session_server.core.ids import new_turn_id
+from session_server.core.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_OUTPUT_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
+from session_server.core.session_events import (
+    ChatInput,
+    Message,
+    TextInput,
+    TextOptions,
+    TokenInput,
+    TurnInput,
+    TurnRequest,
+)
+from session_server.protocol.errors import malformed
+
+MAX_MESSAGES: Final = 256
+MAX_CONTENT_CHARS: Final = 1 << 20
+MAX_INPUT_IDS: Final = 1 << 20
+MAX_TOKEN_ID: Final = (1 << 31) - 1
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_CHARS: Final = 256
+MAX_METADATA: Final = 16
+MIN_TTL_S: Final = 1.0
+MAX_TTL_S: Final = 7 * 86_400.0
+MAX_SEQ: Final = (1 << 53) - 1
+
+Id = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9_.:\-]{1,128}$(?!\n)", description="client-chosen id")
+]
+TokenIds = Annotated[
+    list[Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]], Meta(max_length=MAX_INPUT_IDS)
+]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(min_length=1, max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=MAX_METADATA),
+]
+TtlS = Annotated[float, Meta(ge=MIN_TTL_S, le=MAX_TTL_S, description="idle seconds to live")]
+Priority = Annotated[int, Meta(ge=-100, le=100)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+OnDisconnect = Literal["detach", "cancel"]
+
+BodyT = TypeVar("BodyT")
+
+
+class MessageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One chat message."""
+
+    role: Annotated[str, Meta(pattern=r"^[a-z_]{1,32}$(?!\n)")]
+    content: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)]
+
+
+class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the answer is chosen; what is absent or null is the server's default.
+
+    `temperature` 0 is greedy and exact. `top_k` 0 or -1 means all. `stop` strings are cut from the
+    text unless `keep_stop`. `prompt_logprobs_from` asks for the logprobs of context positions from
+    that one on.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    min_p: Fraction | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$(?!\n)")], Bias],
+            Meta(max_length=MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: (
+        Annotated[
+            list[Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
+        ]
+        | None
+    ) = None
+    ignore_eos: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs_from: Annotated[int, Meta(ge=0, le=MAX_INPUT_IDS)] | None = None
+    keep_stop: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class TurnFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One turn. Exactly one of `input`, `text` and `input_ids` is given.
+
+    `turn_id` is the idempotency key: the same id with the same body is the same turn, with another
+    body a conflict. `generate` false computes the prompt and answers nothing. `queue` false refuses
+    instead of waiting behind a running turn. `on_disconnect` says what happens when the last reader
+    goes; sockets default to `detach`, plain HTTP to `cancel`.
+    """
+
+    turn_id: Id | None = None
+    input: Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    text: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] | None = None
+    input_ids: TokenIds | None = None
+    sampling: SamplingBody | None = None
+    generate: bool = True
+    queue: bool = True
+    priority: Priority = 0
+    on_disconnect: OnDisconnect | None = None
+
+
+class TurnBody(TurnFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/sessions/{id}/turns`."""
+
+
+class OpenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/sessions`. `instructions` become the system message before `messages`;
+    both are context of the first turn. `pinned` asks that pressure never takes the session's KV.
+    """
+
+    id: Id | None = None
+    model: Annotated[str, Meta(max_length=256)] | None = None
+    instructions: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] | None = None
+    messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)] | None = None
+    ttl_s: TtlS | None = None
+    metadata: Metadata | None = None
+    pinned: bool = False
+
+
+class UpdateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `PATCH /v1/sessions/{id}`; what is absent stays."""
+
+    ttl_s: TtlS | None = None
+    metadata: Metadata | None = None
+
+
+class CancelBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of a cancel. `keep_partial` false leaves the session as it was before the turn."""
+
+    keep_partial: bool = True
+
+
+class SessionAuth(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="session.auth",
+):
+    """First message of a client that could not send a header."""
+
+    token: Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+class TurnCreate(TurnFields, frozen=True, kw_only=True, tag_field="type", tag="turn.create"):
+    """Run one turn."""
+
+
+class TurnCancel(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="turn.cancel",
+):
+    """Cancel one turn; without an id, the running one."""
+
+    turn_id: Id | None = None
+    keep_partial: bool = True
+
+
+class SessionUpdate(UpdateBody, frozen=True, kw_only=True, tag_field="type", tag="session.update"):
+    """Change settings of the session; answered by `session.updated`."""
+
+
+class SessionClose(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="session.close",
+):
+    """Close the session; its last frame is `session.closed`."""
+
+
+class Ping(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="ping",
+):
+    """Application ping, for clients that cannot send or see ping frames."""
+
+    t: Annotated[float, Meta(ge=-1e300, le=1e300)] | None = None
+
+
+class Ack(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="ack",
+):
+    """The client has processed everything up to `seq`."""
+
+    seq: Annotated[int, Meta(ge=0, le=MAX_SEQ)]
+
+
+ClientMessage = SessionAuth | TurnCreate | TurnCancel | SessionUpdate | SessionClose | Ping | Ack
+
+
+def decode(payload: bytes | str, kind: type[BodyT]) -> BodyT:
+    """Parse and validate one body.
+
+    Raises:
+        InvalidRequest: it is not JSON, or not what the schema of `kind` says.
+    """
+    try:
+        return msgspec.json.decode(payload, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise malformed(error) from None
+
+
+def turn_request(
+    fields: TurnFields, *, defaults: SamplingParams, on_disconnect: OnDisconnect
+) -> TurnRequest:
+    """The turn a client asked for; `defaults` and `on_disconnect` fill what it left open.
+
+    Raises:
+        InvalidRequest: not exactly one input, or a combination without meaning.
+    """
+    sampling = fields.sampling or SamplingBody()
+    params = sampling_params(sampling, defaults=defaults)
+    if not fields.generate:
+        params = msgspec.structs.replace(params, max_tokens=0, min_tokens=0)
+    return TurnRequest(
+        turn_id=fields.turn_id or new_turn_id(),
+        input=_turn_input(fields),
+        sampling=params,
+        text=_text_options(sampling),
+        priority=fields.priority,
+        queue=fields.queue,
+        on_disconnect=fields.on_disconnect or on_disconnect,
+    )
+
+
+def sampling_params(body: SamplingBody, *, defaults: SamplingParams) -> SamplingParams:
+    """`defaults` with what the client set.
+
+    Raises:
+        InvalidRequest: `min_tokens` above `max_tokens`, or logprobs asked for in part.
+    """
+    changes: dict[str, object] = {
+        name: value for name in _PLAIN_FIELDS if (value := getattr(body, name)) is not None
+    }
+    if body.top_k is not None:
+        changes["top_k"] = max(body.top_k, 0)
+    if body.logit_bias is not None:
+        changes["logit_bias"] = tuple((int(k), float(v)) for k, v in body.logit_bias.items())
+    if body.stop_token_ids is not None:
+        changes["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true.", param="sampling.top_logprobs")
+    params = msgspec.structs.replace(defaults, **changes)
+    if params.min_tokens > params.max_tokens:
+        raise InvalidRequest("min_tokens is above max_tokens.", param="sampling.min_tokens")
+    return params
+
+
+def chat_messages(bodies: Sequence[MessageBody]) -> tuple[Message, ...]:
+    """Messages as `core` knows them."""
+    return tuple(Message(role=body.role, content=body.content) for body in bodies)
+
+
+_PLAIN_FIELDS: Final = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs_from",
+)
+
+
+def _turn_input(fields: TurnFields) -> TurnInput:
+    given = [name for name in ("input", "text", "input_ids") if getattr(fields, name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest("Give exactly one of input, text and input_ids.", param="input")
+    if fields.input is not None:
+        return ChatInput(chat_messages(fields.input))
+    if fields.text is not None:
+        return TextInput(fields.text)
+    assert fields.input_ids is not None, "one of three was given"
+    return TokenInput(tuple(fields.input_ids))
+
+
+def _text_options(sampling: SamplingBody) -> TextOptions:
+    stop = sampling.stop if sampling.stop is not None else ()
+    return TextOptions(
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        keep_stop=bool(sampling.keep_stop),
+        skip_special_tokens=sampling.skip_special_tokens is not False,
+    )

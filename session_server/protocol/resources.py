@@ -1,0 +1,118 @@
+"""What the native REST surface answers: sessions, turns, items, models, memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from session_server.core.events import MemoryReported, PoolReport, SessionPages, TurnTimings
+from session_server.protocol.errors import ErrorBody
+from session_server.protocol.frames import ConversationItem, ItemBody, UsageBody
+
+
+class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """One session. `seq` and `epoch` are where a reader that starts now stands; `turns` counts
+    those that ended. `created` is wall-clock seconds."""
+
+    id: str
+    object: Literal["session"]
+    model: str
+    state: str
+    epoch: str
+    seq: int
+    tokens: int
+    turns: int
+    running_turn: str | None
+    queued_turns: int
+    ttl_s: float
+    metadata: dict[str, str]
+    created: float
+
+
+class SessionList(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of sessions, oldest first; ask on with `after` = the last id."""
+
+    object: Literal["list"]
+    data: list[SessionBody]
+    has_more: bool
+
+
+class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn. Until it ends, `item`, `usage` and `timings` are null and `text` is what there
+    is so far."""
+
+    id: str
+    object: Literal["turn"]
+    session_id: str
+    status: str
+    text: str
+    finish_reason: str | None = None
+    matched: int | str | None = None
+    item: ItemBody | None = None
+    usage: UsageBody | None = None
+    timings: TurnTimings | None = None
+    error: ErrorBody | None = None
+
+
+class ItemList(msgspec.Struct, frozen=True, kw_only=True):
+    """The items of a session."""
+
+    object: Literal["list"]
+    data: list[ConversationItem]
+
+
+class ModelBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, in the shape clients of OpenAI's list know. `max_model_len` is in tokens."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The models served."""
+
+    object: Literal["list"]
+    data: list[ModelBody]
+
+
+class CheckCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often the memory was checked, and what was found wrong."""
+
+    runs: int
+    violations: int
+    recent: tuple[str, ...]
+
+
+class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds which page: per pool the accounts, which add up to `pages`; rows; per session."""
+
+    pools: dict[str, PoolReport]
+    rows: int
+    rows_free: int
+    sessions: tuple[SessionPages, ...]
+    checks: CheckCounts
+
+
+class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of the probes."""
+
+    status: str
+
+
+def memory_body(report: MemoryReported) -> MemoryBody:
+    """The engine's report as operators read it."""
+    return MemoryBody(
+        pools=report.pools,
+        rows=report.rows,
+        rows_free=report.rows_free,
+        sessions=report.sessions,
+        checks=CheckCounts(
+            runs=report.check_runs,
+            violations=report.check_violations,
+            recent=report.violations,
+        ),
+    )

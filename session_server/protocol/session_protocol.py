@@ -1,0 +1,264 @@
+"""`kvsession.v1` without a socket: frames in, commands out; journal entries in, frames out.
+
+One `SessionProtocol` is one connection. It never raises on what the peer sends and never blocks:
+what the peer got wrong becomes an error frame, and every received frame adds at most one frame
+and one command.
+
+```
+AWAITING_AUTH --session.auth--> OPENING --opened()--> READY --session.close, closed--> CLOSED
+```
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, assert_never
+
+import msgspec
+
+from session_server.core.errors import InvalidRequest, SessionServerError
+from session_server.core.sampling import SamplingParams
+from session_server.core.session_events import SessionClosed, SessionEntry, TurnEnd, TurnRequest
+from session_server.protocol.errors import clean, error_body, malformed
+from session_server.protocol.frames import (
+    CreatedFrame,
+    ErrorFrame,
+    OpenedFrame,
+    PongFrame,
+    ResumeFailedFrame,
+    ServerFrame,
+    SnapshotFrame,
+    coalesce,
+    end_frame,
+    frame_of,
+)
+from session_server.protocol.messages import (
+    Ack,
+    ClientMessage,
+    OnDisconnect,
+    Ping,
+    SessionAuth,
+    SessionClose,
+    SessionUpdate,
+    TurnCancel,
+    TurnCreate,
+    turn_request,
+)
+
+SUBPROTOCOL: Final = "kvsession.v1"
+MAX_OUTBOX_FRAMES: Final = 256
+"""Answers a connection may owe its peer; one that lets more pile up is not reading."""
+
+
+class CloseCode(enum.IntEnum):
+    """Why a connection ends. 1012 and 1013 invite the client to come back and resume."""
+
+    DONE = 1000
+    UNSUPPORTED_DATA = 1003
+    POLICY = 1008
+    TOO_BIG = 1009
+    INTERNAL = 1011
+    RESTART = 1012
+    OVERLOADED = 1013
+    BAD_FIRST_MESSAGE = 4400
+    UNAUTHORIZED = 4401
+    FORBIDDEN_ORIGIN = 4403
+    NO_SUCH_SESSION = 4404
+    IDLE = 4408
+    SUPERSEDED = 4409
+    SESSION_CLOSED = 4410
+    LIMITS = 4429
+
+
+class ProtocolState(enum.Enum):
+    """Where a connection stands."""
+
+    AWAITING_AUTH = "awaiting_auth"
+    OPENING = "opening"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Authenticate:
+    """Check this token, then open."""
+
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartTurn:
+    """Submit this turn."""
+
+    request: TurnRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTurn:
+    """Cancel a turn; None is the running one."""
+
+    turn_id: str | None
+    keep_partial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSession:
+    """Change settings; None stays."""
+
+    ttl_s: float | None
+    metadata: dict[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """Close the session."""
+
+
+Command = Authenticate | StartTurn | CancelTurn | UpdateSession | CloseSession
+
+
+class SessionProtocol:
+    """One connection's protocol state."""
+
+    def __init__(
+        self,
+        *,
+        defaults: SamplingParams,
+        needs_auth: bool = False,
+        max_message_bytes: int,
+        on_disconnect: OnDisconnect = "detach",
+    ) -> None:
+        self._defaults = defaults
+        self._max_message_bytes = max_message_bytes
+        self._on_disconnect: OnDisconnect = on_disconnect
+        self._outbox: list[str] = []
+        self.state = ProtocolState.AWAITING_AUTH if needs_auth else ProtocolState.OPENING
+        self.acked_seq = 0
+        self.close_code: CloseCode | None = None
+        """Set once the connection must end; send what `take_frames` gives first."""
+
+    def receive_frame(self, frame: str, *, now_s: float) -> Command | None:
+        """Take one text frame; never raises. `now_s`: wall clock, for `pong` only.
+
+        Frames owed in answer are in `take_frames`, whatever is returned.
+        """
+        if self.close_code is not None or self.state is ProtocolState.CLOSED:
+            return None
+        if len(self._outbox) >= MAX_OUTBOX_FRAMES:
+            self.close_code = CloseCode.OVERLOADED
+            return None
+        message = self._decode(frame)
+        if self.state is ProtocolState.AWAITING_AUTH:
+            return self._first_message(message)
+        if message is None:
+            return None
+        return self._command(message, now_s=now_s)
+
+    def authenticated(self) -> None:
+        """The token was good."""
+        assert self.state is ProtocolState.AWAITING_AUTH, "authenticated once"
+        self.state = ProtocolState.OPENING
+
+    def opened(self, hello: OpenedFrame) -> None:
+        """The session is attached; owe the hello."""
+        assert self.state is ProtocolState.OPENING, "opened once, after authentication"
+        self.state = ProtocolState.READY
+        self._send(hello)
+
+    def resume_failed(self, reason: ResumeFailedFrame, snapshot: SnapshotFrame) -> None:
+        """What the client missed is lost; owe it the whole state instead."""
+        self._send(reason)
+        self._send(snapshot)
+
+    def entries(self, entries: Iterable[tuple[int, SessionEntry]]) -> None:
+        """Owe the frames of journal entries, adjacent deltas merged."""
+        for seq, entry in coalesce(entries):
+            self._send(frame_of(seq, entry))
+            if isinstance(entry, SessionClosed):
+                self.state = ProtocolState.CLOSED
+                is_restart = entry.reason == "draining"
+                self.close_code = CloseCode.RESTART if is_restart else CloseCode.SESSION_CLOSED
+
+    def repeat(self, turn_id: str, *, position: int, end: TurnEnd | None) -> None:
+        """Answer a turn submitted twice: it is one turn, accepted before, and perhaps ended."""
+        if end is None:
+            self._send(CreatedFrame(turn_id=turn_id, position=position))
+        else:
+            self._send(end_frame(None, end))
+
+    def refuse(self, error: SessionServerError, *, turn_id: str | None = None) -> None:
+        """Owe an error frame; the connection lives on."""
+        self._send(ErrorFrame(error=error_body(error, turn_id=turn_id)))
+
+    def take_frames(self) -> list[str]:
+        """Text frames to send now, in order; they are handed out once."""
+        frames, self._outbox = self._outbox, []
+        return frames
+
+    def _decode(self, frame: str) -> ClientMessage | None:
+        # Four bytes per character at most: the cheap test spares encoding what is too long.
+        if len(frame) > self._max_message_bytes:
+            self.refuse(InvalidRequest("The message is too big."))
+            return None
+        try:
+            return msgspec.json.decode(frame, type=ClientMessage)  # type: ignore[no-any-return]
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self.refuse(malformed(error), turn_id=_turn_id_in(frame))
+            return None
+
+    def _first_message(self, message: ClientMessage | None) -> Command | None:
+        if isinstance(message, SessionAuth):
+            return Authenticate(message.token)
+        if message is not None:
+            self.refuse(InvalidRequest("The first message must be session.auth.", param="type"))
+        self.close_code = CloseCode.BAD_FIRST_MESSAGE
+        return None
+
+    def _command(self, message: ClientMessage, *, now_s: float) -> Command | None:
+        match message:
+            case TurnCreate():
+                return self._start_turn(message)
+            case TurnCancel():
+                return CancelTurn(turn_id=message.turn_id, keep_partial=message.keep_partial)
+            case SessionUpdate():
+                return UpdateSession(ttl_s=message.ttl_s, metadata=message.metadata)
+            case SessionClose():
+                return CloseSession()
+            case Ping():
+                self._send(PongFrame(t=message.t, server_time=now_s))
+            case Ack():
+                self.acked_seq = max(self.acked_seq, message.seq)
+            case SessionAuth():
+                # Harmless: the connection was authenticated before, or needs no key.
+                pass
+            case _:
+                assert_never(message)
+        return None
+
+    def _start_turn(self, message: TurnCreate) -> Command | None:
+        try:
+            request = turn_request(
+                message, defaults=self._defaults, on_disconnect=self._on_disconnect
+            )
+        except InvalidRequest as error:
+            self.refuse(error, turn_id=message.turn_id)
+            return None
+        return StartTurn(request)
+
+    def _send(self, frame: ServerFrame) -> None:
+        self._outbox.append(msgspec.json.encode(frame).decode())
+
+
+class _TurnIdOnly(msgspec.Struct):
+    turn_id: str | None = None
+
+
+def _turn_id_in(frame: str) -> str | None:
+    """The turn a refused frame was about, when that much of it can be read."""
+    try:
+        turn_id = msgspec.json.decode(frame, type=_TurnIdOnly).turn_id
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return clean(turn_id)[:128] if turn_id else None

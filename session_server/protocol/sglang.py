@@ -1,0 +1,373 @@
+"""SGLang's session contract, translated: its bodies in, ours out, and its answers back.
+
+Names, shapes, status codes and error texts are those that clients of SGLang 0.5 rely on: unknown
+keys are tolerated, `max_new_tokens` beyond the room left is clipped, an aborted turn rolls its
+session back and answers 200 with a `finish_reason` of type `abort`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from session_server.core.errors import InvalidRequest, UnsupportedOperation
+from session_server.core.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_OUTPUT_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+    TokenLogprob,
+)
+from session_server.core.session_events import (
+    TextInput,
+    TextOptions,
+    TokenInput,
+    TurnCancelled,
+    TurnCompleted,
+    TurnDelta,
+    TurnEnd,
+    TurnFailedEntry,
+    TurnRequest,
+)
+from session_server.protocol.messages import (
+    MAX_CONTENT_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TTL_S,
+    Bias,
+    Fraction,
+    Penalty,
+    StopString,
+    TokenIds,
+)
+
+DEFAULT_MAX_NEW_TOKENS: Final = 128
+MAX_RID_CHARS: Final = 256
+ABORT_MESSAGE: Final = "Aborted"
+
+Rid = Annotated[str, Meta(max_length=MAX_RID_CHARS)]
+TokenText = Callable[[int], str]
+"""The text of one token id, for logprobs."""
+
+
+class OpenSessionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `/open_session`. `timeout`: idle seconds; `capacity_of_str_len` is accepted and
+    has no meaning here, since a session's history is bounded by the context.
+    """
+
+    capacity_of_str_len: Annotated[int, Meta(ge=0, le=1 << 53)] | None = None
+    session_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:\-]{1,128}$(?!\n)")] | None = None
+    streaming: bool | None = None
+    timeout: Annotated[float, Meta(gt=0.0, le=MAX_TTL_S)] | None = None
+
+
+class CloseSessionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `/close_session`."""
+
+    session_id: Rid
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `/abort_request`. The rid is matched exactly, never by its beginning."""
+
+    rid: Rid | None = None
+    abort_all: bool | None = None
+
+
+class SessionParamsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Which session a request appends to, and for non-streaming sessions where."""
+
+    id: Rid | None = None
+    rid: Rid | None = None
+    offset: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
+
+
+class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """SGLang's sampling names."""
+
+    max_new_tokens: Annotated[int, Meta(ge=0, le=1 << 53)] | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: (
+        Annotated[
+            list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
+        ]
+        | None
+    ) = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    min_p: Fraction | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=2.0)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=1)] | None = None
+    sampling_seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$(?!\n)")], Bias],
+            Meta(max_length=MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
+
+
+class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `/generate`; one request, so lists of inputs are refused with a clear text."""
+
+    text: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] | list[Any] | None = None
+    input_ids: list[Any] | None = None
+    input_embeds: list[Any] | None = None
+    image_data: Any = None
+    sampling_params: GenerateSampling | list[Any] | None = None
+    rid: Rid | list[Any] | None = None
+    return_logprob: bool | list[Any] | None = None
+    logprob_start_len: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    top_logprobs_num: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    token_ids_logprob: list[Any] | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    session_params: SessionParamsBody | None = None
+    session_id: Rid | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One `/generate` request, understood. `session` is None for a completion without one."""
+
+    rid: str
+    request: TurnRequest
+    session: SessionParamsBody | None
+    stream: bool
+    return_logprob: bool
+    text_in_logprobs: bool
+
+
+def generation(body: GenerateBody, *, rid: str, turn_id: str) -> Generation:
+    """Translate a request.
+
+    Args:
+        body: as received.
+        rid: name of the request in answers and aborts.
+        turn_id: the turn's id here; a client may use one rid for many requests.
+
+    Raises:
+        InvalidRequest: it asks for what makes no sense or is not offered.
+    """
+    _refuse_batches(body)
+    session = _session_params(body)
+    return_logprob = bool(body.return_logprob)
+    sampling = body.sampling_params
+    assert not isinstance(sampling, list), "batches were refused"
+    options = sampling or GenerateSampling()
+    stop = options.stop if options.stop is not None else ()
+    request = TurnRequest(
+        turn_id=turn_id,
+        input=_input(body),
+        sampling=_sampling(options, body, return_logprob=return_logprob),
+        text=TextOptions(
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            keep_stop=bool(options.no_stop_trim),
+            skip_special_tokens=options.skip_special_tokens is not False,
+        ),
+        priority=body.priority or 0,
+        queue=False,
+        on_disconnect="cancel",
+    )
+    return Generation(
+        rid=rid,
+        request=request,
+        session=session,
+        stream=bool(body.stream),
+        return_logprob=return_logprob,
+        text_in_logprobs=bool(body.return_text_in_logprobs),
+    )
+
+
+class CumulativeAnswer:
+    """The answer of one generation as it grows; SGLang streams the whole of it each time."""
+
+    def __init__(self, generation: Generation, token_text: TokenText) -> None:
+        self._generation = generation
+        self._token_text = token_text
+        self._text: list[str] = []
+        self._output_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+
+    def add(self, delta: TurnDelta) -> dict[str, Any]:
+        """The object to stream after one more delta."""
+        self._text.append(delta.text)
+        self._output_ids.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
+        meta: dict[str, Any] = {
+            "id": self._generation.rid,
+            "finish_reason": None,
+            "prompt_tokens": self.prompt_tokens,
+            "weight_version": "default",
+            "completion_tokens": len(self._output_ids),
+            "cached_tokens": self.cached_tokens,
+        }
+        if self._generation.return_logprob:
+            meta |= self._logprob_fields(tuple(self._logprobs), ())
+        return {
+            "text": "".join(self._text),
+            "output_ids": list(self._output_ids),
+            "meta_info": meta,
+        }
+
+    def end(self, entry: TurnEnd, *, latency_s: float) -> dict[str, Any]:
+        """The last object; `latency_s` counts from the arrival of the request."""
+        outcome = entry.outcome
+        meta: dict[str, Any] = {
+            "id": self._generation.rid,
+            "finish_reason": finish_reason(entry),
+            "prompt_tokens": outcome.usage.input_tokens,
+            "weight_version": "default",
+            "completion_tokens": outcome.usage.output_tokens,
+            "cached_tokens": outcome.usage.cached_tokens,
+            "e2e_latency": latency_s,
+        }
+        if self._generation.return_logprob:
+            meta |= self._logprob_fields(outcome.logprobs, outcome.prompt_logprobs)
+        text, output_ids = outcome.text, list(outcome.token_ids)
+        if isinstance(entry, TurnCancelled) and not outcome.token_ids:
+            # Nothing of an aborted turn stays in the session; the caller still gets what came.
+            text, output_ids = "".join(self._text), self._output_ids
+            meta["completion_tokens"] = len(output_ids)
+        return {"text": text, "output_ids": output_ids, "meta_info": meta}
+
+    def _logprob_fields(
+        self, outputs: tuple[TokenLogprob, ...], inputs: tuple[TokenLogprob, ...]
+    ) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "input_token_logprobs": [self._triple(value) for value in inputs],
+            "output_token_logprobs": [self._triple(value) for value in outputs],
+        }
+        if self._generation.request.sampling.top_logprobs:
+            fields["input_top_logprobs"] = [self._top(value) for value in inputs]
+            fields["output_top_logprobs"] = [self._top(value) for value in outputs]
+        return fields
+
+    def _triple(self, value: TokenLogprob) -> list[Any]:
+        return [value.logprob, value.token_id, self._text_of(value.token_id)]
+
+    def _top(self, value: TokenLogprob) -> list[list[Any]] | None:
+        if not value.top:
+            return None
+        return [[logprob, token_id, self._text_of(token_id)] for token_id, logprob in value.top]
+
+    def _text_of(self, token_id: int) -> str | None:
+        return self._token_text(token_id) if self._generation.text_in_logprobs else None
+
+
+def finish_reason(entry: TurnEnd) -> dict[str, Any]:
+    """SGLang's `finish_reason` object."""
+    match entry:
+        case TurnCompleted(reason="stop"):
+            return {"type": "stop", "matched": entry.matched}
+        case TurnCompleted():
+            return {"type": "length", "length": entry.outcome.usage.output_tokens}
+        case TurnCancelled():
+            return {
+                "type": "abort",
+                "message": ABORT_MESSAGE,
+                "status_code": None,
+                "err_type": None,
+            }
+        case TurnFailedEntry():
+            return {
+                "type": "abort",
+                "message": entry.message,
+                "status_code": 503 if entry.retryable else 500,
+                "err_type": entry.code,
+            }
+
+
+def _refuse_batches(body: GenerateBody) -> None:
+    fields = ("text", "sampling_params", "rid", "return_logprob")
+    for name in fields:
+        if isinstance(getattr(body, name), list):
+            raise UnsupportedOperation(
+                f"A list of {name} (a batch) is not supported; send one request each.", param=name
+            )
+    if body.input_ids and isinstance(body.input_ids[0], list):
+        raise UnsupportedOperation(
+            "A list of input_ids (a batch) is not supported; send one request each.",
+            param="input_ids",
+        )
+    for name in ("input_embeds", "image_data", "token_ids_logprob"):
+        if getattr(body, name):
+            raise UnsupportedOperation(f"{name} is not supported.", param=name)
+
+
+def _session_params(body: GenerateBody) -> SessionParamsBody | None:
+    if body.session_id is not None and body.session_params is not None:
+        raise InvalidRequest(
+            "session_id and session_params cannot both be set.", param="session_params"
+        )
+    if body.session_id is not None:
+        return SessionParamsBody(id=body.session_id)
+    if body.session_params is not None and not body.session_params.id:
+        raise InvalidRequest("Invalid request session id", param="session_params.id")
+    return body.session_params
+
+
+def _input(body: GenerateBody) -> TextInput | TokenInput:
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("Either text or input_ids should be provided, not both.", param="text")
+    if body.input_ids is None:
+        assert isinstance(body.text, str), "batches were refused"
+        return TextInput(body.text)
+    try:
+        return TokenInput(tuple(msgspec.convert(body.input_ids, TokenIds)))
+    except msgspec.ValidationError:
+        raise InvalidRequest("input_ids must be token ids.", param="input_ids") from None
+
+
+def _sampling(
+    options: GenerateSampling, body: GenerateBody, *, return_logprob: bool
+) -> SamplingParams:
+    wanted = options.max_new_tokens
+    max_tokens = DEFAULT_MAX_NEW_TOKENS if wanted is None else min(wanted, MAX_OUTPUT_TOKENS)
+    values: dict[str, Any] = {
+        ours: value for ours, name in _RENAMED if (value := getattr(options, name)) is not None
+    }
+    if options.logit_bias is not None:
+        values["logit_bias"] = tuple((int(k), float(v)) for k, v in options.logit_bias.items())
+    if options.top_k is not None:
+        values["top_k"] = max(options.top_k, 0)
+    if options.stop_token_ids is not None:
+        values["stop_token_ids"] = tuple(options.stop_token_ids)
+    if return_logprob:
+        values["logprobs"] = True
+        values["top_logprobs"] = body.top_logprobs_num or 0
+        if body.logprob_start_len is not None and body.logprob_start_len >= 0:
+            values["prompt_logprobs_from"] = body.logprob_start_len
+    if values.get("min_tokens", 0) > max_tokens:
+        raise InvalidRequest("min_new_tokens is above max_new_tokens.", param="sampling_params")
+    return SamplingParams(max_tokens=max_tokens, **values)
+
+
+_RENAMED: Final = (
+    ("min_tokens", "min_new_tokens"),
+    ("temperature", "temperature"),
+    ("top_p", "top_p"),
+    ("min_p", "min_p"),
+    ("repetition_penalty", "repetition_penalty"),
+    ("presence_penalty", "presence_penalty"),
+    ("frequency_penalty", "frequency_penalty"),
+    ("seed", "sampling_seed"),
+    ("ignore_eos", "ignore_eos"),
+)

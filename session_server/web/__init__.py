@@ -1,0 +1,1 @@
+"""The sockets: HTTP and WebSocket over the sans-IO protocols, and the only importer of FastAPI."""

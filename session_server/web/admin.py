@@ -1,0 +1,88 @@
+"""Probes, metrics and what an operator looks at."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from session_server.core.errors import EngineUnavailable
+from session_server.metrics.prometheus import CONTENT_TYPE
+from session_server.protocol.resources import (
+    MemoryBody,
+    ModelBody,
+    ModelList,
+    StatusBody,
+    memory_body,
+)
+from session_server.web.auth import services_of
+from session_server.web.caller import Caller
+from session_server.web.openapi import answers
+from session_server.web.refusals import JsonResponse
+from session_server.web.services import AppServices
+
+router = APIRouter(tags=["operations"])
+
+SCRAPE_TIMEOUT_S = 1.0
+
+
+@router.get("/health", responses=answers(StatusBody, "The server works."))
+async def health(request: Request) -> Response:
+    """Liveness: 503 once a memory invariant has failed, which a restart cures."""
+    is_sound = is_healthy(services_of(request))
+    return _status("ok" if is_sound else "memory_invariant_failed", is_good=is_sound)
+
+
+@router.get("/ready", responses=answers(StatusBody, "The server takes sessions and turns."))
+async def ready(request: Request) -> Response:
+    """Readiness: 503 while the engine is away or the server drains."""
+    stats = services_of(request).sessions.stats()
+    if stats.draining:
+        return _status("draining", is_good=False)
+    is_up = stats.ready is not None
+    return _status("ready" if is_up else "engine_unavailable", is_good=is_up)
+
+
+@router.get("/metrics", responses=answers(None, "Prometheus text format."))
+async def metrics(caller: Caller) -> Response:
+    """Everything counted, the memory accounts as of now."""
+    with contextlib.suppress(TimeoutError, EngineUnavailable):
+        # The report reaches the gauges as an event; a scrape never waits long for a busy engine.
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            await caller.sessions.memory()
+    return Response(caller.services.metrics.exposition(), media_type=CONTENT_TYPE)
+
+
+@router.get("/v1/models", responses=answers(ModelList, "The models served: one."))
+async def list_models(caller: Caller) -> Response:
+    """List the models."""
+    card = caller.services.model
+    model = ModelBody(
+        id=card.name,
+        object="model",
+        created=card.created_s,
+        owned_by="session-server",
+        max_model_len=card.max_context,
+    )
+    return JsonResponse(ModelList(object="list", data=[model]))
+
+
+@router.get("/v1/admin/memory", responses=answers(MemoryBody, "Who holds which page."))
+async def memory(caller: Caller, full: Annotated[int, Query(ge=0, le=1)] = 0) -> Response:
+    """The ledger, per pool and session; `full=1` recounts every page between two steps first."""
+    report = await caller.sessions.memory(full=bool(full))
+    return JsonResponse(memory_body(report))
+
+
+def is_healthy(services: AppServices) -> bool:
+    """Whether no memory invariant has failed since the engine started."""
+    sample = services.sessions.stats().engine
+    return sample is None or sample.check_violations == 0
+
+
+def _status(text: str, *, is_good: bool) -> Response:
+    return JsonResponse(StatusBody(status=text), 200 if is_good else 503)

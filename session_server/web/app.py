@@ -1,0 +1,116 @@
+"""The application: every route, guarded, authorised by default, with one form of error."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from importlib import metadata
+from typing import Any, Final
+
+from fastapi import Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import WebSocketRoute
+
+from session_server.core.errors import SessionServerError, wire_error
+from session_server.web import admin, rest, sglang
+from session_server.web.auth import authorize, services_of
+from session_server.web.guard import RequestGuard
+from session_server.web.openapi import asyncapi_of, openapi_of
+from session_server.web.readers import Readers
+from session_server.web.refusals import HttpRefusal, JsonResponse, answer_error, error_response
+from session_server.web.running_requests import RunningRequests
+from session_server.web.services import AppServices
+from session_server.web.sockets import Sockets
+from session_server.web.websocket import session_endpoint
+
+TICK_S: Final = 1.0
+LAG_PROBE_S: Final = 0.1
+
+
+def create_app(services: AppServices) -> FastAPI:
+    """The application over `services`, which the caller has started and will stop."""
+    app = FastAPI(
+        title="session-server",
+        version=metadata.version("session-server"),
+        description="A streaming-session LLM server: a turn costs what its new tokens cost.",
+        lifespan=_lifespan,
+        dependencies=[Depends(authorize)],
+        middleware=[Middleware(RequestGuard, settings=services.settings)],
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.services = services
+    app.state.readers = Readers(services.sessions, services.metrics)
+    app.state.requests = RunningRequests()
+    app.state.sockets = Sockets(services.settings.max_connections)
+    services.metrics.watch_sessions(lambda: services.sessions.stats().sessions)
+    for module in (rest, admin, sglang):
+        app.include_router(module.router)
+    app.add_api_route("/openapi.json", _openapi, tags=["operations"], response_model=None)
+    app.add_api_route("/asyncapi.json", _asyncapi, tags=["operations"], response_model=None)
+    app.router.routes.append(WebSocketRoute("/v1/sessions/{session_id}/ws", session_endpoint))
+    app.add_exception_handler(SessionServerError, _answer_refusal)
+    for kind in (HttpRefusal, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer_error)
+    return app
+
+
+async def _openapi(request: Request) -> Response:
+    """The OpenAPI document."""
+    return JsonResponse(_document(request, "openapi"))
+
+
+async def _asyncapi(request: Request) -> Response:
+    """The AsyncAPI document of the WebSocket."""
+    return JsonResponse(_document(request, "asyncapi"))
+
+
+def _document(request: Request, kind: str) -> dict[str, Any]:
+    state = request.app.state
+    if not hasattr(state, kind):
+        make = openapi_of if kind == "openapi" else asyncapi_of
+        setattr(state, kind, make(request.app))
+    document: dict[str, Any] = getattr(state, kind)
+    return document
+
+
+async def _answer_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SessionServerError), "registered for it"
+    services_of(request).metrics.refused(wire_error(error).code)
+    return error_response(error)
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    services: AppServices = app.state.services
+    tasks = [
+        asyncio.create_task(_tick(services), name="tick"),
+        asyncio.create_task(_probe_lag(services), name="loop lag"),
+    ]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _tick(services: AppServices) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        services.sessions.tick()
+
+
+async def _probe_lag(services: AppServices) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        before_s = loop.time()
+        await asyncio.sleep(LAG_PROBE_S)
+        services.metrics.loop_lagged(max(0.0, loop.time() - before_s - LAG_PROBE_S))

@@ -1,0 +1,106 @@
+"""Server-sent events from a journal: replay, then live, with `id:` lines to resume from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from session_server.core.session_events import SessionEntry
+from session_server.protocol.frames import ServerFrame, coalesce
+from session_server.sessions.journal import Journal
+
+HEARTBEAT = b": ping\n\n"
+
+
+class EventStream(Response):
+    """Sends chunks as they come; ends with the client, and drops one that takes nothing.
+
+    `around` is entered while it sends, whatever becomes of the chunks.
+    """
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        *,
+        around: contextlib.AbstractContextManager[object],
+        send_timeout_s: float,
+    ) -> None:
+        super().__init__(media_type="text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-store"
+        self.headers["x-accel-buffering"] = "no"
+        self._chunks = chunks
+        self._around = around
+        self._send_timeout_s = send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the chunks or the client end; the generator is closed in both cases."""
+        with self._around:
+            await self._send_until_disconnect(receive, send)
+
+    async def _send_until_disconnect(self, receive: Receive, send: Send) -> None:
+        sender = asyncio.create_task(self._send_all(send))
+        listener = asyncio.create_task(wait_for_disconnect(receive))
+        try:
+            await asyncio.wait((sender, listener), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sender, listener):
+                task.cancel()
+            results = await asyncio.gather(sender, listener, return_exceptions=True)
+        for result in results:
+            # A client that left (OSError) or stalled (TimeoutError) is not a fault of ours.
+            if isinstance(result, Exception) and not isinstance(result, OSError):
+                raise result
+
+    async def _send_all(self, send: Send) -> None:
+        async with contextlib.aclosing(self._chunks) as chunks:
+            head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(head)
+            async for chunk in chunks:
+                async with asyncio.timeout(self._send_timeout_s):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client of a request has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event_chunk(frame: ServerFrame, *, seq: int | None) -> bytes:
+    """One event: its frame as data, its type as name, its sequence number as id."""
+    payload = msgspec.json.encode(frame)
+    name = str(type(frame).__struct_config__.tag)
+    head = f"event: {name}\n" if seq is None else f"id: {seq}\nevent: {name}\n"
+    return head.encode() + b"data: " + payload + b"\n\n"
+
+
+async def batches(
+    journal: Journal, after_seq: int, *, heartbeat_s: float
+) -> AsyncGenerator[list[tuple[int, SessionEntry]], None]:
+    """Entries after `after_seq` as they come, adjacent deltas merged; empty after silence.
+
+    Raises:
+        OffsetLost: the journal no longer reaches back so far.
+    """
+    position = after_seq
+    while True:
+        entries = journal.read(position)
+        if entries:
+            position = entries[-1].seq
+            yield list(coalesce((item.seq, item.entry) for item in entries))
+            continue
+        try:
+            async with asyncio.timeout(heartbeat_s):
+                has_more = await journal.wait(position)
+        except TimeoutError:
+            yield []
+            continue
+        if not has_more:
+            return

@@ -1,0 +1,104 @@
+"""Refusals of the HTTP layer itself, and how every refusal becomes a response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from session_server.core.errors import WIRE_ERRORS, SessionServerError, wire_error
+from session_server.protocol.errors import (
+    ErrorBody,
+    ErrorResponse,
+    clean,
+    error_body,
+    internal_error_body,
+)
+
+JSON: Final = "application/json"
+_RETRY_AFTER_S: Final = "1"
+_CODES: Final[Mapping[int, str]] = {
+    400: "bad_request",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "payload_too_large",
+    415: "unsupported_media_type",
+    421: "misdirected_request",
+    499: "client_closed_request",
+    431: "headers_too_large",
+}
+
+
+class HttpRefusal(Exception):
+    """A request refused before it reaches a verb: framing, size, host, origin, media type."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = ErrorBody(
+            type="invalid_request_error",
+            code=_CODES.get(status, "invalid_request"),
+            message=clean(message),
+            param=param,
+        )
+
+
+class JsonResponse(Response):
+    """A response whose content is encoded by msgspec: structs, dicts, plain values."""
+
+    media_type = JSON
+
+    def render(self, content: Any) -> bytes:
+        """JSON bytes of `content`."""
+        return msgspec.json.encode(content)
+
+
+def status_of_code(code: str) -> int:
+    """The HTTP status of a wire code; 500 for one that is not in the table."""
+    return next((form.status for form in WIRE_ERRORS.values() if form.code == code), 500)
+
+
+def error_response(error: Exception) -> Response:
+    """The response for anything that was raised; what is not a refusal shows no detail."""
+    if isinstance(error, SessionServerError):
+        form = wire_error(error)
+        headers = {"retry-after": _RETRY_AFTER_S} if form.status in (429, 503) else {}
+        if form.status == HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
+        return _response(error_body(error), form.status, headers)
+    if isinstance(error, HttpRefusal):
+        return _response(error.body, error.status, {})
+    if isinstance(error, RequestValidationError):
+        return _response(_query_error(error), 400, {})
+    if isinstance(error, HTTPException):
+        message = HTTPStatus(error.status_code).phrase + "."
+        refusal = HttpRefusal(error.status_code, message)
+        return _response(refusal.body, error.status_code, dict(error.headers or {}))
+    return _response(internal_error_body(), 500, {})
+
+
+async def answer_error(_: Request, error: Exception) -> Response:
+    """`error_response` as an exception handler."""
+    return error_response(error)
+
+
+def _response(body: ErrorBody, status: int, headers: Mapping[str, str]) -> Response:
+    return JsonResponse(ErrorResponse(error=body), status, dict(headers))
+
+
+def _query_error(error: RequestValidationError) -> ErrorBody:
+    first = error.errors()[0]
+    return ErrorBody(
+        type="invalid_request_error",
+        code="invalid_request",
+        message=clean(str(first.get("msg", "Invalid value."))),
+        param=clean(".".join(str(part) for part in first.get("loc", ())[1:])) or None,
+    )

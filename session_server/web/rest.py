@@ -1,0 +1,200 @@
+"""The native REST surface: sessions and their turns as resources."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from session_server.core.errors import InvalidRequest
+from session_server.core.session_events import Message, TurnFailedEntry
+from session_server.protocol.errors import ErrorResponse
+from session_server.protocol.frames import failure_body
+from session_server.protocol.messages import (
+    MAX_SEQ,
+    CancelBody,
+    OpenBody,
+    TurnBody,
+    UpdateBody,
+    chat_messages,
+    turn_request,
+)
+from session_server.protocol.resources import (
+    ItemList,
+    SessionBody,
+    SessionList,
+    TurnResult,
+)
+from session_server.sessions.views import OpenRequest
+from session_server.web.bodies import read_body
+from session_server.web.caller import Caller
+from session_server.web.event_stream import EventStream
+from session_server.web.openapi import answers, body_of
+from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
+from session_server.web.turns import TurnReading, session_events
+from session_server.web.views import item_view_body, session_body, turn_body, turn_result
+
+router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+MAX_PAGE = 1000
+AfterSeq = Annotated[int | None, Query(ge=0, le=MAX_SEQ)]
+
+
+@router.post(
+    "",
+    status_code=201,
+    openapi_extra=body_of(OpenBody, required=False),
+    responses=answers(SessionBody, "The new session.", status=201),
+)
+async def open_session(request: Request, caller: Caller) -> Response:
+    """Open a session."""
+    body = await read_body(request, OpenBody)
+    if body.model not in (None, caller.services.model.name):
+        raise InvalidRequest("There is no such model here; see /v1/models.", param="model")
+    messages = chat_messages(body.messages or ())
+    if body.instructions is not None:
+        messages = (Message(role="system", content=body.instructions), *messages)
+    view = caller.sessions.open(
+        caller.owner,
+        OpenRequest(
+            session_id=body.id,
+            messages=messages,
+            ttl_s=body.ttl_s,
+            metadata=body.metadata or {},
+            pinned=body.pinned,
+        ),
+    )
+    location = {"location": f"/v1/sessions/{view.session_id}"}
+    return JsonResponse(session_body(view, caller.services.model), 201, location)
+
+
+@router.get("", responses=answers(SessionList, "A page of your sessions, oldest first."))
+async def list_sessions(
+    caller: Caller,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
+    after: Annotated[str | None, Query(max_length=128)] = None,
+) -> Response:
+    """List your sessions."""
+    views = caller.sessions.list(caller.owner, limit=limit, after=after)
+    data = [session_body(view, caller.services.model) for view in views]
+    return JsonResponse(SessionList(object="list", data=data, has_more=len(data) == limit))
+
+
+@router.get("/{session_id}", responses=answers(SessionBody, "The session."))
+async def get_session(session_id: str, caller: Caller) -> Response:
+    """Show one session."""
+    view = caller.sessions.get(caller.owner, session_id)
+    return JsonResponse(session_body(view, caller.services.model))
+
+
+@router.patch(
+    "/{session_id}",
+    openapi_extra=body_of(UpdateBody),
+    responses=answers(SessionBody, "The session with its effective settings."),
+)
+async def update_session(session_id: str, request: Request, caller: Caller) -> Response:
+    """Change a session's time to live or metadata."""
+    body = await read_body(request, UpdateBody)
+    view = caller.sessions.update(
+        caller.owner, session_id, ttl_s=body.ttl_s, metadata=body.metadata
+    )
+    return JsonResponse(session_body(view, caller.services.model))
+
+
+@router.delete("/{session_id}", responses=answers(SessionBody, "The session as it closes."))
+async def close_session(session_id: str, caller: Caller) -> Response:
+    """Close a session; a running turn is cancelled first."""
+    view = caller.sessions.close(caller.owner, session_id)
+    return JsonResponse(session_body(view, caller.services.model))
+
+
+@router.get("/{session_id}/items", responses=answers(ItemList, "The conversation so far."))
+async def list_items(session_id: str, caller: Caller) -> Response:
+    """List a session's items."""
+    snapshot = caller.sessions.snapshot(caller.owner, session_id)
+    data = [item_view_body(item) for item in snapshot.items]
+    return JsonResponse(ItemList(object="list", data=data))
+
+
+@router.post(
+    "/{session_id}/turns",
+    openapi_extra=body_of(TurnBody),
+    responses=answers(TurnResult, "The turn's end; or its events, for text/event-stream."),
+)
+async def create_turn(session_id: str, request: Request, caller: Caller) -> Response:
+    """Run one turn, and wait for its end or stream its events.
+
+    A client that leaves cancels the turn, and keeps its partial answer in the history, unless
+    `on_disconnect` is `detach`.
+    """
+    body = await read_body(request, TurnBody)
+    turn = turn_request(body, defaults=caller.services.model.defaults, on_disconnect="cancel")
+    journal = caller.sessions.journal(caller.owner, session_id)
+    view = await caller.sessions.submit(caller.owner, session_id, turn)
+    keep_partial = True if turn.on_disconnect == "cancel" else None
+    reading = TurnReading(caller, journal, view, keep_partial=keep_partial)
+    if wants_events(request):
+        timeout_s = caller.services.settings.send_timeout_s
+        return EventStream(reading.events(), around=reading, send_timeout_s=timeout_s)
+    with reading:
+        end = await reading.end(request.receive)
+    if isinstance(end, TurnFailedEntry):
+        failure = failure_body(end)
+        return JsonResponse(ErrorResponse(error=failure), status_of_code(failure.code))
+    return JsonResponse(turn_result(session_id, end))
+
+
+@router.get("/{session_id}/turns/{turn_id}", responses=answers(TurnResult, "The turn now."))
+async def get_turn(session_id: str, turn_id: str, caller: Caller) -> Response:
+    """Show a turn that waits, runs, or ended recently."""
+    return JsonResponse(turn_body(caller.sessions.turn(caller.owner, session_id, turn_id)))
+
+
+@router.post(
+    "/{session_id}/turns/{turn_id}/cancel",
+    openapi_extra=body_of(CancelBody, required=False),
+    responses=answers(TurnResult, "The turn as it ends."),
+)
+async def cancel_turn(session_id: str, turn_id: str, request: Request, caller: Caller) -> Response:
+    """Cancel a turn."""
+    body = await read_body(request, CancelBody)
+    view = caller.sessions.cancel(caller.owner, session_id, turn_id, keep_partial=body.keep_partial)
+    return JsonResponse(turn_body(view))
+
+
+@router.get(
+    "/{session_id}/events",
+    responses=answers(None, "Frames of `kvsession.v1` as events: replay after `after`, then live."),
+)
+async def read_events(
+    session_id: str,
+    request: Request,
+    caller: Caller,
+    after: AfterSeq = None,
+) -> Response:
+    """Follow a session. `Last-Event-ID` wins over `after`; without both it starts now."""
+    journal = caller.sessions.journal(caller.owner, session_id)
+    start = _last_event_id(request)
+    if start is None:
+        start = journal.last_seq if after is None else after
+    return EventStream(
+        session_events(caller, session_id, after=start),
+        around=caller.readers.reading(caller.owner, session_id, "sse"),
+        send_timeout_s=caller.services.settings.send_timeout_s,
+    )
+
+
+def wants_events(request: Request) -> bool:
+    """Whether the client asked for server-sent events."""
+    return "text/event-stream" in request.headers.get("accept", "")
+
+
+def _last_event_id(request: Request) -> int | None:
+    text = request.headers.get("last-event-id")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 16):
+        raise HttpRefusal(400, "Last-Event-ID is not a sequence number.", param="last-event-id")
+    return int(text)

@@ -1,0 +1,151 @@
+"""Running the application: our own signals, our own drain, uvicorn for the rest.
+
+uvicorn alone closes every WebSocket with 1012 the moment it is told to stop. Here the first
+SIGTERM or SIGINT drains: no new work, `session.draining` to every reader, running turns get
+`drain_s`, then sockets close with 1012. The second signal skips what is left of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Final, TextIO
+
+import uvicorn
+from fastapi import FastAPI
+
+from session_server.protocol.session_protocol import CloseCode
+from session_server.web.guard import GuardedHttp, GuardedWebSocket
+from session_server.web.services import AppServices
+from session_server.web.sockets import Sockets
+
+BACKLOG: Final = 4096
+SHUTDOWN_S: Final = 5
+CLOSE_WAIT_S: Final = 2.0
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server without its signal handlers, telling when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to `serve`."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then say so."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_listening()
+
+
+async def serve(app: FastAPI, services: AppServices, *, ready: TextIO = sys.stdout) -> None:
+    """Listen until a signal, then drain and return.
+
+    Once it listens it writes `listening on http://HOST:PORT` to `ready`, with the real port.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    settings = services.settings
+    listener = _bind(settings.host, settings.port)
+    url = _url_of(listener)
+
+    def say_ready() -> None:
+        print(f"listening on {url}", file=ready, flush=True)
+
+    server = DrainingServer(config_for(app, services), say_ready)
+    stop = asyncio.Event()
+    with _signals(stop, server):
+        drainer = asyncio.create_task(drain_when(stop, app, services, server))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            drainer.cancel()
+            await asyncio.gather(drainer, return_exceptions=True)
+            listener.close()
+
+
+def config_for(app: FastAPI, services: AppServices) -> uvicorn.Config:
+    """How uvicorn runs the application."""
+    settings = services.settings
+    return uvicorn.Config(
+        app,
+        http=GuardedHttp,
+        ws=GuardedWebSocket,
+        ws_max_size=settings.max_message_bytes,
+        ws_ping_interval=settings.heartbeat_s,
+        ws_ping_timeout=settings.ping_timeout_s,
+        ws_per_message_deflate=False,
+        backlog=BACKLOG,
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        lifespan="on",
+    )
+
+
+async def drain_when(
+    stop: asyncio.Event, app: FastAPI, services: AppServices, server: uvicorn.Server
+) -> None:
+    """Wait for `stop`; finish what runs, close the sockets, end the server."""
+    await stop.wait()
+    sockets = app.state.sockets
+    assert isinstance(sockets, Sockets), "create_app set it"
+    try:
+        await services.sessions.drain(services.settings.drain_s)
+        sockets.end_all(CloseCode.RESTART)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_WAIT_S):
+                while sockets.num_attached:
+                    await asyncio.sleep(0.02)
+    finally:
+        server.should_exit = True
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event, server: uvicorn.Server) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            server.should_exit = server.force_exit = True
+        stop.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

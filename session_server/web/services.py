@@ -1,0 +1,70 @@
+"""What the web layer is given; `wiring` makes it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from session_server.core.sampling import SamplingParams
+from session_server.metrics.prometheus import ServerMetrics
+from session_server.sessions.manager import SessionManager
+
+
+def digest_of(key: str) -> str:
+    """What is kept of an API key, and the owner name its sessions carry."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class WebSettings:
+    """Bounds of the sockets. Times in seconds, sizes in bytes.
+
+    `key_digests`: `digest_of` the API keys; empty leaves the server open to who can connect.
+    `send_timeout_s`: a reader that takes nothing for so long is dropped and may resume.
+    `idle_s`: a socket that hears and says nothing for so long is closed. `hosts`: names besides
+    loopback under which a loopback-bound server answers.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    key_digests: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    max_message_bytes: int = 1 << 20
+    max_connections: int = 10_000
+    max_queued_turns: int = 4
+    replay_bytes: int = 4 << 20
+    body_timeout_s: float = 30.0
+    auth_timeout_s: float = 5.0
+    send_timeout_s: float = 10.0
+    heartbeat_s: float = 20.0
+    ping_timeout_s: float = 60.0
+    idle_s: float = 3600.0
+    drain_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The one model served. `token_text` gives the text of one token id, for logprobs."""
+
+    name: str
+    path: str
+    vocab_size: int
+    max_context: int
+    created_s: int
+    token_text: Callable[[int], str]
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, slots=True)
+class AppServices:
+    """Everything behind the routes. `server_args` is shown by `/server_info`; no secrets in it."""
+
+    sessions: SessionManager
+    metrics: ServerMetrics
+    model: ModelCard
+    settings: WebSettings
+    server_args: dict[str, object] = field(default_factory=dict)
+    now_s: Callable[[], float] = time.monotonic

@@ -1,0 +1,65 @@
+"""The live WebSockets: bounded in number, and at most one per session."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+from session_server.core.errors import ServerBusy
+from session_server.protocol.session_protocol import CloseCode
+
+
+class Endable(Protocol):
+    """A connection that can be told to end."""
+
+    def end(self, code: CloseCode) -> None:
+        """Close soon with this code."""
+        ...
+
+
+class Sockets:
+    """All WebSockets of one server."""
+
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
+        self._num_connections = 0
+        self._by_session: dict[str, Endable] = {}
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count one connection inside the block.
+
+        Raises:
+            ServerBusy: as many as allowed are open.
+        """
+        if self._num_connections >= self._max_connections:
+            raise ServerBusy(f"{self._num_connections} connections are open, the maximum.")
+        self._num_connections += 1
+        try:
+            yield
+        finally:
+            self._num_connections -= 1
+
+    @contextlib.contextmanager
+    def attached(self, session_id: str, socket: Endable) -> Iterator[None]:
+        """Be the session's connection inside the block; the one before is ended with 4409."""
+        before = self._by_session.get(session_id)
+        self._by_session[session_id] = socket
+        if before is not None:
+            before.end(CloseCode.SUPERSEDED)
+        try:
+            yield
+        finally:
+            if self._by_session.get(session_id) is socket:
+                del self._by_session[session_id]
+
+    def end_all(self, code: CloseCode) -> None:
+        """End every connection."""
+        for socket in list(self._by_session.values()):
+            socket.end(code)
+
+    @property
+    def num_attached(self) -> int:
+        """Connections that serve a session now."""
+        return len(self._by_session)

@@ -1,0 +1,160 @@
+"""Reading one turn, or a whole session, over plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Self
+
+from starlette.types import Receive
+
+from session_server.core.errors import SessionClosing
+from session_server.core.session_events import (
+    SessionEntry,
+    TurnEnd,
+)
+from session_server.protocol.frames import (
+    ResumeFailedFrame,
+    frame_of,
+)
+from session_server.sessions.journal import Journal, OffsetLost
+from session_server.sessions.views import TurnView
+from session_server.web.caller import Call
+from session_server.web.event_stream import (
+    HEARTBEAT,
+    batches,
+    event_chunk,
+    wait_for_disconnect,
+)
+from session_server.web.readers import Watch
+from session_server.web.refusals import HttpRefusal
+from session_server.web.views import snapshot_frame
+
+
+class TurnReading:
+    """One reader of one turn, as a context manager; iterate or wait inside it, once.
+
+    `keep_partial` None leaves the turn alone when the last reader of the session goes; else the
+    turn is cancelled then, keeping its partial answer or not.
+    """
+
+    def __init__(
+        self, call: Call, journal: Journal, view: TurnView, *, keep_partial: bool | None
+    ) -> None:
+        self._call = call
+        self._journal = journal
+        self._view = view
+        self._keep_partial = keep_partial
+        self._scope = contextlib.ExitStack()
+        self._watch = Watch()
+
+    def __enter__(self) -> Self:
+        call, view = self._call, self._view
+        reading = call.readers.reading(call.owner, view.session_id, "http")
+        self._watch = self._scope.enter_context(reading)
+        if self._keep_partial is not None and view.end is None:
+            self._watch.bind(view.turn_id, keep_partial=self._keep_partial)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._scope.close()
+
+    async def end(self, receive: Receive) -> TurnEnd:
+        """Wait for the end of the turn, as long as the client is there.
+
+        Raises:
+            HttpRefusal: it went before.
+            SessionClosing: the session went before the turn's end was read.
+        """
+        waiter = asyncio.create_task(self.wait())
+        listener = asyncio.create_task(wait_for_disconnect(receive))
+        try:
+            await asyncio.wait((waiter, listener), return_when=asyncio.FIRST_COMPLETED)
+            if not waiter.done():
+                raise HttpRefusal(499, "The client has gone.")
+            return waiter.result()
+        finally:
+            for task in (waiter, listener):
+                task.cancel()
+            await asyncio.gather(waiter, listener, return_exceptions=True)
+
+    async def wait(self) -> TurnEnd:
+        """Wait for the end of the turn.
+
+        Raises:
+            SessionClosing: the session went before the turn's end was read.
+        """
+        async for item in self.entries():
+            if item is not None and isinstance(item[1], TurnEnd):
+                return item[1]
+        raise SessionClosing("The session closed before the turn's end was read.")
+
+    async def entries(self) -> AsyncGenerator[tuple[int, SessionEntry] | None, None]:
+        """The turn's entries up to and with its end; None after each silence of a heartbeat.
+
+        A reader whom the journal overtook goes on at its newest entry: deltas are missing then,
+        the end is not, and it holds the whole text.
+        """
+        position = self._view.created_seq - 1
+        turn_id = self._view.turn_id
+        heartbeat_s = self._call.services.settings.heartbeat_s
+        while True:
+            try:
+                async for batch in batches(self._journal, position, heartbeat_s=heartbeat_s):
+                    if not batch:
+                        yield None
+                    for seq, entry in batch:
+                        if not belongs_to(entry, turn_id):
+                            continue
+                        if isinstance(entry, TurnEnd):
+                            self._watch.release(turn_id)
+                            yield seq, entry
+                            return
+                        yield seq, entry
+                return
+            except OffsetLost as lost:
+                position = lost.last_seq
+                end = self._end_now()
+                if end is not None:
+                    self._watch.release(turn_id)
+                    yield position, end
+                    return
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The turn as server-sent events."""
+        async for item in self.entries():
+            if item is None:
+                yield HEARTBEAT
+            else:
+                yield event_chunk(frame_of(*item), seq=item[0])
+
+    def _end_now(self) -> TurnEnd | None:
+        view = self._call.sessions.turn(self._call.owner, self._view.session_id, self._view.turn_id)
+        return view.end
+
+
+async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
+    """A whole session as server-sent events; what is lost is replaced by a snapshot."""
+    position = after
+    heartbeat_s = call.services.settings.heartbeat_s
+    journal = call.sessions.journal(call.owner, session_id)
+    while True:
+        try:
+            async for batch in batches(journal, position, heartbeat_s=heartbeat_s):
+                if not batch:
+                    yield HEARTBEAT
+                for seq, entry in batch:
+                    position = seq
+                    yield event_chunk(frame_of(seq, entry), seq=seq)
+            return
+        except OffsetLost:
+            snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+            yield event_chunk(ResumeFailedFrame(reason="offset_lost"), seq=None)
+            yield event_chunk(snapshot, seq=snapshot.seq)
+            position = snapshot.seq
+
+
+def belongs_to(entry: SessionEntry, turn_id: str) -> bool:
+    """Whether an entry tells of this turn."""
+    return getattr(entry, "turn_id", None) == turn_id

@@ -1,0 +1,132 @@
+"""The manager's views as wire bodies."""
+
+from __future__ import annotations
+
+from session_server.core.session_events import (
+    TurnCancelled,
+    TurnCompleted,
+    TurnEnd,
+    TurnFailedEntry,
+)
+from session_server.protocol.frames import (
+    ConversationItem,
+    LimitsBody,
+    OpenedFrame,
+    SnapshotFrame,
+    SnapshotTurn,
+    failure_body,
+    item_body,
+    usage_body,
+)
+from session_server.protocol.resources import SessionBody, TurnResult
+from session_server.sessions.views import ItemView, SessionSnapshot, SessionView, TurnView
+from session_server.web.services import AppServices, ModelCard
+
+
+def session_body(view: SessionView, model: ModelCard) -> SessionBody:
+    """A session as REST shows it."""
+    return SessionBody(
+        id=view.session_id,
+        object="session",
+        model=model.name,
+        state=view.state,
+        epoch=view.epoch,
+        seq=view.seq,
+        tokens=view.num_tokens,
+        turns=view.num_turns,
+        running_turn=view.running_turn,
+        queued_turns=view.queued_turns,
+        ttl_s=view.ttl_s,
+        metadata=dict(view.metadata),
+        created=view.created_s,
+    )
+
+
+def turn_body(view: TurnView) -> TurnResult:
+    """A turn as REST shows it, ended or not."""
+    if view.end is not None:
+        return turn_result(view.session_id, view.end)
+    return TurnResult(
+        id=view.turn_id,
+        object="turn",
+        session_id=view.session_id,
+        status=view.status,
+        text=view.text,
+    )
+
+
+def turn_result(session_id: str, end: TurnEnd) -> TurnResult:
+    """A turn that has ended."""
+    completed = end if isinstance(end, TurnCompleted) else None
+    return TurnResult(
+        id=end.turn_id,
+        object="turn",
+        session_id=session_id,
+        status=_status(end),
+        text=end.outcome.text,
+        finish_reason=completed.reason if completed is not None else None,
+        matched=completed.matched if completed is not None else None,
+        item=item_body(end.outcome, complete=completed is not None),
+        usage=usage_body(end.outcome.usage),
+        timings=end.outcome.timings,
+        error=failure_body(end) if isinstance(end, TurnFailedEntry) else None,
+    )
+
+
+def hello_frame(
+    view: SessionView, services: AppServices, *, seq: int, resumed: bool
+) -> OpenedFrame:
+    """The hello of a socket that stands at `seq`."""
+    settings = services.settings
+    return OpenedFrame(
+        seq=seq,
+        session_id=view.session_id,
+        epoch=view.epoch,
+        resumed=resumed,
+        state=view.state,
+        tokens=view.num_tokens,
+        model=services.model.name,
+        limits=LimitsBody(
+            max_message_bytes=settings.max_message_bytes,
+            max_context=services.model.max_context,
+            max_queued_turns=settings.max_queued_turns,
+            replay_bytes=settings.replay_bytes,
+            idle_ttl_s=view.ttl_s,
+        ),
+        heartbeat_s=settings.heartbeat_s,
+    )
+
+
+def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
+    """The state of a session, for a reader who lost its place."""
+    running = snapshot.running
+    turn = None if running is None else SnapshotTurn(turn_id=running.turn_id, text=running.text)
+    return SnapshotFrame(
+        seq=snapshot.session.seq,
+        state=snapshot.session.state,
+        tokens=snapshot.session.num_tokens,
+        items=tuple(item_view_body(item) for item in snapshot.items),
+        turn=turn,
+        queued=tuple(view.turn_id for view in snapshot.queued),
+    )
+
+
+def item_view_body(item: ItemView) -> ConversationItem:
+    """One item of a conversation."""
+    return ConversationItem(
+        id=item.item_id,
+        turn_id=item.turn_id,
+        role=item.role,
+        content=item.text,
+        end_len=item.end_len,
+    )
+
+
+def _status(end: TurnEnd) -> str:
+    match end:
+        case TurnCompleted():
+            return "completed"
+        case TurnCancelled():
+            return "cancelled"
+        case TurnFailedEntry():
+            return "failed"

@@ -1,0 +1,342 @@
+"""`kvsession.v1` over a WebSocket: one reader task, one writer task, one session.
+
+The reader turns frames into commands and never waits for a turn; the writer follows the session's
+journal and waits for nobody else. A client that takes nothing for `send_timeout_s` is let go with
+1013 and may resume; its turn does not notice. The newest connection to a session wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Final
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from session_server.core.errors import (
+    InvalidRequest,
+    ServerBusy,
+    ServerDraining,
+    SessionNotFound,
+    SessionServerError,
+    Unauthorized,
+    wire_error,
+)
+from session_server.core.session_events import TurnEnd, TurnRequest
+from session_server.protocol.frames import ResumeFailedFrame
+from session_server.protocol.messages import MAX_SEQ
+from session_server.protocol.session_protocol import (
+    SUBPROTOCOL,
+    Authenticate,
+    CancelTurn,
+    CloseCode,
+    CloseSession,
+    Command,
+    SessionProtocol,
+    StartTurn,
+    UpdateSession,
+)
+from session_server.sessions.journal import OffsetLost
+from session_server.sessions.views import OpenRequest, SessionView
+from session_server.web.auth import BEARER_PROTOCOL, header_key, owner_of, services_of
+from session_server.web.caller import Call, make_call
+from session_server.web.readers import Watch
+from session_server.web.refusals import error_response
+from session_server.web.sockets import Sockets
+from session_server.web.views import hello_frame, snapshot_frame
+
+MAX_EPOCH_CHARS: Final = 64
+NEW_SESSION: Final = "new"
+
+_logger: Final = logging.getLogger("session_server.web")
+
+
+async def session_endpoint(websocket: WebSocket) -> None:
+    """The route `/v1/sessions/{session_id}/ws`."""
+    sockets = websocket.app.state.sockets
+    assert isinstance(sockets, Sockets), "create_app set it"
+    try:
+        with sockets.admitted():
+            await SessionSocket(websocket, sockets).run()
+    except ServerBusy as error:
+        await websocket.send_denial_response(error_response(error))
+
+
+class SessionSocket:
+    """One connection, from handshake to close."""
+
+    def __init__(self, websocket: WebSocket, sockets: Sockets) -> None:
+        self._websocket = websocket
+        self._sockets = sockets
+        self._services = services_of(websocket)
+        self._wake = asyncio.Event()
+        self._end_code: CloseCode | None = None
+        self._is_gone = False
+        self._heard_s = 0.0
+        self._is_accepted = False
+        self._position = 0
+
+    def end(self, code: CloseCode) -> None:
+        """Close soon, after what is already there was sent."""
+        if self._end_code is None:
+            self._end_code = code
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Serve the connection to its end."""
+        try:
+            key = self._offered_key()
+            needs_auth = bool(self._services.settings.key_digests) and key is None
+            self._protocol = SessionProtocol(
+                defaults=self._services.model.defaults,
+                needs_auth=needs_auth,
+                max_message_bytes=self._services.settings.max_message_bytes,
+            )
+            owner = None if needs_auth else owner_of(self._services, key)
+            if owner is None:
+                await self._accept()
+                owner = await self._first_message_owner()
+            call = make_call(self._websocket, owner)
+            view = self._open(call)
+        except SessionServerError as error:
+            await self._deny(error)
+            return
+        except WebSocketDisconnect:
+            return
+        await self._accept()
+        with (
+            call.readers.reading(owner, view.session_id, "websocket") as watch,
+            self._sockets.attached(view.session_id, self),
+        ):
+            await self._serve(call, view, watch)
+
+    def _offered_key(self) -> str | None:
+        """The key of the Authorization header, else of a `bearer.<key>` subprotocol."""
+        for offered in self._websocket.scope["subprotocols"]:
+            if offered.startswith(BEARER_PROTOCOL):
+                return header_key(self._websocket) or offered.removeprefix(BEARER_PROTOCOL)
+        return header_key(self._websocket)
+
+    async def _accept(self) -> None:
+        if self._is_accepted:
+            return
+        # A subprotocol that holds a key must never be echoed.
+        offered = self._websocket.scope["subprotocols"]
+        await self._websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+        self._is_accepted = True
+
+    async def _first_message_owner(self) -> str:
+        """The owner named by a first message `session.auth`.
+
+        Raises:
+            Unauthorized: it did not come in time, was another message, or holds a wrong key.
+        """
+        try:
+            async with asyncio.timeout(self._services.settings.auth_timeout_s):
+                message = await self._websocket.receive()
+        except TimeoutError:
+            raise Unauthorized("No session.auth message came in time.") from None
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message["code"])
+        text = message.get("text")
+        command = self._protocol.receive_frame(text or "", now_s=time.time())
+        if not isinstance(command, Authenticate):
+            self._protocol.take_frames()
+            raise Unauthorized("The first message must be session.auth.", param="type")
+        owner = owner_of(self._services, command.token)
+        self._protocol.authenticated()
+        return owner
+
+    def _open(self, call: Call) -> SessionView:
+        """The session this connection is for; the id `new` opens one."""
+        if call.sessions.stats().draining:
+            raise ServerDraining("The server is shutting down.")
+        self._after, self._epoch = self._resume_point()
+        session_id = str(self._websocket.path_params["session_id"])
+        if session_id == NEW_SESSION:
+            return call.sessions.open(call.owner, OpenRequest())
+        return call.sessions.get(call.owner, session_id)
+
+    def _resume_point(self) -> tuple[int | None, str | None]:
+        query = self._websocket.query_params
+        after, epoch = query.get("after"), query.get("epoch")
+        if after is not None and not (after.isascii() and after.isdigit() and len(after) <= 16):
+            raise InvalidRequest("after is not a sequence number.", param="after")
+        if epoch is not None and len(epoch) > MAX_EPOCH_CHARS:
+            raise InvalidRequest("epoch is too long.", param="epoch")
+        return (None if after is None else min(int(after), MAX_SEQ)), epoch
+
+    async def _deny(self, error: SessionServerError) -> None:
+        """Refuse with HTTP where the client can see it; scripts in browsers only see closes."""
+        is_browser = "origin" in self._websocket.headers
+        if not self._is_accepted and not is_browser:
+            await self._websocket.send_denial_response(error_response(error))
+            return
+        await self._accept()
+        self._protocol.refuse(error)
+        with contextlib.suppress(WebSocketDisconnect):
+            await self._flush()
+            await self._close(self._protocol.close_code or _close_code(error))
+
+    async def _serve(self, call: Call, view: SessionView, watch: Watch) -> None:
+        session_id = view.session_id
+        self._journal = call.sessions.journal(call.owner, session_id)
+        self._greet(call, view)
+        self._heard_s = asyncio.get_running_loop().time()
+        tasks = [
+            asyncio.create_task(self._read(call, session_id, watch), name=f"read {session_id}"),
+            asyncio.create_task(self._watch_journal(), name=f"watch {session_id}"),
+        ]
+        code: CloseCode | None = CloseCode.INTERNAL
+        try:
+            code = await self._write(call, session_id, watch)
+        except WebSocketDisconnect:
+            code = None
+        except TimeoutError:
+            code = CloseCode.OVERLOADED
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if code is not None:
+                await self._close(code)
+
+    def _greet(self, call: Call, view: SessionView) -> None:
+        """Owe the hello, and stand where the client wants to go on."""
+        journal = self._journal
+        wanted = self._after
+        lost: ResumeFailedFrame | None = None
+        if wanted is not None and self._epoch not in (None, journal.epoch):
+            lost = ResumeFailedFrame(reason="epoch_changed")
+        elif wanted is not None and not journal.first_seq - 1 <= wanted <= journal.last_seq:
+            lost = ResumeFailedFrame(reason="offset_lost")
+        is_resumed = wanted is not None and lost is None
+        self._position = wanted if wanted is not None and lost is None else journal.last_seq
+        hello = hello_frame(view, self._services, seq=self._position, resumed=is_resumed)
+        self._protocol.opened(hello)
+        if lost is not None:
+            self._owe_snapshot(call, view.session_id, lost)
+
+    def _owe_snapshot(self, call: Call, session_id: str, lost: ResumeFailedFrame) -> None:
+        snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+        self._protocol.resume_failed(lost, snapshot)
+        self._position = snapshot.seq
+
+    async def _read(self, call: Call, session_id: str, watch: Watch) -> None:
+        """Obey frames until the client goes, or has said something that ends the connection."""
+        try:
+            while not self._is_gone and self._protocol.close_code is None:
+                message = await self._websocket.receive()
+                self._heard_s = asyncio.get_running_loop().time()
+                if message["type"] == "websocket.disconnect":
+                    self._is_gone = True
+                elif message.get("text") is None:
+                    self.end(CloseCode.UNSUPPORTED_DATA)
+                else:
+                    command = self._protocol.receive_frame(message["text"], now_s=time.time())
+                    if command is not None:
+                        await self._obey(command, call, session_id, watch)
+                self._wake.set()
+        except Exception:
+            _logger.exception("reader failed session=%s", session_id)
+            self.end(CloseCode.INTERNAL)
+            raise
+
+    async def _obey(self, command: Command, call: Call, session_id: str, watch: Watch) -> None:
+        sessions, owner = call.sessions, call.owner
+        turn_id: str | None = None
+        try:
+            match command:
+                case StartTurn(request=request):
+                    turn_id = request.turn_id
+                    await self._start(request, call, session_id, watch)
+                case CancelTurn(turn_id=turn_id, keep_partial=keep_partial):
+                    sessions.cancel(owner, session_id, turn_id, keep_partial=keep_partial)
+                case UpdateSession(ttl_s=ttl_s, metadata=metadata):
+                    sessions.update(owner, session_id, ttl_s=ttl_s, metadata=metadata)
+                case CloseSession():
+                    sessions.close(owner, session_id)
+                case Authenticate():
+                    pass
+        except SessionServerError as error:
+            self._services.metrics.refused(wire_error(error).code)
+            self._protocol.refuse(error, turn_id=turn_id)
+
+    async def _start(self, request: TurnRequest, call: Call, session_id: str, watch: Watch) -> None:
+        seq_before = self._journal.last_seq
+        view = await call.sessions.submit(call.owner, session_id, request)
+        if view.created_seq <= seq_before:
+            self._protocol.repeat(view.turn_id, position=view.position, end=view.end)
+        if request.on_disconnect == "cancel" and view.end is None:
+            watch.bind(view.turn_id, keep_partial=True)
+
+    async def _watch_journal(self) -> None:
+        """Wake the writer for each entry; one task for all, instead of one per entry."""
+        seq = self._position
+        while await self._journal.wait(seq):
+            seq = self._journal.last_seq
+            self._wake.set()
+        self._wake.set()
+
+    async def _write(self, call: Call, session_id: str, watch: Watch) -> CloseCode | None:
+        """Send what is owed and what the journal brings; returns why to close."""
+        idle_s = self._services.settings.idle_s
+        while True:
+            self._wake.clear()
+            self._take_entries(call, session_id, watch)
+            await self._flush()
+            if self._is_gone:
+                return None
+            code = self._protocol.close_code or self._end_code
+            if self._position < self._journal.last_seq and code is not CloseCode.SUPERSEDED:
+                continue
+            if code is not None:
+                return code
+            try:
+                async with asyncio.timeout(idle_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                if asyncio.get_running_loop().time() - self._heard_s >= idle_s:
+                    return CloseCode.IDLE
+
+    def _take_entries(self, call: Call, session_id: str, watch: Watch) -> None:
+        try:
+            entries = self._journal.read(self._position)
+        except OffsetLost:
+            # The client was slower than the journal is long: never skip in silence.
+            self._owe_snapshot(call, session_id, ResumeFailedFrame(reason="offset_lost"))
+            return
+        if not entries:
+            return
+        self._position = entries[-1].seq
+        for item in entries:
+            if isinstance(item.entry, TurnEnd):
+                watch.release(item.entry.turn_id)
+        self._protocol.entries((item.seq, item.entry) for item in entries)
+
+    async def _flush(self) -> None:
+        for frame in self._protocol.take_frames():
+            async with asyncio.timeout(self._services.settings.send_timeout_s):
+                await self._websocket.send_text(frame)
+
+    async def _close(self, code: CloseCode) -> None:
+        # A stalled peer takes no close frame either; GuardedWebSocket cuts it then.
+        with contextlib.suppress(WebSocketDisconnect, TimeoutError, RuntimeError):
+            async with asyncio.timeout(1.0):
+                await self._websocket.close(int(code), code.name.lower())
+
+
+def _close_code(error: SessionServerError) -> CloseCode:
+    match error:
+        case Unauthorized():
+            return CloseCode.UNAUTHORIZED
+        case SessionNotFound():
+            return CloseCode.NO_SUCH_SESSION
+        case ServerDraining():
+            return CloseCode.RESTART
+        case ServerBusy():
+            return CloseCode.OVERLOADED
+        case _:
+            return CloseCode.LIMITS if wire_error(error).status == 429 else CloseCode.POLICY
