@@ -43,9 +43,7 @@ MIN_TTL_S: Final = 1.0
 MAX_TTL_S: Final = 7 * 86_400.0
 MAX_SEQ: Final = (1 << 53) - 1
 
-Id = Annotated[
-    str, Meta(pattern=r"^[A-Za-z0-9_.:\-]{1,128}$(?!\n)", description="client-chosen id")
-]
+Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:\-]{1,64}$(?!\n)", description="client-chosen id")]
 TokenIds = Annotated[
     list[Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]], Meta(max_length=MAX_INPUT_IDS)
 ]

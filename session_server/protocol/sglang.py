@@ -32,6 +32,7 @@ from session_server.core.session_events import (
     TurnDelta,
     TurnEnd,
     TurnFailedEntry,
+    TurnProgress,
     TurnRequest,
 )
 from session_server.protocol.messages import (
@@ -60,7 +61,7 @@ class OpenSessionBody(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     capacity_of_str_len: Annotated[int, Meta(ge=0, le=1 << 53)] | None = None
-    session_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:\-]{1,128}$(?!\n)")] | None = None
+    session_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:\-]{1,64}$(?!\n)")] | None = None
     streaming: bool | None = None
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TTL_S)] | None = None
 
@@ -203,21 +204,29 @@ class CumulativeAnswer:
         self._text: list[str] = []
         self._output_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
 
-    def add(self, delta: TurnDelta) -> dict[str, Any]:
-        """The object to stream after one more delta."""
-        self._text.append(delta.text)
-        self._output_ids.extend(delta.token_ids)
-        self._logprobs.extend(delta.logprobs)
+    def add(self, entry: SessionEntry) -> bool:
+        """Take one more entry of the turn; whether the answer has grown."""
+        if isinstance(entry, TurnProgress):
+            self._prompt_tokens, self._cached_tokens = entry.total, entry.cached
+        if not isinstance(entry, TurnDelta):
+            return False
+        self._text.append(entry.text)
+        self._output_ids.extend(entry.token_ids)
+        self._logprobs.extend(entry.logprobs)
+        return True
+
+    def so_far(self) -> dict[str, Any]:
+        """The object to stream now."""
         meta: dict[str, Any] = {
             "id": self._generation.rid,
             "finish_reason": None,
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": self._prompt_tokens,
             "weight_version": "default",
             "completion_tokens": len(self._output_ids),
-            "cached_tokens": self.cached_tokens,
+            "cached_tokens": self._cached_tokens,
         }
         if self._generation.return_logprob:
             meta |= self._logprob_fields(tuple(self._logprobs), ())

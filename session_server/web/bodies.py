@@ -14,8 +14,8 @@ from session_server.web.refusals import JSON, HttpRefusal
 BodyT = TypeVar("BodyT")
 
 
-async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
-    """Read and decode one JSON body; an empty one counts as `{}`.
+async def read_body(request: Request, kind: type[BodyT], *, media_type: str | None = JSON) -> BodyT:
+    """Read and decode one JSON body; an empty one counts as `{}`. `media_type` None takes any.
 
     Raises:
         HttpRefusal: too large, too slow, or not JSON by its media type.
@@ -37,7 +37,7 @@ async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
         raise HttpRefusal(400, "The body is incomplete.") from None
     if not payload:
         return decode(b"{}", kind)
-    media_type = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-    if media_type != JSON:
+    said = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    if media_type is not None and said != media_type:
         raise HttpRefusal(415, "The body must be application/json.")
     return decode(bytes(payload), kind)

@@ -35,10 +35,8 @@ from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
     TextInput,
     TokenInput,
-    TurnDelta,
     TurnEnd,
     TurnFailedEntry,
-    TurnProgress,
     TurnRequest,
 )
 from session_server.protocol.errors import ErrorResponse, clean
@@ -79,7 +77,7 @@ _PROBE: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, s
 )
 async def open_session(request: Request, caller: Caller) -> Response:
     """Open a session."""
-    body = await read_body(request, OpenSessionBody)
+    body = await read_body(request, OpenSessionBody, media_type=None)
     ttl_s = None if body.timeout is None else max(body.timeout, MIN_TTL_S)
     try:
         view = caller.sessions.open(
@@ -100,7 +98,7 @@ async def open_session(request: Request, caller: Caller) -> Response:
 )
 async def close_session(request: Request, caller: Caller) -> Response:
     """Close a session; while a turn runs it closes with the turn."""
-    body = await read_body(request, CloseSessionBody)
+    body = await read_body(request, CloseSessionBody, media_type=None)
     with contextlib.suppress(SessionNotFound):
         caller.sessions.close(caller.owner, body.session_id)
     return Response()
@@ -115,7 +113,7 @@ async def close_session(request: Request, caller: Caller) -> Response:
 async def generate(request: Request, caller: Caller) -> Response:
     """Run one turn, in a session or alone."""
     arrived_s = caller.services.now_s()
-    body = await read_body(request, GenerateBody)
+    body = await read_body(request, GenerateBody, media_type=None)
     rid = body.rid if isinstance(body.rid, str) and body.rid else secrets.token_hex(16)
     job = generation(body, rid=rid, turn_id=new_turn_id())
     run = await _start(caller, _requests_of(request), job, arrived_s)
@@ -123,7 +121,7 @@ async def generate(request: Request, caller: Caller) -> Response:
         timeout_s = caller.services.settings.send_timeout_s
         return EventStream(run.events(), around=run.scope(), send_timeout_s=timeout_s)
     with run.scope():
-        end = await run.reading.end(request.receive)
+        end = await run.reading.end(request.receive, on_entry=run.answer.add)
     if isinstance(end, TurnFailedEntry):
         failure = failure_body(end)
         return JsonResponse(ErrorResponse(error=failure), status_of_code(failure.code))
@@ -137,7 +135,7 @@ async def generate(request: Request, caller: Caller) -> Response:
 )
 async def abort_request(request: Request, caller: Caller) -> Response:
     """Abort one request by its exact rid, or all of the caller's."""
-    body = await read_body(request, AbortBody)
+    body = await read_body(request, AbortBody, media_type=None)
     rid = None if body.abort_all else body.rid or ""
     for session_id, turn_id in _requests_of(request).turns_of(caller.owner, rid):
         with contextlib.suppress(SessionServerError):
@@ -248,17 +246,13 @@ class _Run:
             if item is None:
                 yield HEARTBEAT
                 continue
-            match item[1]:
-                case TurnProgress(total=total, cached=cached):
-                    self.answer.prompt_tokens, self.answer.cached_tokens = total, cached
-                case TurnDelta() as delta:
-                    yield _event(self.answer.add(delta))
-                case TurnFailedEntry() as failed:
-                    yield _event({"error": msgspec.to_builtins(failure_body(failed))})
-                case entry if isinstance(entry, TurnEnd):
-                    yield _event(self.answer.end(entry, latency_s=self.latency_s()))
-                case _:
-                    pass
+            entry = item[1]
+            if isinstance(entry, TurnFailedEntry):
+                yield _event({"error": msgspec.to_builtins(failure_body(entry))})
+            elif isinstance(entry, TurnEnd):
+                yield _event(self.answer.end(entry, latency_s=self.latency_s()))
+            elif self.answer.add(entry):
+                yield _event(self.answer.so_far())
         yield _DONE
 
     def latency_s(self) -> float:

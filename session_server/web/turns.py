@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Self
 
 from starlette.types import Receive
@@ -60,14 +60,18 @@ class TurnReading:
     def __exit__(self, *_: object) -> None:
         self._scope.close()
 
-    async def end(self, receive: Receive) -> TurnEnd:
+    async def end(
+        self, receive: Receive, *, on_entry: Callable[[SessionEntry], object] | None = None
+    ) -> TurnEnd:
         """Wait for the end of the turn, as long as the client is there.
+
+        `on_entry` is shown the turn's entries before it.
 
         Raises:
             HttpRefusal: it went before.
             SessionClosing: the session went before the turn's end was read.
         """
-        waiter = asyncio.create_task(self.wait())
+        waiter = asyncio.create_task(self.wait(on_entry=on_entry))
         listener = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await asyncio.wait((waiter, listener), return_when=asyncio.FIRST_COMPLETED)
@@ -79,7 +83,7 @@ class TurnReading:
                 task.cancel()
             await asyncio.gather(waiter, listener, return_exceptions=True)
 
-    async def wait(self) -> TurnEnd:
+    async def wait(self, *, on_entry: Callable[[SessionEntry], object] | None = None) -> TurnEnd:
         """Wait for the end of the turn.
 
         Raises:
@@ -88,6 +92,8 @@ class TurnReading:
         async for item in self.entries():
             if item is not None and isinstance(item[1], TurnEnd):
                 return item[1]
+            if item is not None and on_entry is not None:
+                on_entry(item[1])
         raise SessionClosing("The session closed before the turn's end was read.")
 
     async def entries(self) -> AsyncGenerator[tuple[int, SessionEntry] | None, None]:
