@@ -69,11 +69,10 @@ def find_violations(
     ]
     if level == 0:
         return found
-    slots = [s for s in cache.inspect_slots() if session_id is None or s.session_id == session_id]
+    slots = list(cache.inspect_slots(session_id if level == 1 else None))
     for slot in slots:
-        found += [
-            Violation(f"{slot.session_id}: {t}", slot.session_id) for t in _slot(slot, stores)
-        ]
+        name = slot.session_id
+        found += [Violation(f"{name}: {text}", name) for text in _slot(slot, stores)]
     if level == 1:
         return found
     texts = [*_locks(slots, stores), *_shape(stores), *_rows(slots, stores)]

@@ -97,7 +97,7 @@ class ReqToTokenPool:
 
     def entries(self, pool: PoolName, row: RowId) -> Pages:
         """All entries of one row, int32 [row_pages], a read-only view."""
-        view = self._tables[pool][row]
+        view: Pages = self._tables[pool][row]
         view.flags.writeable = False
         return view
 

@@ -77,7 +77,8 @@ class SessionAwareCache:
         Args:
             spec: what layers store; decides page size and pools.
             capacity: pages per pool and rows.
-            pinned_quota_pages: pages (per pool) that PINNED sessions may keep from being reclaimed.
+            pinned_quota_pages: pages (per pool) that PINNED sessions may keep from being
+                reclaimed; smaller than the pool, or nobody else could run.
             allocation: which free page goes next; see `cache.pages`.
         """
         components = components_of(spec)
@@ -93,6 +94,8 @@ class SessionAwareCache:
             tree=RadixCache(spec.page_size, ledgers),
             quarantined={pool: [] for pool in pools},
         )
+        if not 0 <= pinned_quota_pages < min(ledger.num_pages for ledger in ledgers.values()) - 1:
+            raise ValueError(f"a pinned quota of {pinned_quota_pages} pages leaves none to others")
         self.max_context_len = capacity.max_context_len
         self.pinned_quota_pages = pinned_quota_pages
         self._slots: dict[SessionId, SessionSlot] = {}
@@ -163,6 +166,8 @@ class SessionAwareCache:
             slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
         self._count_pinned(slot)
+        if slot.kv_allocated_len == 0:
+            self.cool(session_id)
 
     def cool(self, session_id: SessionId) -> None:
         """Drop the KV of an idle session and keep its tokens. What it published can be evicted.
@@ -420,9 +425,12 @@ class SessionAwareCache:
         """A copy of [start, end) of a session's tokens, a running turn's included."""
         return self._slot(session_id).tokens.copy(start, end)
 
-    def inspect_slots(self) -> Iterator[SessionSlot]:
-        """The slots themselves, for `cache.checker`; nobody else reads them."""
-        yield from self._slots.values()
+    def inspect_slots(self, session_id: SessionId | None = None) -> Iterator[SessionSlot]:
+        """The slots themselves (or the one named, if it is there), for `cache.checker` alone."""
+        if session_id is None:
+            yield from self._slots.values()
+        elif session_id in self._slots:
+            yield self._slots[session_id]
 
     def flush(self) -> None:
         """Cool every session and empty the tree.
@@ -462,6 +470,10 @@ class SessionAwareCache:
         if slot.state is SlotState.CLOSING:
             self._forget(slot)
             return
+        if slot.lease is not None and slot.lease.num_pages == 0:
+            # Nothing was computed or kept: not worth a row.
+            slot.lease.release()
+            slot.lease = None
         slot.take_back()
         if slot.lease is not None:
             self._idle[slot.retention][slot.session_id] = slot
@@ -499,16 +511,19 @@ class SessionAwareCache:
             raise PinQuotaExceeded(
                 f"{wanted} pages for a pinned session, {others} of {self.pinned_quota_pages} held"
             )
+        num_holding = len(self._pinned_pages) - (slot.session_id in self._pinned_pages)
+        # Whatever the quota, one row stays for those that are not pinned.
+        if num_holding >= self.stores.rows.num_rows - 1:
+            raise PinQuotaExceeded("pinned sessions hold all rows but one")
 
     def _count_pinned(self, slot: SessionSlot) -> None:
-        """Keep the sum of pages that pinned sessions hold. O(1)."""
+        """Keep the pages that pinned sessions hold, one by one and in sum. O(1)."""
         if slot.retention is not Retention.PINNED:
             return
-        held = slot.lease.num_pages if slot.lease else 0
-        before = self._pinned_pages.pop(slot.session_id, 0)
-        if held:
-            self._pinned_pages[slot.session_id] = held
-        self._num_pinned_pages += held - before
+        self._num_pinned_pages -= self._pinned_pages.pop(slot.session_id, 0)
+        if slot.lease is not None:
+            self._pinned_pages[slot.session_id] = slot.lease.num_pages
+            self._num_pinned_pages += slot.lease.num_pages
 
 
 def _refuse_beyond(slot: SessionSlot, length: int) -> None:

@@ -1,0 +1,433 @@
+"""The KV echo: a fake device under a real `SessionAwareCache`, and a straight-line model beside it.
+
+Every cell (page, offset) holds a tag that chains the namespace and all tokens up to its position. A
+forward reads each earlier cell through the *device's* page table, which knows only the
+`TableWrite`s it was sent, and compares it with the chain of the history; the "sampled" token is
+taken from the last tag. An aliased page, a stale tail, a wrong prefix, a lost delta or a late write
+changes a tag. `marks` counts the interesting things that happened.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from cache import (
+    CacheSpec,
+    Capacity,
+    LayerGroup,
+    LayerKind,
+    Namespace,
+    OutOfPages,
+    Retention,
+    SessionAwareCache,
+    SessionId,
+    SlotState,
+    SlotView,
+    TableWrite,
+    TurnId,
+    TurnLoan,
+    audit,
+)
+from cache.pages import Allocation
+from cache.types import PoolName
+
+POOL = PoolName("full")
+NAMESPACES = (Namespace("alice", "model"), Namespace("bob", "model"))
+NUM_TOKEN_IDS = 3
+
+
+def make_spec(page_size: int) -> CacheSpec:
+    """One full-attention pool."""
+    group = LayerGroup(POOL, LayerKind.FULL, (0, 1), num_kv_heads=1, head_dim=4, dtype_bytes=4)
+    return CacheSpec((group,), page_size)
+
+
+def make_cache(
+    page_size: int = 4,
+    *,
+    num_pages: int = 33,
+    num_rows: int = 4,
+    pinned_quota_pages: int = 0,
+    max_context_len: int = 512,
+    allocation: Allocation = "lifo",
+) -> SessionAwareCache:
+    """A small cache; by default the page freed last is reused first, so that mistakes alias."""
+    capacity = Capacity({POOL: num_pages}, num_rows, max_context_len)
+    return SessionAwareCache(
+        make_spec(page_size),
+        capacity,
+        pinned_quota_pages=pinned_quota_pages,
+        allocation=allocation,
+    )
+
+
+@dataclass
+class LiveTurn:
+    """A running turn as the model knows it."""
+
+    turn_id: TurnId
+    session_id: SessionId
+    base_len: int
+    tokens: list[int]
+    computed_len: int
+
+
+@dataclass
+class Device:
+    """Tags per cell, and the mirror of the page table."""
+
+    tags: np.ndarray
+    table: np.ndarray
+
+    def apply(self, writes: Sequence[TableWrite]) -> None:
+        for write in writes:
+            self.table[write.row, write.start : write.start + len(write.pages)] = write.pages
+
+
+@dataclass
+class World:
+    """The cache, its fake device, and the histories it must keep."""
+
+    cache: SessionAwareCache
+    page_size: int
+    histories: dict[SessionId, list[int]] = field(default_factory=dict)
+    namespaces: dict[SessionId, Namespace] = field(default_factory=dict)
+    turns: dict[SessionId, LiveTurn] = field(default_factory=dict)
+    waiting: dict[SessionId, list[int]] = field(default_factory=dict)
+    closing: set[SessionId] = field(default_factory=set)
+    fresh_forks: set[SessionId] = field(default_factory=set)
+    marks: Counter[str] = field(default_factory=Counter)
+    num_turns: int = 0
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        rows = self.cache.stores.rows
+        num_pages = self.cache.stores.ledgers[POOL].num_pages
+        self.device = Device(
+            tags=np.zeros((num_pages, self.page_size), np.int64),
+            table=np.zeros((rows.num_rows + 1, rows.row_pages), np.int32),
+        )
+
+    # Sessions
+
+    def open(
+        self,
+        session_id: SessionId,
+        namespace: Namespace,
+        tokens: Sequence[int] = (),
+        retention: Retention = Retention.RECLAIMABLE,
+    ) -> None:
+        self.cache.open(session_id, namespace=namespace, tokens=tokens, retention=retention)
+        self.histories[session_id] = list(tokens)
+        self.namespaces[session_id] = namespace
+
+    def fork(self, session_id: SessionId, new_id: SessionId) -> None:
+        namespace = self.namespaces[session_id]
+        self.cache.fork(session_id, new_id, namespace=namespace)
+        self.histories[new_id] = list(self.histories[session_id])
+        self.namespaces[new_id] = namespace
+        self.fresh_forks.add(new_id)
+
+    def close(self, session_id: SessionId) -> None:
+        is_gone = self.cache.close(session_id)
+        assert is_gone == (session_id not in self.turns)
+        if is_gone:
+            self._forget(session_id)
+        else:
+            self.closing.add(session_id)
+            self.marks["deferred close"] += 1
+
+    def rewind(self, session_id: SessionId, to_len: int) -> None:
+        if to_len < self.cache.slot(session_id).protected_len:
+            self.marks["rewind below protected"] += 1
+        self.cache.rewind(session_id, to_len)
+        del self.histories[session_id][to_len:]
+        self.waiting.pop(session_id, None)
+
+    def cool(self, session_id: SessionId) -> None:
+        if self.cache.slot(session_id).state is SlotState.PARKED:
+            self.marks["cool"] += 1
+        self.cache.cool(session_id)
+
+    def quarantine(self, session_id: SessionId) -> None:
+        self.cache.quarantine(session_id, now=self.now)
+        self.marks["quarantine"] += 1
+        self._ended(session_id)
+
+    # Turns
+
+    def begin(
+        self,
+        session_id: SessionId,
+        new_tokens: Sequence[int],
+        *,
+        base_len: int | None = None,
+        max_reuse_len: int | None = None,
+    ) -> TurnLoan:
+        history = self.histories[session_id]
+        base_len = len(history) if base_len is None else base_len
+        before, num_nodes = self.cache.slot(session_id), self._num_nodes()
+        self.num_turns += 1
+        turn_id = TurnId(f"turn-{self.num_turns}")
+        loan = self.cache.begin_turn(
+            session_id,
+            turn_id,
+            base_len=base_len,
+            new_tokens=new_tokens,
+            max_reuse_len=max_reuse_len,
+            now=self._tick(),
+        )
+        self.device.apply(loan.table_writes)
+        self._mark_begin(before, base_len, loan)
+        self._mark("split", self._num_nodes() > num_nodes)
+        if before.state is SlotState.PARKED:
+            self._mark("resident extends its match", loan.cached_len > before.committed_len)
+            reusable = min(before.committed_len, base_len + len(new_tokens) - 1)
+            if base_len == len(history) and max_reuse_len is None and new_tokens:
+                assert loan.cached_len >= reusable, "a resident session recomputed its history"
+        del history[base_len:]
+        self.waiting.pop(session_id, None)
+        tokens = [*history, *new_tokens]
+        limit = len(tokens) - 1 if max_reuse_len is None else min(max_reuse_len, len(tokens) - 1)
+        assert loan.cached_len <= limit, "one token at least is computed"
+        self.turns[session_id] = LiveTurn(turn_id, session_id, base_len, tokens, loan.cached_len)
+        return loan
+
+    def step(self, session_id: SessionId, max_tokens: int) -> None:
+        """One forward of at most `max_tokens`; under pressure somebody gives way first."""
+        turn = self.turns[session_id]
+        count = min(max_tokens, len(turn.tokens) - turn.computed_len)
+        if not self.make_room(session_id, turn.computed_len + count):
+            return
+        last_tag = self._forward(turn, count)
+        turn.computed_len += count
+        sampled = [last_tag % NUM_TOKEN_IDS] if turn.computed_len == len(turn.tokens) else []
+        turn.tokens += sampled
+        num_nodes, num_published = self._num_nodes(), self._num_tree_pages()
+        writes = self.cache.record(turn.turn_id, turn.computed_len, sampled)
+        self._mark_publish(writes, num_nodes, num_published)
+
+    def overshoot(self, session_id: SessionId, num_tokens: int) -> None:
+        """A launch past what will be kept: buys pages and writes what must never be read."""
+        turn = self.turns[session_id]
+        end = turn.computed_len + num_tokens
+        if not self.make_room(session_id, end):
+            return
+        row = self.cache.stores.rows.entries(POOL, self._row(session_id))
+        for position in range(turn.computed_len, end):
+            self.device.tags[row[position // self.page_size], position % self.page_size] = -1
+        self.marks["overshoot"] += 1
+
+    def end(self, session_id: SessionId, keep_len: int) -> None:
+        turn = self.turns[session_id]
+        before = self.cache.slot(session_id)
+        num_nodes, num_published = self._num_nodes(), self._num_tree_pages()
+        writes = self.cache.end_turn(turn.turn_id, keep_len, now=self._tick())
+        self._mark_publish(writes, num_nodes, num_published)
+        self._mark("rollback", keep_len == turn.base_len)
+        self.histories[session_id] = turn.tokens[:keep_len]
+        if session_id in self.closing:
+            self._ended(session_id)
+            return
+        after = self.cache.slot(session_id)
+        if keep_len < before.protected_len:
+            self._mark("page taken back", after.committed_len == keep_len)
+            self._mark("page shared, not taken back", after.committed_len < keep_len)
+        else:
+            assert after.committed_len == min(before.committed_len, keep_len)
+        self._ended(session_id)
+
+    def discard(self, session_id: SessionId) -> None:
+        turn = self.turns[session_id]
+        self.cache.discard(turn.turn_id, now=self._tick())
+        self.histories[session_id] = turn.tokens[: turn.base_len]
+        self.marks["discard"] += 1
+        self._ended(session_id)
+
+    def retract(self, session_id: SessionId) -> None:
+        turn = self.turns[session_id]
+        uncommitted = self.cache.retract(turn.turn_id, now=self._tick()).tolist()
+        assert uncommitted == turn.tokens[turn.base_len :], "a retracted turn lost tokens"
+        self.histories[session_id] = turn.tokens[: turn.base_len]
+        self.marks["retract"] += 1
+        is_closing = session_id in self.closing
+        self._ended(session_id)
+        if not is_closing:
+            self.waiting[session_id] = uncommitted
+
+    def make_room(self, session_id: SessionId, to_len: int) -> bool:
+        """What a scheduler does: cool the oldest, then retract the youngest, then give up."""
+        while True:
+            turn = self.turns[session_id]
+            before, num_nodes = self.fingerprint(), self._num_nodes()
+            num_published = self._num_tree_pages()
+            try:
+                self.device.apply(self.cache.grow(turn.turn_id, to_len))
+            except OutOfPages:
+                assert self.fingerprint() == before, "a verb that raised changed something"
+                self.marks["out of pages"] += 1
+            else:
+                if self._num_tree_pages() < num_published:
+                    self.marks["eviction"] += 1
+                    self._mark("long edge trimmed", self._num_nodes() == num_nodes)
+                return True
+            idle = next(self.cache.idle_sessions(), None)
+            if idle is not None:
+                self._cool_for_pages(idle.session_id, dict(idle.freed_pages)[POOL])
+                continue
+            youngest = list(self.turns)[-1]
+            self.retract(youngest)
+            if youngest == session_id:
+                return False
+
+    # Oracles
+
+    def check(self) -> None:
+        """The full audit, the histories, and the content of every cell anybody may read."""
+        audit(self.cache)
+        for session_id, history in self.histories.items():
+            turn = self.turns.get(session_id)
+            expected = turn.tokens if turn else history
+            assert self.cache.tokens(session_id).tolist() == expected, "history differs"
+        for slot in self.cache.inspect_slots():
+            if slot.lease is not None:
+                row = self.cache.stores.rows.entries(POOL, slot.lease.row)
+                tokens = slot.tokens.view(0, slot.kv_committed_len).tolist()
+                self._check_cells(row, tokens, self.namespaces[slot.session_id])
+        for namespace, root in self.cache.stores.tree.roots():
+            pending = [(root, [], [])]
+            while pending:
+                node, tokens, pages = pending.pop()
+                tokens = tokens + node.tokens.view().tolist()
+                pages = pages + (node.pages[POOL].view().tolist() if node.parent else [])
+                if not node.children:
+                    self._check_cells(pages, tokens, namespace)
+                pending += [(child, tokens, pages) for child in node.children.values()]
+
+    def close_everything(self) -> None:
+        """I16: with nothing running and everything evicted, every page and row is back."""
+        for session_id, turn in list(self.turns.items()):
+            self.end(session_id, len(turn.tokens))
+        for session_id in list(self.histories):
+            self.close(session_id)
+        self.cache.flush()
+        audit(self.cache)
+        accounts, headroom = self.cache.accounts()[POOL], self.cache.headroom()
+        assert accounts.free + accounts.quarantine == accounts.pages - 1
+        assert headroom.free_rows == self.cache.stores.rows.num_rows
+        assert not list(self.cache.stores.tree.roots())
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Everything visible; equal before and after a call that raised."""
+        return (
+            repr(self.cache.accounts()),
+            repr(list(self.cache.slots())),
+            repr(self.cache.headroom()),
+            self._num_nodes(),
+        )
+
+    # Private
+
+    def _forward(self, turn: LiveTurn, count: int) -> int:
+        row = self._row(turn.session_id)
+        end = turn.computed_len + count
+        num_pages = -(-end // self.page_size)
+        entries = self.device.table[row]
+        host = self.cache.stores.rows.entries(POOL, row)
+        assert entries[:num_pages].tolist() == host[:num_pages].tolist(), "a delta was lost"
+        tags = chain(self.namespaces[turn.session_id], turn.tokens[:end])
+        for position in range(end):
+            page, offset = entries[position // self.page_size], position % self.page_size
+            assert page != 0, "a live position reads the padding page"
+            if position < turn.computed_len:
+                assert self.device.tags[page, offset] == tags[position], "KV is not of the history"
+            else:
+                self.device.tags[page, offset] = tags[position]
+        return tags[-1]
+
+    def _check_cells(self, pages: Sequence[int], tokens: list[int], namespace: Namespace) -> None:
+        for position, tag in enumerate(chain(namespace, tokens)):
+            page, offset = pages[position // self.page_size], position % self.page_size
+            assert self.device.tags[page, offset] == tag, "a cell does not hold what is said"
+
+    def _cool_for_pages(self, session_id: SessionId, promised: int) -> None:
+        before = self.cache.headroom().pages(POOL)
+        self.cool(session_id)
+        assert self.cache.headroom().pages(POOL) == before + promised
+
+    def _mark_begin(self, before: SlotView, base_len: int, loan: TurnLoan) -> None:
+        session_id = before.session_id
+        self._mark("rewind below protected", base_len < before.protected_len)
+        self._mark("cold match", before.state is SlotState.COLD and loan.cached_len > 0)
+        self._mark("resume", session_id in self.waiting)
+        self._mark("fork match", session_id in self.fresh_forks and loan.cached_len > 0)
+        self.fresh_forks.discard(session_id)
+
+    def _mark_publish(
+        self, writes: Sequence[TableWrite], num_nodes: int, num_published: int
+    ) -> None:
+        self.device.apply(writes)
+        self._mark("duplicate re-pointed", bool(writes))
+        grew = self._num_tree_pages() > num_published
+        self._mark("published", grew)
+        self._mark("edge grown in place", grew and self._num_nodes() == num_nodes)
+
+    def _mark(self, name: str, happened: bool) -> None:
+        if happened:
+            self.marks[name] += 1
+
+    def _ended(self, session_id: SessionId) -> None:
+        self.turns.pop(session_id, None)
+        if session_id in self.closing:
+            assert session_id not in self.cache, "a deferred close was forgotten"
+            self._forget(session_id)
+
+    def _forget(self, session_id: SessionId) -> None:
+        self.closing.discard(session_id)
+        self.waiting.pop(session_id, None)
+        self.fresh_forks.discard(session_id)
+        del self.histories[session_id], self.namespaces[session_id]
+
+    def _row(self, session_id: SessionId) -> int:
+        (slot,) = self.cache.inspect_slots(session_id)
+        assert slot.lease is not None
+        return slot.lease.row
+
+    def _tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def _num_tree_pages(self) -> int:
+        accounts = self.cache.accounts()[POOL]
+        return accounts.tree_evictable + accounts.tree_protected
+
+    def _num_nodes(self) -> int:
+        pending = [root for _, root in self.cache.stores.tree.roots()]
+        count = 0
+        while pending:
+            children = list(pending.pop().children.values())
+            count += len(children)
+            pending += children
+        return count
+
+
+def chain(namespace: Namespace, tokens: Sequence[int]) -> list[int]:
+    """The tag of each position: a hash of the namespace and all tokens up to it."""
+    tag = len(namespace.tenant_salt) * 7919
+    tags = []
+    for position, token in enumerate(tokens):
+        tag = (tag * 1_000_003 + token * 8191 + position + 1) % (1 << 61)
+        tags.append(tag)
+    return tags
+
+
+def documents(seed: int = 7) -> list[list[int]]:
+    """Shared beginnings: two documents that agree for a while."""
+    random = Random(seed)
+    first = [random.randrange(NUM_TOKEN_IDS) for _ in range(40)]
+    return [first, first[:19] + [random.randrange(NUM_TOKEN_IDS) for _ in range(21)]]
