@@ -98,7 +98,7 @@ class CpuBackend:
         if not scattered:
             return _RowPieces(span, views, None, 0)
         pages = np.concatenate([np.arange(first, first + count) for first, count in scattered])
-        ends_scattered = runs[-1] is scattered[-1]
+        ends_scattered = runs[-1] == scattered[-1]
         num_slots = len(pages) * page_size - (unused if ends_scattered else 0)
         return _RowPieces(span, views, torch.from_numpy(pages), num_slots)
 

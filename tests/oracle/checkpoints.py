@@ -1,0 +1,105 @@
+"""Random tiny checkpoints as `transformers` writes them, and its answer to a token sequence.
+
+The reference is a full-sequence forward without a cache: Hugging Face's own cached path is not
+above suspicion. Every parameter is random, norms and biases too: at their usual start values
+(ones, zeros) a forgotten one would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cache.types import Tokens
+
+FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral")
+VOCAB_SIZE: Final = 131
+WEIGHT_STD: Final = 0.12
+
+_SHAPE: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
+)
+_FAMILY: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "llama": {"attention_bias": True, "mlp_bias": True},
+        "qwen2": {"tie_word_embeddings": True},
+        "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+        "mistral": {"head_dim": 12, "sliding_window": None},
+    }
+)
+
+
+def write_checkpoint(
+    family: str,
+    directory: Path,
+    *,
+    std: float = WEIGHT_STD,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of one family.
+
+    Args:
+        family: one of `FAMILIES`.
+        directory: made if need be.
+        std: of the weights; 0.02, the usual one, hides mistakes.
+        max_shard_size: of one file.
+        overrides: fields of the Hugging Face configuration.
+    """
+    settings = {**_SHAPE, **_FAMILY[family], **overrides}
+    config = transformers.AutoConfig.for_model(family, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.3 * noise)
+            else:
+                parameter.copy_(std * noise)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def to_v4_style(directory: Path) -> None:
+    """Rewrite `config.json` the way hub checkpoints of `transformers` 4 spell it."""
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["torch_dtype"] = raw.pop("dtype")
+    kind = rope.pop("rope_type")
+    raw["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    path.write_text(json.dumps(raw))
+
+
+def reference_logits(directory: Path, tokens: Tokens | NDArray[np.int64]) -> Tensor:
+    """What `transformers` computes for a whole sequence: float32 [length, vocab]."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    ids = torch.from_numpy(np.asarray(tokens, dtype=np.int64)).unsqueeze(0)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return logits
