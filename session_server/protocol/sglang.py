@@ -24,6 +24,7 @@ from session_server.core.sampling import (
     TokenLogprob,
 )
 from session_server.core.session_events import (
+    SessionEntry,
     TextInput,
     TextOptions,
     TokenInput,
