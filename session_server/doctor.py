@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+from session_server.models.errors import ModelError
+from session_server.models.registry import load_config
+from session_server.text.model_files import ModelFilesError
+from session_server.text.model_text import load_model_text
 
 MIN_FREE_BYTES: Final = 1 << 30
 """Below this, torch, a small model and its KV do not fit side by side."""
@@ -32,7 +38,6 @@ REQUIRED: Final = (
     "uvicorn",
     "websockets",
 )
-CHECKPOINT_FILES: Final = ("config.json", "tokenizer.json")
 
 
 class Verdict(StrEnum):
@@ -75,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     for finding in findings:
         style = styles[finding.verdict]
         verdict = f"[{style}]{finding.verdict}[/]"
-        table.add_row(finding.topic, verdict, finding.found, finding.advice)
+        table.add_row(finding.topic, verdict, escape(finding.found), finding.advice)
     console.print(table)
     return int(is_wrong)
 
@@ -85,8 +90,7 @@ def examine(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
     yield check_python(sys.version_info[:2])
     yield from check_versions(importlib.metadata.version)
     yield check_device()
-    yield check_memory(free_memory_bytes())
-    yield check_model(model_dir)
+    yield from check_model(model_dir)
     yield check_port(host, port)
     yield check_disk(shutil.disk_usage(model_dir if model_dir.is_dir() else Path.cwd()).free)
 
@@ -120,54 +124,56 @@ def check_versions(version_of: Callable[[str], str]) -> Iterator[Finding]:
 
 
 def check_device() -> Finding:
-    """Where a forward would run."""
+    """Where a forward would run, and what memory is left there for weights and KV."""
     try:
-        from session_server.runner.device import describe_device
+        from session_server.runner.capacity import free_bytes
+        from session_server.runner.loader import choose_device
     except ImportError as error:
         return Finding("device", Verdict.WRONG, f"cannot load torch: {error}", "install torch")
-    return Finding("device", Verdict.GOOD, describe_device())
+    device = choose_device("auto")
+    return check_memory(str(device), free_bytes(device))
 
 
-def check_memory(free_bytes: int | None) -> Finding:
-    """Memory for weights and KV, on the host."""
-    if free_bytes is None:
-        return Finding("memory", Verdict.WARNING, "cannot tell how much is free")
-    found = f"{free_bytes / (1 << 30):.1f} GiB free"
-    if free_bytes < MIN_FREE_BYTES:
+def check_memory(device: str, num_bytes: int) -> Finding:
+    """Memory of the device that would be chosen."""
+    found = f"{device}, {num_bytes / (1 << 30):.1f} GiB free"
+    if num_bytes < MIN_FREE_BYTES:
         advice = "free some, or serve with --max-total-tokens and a small --context-length"
-        return Finding("memory", Verdict.WARNING, found, advice)
-    return Finding("memory", Verdict.GOOD, found)
+        return Finding("device", Verdict.WARNING, found, advice)
+    return Finding("device", Verdict.GOOD, found)
 
 
-def free_memory_bytes() -> int | None:
-    """Memory the kernel would give out without swapping, where it says so (Linux)."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    values = dict(line.split(":", 1) for line in lines if ":" in line)
-    available = values.get("MemAvailable", "").split()
-    return int(available[0]) * 1024 if available else None
-
-
-def check_model(directory: Path) -> Finding:
-    """Whether the files of a checkpoint are there and can be parsed."""
+def check_model(directory: Path) -> Iterator[Finding]:
+    """Whether a checkpoint is of a family that is served, and all its files can be used."""
     if not directory.is_dir():
         advice = "give the directory of a Hugging Face checkpoint with --model-path"
-        return Finding("model", Verdict.WRONG, f"no directory {directory}", advice)
-    missing = [name for name in CHECKPOINT_FILES if not (directory / name).is_file()]
+        yield Finding("model", Verdict.WRONG, f"no directory {directory}", advice)
+        return
+    try:
+        config = load_config(directory)
+    except ModelError as error:
+        advice = "the runbook lists the families that are served"
+        yield Finding("model", Verdict.WRONG, str(error), advice)
+        return
     weights = sorted(directory.glob("*.safetensors"))
     if not weights:
-        missing.append("*.safetensors")
-    if missing:
-        advice = "only safetensors checkpoints with a tokenizer.json are served"
-        return Finding("model", Verdict.WRONG, "missing: " + ", ".join(missing), advice)
+        advice = "fetch the weights as safetensors; other formats are not read"
+        yield Finding("model", Verdict.WRONG, "no *.safetensors", advice)
+    else:
+        megabytes = sum(path.stat().st_size for path in weights) / 1e6
+        found = f"{config.model_type}, {megabytes:.1f} MB, context {config.max_context_len}"
+        yield Finding("model", Verdict.GOOD, found)
     try:
-        config = json.loads((directory / "config.json").read_bytes())
-    except (ValueError, OSError) as error:
-        return Finding("model", Verdict.WRONG, f"config.json: {error}", "fetch the file again")
-    megabytes = sum(path.stat().st_size for path in weights) / 1e6
-    return Finding("model", Verdict.GOOD, f"{config.get('model_type')}, {megabytes:.1f} MB")
+        text = load_model_text(directory)
+    except ModelFilesError as error:
+        advice = "fetch tokenizer.json and the files beside it again"
+        yield Finding("tokenizer", Verdict.WRONG, str(error), advice)
+        return
+    if text.chat is None:
+        advice = "only raw text and token ids can be sent; messages need a chat template"
+        yield Finding("tokenizer", Verdict.WARNING, "no chat template", advice)
+    else:
+        yield Finding("tokenizer", Verdict.GOOD, "with a chat template")
 
 
 def check_port(host: str, port: int) -> Finding:

@@ -37,10 +37,14 @@ RETRYABLE_CLOSE_CODES: Final = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """How a client connects. Delays double from the first to the longest, in seconds."""
+    """How a client connects. Delays double from the first to the longest, in seconds.
+
+    `first_attempts` are for a server that was never reached, `max_attempts` for one that was lost.
+    """
 
     token: str | None = None
     connect_timeout_s: float = 10.0
+    first_attempts: int = 3
     max_attempts: int = 10
     first_delay_s: float = 0.05
     longest_delay_s: float = 2.0
@@ -225,7 +229,8 @@ class SessionClient:
     async def _open_socket(self) -> ClientConnection:
         options, delay_s = self._options, self._options.first_delay_s
         problem = "no attempt was made"
-        for _ in range(options.max_attempts):
+        attempts = options.max_attempts if self.opened else options.first_attempts
+        for _ in range(attempts):
             try:
                 async with asyncio.timeout(options.connect_timeout_s):
                     return await self._handshake()
@@ -236,7 +241,7 @@ class SessionClient:
                 problem = str(error) or type(error).__name__
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, options.longest_delay_s)
-        raise ConnectionLost(f"no connection after {options.max_attempts} attempts: {problem}")
+        raise ConnectionLost(f"no connection after {attempts} attempts: {problem}")
 
     async def _handshake(self) -> ClientConnection:
         """One connection, up to and including the server's hello."""

@@ -280,7 +280,7 @@ def test_a_dead_address_is_given_up_after_the_attempts_allowed() -> None:
     async def test() -> None:
         async with playing() as server:
             url = server.url
-        with pytest.raises(ConnectionLost, match="after 5 attempts"):
+        with pytest.raises(ConnectionLost, match="after 3 attempts"):
             await connect(url, options=QUICK)
 
     run(test)

@@ -1,0 +1,153 @@
+"""The terminal client as a process of its own, against a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+
+import pytest
+
+from session_server.chat import describe
+from session_server.client import Timings, TurnResult, Usage
+from tests.client.scripted_server import Peer, playing
+
+USAGE = {"input_tokens": 640, "cached_tokens": 480, "cache_write_tokens": 160, "output_tokens": 32}
+
+
+async def chat(url: str, *flags: str) -> Process:
+    argv = [sys.executable, "-m", "session_server", "chat", "--url", url, *flags]
+    return await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+
+
+async def read_until(process: Process, needle: str) -> str:
+    assert process.stdout is not None
+    seen = ""
+    while needle not in seen:
+        piece = await process.stdout.read(4096)
+        assert piece, f"ended before {needle!r}:\n{seen}"
+        seen += piece.decode()
+    return seen
+
+
+async def finish(process: Process, *lines: str) -> str:
+    text = "".join(f"{line}\n" for line in lines)
+    out, err = await process.communicate(text.encode())
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+async def answer(peer: Peer, seq: int, text: str) -> dict[str, object]:
+    create = await peer.receive()
+    await peer.send("turn.delta", seq=seq, turn_id=create["turn_id"], text=text, n=1)
+    await peer.complete(seq + 1, create["turn_id"], text)
+    return create
+
+
+def result(**changes: object) -> TurnResult:
+    fields: dict[str, object] = {
+        "turn_id": "t",
+        "status": "completed",
+        "text": "x",
+        "finish_reason": "stop",
+        "usage": Usage(**USAGE),
+        "timings": Timings(ttft_ms=24.2, decode_ms=387.5),
+    }
+    return TurnResult(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("turn", "line"),
+    [
+        (result(), "in 640 (480 cached, 160 new) · out 32 · ttft 24 ms · 80 tok/s"),
+        (result(timings=Timings(ttft_ms=3)), "in 640 (480 cached, 160 new) · out 32 · ttft 3 ms"),
+        (result(status="cancelled", finish_reason=None), "80 tok/s · cancelled"),
+        (result(finish_reason="length"), "80 tok/s · cut at max tokens"),
+    ],
+)
+def test_a_turn_is_described_by_what_it_cost(turn: TurnResult, line: str) -> None:
+    assert describe(turn).endswith(line)
+
+
+def test_a_line_is_answered_and_followed_by_its_cost() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        create = await answer(peer, 1, "Noted [sic].")
+        assert create["input"] == [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "I am Ada"},
+        ]
+        await answer(peer, 3, "Ada.")
+        await peer.closed(5)
+
+    async def test() -> None:
+        async with playing(script) as server:
+            process = await chat(server.url, "--system", "be brief")
+            shown = await finish(process, "I am Ada", "Who am I?", "/stats", "/nonsense", "/quit")
+        assert "Noted [sic]." in shown
+        assert "in 10 (7 cached, 3 new)" in shown
+        assert "no such command: /nonsense" in shown
+
+    asyncio.run(test())
+
+
+def test_new_opens_another_session_and_the_end_of_input_leaves() -> None:
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        await peer.closed(1)
+
+    async def second(peer: Peer) -> None:
+        await peer.hello()
+        create = await answer(peer, 1, "Aye.")
+        assert create["input"] == [
+            {"role": "system", "content": "be a pirate"},
+            {"role": "user", "content": "hello"},
+        ]
+        await peer.closed(3)
+
+    async def test() -> None:
+        async with playing(first, second) as server:
+            shown = await finish(await chat(server.url), "/system be a pirate", "hello")
+        assert "Aye." in shown
+
+    asyncio.run(test())
+
+
+def test_an_interrupt_cancels_the_turn_and_not_the_program() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        turn = (await peer.receive())["turn_id"]
+        await peer.send("turn.created", seq=1, turn_id=turn, position=0)
+        await peer.send("turn.delta", seq=2, turn_id=turn, text="Once upon", n=2)
+        cancel = await peer.receive()
+        assert (cancel["type"], cancel["keep_partial"]) == ("turn.cancel", True)
+        item = {"content": "Once upon"}
+        await peer.send("turn.cancelled", seq=3, turn_id=turn, item=item, usage=USAGE)
+        await answer(peer, 4, "Still here.")
+        await peer.closed(6)
+
+    async def test() -> None:
+        async with playing(script) as server:
+            process = await chat(server.url)
+            assert process.stdin is not None
+            process.stdin.write(b"tell me a story\n")
+            await read_until(process, "Once upon")
+            process.send_signal(signal.SIGINT)
+            assert "cancelled" in await read_until(process, "you > ")
+            assert "Still here." in await finish(process, "are you there?", "/quit")
+
+    asyncio.run(test())
+
+
+def test_a_server_that_is_not_there_is_an_error_and_not_a_traceback() -> None:
+    async def test() -> None:
+        async with playing() as server:
+            url = server.url
+        process = await chat(url)
+        out, err = await process.communicate(b"")
+        assert process.returncode == 1
+        assert b"no connection" in out
+        assert b"Traceback" not in err
+
+    asyncio.run(test())

@@ -1,0 +1,78 @@
+"""What the doctor says about machines that are well and machines that are not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from session_server import doctor
+from session_server.doctor import Verdict
+
+
+def arguments(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_a_machine_that_can_serve_is_found_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(arguments("--json", "--port", "0")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"]
+    topics = {finding["topic"] for finding in report["findings"]}
+    assert {"python", "packages", "device", "model", "tokenizer", "port", "disk"} <= topics
+
+
+def test_a_taken_port_is_wrong_and_the_advice_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert doctor.run(arguments("--port", str(port))) == 1
+    assert "--port" in capsys.readouterr().out
+
+
+def test_an_old_interpreter_and_a_missing_package_are_wrong() -> None:
+    def version_of(name: str) -> str:
+        if name == "uvicorn":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    assert doctor.check_python((3, 10)).verdict is Verdict.WRONG
+    verdicts = {f.verdict: f.found for f in doctor.check_versions(version_of)}
+    assert verdicts[Verdict.WRONG] == "missing: uvicorn"
+
+
+def test_little_memory_is_a_warning() -> None:
+    assert doctor.check_memory("cpu", 1 << 20).verdict is Verdict.WARNING
+    assert doctor.check_memory("cpu", 1 << 40).verdict is Verdict.GOOD
+    assert doctor.check_disk(0).verdict is Verdict.WARNING
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (None, "no directory"),
+        ({}, "config.json"),
+        ({"config.json": '{"model_type": "no_such_family"}'}, "no_such_family"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_is_named(
+    tmp_path: Path, files: dict[str, str] | None, words: str
+) -> None:
+    directory = tmp_path / "model"
+    if files is not None:
+        directory.mkdir()
+        for name, text in files.items():
+            (directory / name).write_text(text)
+    findings = list(doctor.check_model(directory))
+    assert findings[0].verdict is Verdict.WRONG
+    assert words in findings[0].found
+    assert findings[0].advice

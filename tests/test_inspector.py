@@ -1,0 +1,110 @@
+"""The inspector reads books and says what is off."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from json import dumps
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from session_server import inspector
+from session_server.inspector import ACCOUNTS, imbalances
+
+
+def pool(**accounts: int) -> dict[str, int]:
+    return {"pages": 10, "page_size": 16, **dict.fromkeys(ACCOUNTS, 0), "free": 10} | accounts
+
+
+def memory(*, violations: int = 0, **accounts: int) -> dict[str, Any]:
+    held = {
+        "session_id": "s_1",
+        "state": "PARKED",
+        "tokens": 40,
+        "committed_len": 39,
+        "protected_pages": {"full": 2},
+        "private_pages": {"full": 1},
+    }
+    return {
+        "pools": {"full": pool(**accounts)},
+        "rows": 4,
+        "rows_free": 3,
+        "sessions": [held],
+        "checks": {"runs": 7, "violations": violations, "recent": []},
+    }
+
+
+@pytest.mark.parametrize(
+    ("books", "words"),
+    [
+        (memory(), []),
+        (memory(free=9), ["add up to 9"]),
+        (memory(free=9, quarantine=1), ["1 pages are quarantined"]),
+        (memory(violations=2), ["2 violations"]),
+    ],
+)
+def test_what_is_off_is_said_in_words(books: dict[str, Any], words: list[str]) -> None:
+    problems = imbalances(books)
+    assert len(problems) == len(words)
+    assert all(word in problem for word, problem in zip(words, problems, strict=True))
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A server that answers what the test puts into the dictionary."""
+    answers: dict[str, Any] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = answers.get(self.path.partition("?")[0])
+            self.send_response(200 if found is not None else 404)
+            self.end_headers()
+            self.wfile.write(dumps(found or {"error": "no"}).encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Stay quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", answers
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def inspect(url: str, *flags: str) -> int:
+    parser = argparse.ArgumentParser()
+    inspector.add_arguments(parser)
+    return inspector.run(parser.parse_args(["--url", url, *flags]))
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--full"]])
+def test_balanced_books_are_shown_and_good(
+    served: tuple[str, dict[str, Any]], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, answers = served
+    answers["/v1/admin/memory"] = memory()
+    answers["/v1/sessions"] = {"data": [{"id": "s_1", "turns": 3}]}
+    assert inspect(url, *flags) == 0
+    assert "s_1" in capsys.readouterr().out
+
+
+def test_books_that_are_off_are_an_exit_status(served: tuple[str, dict[str, Any]]) -> None:
+    url, answers = served
+    answers["/v1/admin/memory"] = memory(violations=1)
+    answers["/v1/sessions"] = {"data": []}
+    assert inspect(url) == 1
+
+
+def test_a_refusal_and_a_dead_address_are_errors_and_not_tracebacks(
+    served: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, _ = served
+    assert inspect(url) == 1
+    assert "404" in capsys.readouterr().out
+    assert inspect("http://127.0.0.1:1") == 1
+    assert "no answer" in capsys.readouterr().out
