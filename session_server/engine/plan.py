@@ -187,18 +187,19 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     return planner.finish()
 
 
-def fair_shares(needs: Sequence[int], budget: int, *, first: frozenset[int]) -> list[int]:
+def fair_shares(needs: Sequence[int], budget: int, *, first: Sequence[int]) -> list[int]:
     """Max-min fair split of `budget` tokens.
 
-    At most `MAX_SHARES` needs compete: the indices in `first`, then the smallest, which are
-    satisfied soonest. What they leave goes to the others in order.
+    At most `MAX_SHARES` needs compete: the indices in `first`, in that order, then the smallest,
+    which are satisfied soonest. What they leave goes to the others in order.
     """
     shares = [0] * len(needs)
-    num_shares = min(MAX_SHARES, budget)
-    by_need = sorted(range(len(needs)), key=lambda i: (i not in first, needs[i]))[:num_shares]
+    chosen = [i for i in dict.fromkeys(first) if i < len(needs)]
+    rest = (i for i in range(len(needs)) if i not in first)
+    chosen = [*chosen, *sorted(rest, key=lambda i: needs[i])][: min(MAX_SHARES, budget)]
     left = budget
-    for rank, i in enumerate(sorted(by_need, key=lambda i: needs[i])):
-        shares[i] = min(needs[i], left // (len(by_need) - rank))
+    for rank, i in enumerate(sorted(chosen, key=lambda i: needs[i])):
+        shares[i] = min(needs[i], left // (len(chosen) - rank))
         left -= shares[i]
     for i, need in enumerate(needs):
         extra = min(need - shares[i], left)
@@ -237,7 +238,7 @@ class _Planner:
         needs = [t.num_uncomputed for t in long]
         needs += [c.quote.num_uncomputed for c in self._candidates]
         # The oldest of each line always has a share, so no line stands still.
-        shares = fair_shares(needs, self._tokens, first=frozenset((0, len(long))))
+        shares = fair_shares(needs, self._tokens, first=(0, len(long)))
         ids = [t.turn_id for t in long] + [c.turn.turn_id for c in self._candidates]
         self._shares = dict(zip(ids, shares, strict=True))
         self._shares.update((t.turn_id, 1) for t in single)
@@ -272,19 +273,18 @@ class _Planner:
             )
 
     def top_up(self) -> None:
-        """Tokens that nobody could use go to those that work already, without taking pages."""
-        needs = [(t.turn_id, t.num_uncomputed, t.num_spare) for t in self._running]
-        for turn_id, num_uncomputed, num_spare in needs:
-            done = self._work.get(turn_id, 0)
-            extra = min(num_uncomputed - done, self._tokens)
-            if done <= 1 or extra <= 0:
+        """Tokens that those in line could not use go to running turns, without taking pages."""
+        for turn in self._running:
+            done = self._work.get(turn.turn_id, 0)
+            extra = min(turn.num_uncomputed - done, self._tokens)
+            if turn.num_uncomputed == 1 or extra <= 0:
                 continue
-            held = self._new_pages(done, num_spare)
-            needed = self._new_pages(done + extra, num_spare) - held
+            held = self._new_pages(done, turn.num_spare)
+            needed = self._new_pages(done + extra, turn.num_spare) - held
             if needed <= self._pages:
                 self._pages -= needed
                 self._tokens -= extra
-                self._work[turn_id] = done + extra
+                self._work[turn.turn_id] = done + extra
 
     def finish(self) -> StepPlan:
         """The plan as a value."""
@@ -370,15 +370,22 @@ class _Planner:
 
     def _reclaim_for_admission(self, num_pages: int, needs_row: bool, own: SessionId) -> bool:
         pages, rows, cooled = self._pages, self._rows, list[IdleSession]()
+        own_session: IdleSession | None = None
         while pages < num_pages or rows < needs_row:
             victim = next(self._idle, None)
             if victim is None:
                 break
-            if victim.session_id != own:
-                cooled.append(victim)
-                pages += victim.num_pages
-                rows += 1
+            if victim.session_id == own:
+                own_session = victim
+                continue
+            cooled.append(victim)
+            pages += victim.num_pages
+            rows += 1
         is_enough = pages >= num_pages and rows >= needs_row
+        if not is_enough and own_session is not None:
+            # A turn that rewinds its session needs less than it holds. Once cold it is priced
+            # anew, without what the rewind lets go.
+            cooled.append(own_session)
         if is_enough or not (self._running or self._work):
             self._pages, self._rows = pages, rows
             self._plan.cool += [session.session_id for session in cooled]

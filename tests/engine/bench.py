@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cache.checker import audit
 from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
-from cache.types import PoolName, SessionId, TurnId
+from cache.types import PoolName, SessionId, TableWrite, TurnId
 from session_server.core.batch import Batch, StepResult
 from session_server.core.commands import (
     CloseSession,
@@ -59,6 +60,24 @@ class Seen:
     end: TurnFinished | TurnFailed | None = None
 
 
+class CountingCache(SessionAwareCache):
+    """Counts what a test cannot see from outside: rows re-pointed to pages the tree had."""
+
+    num_repoints = 0
+
+    def record(
+        self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()
+    ) -> list[TableWrite]:
+        writes = super().record(turn_id, computed_len, new_tokens)
+        self.num_repoints += len(writes)
+        return writes
+
+    def end_turn(self, turn_id: TurnId, keep_len: int, *, now: float) -> list[TableWrite]:
+        writes = super().end_turn(turn_id, keep_len, now=now)
+        self.num_repoints += len(writes)
+        return writes
+
+
 class Bench:
     """Sends commands, executes launches when told, checks the order of events as it hears them."""
 
@@ -66,7 +85,7 @@ class Bench:
         self.stage = stage or Stage()
         stage = self.stage
         group = LayerGroup(POOL, LayerKind.FULL, (0,), 1, 1, 4)
-        self.cache = SessionAwareCache(
+        self.cache = CountingCache(
             CacheSpec((group,), stage.page_size),
             Capacity({POOL: stage.num_pages + 1}, stage.num_rows, stage.max_context_len),
             pinned_quota_pages=stage.pinned_quota_pages,

@@ -161,7 +161,10 @@ class EchoRunner:
         return cells[:end]
 
     def _scribble(self, row: BatchRow) -> None:
-        """A forward that failed may have written anything where it was to write."""
+        """A forward that failed may have written anything where it was to write, and its row's
+        sampler remembers nothing of use to the launch behind it.
+        """
+        self._samplers[row.row] = Sampler(seed=GARBAGE, last_token=1)
         end = row.start + row.num_tokens
         self._cells[self._addresses(row.row, end)[row.start :]] = GARBAGE
 

@@ -1,0 +1,75 @@
+"""Random servers against the engine, step by step, audited after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.engine.bench import Stage
+from tests.engine.chaos import Chaos
+
+STAGES = {
+    "roomy": Stage(num_pages=120, page_size=4, chunk_tokens=16),
+    "tight": Stage(num_pages=26, page_size=4, chunk_tokens=7, max_context_len=96),
+    "tiny pages": Stage(num_pages=100, page_size=1, chunk_tokens=7, max_context_len=90),
+    "large pages": Stage(num_pages=9, page_size=16, chunk_tokens=64, max_context_len=128),
+    "one at a time": Stage(num_pages=30, page_size=4, chunk_tokens=1, max_context_len=80),
+    "few rows": Stage(num_pages=40, page_size=4, num_rows=3, max_running=3, max_context_len=96),
+}
+
+INTERESTING = (
+    "retract",
+    "cool",
+    "overshoot",
+    "publish duplicate",
+    "resumed",
+    "rewind",
+    "cancel in waiting",
+    "cancel in prefill",
+    "cancel in decode",
+    "close while running",
+    "close while waiting",
+    "stop string",
+    "context full",
+    "scored",
+    "late command",
+    "duplicate submit",
+    "flush done",
+    "flush refused",
+    "report",
+    "failed step",
+    "finished stop",
+    "finished length",
+    "finished cancelled",
+    "failed numerical_error",
+    "failed device_failed",
+    "failed context_too_long",
+    "failed session_busy",
+    "failed session_not_found",
+    "failed internal_inconsistency",
+    "failed invalid_request",
+)
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2])
+def test_every_turn_says_what_it_would_say_alone(num_in_flight: int) -> None:
+    reached: Counter[str] = Counter()
+    for name, stage in STAGES.items():
+        for seed in range(4):
+            one = Stage(**{**vars_of(stage), "num_in_flight": num_in_flight})
+            chaos = Chaos(seed, one, reached)
+            try:
+                chaos.run(num_actions=300)
+            except BaseException as error:
+                error.add_note(f"stage {name!r}, seed {seed}, {num_in_flight} in flight")
+                raise
+    missing = [name for name in INTERESTING if not reached[name]]
+    if num_in_flight == 1:
+        missing = [name for name in missing if name != "overshoot"]
+    assert not missing, f"never happened: {missing}; reached {dict(reached)}"
+
+
+def vars_of(stage: Stage) -> dict[str, object]:
+    """The fields of a stage by name."""
+    return {name: getattr(stage, name) for name in stage.__dataclass_fields__}
