@@ -1,0 +1,143 @@
+"""Measure what a session costs: ratios taken in one run, as tables, JSON and plots.
+
+  sessions   does a turn's overhead stay flat, are idle sessions free, is admission flat
+  kept       the next turn on a kept session against resending the conversation
+
+Shared machines are noisy: quote ratios of one run, and run twice before believing one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from session_server.bench.growth import Workload, measure_growth
+from session_server.bench.host import measure_admission, measure_idle_sessions
+from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
+from session_server.bench.plots import plot_growth
+
+Figures = dict[str, Any]
+Measure = Callable[[argparse.Namespace, Progress], Figures]
+Show = Callable[[Figures, Console], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One benchmark: how to measure it, and how to show what came out."""
+
+    measure: Measure
+    show: Show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `session-server bench`."""
+    parser.add_argument("benchmark", choices=sorted(BENCHMARKS), help="what to measure")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw `sessions` (matplotlib)")
+    parser.add_argument(
+        "--turns", type=_turns, default=300, help="turns of `sessions` (default: 300)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one benchmark; 0 when it finished. Figures are reported, never judged by the status."""
+    console = Console(stderr=args.json)
+    benchmark = BENCHMARKS[args.benchmark]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        figures = benchmark.measure(args, progress)
+    report = {"benchmark": args.benchmark, "machine": _machine(), **figures}
+    if args.plot is not None and args.benchmark == "sessions":
+        plot_growth(report["growth"]["turns"], args.plot)
+        console.print(f"plot written to {args.plot}")
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        benchmark.show(report, console)
+    return 0
+
+
+def _measure_sessions(args: argparse.Namespace, progress: Progress) -> Figures:
+    load = Workload(num_turns=args.turns)
+    task = progress.add_task("turns in one session", total=load.num_turns)
+    growth = measure_growth(load, on_turn=lambda: progress.advance(task))
+    rounds = progress.add_task("decode steps beside idle sessions", total=None)
+    idle = measure_idle_sessions((0, 1000, 5000), on_round=lambda: progress.advance(rounds))
+    admissions = progress.add_task("admissions", total=None)
+    admission = measure_admission((0, 8192), on_round=lambda: progress.advance(admissions))
+    return {"growth": growth.as_json(), "idle_sessions": idle, "admission": admission}
+
+
+def _show_sessions(report: Figures, console: Console) -> None:
+    growth = report["growth"]
+    table = Table(title=f"one session, {growth['num_turns']} turns of 16 in / 8 out (median ms)")
+    for column in ("", "turns 2-11", "last 10", "ratio"):
+        table.add_column(column, justify="right")
+    for name in ("overhead_ms", "forward_ms", "latency_ms"):
+        head, tail = growth[name]["head"], growth[name]["tail"]
+        table.add_row(name, f"{head:.2f}", f"{tail:.2f}", f"{tail / head:.3f}")
+    console.print(table)
+    for title, key in (
+        ("engine host time of a decode step, by idle sessions", "idle_sessions"),
+        ("engine host time of admitting a turn, by history", "admission"),
+    ):
+        table = Table(title=title)
+        for column in ("", "us", "ratio to the first"):
+            table.add_column(column, justify="right")
+        for size, figure in report[key].items():
+            table.add_row(size, f"{figure['median_us']:.1f}", f"{figure['ratio']:.3f}")
+        console.print(table)
+
+
+def _measure_kept(args: argparse.Namespace, progress: Progress) -> Figures:
+    load = KeptWorkload()
+    total = len(load.histories) * load.num_rounds * len(WAYS)
+    task = progress.add_task("turns", total=total)
+    return measure_kept(load, on_turn=lambda: progress.advance(task))
+
+
+def _show_kept(report: Figures, console: Console) -> None:
+    table = Table(title=f"next turn, {report['num_new']} new tokens: time to first token, ms")
+    for column in ("history", *WAYS, "resent / kept", "cold / kept"):
+        table.add_column(column, justify="right")
+    for history, figure in report["histories"].items():
+        medians = (f"{figure['median_ms'][way]:.1f}" for way in WAYS)
+        ratios = (f"{figure['resent_over_kept']:.2f}", f"{figure['cold_over_kept']:.2f}")
+        table.add_row(history, *medians, *ratios)
+    console.print(table)
+
+
+BENCHMARKS: Final[Mapping[str, Benchmark]] = MappingProxyType(
+    {
+        "sessions": Benchmark(_measure_sessions, _show_sessions),
+        "kept": Benchmark(_measure_kept, _show_kept),
+    }
+)
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def _turns(text: str) -> int:
+    number = int(text)
+    if not 22 <= number <= 10_000:
+        raise argparse.ArgumentTypeError(f"must lie between 22 and 10000, got {number}")
+    return number

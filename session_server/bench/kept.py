@@ -1,0 +1,86 @@
+"""B2: the same next turn on a kept session, resent with a prefix-cache hit, and resent cold.
+
+`kept` sends only the new tokens to a session that holds the history. `resent` sends history and
+new tokens to a fresh session whose prefix the radix tree still has. `cold` does the same after the
+tree was emptied. All three compute the same answer; the rounds take turns so that a machine whose
+speed drifts treats them alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
+from session_server.bench.growth import ordinary_tokens
+from session_server.client import connect
+from session_server.core.session_events import TokenInput
+from session_server.local_server import LocalServer
+
+WAYS: Final = ("kept", "resent", "cold")
+_ONE_TOKEN: Final = {"temperature": 0, "max_tokens": 1, "ignore_eos": True}
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWorkload:
+    """`num_rounds` rounds for each history length, `num_new` new tokens per turn."""
+
+    histories: tuple[int, ...] = (512, 2048, 8192)
+    num_new: int = 16
+    num_rounds: int = 7
+
+
+def measure_kept(load: KeptWorkload, *, on_turn: Callable[[], None]) -> dict[str, Any]:
+    """Median milliseconds from sending a turn to its only token, by history and way."""
+    shape = RandomModel(hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=768)
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_random_checkpoint(Path(directory), shape)
+        flags = ["--model-path", str(model), "--max-total-tokens", str(4 * max(load.histories))]
+        with LocalServer([*flags, "--log-level", "warning"]) as server:
+            return asyncio.run(_measure(server.url, load, on_turn))
+
+
+async def _measure(url: str, load: KeptWorkload, on_turn: Callable[[], None]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for history in load.histories:
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        for number in range(load.num_rounds):
+            for way in WAYS:
+                times[way].append(await _turn_ms(url, way, history, load.num_new, seed=number))
+                on_turn()
+        medians = {way: statistics.median(values) for way, values in times.items()}
+        figures[str(history)] = {
+            "median_ms": medians,
+            "resent_over_kept": medians["resent"] / medians["kept"],
+            "cold_over_kept": medians["cold"] / medians["kept"],
+        }
+    return {"num_new": load.num_new, "histories": figures}
+
+
+async def _turn_ms(url: str, way: str, history: int, num_new: int, *, seed: int) -> float:
+    """Prepare a server that has seen `history` tokens, then time the next turn `way`."""
+    tokens = ordinary_tokens(seed, history + num_new).token_ids
+    clock = asyncio.get_running_loop().time
+    async with httpx.AsyncClient(base_url=url) as http:
+        (await http.post("/flush_cache")).raise_for_status()
+        session = await connect(url)
+        await (await session.start(TokenInput(tokens[:history]), generate=False)).result()
+        new = TokenInput(tokens[history:])
+        if way != "kept":
+            await session.close()
+            if way == "cold":
+                (await http.post("/flush_cache")).raise_for_status()
+            session, new = await connect(url), TokenInput(tokens)
+        begin = clock()
+        result = await session.ask(new, sampling=_ONE_TOKEN)
+        elapsed_ms = (clock() - begin) * 1e3
+        assert result.status == "completed", result.error
+        await session.close()
+    return elapsed_ms
