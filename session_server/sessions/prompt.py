@@ -5,11 +5,20 @@ Pure: frozen state in, frozen prompt out, so that a long input can be tokenised 
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from datetime import datetime
 from typing import assert_never
 
-from session_server.core.errors import InvalidRequest, TokenizeFailed, UnsupportedOperation
+import msgspec
+
+from session_server.core.errors import (
+    ContextTooLong,
+    InvalidRequest,
+    TokenizeFailed,
+    UnsupportedOperation,
+)
+from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import ChatInput, Message, TextInput, TokenInput, TurnInput
 from session_server.sessions.views import HistoryMode
 from session_server.text.chat_encoder import ChatEncoder, check_roles
@@ -41,7 +50,7 @@ class PromptState:
 class Prompt:
     """The context of a turn is the history's first `keep_len` tokens, then `tokens`.
 
-    `num_new`: input tokens that count against a quota. `messages`: the chat messages given, empty
+    `messages`: the chat messages given, empty
     for raw input, whose text is `raw_text`. `generate` False: nothing follows yet.
     """
 
@@ -78,6 +87,29 @@ def build_prompt(
             return _raw_prompt(text, state, list(token_ids), "", generate=generate)
         case _:
             assert_never(turn_input)
+
+
+def fit_sampling(sampling: SamplingParams, prompt: Prompt, max_len: int) -> SamplingParams:
+    """Sampling clipped to the room that `max_len` leaves behind the prompt, with a seed.
+
+    Raises:
+        ContextTooLong: not even one token fits behind it.
+    """
+    num_needed = 1 if prompt.generate else 0
+    room = max_len - prompt.context_len
+    if room < num_needed:
+        raise ContextTooLong(
+            f"Input length ({prompt.context_len} tokens) exceeds the maximum allowed length "
+            f"({max_len - num_needed} tokens).",
+            param="input",
+        )
+    max_tokens = min(sampling.max_tokens, room)
+    return msgspec.structs.replace(
+        sampling,
+        max_tokens=max_tokens,
+        min_tokens=min(sampling.min_tokens, max_tokens),
+        seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+    )
 
 
 def _chat_prompt(

@@ -7,21 +7,14 @@ terminal entry and the history is always what that entry says.
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
-
-import msgspec
 
 from session_server.core.commands import CancelTurn, OpenSession, StopTurn, SubmitTurn
 from session_server.core.errors import (
     WIRE_ERRORS,
-    ContextTooLong,
     EngineRestarting,
     EngineUnavailable,
     SessionNotFound,
@@ -42,25 +35,23 @@ from session_server.core.events import (
 from session_server.core.ids import TurnId
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
-    ChatInput,
     Outcome,
     SessionStateChanged,
-    TextInput,
     TurnCancelled,
     TurnCompleted,
     TurnCreated,
     TurnDelta,
     TurnEnd,
     TurnFailedEntry,
-    TurnInput,
     TurnProgress,
     Usage,
 )
 from session_server.sessions.answer import Answer
 from session_server.sessions.engine_link import EngineLink
-from session_server.sessions.prompt import Prompt, build_prompt
+from session_server.sessions.prompt import Prompt, fit_sampling
 from session_server.sessions.quotas import Quotas, SessionLimits
 from session_server.sessions.session import Session
+from session_server.sessions.tokenising import PromptOutcome, Tokenising
 from session_server.sessions.turn import (
     CancelAccepted,
     CancelReason,
@@ -74,7 +65,6 @@ from session_server.text.model_text import ModelText
 
 _RETRYABLE: Final = frozenset(wire.code for wire in WIRE_ERRORS.values() if wire.retryable)
 _UNKNOWN_SESSION: Final = WIRE_ERRORS[SessionNotFound].code
-_NUM_TOKENIZERS: Final = 2
 
 TurnEvent = (
     TurnStarted | PrefillProgressed | PromptScored | TokensProduced | TurnFinished | TurnFailed
@@ -123,14 +113,13 @@ class TurnFlow:
         self._clock = clock
         self._tenant_salt = tenant_salt
         self._sent: dict[TurnId, tuple[Session, Turn]] = {}
-        self._executor = ThreadPoolExecutor(_NUM_TOKENIZERS, thread_name_prefix="tokenize")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tokenising = Tokenising(text, limits)
         self.on_idle: Callable[[Session], None] = _ignore
         self.counts = TurnCounts()
 
     def stop(self) -> None:
         """Release the tokenising threads."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._tokenising.stop()
 
     def enqueue(self, session: Session, turn: Turn) -> None:
         """Put a turn last in its session's line, and start it when it is also first."""
@@ -250,64 +239,33 @@ class TurnFlow:
         self._quotas.give_turn(session.owner)
 
     def _prepare(self, session: Session, turn: Turn) -> None:
-        request = turn.request
-        build = partial(
-            build_prompt,
-            self._text,
-            session.transcript.state(),
-            request.input,
-            generate=request.sampling.max_tokens > 0,
-        )
-        if self._is_large(session, request.input):
-            task = asyncio.get_running_loop().create_task(self._prepare_aside(session, turn, build))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            return
-        try:
-            prompt = build()
-        except SessionServerError as error:
-            self._refuse(session, turn, error)
-            return
-        self._launch(session, turn, prompt)
+        def later(outcome: PromptOutcome) -> None:
+            # The turn may have been cancelled meanwhile.
+            if turn.phase is TurnPhase.PREPARING:
+                self._on_prompt(session, turn, outcome)
+                self.advance(session)
 
-    async def _prepare_aside(
-        self, session: Session, turn: Turn, build: Callable[[], Prompt]
-    ) -> None:
-        """As `_prepare`, on another thread; the turn may be cancelled meanwhile."""
-        outcome: Prompt | SessionServerError
-        loop = asyncio.get_running_loop()
+        # Whatever goes wrong, a turn that is live here must not stay so for ever.
+        outcome: PromptOutcome | None = TokenizeFailed("the input could not be tokenised")
         try:
-            future = loop.run_in_executor(self._executor, build)
-            outcome = await asyncio.wait_for(future, self._limits.tokenize_deadline_s)
-        except TimeoutError:
-            outcome = TokenizeFailed("the input takes too long to tokenise", param="input")
-        except SessionServerError as error:
-            outcome = error
-        if turn.phase is not TurnPhase.PREPARING:
-            return
+            outcome = self._tokenising.build(session.transcript.state(), turn.request, later)
+        finally:
+            if outcome is not None:
+                self._on_prompt(session, turn, outcome)
+
+    def _on_prompt(self, session: Session, turn: Turn, outcome: PromptOutcome) -> None:
         if isinstance(outcome, SessionServerError):
             self._refuse(session, turn, outcome)
         else:
             self._launch(session, turn, outcome)
-        self.advance(session)
-
-    def _is_large(self, session: Session, turn_input: TurnInput) -> bool:
-        """Whether tokenising would hold up the event loop."""
-        match turn_input:
-            case ChatInput(messages=messages):
-                if session.transcript.mode == "template":
-                    return len(session.transcript) > self._limits.inline_input_chars
-                size = sum(len(message.content) for message in messages)
-            case TextInput(text=text):
-                size = len(text)
-            case _:
-                size = 0
-        return size > self._limits.inline_input_chars
 
     def _launch(self, session: Session, turn: Turn, prompt: Prompt) -> None:
         assert session.live is turn, "another turn of the session is live"
+        assert self._link.ready is not None, "a turn before the engine was ever ready"
+        max_len = self._link.ready.max_turn_len
         try:
-            sampling = self._fit(session, turn.request.sampling, prompt)
+            sampling = fit_sampling(turn.request.sampling, prompt, max_len)
+            self._quotas.charge_input(session.owner, len(prompt.tokens), now_s=self._clock())
         except SessionServerError as error:
             self._refuse(session, turn, error)
             return
@@ -325,28 +283,6 @@ class TurnFlow:
             turn.running = None
             turn.phase = TurnPhase.WAITING
             session.queue.appendleft(turn)
-
-    def _fit(self, session: Session, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Sampling clipped to the room that is left, with a seed."""
-        assert self._link.ready is not None, "a turn before the engine was ever ready"
-        num_needed = 1 if sampling.max_tokens > 0 else 0
-        room = self._link.ready.max_turn_len - prompt.context_len
-        if room < num_needed:
-            allowed = self._link.ready.max_turn_len - num_needed
-            raise ContextTooLong(
-                f"Input length ({prompt.context_len} tokens) exceeds the maximum allowed length "
-                f"({allowed} tokens).",
-                param="input",
-            )
-        self._quotas.charge_input(session.owner, len(prompt.tokens), now_s=self._clock())
-        max_tokens = min(sampling.max_tokens, room)
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        return msgspec.structs.replace(
-            sampling,
-            max_tokens=max_tokens,
-            min_tokens=min(sampling.min_tokens, max_tokens),
-            seed=seed,
-        )
 
     def _running_for(self, session: Session, turn: Turn, prompt: Prompt) -> Running:
         assert self._link.ready is not None
