@@ -69,9 +69,13 @@ _DONE: Final = b"data: [DONE]\n\n"
 _PROBE: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 
 
-@router.api_route(
+@router.get(
     "/open_session",
-    methods=["GET", "POST"],
+    openapi_extra=body_of(OpenSessionBody, required=False),
+    responses=answers(None, "The session's id, a bare JSON string."),
+)
+@router.post(
+    "/open_session",
     openapi_extra=body_of(OpenSessionBody, required=False),
     responses=answers(None, "The session's id, a bare JSON string."),
 )
@@ -90,9 +94,13 @@ async def open_session(request: Request, caller: Caller) -> Response:
     return JsonResponse(view.session_id)
 
 
-@router.api_route(
+@router.get(
     "/close_session",
-    methods=["GET", "POST"],
+    openapi_extra=body_of(CloseSessionBody),
+    responses=answers(None, "Closed, or unknown: the answer is the same."),
+)
+@router.post(
+    "/close_session",
     openapi_extra=body_of(CloseSessionBody),
     responses=answers(None, "Closed, or unknown: the answer is the same."),
 )
@@ -104,9 +112,13 @@ async def close_session(request: Request, caller: Caller) -> Response:
     return Response()
 
 
-@router.api_route(
+@router.post(
     "/generate",
-    methods=["POST", "PUT"],
+    openapi_extra=body_of(GenerateBody),
+    responses=answers(None, "The answer; or cumulative events, with `stream`."),
+)
+@router.put(
+    "/generate",
     openapi_extra=body_of(GenerateBody),
     responses=answers(None, "The answer; or cumulative events, with `stream`."),
 )
@@ -143,9 +155,8 @@ async def abort_request(request: Request, caller: Caller) -> Response:
     return Response()
 
 
-@router.api_route(
-    "/flush_cache", methods=["GET", "POST"], responses=answers(None, "Flushed; 400 when busy.")
-)
+@router.get("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
+@router.post("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
 async def flush_cache(caller: Caller) -> Response:
     """Empty the tree and every session's KV; histories stay."""
     if await caller.sessions.flush():
