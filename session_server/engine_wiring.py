@@ -11,9 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+
 from cache.session_cache import SessionAwareCache
+from cache.types import NULL_ROW, TurnId
 from session_server.config import Settings, model_directory
+from session_server.core.batch import Batch, BatchRow, Runner, SamplingStart
 from session_server.core.events import EngineReady
+from session_server.core.sampling import SamplingParams
 from session_server.engine.child import serve_engine
 from session_server.engine.engine import Engine
 from session_server.engine.loop import EngineAssembly
@@ -26,6 +31,7 @@ from session_server.text.model_text import load_model_text
 
 _LOG: Final = logging.getLogger("session_server.engine")
 _PROGRESS_INTERVAL_S: Final = 2.0
+_NO_TOKENS: Final = np.empty(0, np.int32)
 
 # A collection of the oldest generation walks every live object, those of idle sessions too, and
 # stops the step it happens in. Reference counts free what steps make; cycles are rare here.
@@ -73,6 +79,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
             memory_check=settings.cache.memory_check,
         ),
     )
+    warm_up(loaded.runner)
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     return EngineAssembly(engine, loaded.runner, _ready(loaded, engine, eos_token_ids))
@@ -87,6 +94,28 @@ def _build_from_frame(frame: bytes) -> EngineAssembly:
     settings = Settings.model_validate_json(frame)
     configure_logging(settings.http.log_level)
     return build_engine(settings)
+
+
+def warm_up(runner: Runner) -> None:
+    """Run padding through the model, so that no client waits for kernels to be chosen.
+
+    Row 0 and page 0 are there to be written: shapes of a prefill, of a decode and of a batch.
+    """
+    start = SamplingStart(SamplingParams(temperature=0.0), 0, _NO_TOKENS, _NO_TOKENS)
+    for num_rows, num_tokens in ((1, 1), (1, 8), (2, 1), (4, 1), (8, 1)):
+        row = BatchRow(
+            turn_id=TurnId("warm-up"),
+            incarnation=0,
+            row=NULL_ROW,
+            start=0,
+            num_tokens=num_tokens,
+            tokens=np.zeros(num_tokens, np.int32),
+            sample=True,
+            sampling=start,
+        )
+        result = runner.launch(Batch(step=0, rows=(row,) * num_rows, table_writes=())).wait()
+        if result.error is not None:
+            raise RuntimeError(f"the model does not run: {result.error}")
 
 
 def _progress_lines() -> Callable[[int, int], None]:
