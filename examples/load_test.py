@@ -148,6 +148,7 @@ class Talk:
             return
         except Refused as error:
             self.load.fail(f"refused: {error.code}")
+            self.load.progress.advance(self.load.task)
             return
         if result.error is not None:
             self.load.fail(f"failed: {result.error.code}")
@@ -178,14 +179,15 @@ class Talk:
     def record(
         self, number: int, exchange: Exchange, result: TurnResult, times: _Times
     ) -> TurnRecord:
-        """What the turn was like. A turn is warm when all its history was cached."""
+        """What the turn was like. A turn is warm when all its history was cached; after a cancel
+        that cannot be told, since input that was cancelled early may not be computed yet."""
         usage = result.usage
+        completed = result.status == "completed"
         warm = None
-        if self.previous_total is not None and result.status != "failed":
+        if completed and self.previous_total is not None:
             warm = usage.cached_tokens >= self.previous_total - 1
-        if result.status != "failed":
-            self.previous_total = usage.total_tokens
-        judged = result.status == "completed" and not self.load.args.no_check
+        self.previous_total = usage.total_tokens if completed else None
+        judged = completed and not self.load.args.no_check
         first_s = times.arrivals[0][0] if times.arrivals else None
         return TurnRecord(
             session=self.number,

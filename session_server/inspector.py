@@ -10,7 +10,7 @@ from typing import Any, Final
 import httpx
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 ACCOUNTS: Final = (
     "free",
@@ -81,11 +81,13 @@ def imbalances(memory: Mapping[str, Any]) -> list[str]:
 
 
 def pool_table(pools: Mapping[str, Mapping[str, int]]) -> Table:
-    """One row per pool: pages by holder."""
-    table = Table("pool", "pages", "page size", *ACCOUNTS, title="pages by holder")
-    for name, pool in pools.items():
-        row = [pool["pages"], pool["page_size"], *(pool[account] for account in ACCOUNTS)]
-        table.add_row(name, *map(str, row))
+    """One column per pool: pages by holder, and their sum."""
+    sizes = [f"{name} (pages of {pool['page_size']} tokens)" for name, pool in pools.items()]
+    table = Table("pages by holder", *(Column(size, justify="right") for size in sizes))
+    for account in ACCOUNTS:
+        table.add_row(account, *(str(pool[account]) for pool in pools.values()))
+    table.add_section()
+    table.add_row("all", *(str(pool["pages"]) for pool in pools.values()))
     return table
 
 
@@ -94,7 +96,9 @@ def session_table(
 ) -> Table:
     """One row per session: what the engine holds beside what the server knows."""
     known = {session["id"]: session for session in sessions}
-    table = Table("session", "state", "tokens", "KV tokens", "shared pages", "own pages", "turns")
+    counts = ("tokens", "with KV", "shared pages", "own pages", "turns")
+    columns = (Column(name, justify="right") for name in counts)
+    table = Table(Column("session", no_wrap=True), "state", *columns)
     for held in list(holdings)[:limit]:
         table.add_row(
             held["session_id"],
@@ -106,7 +110,7 @@ def session_table(
             str(known.get(held["session_id"], {}).get("turns", "")),
         )
     hidden = len(holdings) - limit
-    table.title = f"{len(holdings)} sessions" + (f", {hidden} not shown" if hidden > 0 else "")
+    table.title = f"sessions: {len(holdings)}" + (f", {hidden} not shown" if hidden > 0 else "")
     return table
 
 

@@ -1,0 +1,95 @@
+"""Every example as a user runs it: a process of its own against a real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+
+from session_server.local_server import LocalServer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(name: str, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *argv],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_rest_client_remembers_and_streams(url: str) -> None:
+    done = run("rest_client.py", "--url", url)
+    assert done.returncode == 0, done.stderr
+    assert "Your name is Ada." in done.stdout.split("> What is my name?")[1]
+    assert "1 2 3 4 5" in done.stdout
+
+
+def test_the_chat_client_comes_back_to_its_session(url: str) -> None:
+    first = run("chat_client.py", "--url", url, stdin="My name is Ada.\n")
+    assert first.returncode == 0, first.stderr
+    session = first.stdout.split()[1].rstrip(";")
+    second = run("chat_client.py", "--url", url, "--session", session, stdin="What is my name?\n")
+    assert "Your name is Ada." in second.stdout, second.stderr
+
+
+def test_the_load_test_judges_answers_and_books(url: str, tmp_path: Path) -> None:
+    report, picture = tmp_path / "report.json", tmp_path / "plot.png"
+    done = run(
+        *("load_test.py", "--url", url, "--sessions", "6", "--turns", "5", "--think-s", "0.05"),
+        *("--ramp-s", "0.1", "--abort-rate", "0.2", "--disconnect-rate", "0.3"),
+        *("--json", str(report), "--plot", str(picture)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert found["ok"]
+    assert found["turns"] == 30
+    assert found["errors"] == {}
+    assert found["injected"]["disconnects"] == found["injected"]["reconnects"] > 0
+    assert found["injected"]["cancelled"] > 0
+    assert found["ledger"]["after"]["violations"] == 0
+    assert found["warm_share"] == 1.0
+    assert picture.stat().st_size > 1000
+
+
+def test_an_open_loop_counts_from_when_a_turn_was_due(url: str) -> None:
+    done = run(
+        *("load_test.py", "--url", url, "--sessions", "4", "--turns", "4", "--loop", "open"),
+        *("--think-s", "0.01", "--ramp-s", "0.0", "--json", "-"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["turns"] == 16
+    assert found["turn_ms"]["p99"] >= found["turn_ms"]["p50"] > 0
+
+
+def test_a_load_on_no_server_is_an_error_and_not_a_traceback() -> None:
+    done = run("load_test.py", "--url", "http://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "no answer" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_load_survives_an_engine_that_is_killed_and_says_what_it_saw(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    flags = ["--sessions", "6", "--turns", "8", "--think-s", "0.2", "--json", str(report)]
+    with LocalServer(["--threads", "1"]) as server:
+        argv = [sys.executable, str(EXAMPLES / "load_test.py"), "--url", server.url, *flags]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as load:
+            while not httpx.get(f"{server.url}/v1/sessions").json()["data"]:
+                assert load.poll() is None, "the load ended before it began"
+            (engine,) = psutil.Process(server.pid).children()
+            engine.kill()
+            output, _ = load.communicate(timeout=120)
+    found = json.loads(report.read_text())
+    assert found["turns"] == 48, output
+    assert set(found["errors"]) <= {"failed: engine_restarting"}
+    assert found["right_share"] == 1.0
