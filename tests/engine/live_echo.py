@@ -1,0 +1,103 @@
+"""The echo runner in real time: executes inside `launch`, or a moment later like a device."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+
+from session_server.core.batch import Batch, PendingStep, StepResult
+from session_server.core.events import EngineReady
+from session_server.engine.loop import EngineAssembly
+from tests.engine.bench import Bench, Stage
+from tests.engine.echo_runner import EOS, VOCAB_SIZE, EchoRunner
+
+BUG_TOKEN = 31
+"""A prompt that begins with it makes the runner raise."""
+
+HANG_TOKEN = 30
+"""A prompt that begins with it never comes back."""
+
+
+class LiveStage(msgspec.Struct, frozen=True):
+    """What the settings frame of a test engine says. `forward_s`: time of one forward."""
+
+    forward_s: float = 0.0
+    is_device: bool = False
+    fails_to_build: bool = False
+
+
+class _Done:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class _Later:
+    """Executes when waited for, as a device would while the host goes on."""
+
+    def __init__(self, runner: EchoRunner, lock: threading.Lock, forward_s: float) -> None:
+        self._runner = runner
+        self._lock = lock
+        self._forward_s = forward_s
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> StepResult:
+        time.sleep(self._forward_s)
+        with self._lock:
+            return self._runner.execute()
+
+
+class LiveEcho:
+    """A `Runner`."""
+
+    def __init__(self, runner: EchoRunner, stage: LiveStage) -> None:
+        self._runner = runner
+        self._stage = stage
+        self._lock = threading.Lock()
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """See `Runner.launch`."""
+        for row in batch.rows:
+            first = row.tokens[0] if row.start == 0 and row.tokens is not None else None
+            if first == BUG_TOKEN:
+                raise RuntimeError("a bug on purpose")
+            if first == HANG_TOKEN:
+                time.sleep(3600)
+        with self._lock:
+            self._runner.launch(batch)
+        if self._stage.is_device:
+            return _Later(self._runner, self._lock, self._stage.forward_s)
+        time.sleep(self._stage.forward_s)
+        return _Done(self._runner.execute())
+
+
+def assemble(settings: bytes) -> EngineAssembly:
+    """An engine over an echo runner; every tenant's salt is "a"."""
+    stage = msgspec.msgpack.decode(settings, type=LiveStage)
+    if stage.fails_to_build:
+        raise ValueError("no such model")
+    bench = Bench(Stage(num_pages=256, num_rows=32, max_context_len=512))
+    runner = bench.runner
+    runner.assume_salt("a")
+    ready = EngineReady(
+        epoch=0,
+        max_context_len=bench.stage.max_context_len,
+        max_turn_len=bench.engine.max_turn_len,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        page_size=bench.stage.page_size,
+        num_pages=bench.stage.num_pages,
+        device="echo",
+        dtype="none",
+        backend="echo",
+    )
+    return EngineAssembly(bench.engine, LiveEcho(runner, stage), ready)

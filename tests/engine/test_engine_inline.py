@@ -1,0 +1,99 @@
+"""The engine on a thread: real time, a real inbox, device threads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from cache.types import TurnId
+from session_server.core.commands import CancelTurn, ReportMemory
+from session_server.core.errors import EngineUnavailable
+from session_server.core.events import FinishReason, MemoryReported, TokensProduced, TurnFinished
+from session_server.engine.inline import InlineEngine
+from tests.engine.echo_runner import replay
+from tests.engine.live_echo import BUG_TOKEN, LiveStage, assemble
+from tests.engine.server_side import ServerSide, submit
+
+
+def engine(stage: LiveStage) -> InlineEngine:
+    return InlineEngine(lambda: assemble(msgspec.msgpack.encode(stage)))
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+def test_many_turns_at_once_say_what_each_would_say_alone(is_device: bool) -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(LiveStage(is_device=is_device))
+        await client.start(server.hear)
+        prompts = {f"t{i}": tuple(1 + (i * 5 + k) % 29 for k in range(3 + i)) for i in range(12)}
+        said = await asyncio.gather(
+            *(server.turn(client, name, prompt, 9) for name, prompt in prompts.items())
+        )
+        for outputs, prompt in zip(said, prompts.values(), strict=True):
+            assert outputs == replay("a", prompt, seed=1, max_new=9)
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_cancel_reaches_a_turn_between_two_forwards() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(LiveStage(forward_s=0.002))
+        await client.start(server.hear)
+        submit(client, "long", (1, 2, 3), max_tokens=400)
+        await server.until(lambda e: isinstance(e, TokensProduced))
+        client.send(CancelTurn(turn_id=TurnId("long"), num_outputs=1))
+        end = await server.until(lambda e: isinstance(e, TurnFinished))
+        assert isinstance(end, TurnFinished)
+        assert (end.reason, end.num_outputs, end.history_len) == (FinishReason.CANCELLED, 1, 4)
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(LiveStage())
+        await client.start(server.hear)
+        await server.turn(client, "t", (1, 2, 3))
+        await asyncio.sleep(0.8)
+        before = time.process_time()
+        await asyncio.sleep(0.5)
+        used = time.process_time() - before
+        assert used < 0.25, "an idle engine takes no processor time to speak of"
+        client.send(ReportMemory(request_id=7))
+        report = await server.until(lambda e: isinstance(e, MemoryReported))
+        assert isinstance(report, MemoryReported)
+        assert report.check_violations == 0
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_ends_the_engine_and_the_server_is_told() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(LiveStage())
+        await client.start(server.hear)
+        submit(client, "t", (BUG_TOKEN, 1))
+        death = await server.death()
+        assert "a bug on purpose" in death.message
+        assert not death.will_restart
+        assert client.failed is not None
+        assert "a bug on purpose" in await client.failed
+        await client.stop()
+        with pytest.raises(EngineUnavailable):
+            submit(client, "u", (1, 2))
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_be_built_says_why() -> None:
+    async def scenario() -> None:
+        client = engine(LiveStage(fails_to_build=True))
+        with pytest.raises(EngineUnavailable, match="no such model"):
+            await client.start(lambda event: None)
+        await client.stop()
+
+    asyncio.run(scenario())

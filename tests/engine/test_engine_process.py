@@ -1,0 +1,249 @@
+"""The engine in a real child process: framing, death, restart, orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache.types import SessionId, TurnId
+from session_server.core.commands import CancelTurn, CloseSession, ReportMemory
+from session_server.core.errors import EngineUnavailable
+from session_server.core.events import EngineDied, EngineReady, MemoryReported, SessionGone
+from session_server.engine.process import EngineProcess, ProcessSettings
+from session_server.engine.transport import (
+    MAX_FRAME_BYTES,
+    Codec,
+    FrameBuffer,
+    TransportError,
+    frame,
+)
+from tests.engine.echo_runner import replay
+from tests.engine.live_echo import BUG_TOKEN, HANG_TOKEN, LiveStage
+from tests.engine.server_side import ServerSide, submit
+
+CHILD = str(Path(__file__).with_name("echo_child.py"))
+
+
+def engine(stage: LiveStage | None = None, **changes: object) -> EngineProcess:
+    settings = msgspec.msgpack.encode(stage or LiveStage())
+    options = {"backoff_first_s": 0.05, "stop_timeout_s": 5.0} | changes
+    return EngineProcess(
+        ProcessSettings((sys.executable, CHILD), settings, **options)  # type: ignore[arg-type]
+    )
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# Frames
+
+
+@given(payloads=st.lists(st.binary(max_size=40), max_size=8), seed=st.integers(0, 1000))
+def test_frames_survive_however_the_bytes_arrive(payloads: list[bytes], seed: int) -> None:
+    stream, buffer = b"".join(frame(p) for p in payloads), FrameBuffer()
+    cuts, got, start = random.Random(seed), list[bytes](), 0
+    while start < len(stream):
+        end = start + cuts.randint(1, 9)
+        got += buffer.feed(stream[start:end])
+        start = end
+    assert got == payloads
+
+
+def test_a_frame_beyond_the_bound_is_refused_on_both_sides() -> None:
+    with pytest.raises(TransportError):
+        FrameBuffer().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_message_are_a_transport_error_or_a_message(payload: bytes) -> None:
+    codec = Codec()
+    for decode in (codec.command, codec.events):
+        try:
+            decode(payload)
+        except TransportError:
+            continue
+
+
+def test_commands_and_events_cross_unchanged() -> None:
+    codec, buffer = Codec(), FrameBuffer()
+    command = CancelTurn(turn_id=TurnId("t"), num_outputs=None)
+    events = [SessionGone(session_id=SessionId("s")), EngineDied(message="x", will_restart=True)]
+    stream = codec.command_frame(command) + codec.events_frame(events)
+    first, second = buffer.feed(stream)
+    assert codec.command(first) == command
+    assert codec.events(second) == events
+
+
+# Lives
+
+
+def test_turns_in_a_child_say_what_they_would_say_alone_and_the_child_leaves_when_told() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine()
+        ready = await client.start(server.hear)
+        assert (ready.epoch, ready.device) == (1, "echo")
+        assert await server.turn(client, "t", (1, 2, 3)) == replay(
+            "a", (1, 2, 3), seed=1, max_new=5
+        )
+        pid = client.pid
+        assert pid is not None
+        await client.stop()
+        await client.stop()
+        assert not is_alive(pid)
+        with pytest.raises(EngineUnavailable):
+            client.send(CloseSession(session_id=SessionId("s-t")))
+        assert not any(isinstance(e, EngineDied) for e in server.events), "leaving is not dying"
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_engine_is_replaced_by_one_that_knows_no_session() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(LiveStage(forward_s=0.01))
+        await client.start(server.hear)
+        submit(client, "lost", (1, 2, 3), max_tokens=300)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        death = await server.death()
+        assert death.will_restart
+        assert "-9" in death.message
+        ready = await server.revival()
+        assert ready.epoch == 2
+        client.send(ReportMemory(request_id=1))
+        report = await server.until(lambda e: isinstance(e, MemoryReported))
+        assert isinstance(report, MemoryReported)
+        assert report.sessions == ()
+        assert await server.turn(client, "t", (4, 5)) == replay("a", (4, 5), seed=1, max_new=5)
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_while_there_is_no_engine_commands_are_refused_and_not_lost_in_silence() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(backoff_first_s=5.0)
+        await client.start(server.hear)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await server.death()
+        with pytest.raises(EngineUnavailable):
+            submit(client, "t", (1, 2))
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_bug_in_the_engine_ends_its_process_with_its_last_words() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine()
+        await client.start(server.hear)
+        submit(client, "t", (BUG_TOKEN, 1))
+        death = await server.death()
+        assert "a bug on purpose" in death.message
+        assert "exit code 70" in death.message
+        await server.revival()
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_hangs_ends_the_process_so_that_another_can_serve() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine()
+        await client.start(server.hear)
+        submit(client, "t", (HANG_TOKEN, 1))
+        death = await server.death()
+        assert "exit code 72" in death.message
+        await server.revival()
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_keeps_dying_is_given_up_and_the_server_can_leave_with_an_error() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(max_failures=1)
+        await client.start(server.hear)
+        for epoch in (1, 2):
+            submit(client, f"t{epoch}", (BUG_TOKEN, 1))
+            start = len(server.events)
+            await server.until(lambda e: isinstance(e, EngineDied), start=start)
+            if epoch == 1:
+                await server.until(lambda e: isinstance(e, EngineReady), start=start)
+        assert client.failed is not None
+        async with asyncio.timeout(10):
+            assert "a bug on purpose" in await client.failed
+        deaths = [e for e in server.events if isinstance(e, EngineDied)]
+        assert [death.will_restart for death in deaths] == [True, False]
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_fails_says_what_the_child_said() -> None:
+    async def scenario() -> None:
+        client = engine(LiveStage(fails_to_build=True))
+        with pytest.raises(EngineUnavailable, match="no such model"):
+            await client.start(lambda event: None)
+        missing = EngineProcess(ProcessSettings(("/nonexistent/engine",), b""))
+        with pytest.raises(EngineUnavailable, match="did not start"):
+            await missing.start(lambda event: None)
+
+    asyncio.run(scenario())
+
+
+def test_signals_meant_for_the_server_do_not_end_the_engine() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine()
+        await client.start(server.hear)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGINT)
+        os.kill(client.pid, signal.SIGTERM)
+        await server.turn(client, "t", (1, 2))
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+PARENT = """
+import asyncio, sys
+sys.path.insert(0, {root!r})
+from tests.engine.test_engine_process import engine
+async def main():
+    client = engine()
+    await client.start(lambda event: None)
+    print(client.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_an_engine_does_not_outlive_a_server_that_was_killed() -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(root=root)], stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(pid)
