@@ -15,7 +15,7 @@ from torch import Tensor
 
 from session_server.core.sampling import SamplingParams
 
-NUM_CANDIDATES: Final = 1024
+NUM_CANDIDATES: Final = 256
 """Sorted first on a CPU; a row that needs more sorts its whole vocabulary."""
 
 
@@ -54,27 +54,29 @@ def threshold(scaled: Tensor, rules: Truncation) -> Tensor:
     lowest = scaled.new_tensor(math.log(rules.min_p) if rules.min_p > 0.0 else -math.inf)
     if not rules.needs_order:
         return lowest
-    vocab_size = scaled.shape[0]
-    num_sorted = max(NUM_CANDIDATES, rules.top_k)
-    if scaled.device.type != "cpu" or 4 * num_sorted > vocab_size:
-        num_sorted = vocab_size
-    ordered = scaled.topk(num_sorted).values if num_sorted < vocab_size else _sorted(scaled)
     if rules.top_k:
-        by_rank = ordered[rules.top_k - 1]
-        lowest = torch.maximum(lowest, by_rank)
-        ordered = ordered.masked_fill(ordered < by_rank, -math.inf)
-    if rules.top_p < 1.0:
-        # Without top-k the mass is that of the whole vocabulary, sorted or not.
-        total = torch.logsumexp(ordered if rules.top_k else scaled, dim=0)
-        mass = torch.exp(ordered - total).cumsum(0)
-        if num_sorted < vocab_size and not rules.top_k and float(mass[-1]) < rules.top_p:
-            ordered = _sorted(scaled)
-            mass = torch.exp(ordered - total).cumsum(0)
-        # The token that carries the mass over top_p is the last one kept.
-        num_kept = (mass < rules.top_p).sum().clamp_(max=len(ordered) - 1)
-        lowest = torch.maximum(lowest, ordered[num_kept])
-    return lowest
+        ordered = scaled.topk(rules.top_k).values
+        lowest = torch.maximum(lowest, ordered[-1])
+        if rules.top_p == 1.0:
+            return lowest
+        edge, _ = _nucleus_edge(ordered, rules.top_p * ordered.exp().sum())
+        return torch.maximum(lowest, edge)
+    # The mass is that of the whole vocabulary, sorted or not.
+    mass = rules.top_p * scaled.exp().sum()
+    if scaled.device.type == "cpu" and NUM_CANDIDATES < scaled.shape[0]:
+        edge, is_inside = _nucleus_edge(scaled.topk(NUM_CANDIDATES).values, mass)
+        if bool(is_inside):
+            return torch.maximum(lowest, edge)
+    edge, _ = _nucleus_edge(scaled.sort(descending=True).values, mass)
+    return torch.maximum(lowest, edge)
 
 
-def _sorted(scaled: Tensor) -> Tensor:
-    return scaled.sort(descending=True).values
+def _nucleus_edge(ordered: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """The token that carries the running sum of `exp(ordered)` over `mass` is the last one kept.
+
+    Returns:
+        (its logit, whether `ordered` was long enough to reach the mass).
+    """
+    running = ordered.exp().cumsum(0)
+    num_before = (running < mass).sum()
+    return ordered[num_before.clamp(max=len(ordered) - 1)], running[-1] >= mass
