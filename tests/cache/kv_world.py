@@ -34,7 +34,8 @@ from cache import (
     audit,
 )
 from cache.pages import Allocation
-from cache.types import PoolName
+from cache.radix import RadixNode
+from cache.types import PoolName, RowId
 
 POOL = PoolName("full")
 NAMESPACES = (Namespace("alice", "model"), Namespace("bob", "model"))
@@ -298,9 +299,9 @@ class World:
             if slot.lease is not None:
                 row = self.cache.stores.rows.entries(POOL, slot.lease.row)
                 tokens = slot.tokens.view(0, slot.kv_committed_len).tolist()
-                self._check_cells(row, tokens, self.namespaces[slot.session_id])
+                self._check_cells(row.tolist(), tokens, self.namespaces[slot.session_id])
         for namespace, root in self.cache.stores.tree.roots():
-            pending = [(root, [], [])]
+            pending: list[tuple[RadixNode, list[int], list[int]]] = [(root, [], [])]
             while pending:
                 node, tokens, pages = pending.pop()
                 tokens = tokens + node.tokens.view().tolist()
@@ -393,7 +394,7 @@ class World:
         self.fresh_forks.discard(session_id)
         del self.histories[session_id], self.namespaces[session_id]
 
-    def _row(self, session_id: SessionId) -> int:
+    def _row(self, session_id: SessionId) -> RowId:
         (slot,) = self.cache.inspect_slots(session_id)
         assert slot.lease is not None
         return slot.lease.row

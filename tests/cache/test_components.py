@@ -1,0 +1,68 @@
+"""Specs, capacities and the rules of each kind of layer."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.components import components_of
+from cache.int_buffer import IntBuffer
+from cache.spec import CacheSpec, LayerGroup, LayerKind, plan_capacity
+from cache.types import PoolName, pages_for
+
+GROUP = LayerGroup(PoolName("full"), LayerKind.FULL, (0, 1, 2), 2, 16, 2)
+
+
+def test_groups_of_one_pool_are_one_component() -> None:
+    other = LayerGroup(PoolName("full"), LayerKind.FULL, (3,), 4, 16, 2)
+    assert [c.pool for c in components_of(CacheSpec((GROUP, other), 16))] == ["full"]
+
+
+def test_full_attention_reuses_and_cuts_anywhere_and_reads_everything() -> None:
+    (full,) = components_of(CacheSpec((GROUP,), 16))
+    assert full.reusable_len(48) == 48
+    assert (full.rewind_len(48, 17), full.rewind_len(10, 17)) == (17, 10)
+    assert full.live_from(1000) == 0
+
+
+def test_a_page_costs_k_and_v_of_all_layers() -> None:
+    assert CacheSpec((GROUP,), 16).bytes_per_page(GROUP.pool) == 2 * 3 * 2 * 16 * 2 * 16
+
+
+def test_a_budget_buys_whole_pages_and_no_more_than_asked() -> None:
+    spec = CacheSpec((GROUP,), 16)
+    budget = 10 * spec.bytes_per_page(GROUP.pool) + 1
+    free = plan_capacity(spec, budget_bytes=budget, num_rows=2, max_context_len=64)
+    assert free.num_pages == {"full": 10}
+    bounded = plan_capacity(
+        spec, budget_bytes=budget, num_rows=2, max_context_len=64, max_total_tokens=33
+    )
+    assert bounded.num_pages == {"full": 4}
+
+
+def test_a_budget_for_padding_alone_is_refused() -> None:
+    spec = CacheSpec((GROUP,), 16)
+    with pytest.raises(ValueError, match="raise the memory fraction"):
+        plan_capacity(
+            spec, budget_bytes=spec.bytes_per_page(GROUP.pool), num_rows=2, max_context_len=64
+        )
+
+
+@pytest.mark.parametrize(("num_tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2)])
+def test_tokens_are_held_in_whole_pages(num_tokens: int, pages: int) -> None:
+    assert pages_for(num_tokens, 4) == pages
+
+
+def test_a_buffer_holds_what_was_appended_and_not_cut() -> None:
+    buffer = IntBuffer([1, 2])
+    for value in range(100):
+        buffer.append([value, value])
+    buffer.truncate(4)
+    buffer.append([9])
+    assert buffer.view().tolist() == [1, 2, 0, 0, 9]
+    assert buffer.view(1, 3).tolist() == [2, 0]
+
+
+def test_nobody_writes_through_a_view() -> None:
+    view = IntBuffer([1]).view()
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 2
