@@ -95,6 +95,7 @@ class PaperEngine:
     events: deque[EngineEvent] = field(default_factory=deque)
     salts: dict[SessionId, str] = field(default_factory=dict)
     seen: list[EngineCommand] = field(default_factory=list)
+    cuts: list[tuple[StopTurn, int]] = field(default_factory=list)
     epoch: int = 0
     is_up: bool = False
     refuse_open: str | None = None
@@ -199,6 +200,7 @@ class PaperEngine:
             case SubmitTurn():
                 self._submit(command)
             case StopTurn(turn_id=turn_id, num_outputs=num_outputs):
+                self._note_cut(command)
                 self._cut(turn_id, num_outputs, FinishReason.STOP)
             case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                 self._cut(turn_id, num_outputs, FinishReason.CANCELLED)
@@ -227,6 +229,12 @@ class PaperEngine:
                 )
             case Shutdown():
                 self.is_up = False
+
+    def _note_cut(self, command: StopTurn) -> None:
+        """Remember how far a turn was when its stop was heard."""
+        for slot in self.slots.values():
+            if slot.turn is not None and slot.turn.command.turn_id == command.turn_id:
+                self.cuts.append((command, slot.turn.num_outputs))
 
     def _open(self, command: OpenSession) -> None:
         session_id = command.session_id

@@ -35,6 +35,7 @@ from session_server.core.session_events import (
     TurnCancelled,
     TurnCreated,
     TurnDelta,
+    TurnEnd,
     TurnProgress,
     TurnRequest,
 )
@@ -255,7 +256,7 @@ class TestOrder:
         assert [view.position for view in views] == [0, 1, 2, 3]
         assert [view.status for view in views] == ["running", "queued", "queued", "queued"]
         world.engine.run()
-        ends = [entry for entry in world.entries(session) if hasattr(entry, "outcome")]
+        ends = [entry for entry in world.entries(session) if isinstance(entry, TurnEnd)]
         assert [end.turn_id for end in ends] == ["0", "1", "2", "3"]
 
     def test_a_second_turn_that_may_not_wait_is_refused_and_disturbs_nothing(
@@ -329,7 +330,7 @@ class TestOrder:
 
             world.do(both())
             world.engine.run()
-            ends = [entry for entry in world.entries(session) if hasattr(entry, "outcome")]
+            ends = [entry for entry in world.entries(session) if isinstance(entry, TurnEnd)]
             assert [end.turn_id for end in ends] == ["long", "short"]
             assert "word word" in world.decode(world.history(session))
 
@@ -887,7 +888,7 @@ class TestEngine:
         entries = [found.entry for found in journals[0].read(0)]
         assert SessionDraining(5.0) in entries
         assert entries[-1] == SessionClosed("draining")
-        ends = {entry.turn_id: entry for entry in entries if hasattr(entry, "outcome")}
+        ends = {entry.turn_id: entry for entry in entries if isinstance(entry, TurnEnd)}
         completed(ends["1"])
         assert cancelled(ends["2"]).reason == "draining"
         assert journals[1].is_closed

@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from session_server.core.commands import SubmitTurn
+from session_server.core.errors import (
+    InvalidRequest,
+    QuotaExceeded,
+    SessionBusy,
+    SessionNotFound,
+    TurnConflict,
+    TurnNotFound,
+)
+from session_server.core.session_events import TextInput, TurnCancelled, TurnCompleted
+from session_server.sessions import request_tree
+from session_server.sessions.request_tree import Branch, BranchPoint, RequestTrees
+from tests.sessions.world import OWNER, World, turn
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with World("llama3") as made:
+        yield made
+
+
+class Tree:
+    """One session and its requests; each is played to its end unless told otherwise."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.trees = RequestTrees(world.manager)
+        self.session = world.open()
+
+    def start(self, name: str, ids: tuple[int, ...], **point: object) -> Branch:
+        request = turn("only", ids, max_tokens=4, ignore_eos=True)
+        return self.world.do(
+            self.trees.submit(
+                OWNER,
+                self.session,
+                rid=name,
+                point=BranchPoint(**point),  # type: ignore[arg-type]
+                request=request,
+            )
+        )
+
+    def run(self, name: str, ids: tuple[int, ...], **point: object) -> tuple[int, tuple[int, ...]]:
+        """Length of the context, and the output."""
+        branch = self.start(name, ids, **point)
+        self.world.engine.run()
+        end = next(
+            found.entry
+            for found in branch.journal.read(0)
+            if isinstance(found.entry, TurnCompleted)
+        )
+        return end.outcome.usage.input_tokens, end.outcome.token_ids
+
+    def continuation(self, context: tuple[int, ...]) -> tuple[int, ...]:
+        """What the model says after `context`."""
+        tokens = list(context)
+        for _ in range(4):
+            tokens.append(self.world.engine.next_token(tokens))  # type: ignore[misc]
+        return tuple(tokens[len(context) :])
+
+
+@pytest.fixture
+def tree(world: World) -> Tree:
+    return Tree(world)
+
+
+def test_a_request_goes_on_from_the_one_it_names(tree: Tree) -> None:
+    _, first = tree.run("a", (60, 61))
+    length, second = tree.run("b", (62,), rid="a")
+    assert length == 2 + 4 + 1
+    assert second == tree.continuation((60, 61, *first, 62))
+
+
+def test_two_requests_may_branch_from_one(tree: Tree) -> None:
+    _, first = tree.run("a", (60, 61))
+    for rid, token in (("b", 62), ("c", 63)):
+        _, output = tree.run(rid, (token,), rid="a")
+        assert output == tree.continuation((60, 61, *first, token))
+
+
+def test_without_a_name_a_request_begins_anew(tree: Tree) -> None:
+    tree.run("a", (60, 61))
+    assert tree.run("b", (62,)) == (1, tree.continuation((62,)))
+
+
+@pytest.mark.parametrize("offset", [1, 3, -1, -2, 100])
+def test_an_offset_cuts_like_a_slice(tree: Tree, offset: int) -> None:
+    _, first = tree.run("a", (60, 61))
+    _, output = tree.run("b", (62,), rid="a", offset=offset)
+    assert output == tree.continuation((*(60, 61, *first)[:offset], 62))
+
+
+def test_the_previous_output_can_be_dropped(tree: Tree) -> None:
+    tree.run("a", (60, 61))
+    _, output = tree.run("b", (62,), rid="a", drop_previous_output=True)
+    assert output == tree.continuation((60, 61, 62))
+
+
+def test_replacing_removes_the_descendants(tree: Tree) -> None:
+    _, first = tree.run("a", (60, 61))
+    tree.run("b", (62,), rid="a")
+    tree.run("c", (63,), rid="b")
+    _, output = tree.run("d", (64,), rid="a", replace=True)
+    assert output == tree.continuation((60, 61, *first, 64))
+    for gone in ("b", "c"):
+        with pytest.raises(TurnNotFound):
+            tree.start("x", (60,), rid=gone)
+    tree.run("b", (62,), rid="d")
+
+
+def test_replacing_without_a_name_clears_the_session(tree: Tree) -> None:
+    tree.run("a", (60, 61))
+    assert tree.run("b", (62,), replace=True) == (1, tree.continuation((62,)))
+    with pytest.raises(TurnNotFound):
+        tree.start("x", (60,), rid="a")
+
+
+def test_replacing_ends_a_request_that_runs_and_goes_on_from_what_it_has(
+    world: World, tree: Tree
+) -> None:
+    running = tree.start("a", (60, 61))
+    world.engine.step()
+    world.engine.deliver()
+
+    async def play() -> Branch:
+        point = BranchPoint(rid="a", replace=True)
+        request = turn("only", (62,), max_tokens=4, ignore_eos=True)
+        task = asyncio.create_task(
+            tree.trees.submit(OWNER, tree.session, rid="b", point=point, request=request)
+        )
+        await asyncio.sleep(0)
+        world.engine.run()
+        return await task
+
+    branch = world.do(play())
+    world.engine.run()
+    ends = [f.entry for f in running.journal.read(0) if isinstance(f.entry, TurnCancelled)]
+    kept = ends[0].outcome.token_ids
+    assert len(kept) == 1
+    end = branch.journal.read(branch.journal.last_seq - 2)[0].entry
+    assert isinstance(end, TurnCompleted)
+    assert end.outcome.token_ids == tree.continuation((60, 61, *kept, 62))
+
+
+def test_a_request_that_runs_cannot_be_appended_to(world: World, tree: Tree) -> None:
+    tree.start("a", (60, 61))
+    with pytest.raises(SessionBusy, match="hasn't finished"):
+        tree.start("b", (62,), rid="a")
+    world.engine.run()
+    tree.run("b", (62,), rid="a")
+
+
+def test_refusals_leave_no_trace(world: World, tree: Tree) -> None:
+    with pytest.raises(TurnNotFound, match="Invalid request session id"):
+        tree.start("a", (60,), rid="nobody")
+    with pytest.raises(InvalidRequest):
+        tree.start("a", ())
+    with pytest.raises(InvalidRequest):
+        tree.start("a", (world.engine.vocab_size,))
+    tree.run("a", (60,))
+    with pytest.raises(TurnConflict):
+        tree.start("a", (60,))
+    with pytest.raises(InvalidRequest, match="must contain input tokens"):
+        tree.start("b", (), rid="a")
+    assert world.manager.stats().sessions == 1
+
+
+def test_a_failed_request_is_no_parent(world: World, tree: Tree) -> None:
+    tree.start("a", (60,))
+    world.engine.step()
+    world.engine.fail(next(iter(world.engine.slots)), "numerical_error")
+    world.engine.run()
+    with pytest.raises(TurnNotFound):
+        tree.start("b", (61,), rid="a")
+
+
+def test_text_gets_a_bos_only_where_a_conversation_begins(world: World, tree: Tree) -> None:
+    async def both() -> None:
+        for rid, parent in (("a", None), ("b", "a")):
+            request = turn("only", TextInput("Hello"), max_tokens=1)
+            point = BranchPoint(rid=parent)
+            await tree.trees.submit(OWNER, tree.session, rid=rid, point=point, request=request)
+            world.engine.run()
+
+    world.do(both())
+    contexts = [each.tokens for each in world.engine.seen if isinstance(each, SubmitTurn)]
+    assert contexts[1].count(world.text.bos_token_id) == 1
+
+
+def test_a_tree_is_bounded_and_goes_with_its_session(
+    world: World, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_tree, "MAX_NODES", 2)
+    tree.run("a", (60,))
+    tree.run("b", (60,))
+    with pytest.raises(QuotaExceeded):
+        tree.start("c", (60,))
+    world.manager.close(OWNER, tree.session)
+    with pytest.raises(SessionNotFound):
+        tree.start("c", (60,))
+
+
+def test_requests_keep_the_session_alive(world: World, tree: Tree) -> None:
+    for index in range(5):
+        world.now_s += 800
+        tree.run(str(index), (60,))
+        world.manager.tick()
+    assert world.manager.get(OWNER, tree.session).state == "cold"

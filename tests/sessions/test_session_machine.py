@@ -1,0 +1,429 @@
+"""Sessions under everything at once, against a shadow that only reads what clients read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+
+from session_server.core.errors import (
+    ContextTooLong,
+    EngineUnavailable,
+    InvalidRequest,
+    SessionBusy,
+    SessionClosing,
+    SessionNotFound,
+    TurnConflict,
+    TurnNotActive,
+    TurnNotFound,
+)
+from session_server.core.session_events import (
+    ChatInput,
+    Message,
+    Outcome,
+    SessionClosed,
+    TokenInput,
+    TurnCancelled,
+    TurnCompleted,
+    TurnCreated,
+    TurnDelta,
+    TurnFailedEntry,
+    TurnRequest,
+)
+from session_server.sessions.journal import Journal
+from session_server.sessions.quotas import SessionLimits
+from tests.sessions.world import OWNER, World, letters, turn
+
+MAX_LEN = 160
+WANTED = (
+    "completed",
+    "stop string",
+    "stop string found late",
+    "stop token",
+    "length",
+    "cancel keeps output",
+    "cancel keeps input alone",
+    "cancel rolls back",
+    "cancel of a waiting turn",
+    "cancel lost the race",
+    "close while running",
+    "engine died under a turn",
+    "turn after a restart",
+    "numerical error",
+    "duplicate id",
+    "conflict",
+    "busy",
+    "expired",
+    "too long",
+    "too long after waiting",
+    "no generation",
+    "generation after none",
+    "cooled",
+    "waited",
+)
+
+
+@dataclass
+class Shadow:
+    """A client: its requests, and the history it believes in."""
+
+    name: str
+    journal: Journal
+    tokens: list[int] = field(default_factory=list)
+    open_from: int | None = None
+    requests: dict[str, TurnRequest] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)
+    rolled_back: set[str] = field(default_factory=set)
+    seq: int = 0
+    is_over: bool = False
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """Rules are what clients, engine and time may do; the shadow checks what is promised."""
+
+    reached: ClassVar[Counter[str]] = Counter()
+    sessions = Bundle("sessions")
+
+    @initialize()
+    def begin(self) -> None:
+        limits = SessionLimits(max_queued_turns=2)
+        self.world = World(max_turn_len=MAX_LEN, limits=limits)
+        self.shadows: dict[str, Shadow] = {}
+        self.num_turns = 0
+        self.restarted = False
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        if not self.world.engine.is_up:
+            self.world.engine.come_up()
+        self.world.engine.run()
+        self.read_all()
+        for shadow in self.shadows.values():
+            assert shadow.ended == set(shadow.order), "an accepted turn never ended"
+            if not shadow.is_over:
+                self.world.manager.close(OWNER, shadow.name)
+        self.world.engine.run()
+        self.read_all()
+        assert not self.world.engine.slots, "the engine still holds a session"
+        stats = self.world.manager.stats()
+        assert (stats.sessions, stats.live_turns, stats.queued_turns) == (0, 0, 0)
+        self.world.finish()
+
+    # -- what clients do
+
+    @rule(target=sessions, ttl_s=st.sampled_from([50.0, 500.0]))
+    def open(self, ttl_s: float) -> object:
+        if sum(not shadow.is_over for shadow in self.shadows.values()) >= 3:
+            return multiple()
+        name = self.world.open(ttl_s=ttl_s)
+        self.shadows[name] = Shadow(name, self.world.manager.journal(OWNER, name))
+        return name
+
+    @rule(
+        name=sessions,
+        kind=st.sampled_from(["chat", "chat", "tokens", "long"]),
+        max_tokens=st.sampled_from([0, 1, 3, 5, 9, 9, 60]),
+        stop=st.sampled_from([(), (), ("ab",), ("ca", "bcd"), ("zz",)]),
+        queue=st.booleans(),
+        ignore_eos=st.booleans(),
+    )
+    def submit(
+        self,
+        name: str,
+        kind: str,
+        max_tokens: int,
+        stop: tuple[str, ...],
+        queue: bool,
+        ignore_eos: bool,
+    ) -> None:
+        self.num_turns += 1
+        turn_id = f"t{self.num_turns}"
+        content: str | tuple[int, ...] = f"say {self.num_turns} <|im_end|>"
+        if kind == "tokens":
+            content = letters(self.world.text, "abcd")[: 1 + self.num_turns % 4]
+        if kind == "long":
+            content = letters(self.world.text, "a") * 100
+        request = turn(
+            turn_id, content, max_tokens=max_tokens, stop=stop, queue=queue, ignore_eos=ignore_eos
+        )
+        self._submit(name, request)
+
+    @rule(name=sessions)
+    def generate_only(self, name: str) -> None:
+        """Ask for the answer to messages that were only read so far."""
+        self.num_turns += 1
+        self._submit(name, turn(f"t{self.num_turns}", ChatInput(())))
+
+    @rule(name=sessions, data=st.data(), other_body=st.booleans())
+    def submit_again(self, name: str, data: st.DataObject, other_body: bool) -> None:
+        shadow = self.shadows[name]
+        recent = shadow.order[-8:]
+        if not recent or shadow.is_over:
+            return
+        turn_id = data.draw(st.sampled_from(recent))
+        request = shadow.requests[turn_id]
+        if other_body:
+            request = TurnRequest(turn_id, ChatInput((Message("user", "no"),)), request.sampling)
+        before = shadow.journal.last_seq
+        try:
+            view = self.world.submit(name, request)
+        except TurnConflict:
+            assert other_body
+            self.reached["conflict"] += 1
+        else:
+            assert not other_body
+            assert view.turn_id == turn_id
+            self.reached["duplicate id"] += 1
+        assert shadow.journal.last_seq == before
+
+    @rule(name=sessions, keep=st.booleans(), which=st.sampled_from(["live", "last", "none"]))
+    def cancel(self, name: str, keep: bool, which: str) -> None:
+        shadow = self.shadows[name]
+        waiting = [each for each in shadow.order if each not in shadow.ended]
+        turn_id = None if which == "none" or not waiting else waiting[0 if which == "live" else -1]
+        try:
+            view = self.world.manager.cancel(OWNER, name, turn_id, keep_partial=keep)
+        except (TurnNotActive, SessionNotFound, TurnNotFound):
+            return
+        if view.status == "cancelled":
+            self.reached["cancel of a waiting turn"] += 1
+        elif not self.world.engine.is_busy:
+            self.reached["cancel lost the race"] += 1
+
+    @rule(name=sessions, chance=st.integers(0, 3))
+    def close(self, name: str, chance: int) -> None:
+        if chance:
+            return
+        try:
+            running = self.world.manager.get(OWNER, name).running_turn
+            self.world.manager.close(OWNER, name)
+        except SessionNotFound:
+            assert self.shadows[name].is_over or self.shadows[name].journal.is_closed
+            return
+        self.reached["close while running"] += running is not None
+
+    # -- what the engine and time do
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.world.engine.step()
+
+    @rule(limit=st.sampled_from([1, 2, 5, None]))
+    def deliver(self, limit: int | None) -> None:
+        self.world.engine.deliver(limit)
+
+    @rule()
+    def rest(self) -> None:
+        if self.world.engine.is_up:
+            self.world.engine.run()
+
+    @rule(chance=st.integers(0, 4))
+    def die(self, chance: int) -> None:
+        if chance == 0 and self.world.engine.is_up:
+            self.world.engine.die()
+            self.restarted = True
+
+    @rule()
+    def come_up(self) -> None:
+        if not self.world.engine.is_up:
+            self.world.engine.come_up()
+
+    @rule()
+    def fault(self) -> None:
+        for session_id, slot in self.world.engine.slots.items():
+            if slot.turn is not None and slot.turn.num_outputs > 1:
+                self.world.engine.fail(session_id, "numerical_error")
+                return
+
+    @rule()
+    def cool(self) -> None:
+        for session_id, slot in self.world.engine.slots.items():
+            if slot.turn is None and slot.kv_len:
+                self.world.engine.cool(session_id)
+                self.reached["cooled"] += 1
+
+    @rule(seconds=st.sampled_from([1.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.now_s += seconds
+        self.world.manager.tick()
+
+    # -- what is promised
+
+    @invariant()
+    def histories_are_what_clients_were_told(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.read_all()
+        for shadow in self.shadows.values():
+            if not shadow.is_over:
+                assert self.world.history(shadow.name) == tuple(shadow.tokens)
+
+    def read_all(self) -> None:
+        for shadow in self.shadows.values():
+            for found in shadow.journal.read(shadow.seq):
+                assert found.seq == shadow.seq + 1, "a gap in the journal"
+                assert not shadow.is_over, "an entry after the last"
+                shadow.seq = found.seq
+                self._read(shadow, found.entry)
+
+    def _read(self, shadow: Shadow, entry: object) -> None:
+        match entry:
+            case TurnCreated(turn_id=turn_id, position=position):
+                assert turn_id not in shadow.order, "a turn created twice"
+                shadow.order.append(turn_id)
+                self.reached["waited"] += position > 0
+            case TurnDelta(turn_id=turn_id, text=text, token_ids=token_ids):
+                assert turn_id in shadow.order
+                assert turn_id not in shadow.ended, "a delta after the end"
+                shadow.texts[turn_id] = shadow.texts.get(turn_id, "") + text
+                shadow.outputs.setdefault(turn_id, []).extend(token_ids)
+            case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
+                assert entry.turn_id in shadow.order, "an end without a beginning"
+                assert entry.turn_id not in shadow.ended, "a turn ended twice"
+                shadow.ended.add(entry.turn_id)
+                self._read_end(shadow, entry)
+            case SessionClosed(reason=reason):
+                shadow.is_over = True
+                assert shadow.ended == set(shadow.order)
+                self.reached[reason] += 1
+            case _:
+                pass
+
+    def _read_end(
+        self, shadow: Shadow, end: TurnCompleted | TurnCancelled | TurnFailedEntry
+    ) -> None:
+        request = shadow.requests[end.turn_id]
+        kept = isinstance(end, TurnCompleted) or (
+            isinstance(end, TurnCancelled) and end.kept_partial
+        )
+        self._count(request, end)
+        outcome = end.outcome
+        if not kept:
+            assert (outcome.text, outcome.token_ids) == ("", ())
+            assert outcome.usage.output_tokens == 0
+            return
+        self._append(shadow, request, outcome)
+        assert outcome.text == shadow.texts.get(end.turn_id, ""), "deltas are not the answer"
+        assert list(outcome.token_ids) == shadow.outputs.get(end.turn_id, [])
+
+    def _append(self, shadow: Shadow, request: TurnRequest, outcome: Outcome) -> None:
+        """Do to the shadow what a kept turn does, and ask the model whether it was asked so."""
+        context = self._context(shadow, request)
+        assert outcome.usage.input_tokens == len(context)
+        assert outcome.usage.cached_tokens <= len(context) - 1
+        assert outcome.usage.output_tokens == len(outcome.token_ids)
+        for token in outcome.token_ids:
+            assert token == self.world.next_token(context), "the engine saw another context"
+            context.append(token)
+        is_open = isinstance(request.input, ChatInput) and request.sampling.max_tokens == 0
+        if is_open:
+            shadow.open_from = len(context)
+            self.reached["no generation"] += 1
+        elif shadow.open_from is not None:
+            shadow.open_from = None
+            self.reached["generation after none"] += 1
+        shadow.tokens = context
+        assert len(context) <= MAX_LEN
+
+    def _context(self, shadow: Shadow, request: TurnRequest) -> list[int]:
+        """ChatML by hand."""
+        context = list(shadow.tokens)
+        text = self.world.text
+        if isinstance(request.input, TokenInput):
+            return context + list(request.input.token_ids)
+        assert isinstance(request.input, ChatInput)
+        control = self.world.control
+        if context and shadow.open_from is None:
+            im_end, other_end = control("<|im_end|>")[0], control("<|endoftext|>")[0]
+            if context[-1] == other_end:
+                context.pop()
+            context += control("\n") if context[-1] == im_end else control("<|im_end|>\n")
+        for message in request.input.messages:
+            context += control(f"<|im_start|>{message.role}\n")
+            context += text.tokenizer.encode_content(message.content)
+            context += control("<|im_end|>\n")
+        if request.sampling.max_tokens > 0:
+            context += control("<|im_start|>assistant\n")
+        return context
+
+    def _submit(self, name: str, request: TurnRequest) -> None:
+        shadow = self.shadows[name]
+        before = (shadow.journal.last_seq, shadow.is_over)
+        try:
+            self.world.submit(name, request)
+        except (ContextTooLong, EngineUnavailable, InvalidRequest, SessionBusy) as error:
+            assert (shadow.journal.last_seq, shadow.is_over) == before, "a refusal left a trace"
+            self.reached["too long"] += isinstance(error, ContextTooLong)
+            self.reached["busy"] += isinstance(error, SessionBusy)
+        except (SessionClosing, SessionNotFound):
+            assert shadow.journal.is_closed or not shadow.is_over
+        else:
+            shadow.requests[request.turn_id] = request
+
+    def _count(
+        self, request: TurnRequest, end: TurnCompleted | TurnCancelled | TurnFailedEntry
+    ) -> None:
+        reached = self.reached
+        match end:
+            case TurnCompleted(reason=reason, matched=matched):
+                reached["completed"] += 1
+                reached["length"] += reason == "length"
+                reached["stop token"] += isinstance(matched, int)
+                reached["turn after a restart"] += self.restarted
+                if isinstance(matched, str):
+                    reached["stop string"] += 1
+                    held = self._engine_tokens(end.outcome)
+                    reached["stop string found late"] += held
+            case TurnCancelled(kept_partial=True, outcome=outcome):
+                reached["cancel keeps output"] += bool(outcome.token_ids)
+                reached["cancel keeps input alone"] += not outcome.token_ids
+            case TurnCancelled(outcome=outcome):
+                reached["cancel rolls back"] += outcome.usage.input_tokens > 0
+            case TurnFailedEntry(code=code):
+                names = {
+                    "engine_restarting": "engine died under a turn",
+                    "numerical_error": "numerical error",
+                    "context_too_long": "too long after waiting",
+                }
+                reached[names.get(code, code)] += 1
+
+    def _engine_tokens(self, outcome: Outcome) -> bool:
+        """Whether the engine went further than the stop string before it heard of it."""
+        return any(
+            each.num_outputs < produced
+            for each, produced in self.world.engine.cuts
+            if each.num_outputs == len(outcome.token_ids)
+        )
+
+
+def test_sessions_keep_their_promises() -> None:
+    SessionMachine.reached.clear()
+    run_state_machine_as_test(
+        SessionMachine,
+        settings=settings(
+            max_examples=120,
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=True,
+            database=None,
+        ),
+    )
+    missing = [name for name in WANTED if not SessionMachine.reached[name]]
+    assert not missing, f"never happened: {missing}; reached {dict(SessionMachine.reached)}"
