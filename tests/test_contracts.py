@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def trees() -> Iterator[tuple[Path, ast.Module]]:
 
 def test_the_import_law_holds() -> None:
     assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+def test_every_part_of_the_server_has_its_layer() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]
+    placed = " ".join(contracts["contracts"][0]["layers"])
+    parts = {path.stem for path in (ROOT / "session_server").iterdir() if path.suffix == ".py"}
+    parts |= {path.parent.name for path in (ROOT / "session_server").glob("*/__init__.py")}
+    missing = {part for part in parts - {"__init__"} if f"session_server.{part}" not in placed}
+    assert not missing
 
 
 @pytest.mark.parametrize(
