@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -106,7 +106,7 @@ def choose_dtype(name: DTypeName | Literal["auto"], device: torch.device) -> DTy
     return "float32" if device.type == "cpu" else "bfloat16"
 
 
-_TORCH_DTYPES: dict[DTypeName, torch.dtype] = {
+_TORCH_DTYPES: Final[dict[DTypeName, torch.dtype]] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,

@@ -50,6 +50,7 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.readers = Readers(services.sessions, services.metrics)
     app.state.requests = RunningRequests()
     app.state.sockets = Sockets(services.settings.max_connections)
+    app.state.documents = {}
     services.metrics.watch_sessions(lambda: services.sessions.stats().sessions)
     for module in (rest, admin, sglang):
         app.include_router(module.router)
@@ -73,12 +74,11 @@ async def _asyncapi(request: Request) -> Response:
 
 
 def _document(request: Request, kind: str) -> dict[str, Any]:
-    state = request.app.state
-    if not hasattr(state, kind):
+    documents: dict[str, dict[str, Any]] = request.app.state.documents
+    if kind not in documents:
         make = openapi_of if kind == "openapi" else asyncapi_of
-        setattr(state, kind, make(request.app))
-    document: dict[str, Any] = getattr(state, kind)
-    return document
+        documents[kind] = make(request.app)
+    return documents[kind]
 
 
 async def _answer_refusal(request: Request, error: Exception) -> Response:
