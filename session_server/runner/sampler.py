@@ -65,34 +65,9 @@ class Sampler:
         """What the row's turn asked for; it must have been started."""
         return self._rows[row].params
 
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Choose the next token of every row, and remember it.
-
-        Args:
-            logits: float32 [n, vocab], raw; not changed.
-            rows: the n rows, all started.
-            positions: of the tokens to be chosen.
-
-        Returns:
-            int64 [n] on the device. Greedy rows take the lowest id among equals.
-        """
+    def adjusted(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Raw logits [n, vocab] with bias, held-back tokens and penalties; not a copy without."""
         states = [self._rows[row] for row in rows]
-        adjusted = self._adjust(logits, states)
-        drawn = [i for i, state in enumerate(states) if not state.params.is_greedy]
-        if len(drawn) < len(states):
-            tokens = adjusted.argmax(dim=-1)
-            if drawn:
-                tokens[drawn] = self._draw(adjusted[drawn], states, positions, drawn)
-        else:
-            tokens = self._draw(adjusted, states, positions, drawn)
-        for i, state in enumerate(states):
-            state.num_outputs += 1
-            if state.penalty is not None:
-                state.penalty.add_(tokens[i : i + 1])
-        return tokens
-
-    def _adjust(self, logits: Tensor, states: list[_RowState]) -> Tensor:
-        """Bias, held-back tokens and penalties; the same tensor when there are none."""
         if not any(state.is_adjusting for state in states):
             return logits
         adjusted = logits.clone()
@@ -105,6 +80,32 @@ class Sampler:
         if penalised:
             adjusted[penalised] = _penalise(adjusted[penalised], [states[i] for i in penalised])
         return adjusted
+
+    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Choose the next token of every row, and remember it.
+
+        Args:
+            logits: float32 [n, vocab], raw; not changed.
+            rows: the n rows, all started.
+            positions: of the tokens to be chosen.
+
+        Returns:
+            int64 [n] on the device. Greedy rows take the lowest id among equals.
+        """
+        states = [self._rows[row] for row in rows]
+        adjusted = self.adjusted(logits, rows)
+        drawn = [i for i, state in enumerate(states) if not state.params.is_greedy]
+        if len(drawn) < len(states):
+            tokens = adjusted.argmax(dim=-1)
+            if drawn:
+                tokens[drawn] = self._draw(adjusted[drawn], states, positions, drawn)
+        else:
+            tokens = self._draw(adjusted, states, positions, drawn)
+        for i, state in enumerate(states):
+            state.num_outputs += 1
+            if state.penalty is not None:
+                state.penalty.add_(tokens[i : i + 1])
+        return tokens
 
     def _draw(
         self,

@@ -63,7 +63,7 @@ def threshold(scaled: Tensor, rules: Truncation) -> Tensor:
         return torch.maximum(lowest, edge)
     # The mass is that of the whole vocabulary, sorted or not.
     mass = rules.top_p * scaled.exp().sum()
-    if scaled.device.type == "cpu" and NUM_CANDIDATES < scaled.shape[0]:
+    if scaled.device.type == "cpu" and scaled.shape[0] > NUM_CANDIDATES:
         edge, is_inside = _nucleus_edge(scaled.topk(NUM_CANDIDATES).values, mass)
         if bool(is_inside):
             return torch.maximum(lowest, edge)
