@@ -12,7 +12,7 @@ a turn is the caller's decision: see `headroom` and `idle_sessions`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache.components import components_of
@@ -390,6 +390,14 @@ class SessionAwareCache:
             free_rows=self.stores.rows.num_free,
         )
 
+    def capacity_len(self, turn_id: TurnId) -> int:
+        """Tokens that the pages of a running turn have room for. O(1)."""
+        return self._turn(turn_id).lease.capacity_len
+
+    def retractable_pages(self, turn_id: TurnId) -> Mapping[PoolName, int]:
+        """What `retract` would make free or evictable, per pool, now."""
+        return self._freed_pages(self._turn(turn_id).lease)
+
     def accounts(self) -> dict[PoolName, Accounts]:
         """The ledger of every pool, for reports."""
         return {pool: ledger.snapshot() for pool, ledger in self.stores.ledgers.items()}
@@ -498,9 +506,12 @@ class SessionAwareCache:
 
     def _idle_session(self, slot: SessionSlot) -> IdleSession:
         assert slot.lease is not None, "idle slots hold a lease"
-        published = self.stores.tree.sole_pages(slot.lease.receipt)
-        freed = {pool: published + slot.lease.num_private(pool) for pool in self.stores.ledgers}
-        return IdleSession(slot.session_id, freed)
+        return IdleSession(slot.session_id, self._freed_pages(slot.lease))
+
+    def _freed_pages(self, lease: KVLease) -> Mapping[PoolName, int]:
+        """Pages that only this lease keeps from being free or evictable."""
+        published = self.stores.tree.sole_pages(lease.receipt)
+        return {pool: published + lease.num_private(pool) for pool in self.stores.ledgers}
 
     def _refuse_over_quota(self, slot: SessionSlot, num_tokens: int) -> None:
         if slot.retention is not Retention.PINNED:

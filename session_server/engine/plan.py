@@ -345,6 +345,8 @@ class _Planner:
         )
 
     def _reclaim_for_running(self, num_pages: int, index: int) -> bool:
+        if self._pages >= num_pages:
+            return True
         pages, cooled, kept = self._pages, list[IdleSession](), list(self._running)
         retracted: list[RunningTurn] = []
         while pages < num_pages:

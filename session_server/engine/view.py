@@ -26,7 +26,15 @@ class LiveView:
     @property
     def running(self) -> Sequence[LiveRunning]:
         """See `SchedulerView`."""
-        return [LiveRunning(self.cache, turn) for turn in self.running_turns]
+        return [
+            LiveRunning(
+                turn_id=turn.turn_id,
+                num_uncomputed=turn.num_uncomputed,
+                num_spare=self.cache.capacity_len(turn.turn_id) - turn.borrowed.launched_len,
+                cache=self.cache,
+            )
+            for turn in self.running_turns
+        ]
 
     @property
     def waiting(self) -> Iterable[LiveWaiting]:
@@ -63,31 +71,17 @@ class LiveIdle:
 
 @dataclass(frozen=True, slots=True)
 class LiveRunning:
-    """A `RunningTurn`."""
+    """A `RunningTurn`. Its numbers are taken once, since a plan asks for them several times."""
 
+    turn_id: TurnId
+    num_uncomputed: int
+    num_spare: int
     cache: SessionAwareCache
-    turn: Turn
-
-    @property
-    def turn_id(self) -> TurnId:
-        """See `RunningTurn`."""
-        return self.turn.turn_id
-
-    @property
-    def num_uncomputed(self) -> int:
-        """See `RunningTurn`."""
-        return self.turn.num_uncomputed
-
-    @property
-    def num_spare(self) -> int:
-        """See `RunningTurn`."""
-        slot = self.cache.slot(self.turn.request.session_id)
-        return slot.allocated_len - self.turn.borrowed.launched_len
 
     @property
     def num_held_pages(self) -> int:
         """See `RunningTurn`."""
-        return min(self.cache.slot(self.turn.request.session_id).private_pages.values())
+        return min(self.cache.retractable_pages(self.turn_id).values())
 
 
 @dataclass(frozen=True, slots=True)
