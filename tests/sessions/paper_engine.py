@@ -98,6 +98,7 @@ class PaperEngine:
     cuts: list[tuple[StopTurn, int]] = field(default_factory=list)
     epoch: int = 0
     is_up: bool = False
+    is_alive: bool = False
     refuse_open: str | None = None
     _listener: EventListener | None = None
 
@@ -108,6 +109,7 @@ class PaperEngine:
         self.come_up()
         ready = self.events.pop()
         assert isinstance(ready, EngineReady)
+        self.is_up = True
         return ready
 
     def send(self, command: EngineCommand) -> None:
@@ -117,7 +119,7 @@ class PaperEngine:
         self.seen.append(command)
 
     async def stop(self) -> None:
-        self.is_up = False
+        self.is_up = self.is_alive = False
 
     # -- the test's levers
 
@@ -126,7 +128,11 @@ class PaperEngine:
         assert self._listener is not None
         count = 0
         while self.events and (limit is None or count < limit):
-            self._listener(self.events.popleft())
+            event = self.events.popleft()
+            if isinstance(event, EngineReady):
+                # A client takes commands for an engine once it has said that the engine is ready.
+                self.is_up = event.epoch == self.epoch and self.is_alive
+            self._listener(event)
             count += 1
         return count
 
@@ -153,13 +159,15 @@ class PaperEngine:
 
     def die(self, *, will_restart: bool = True) -> None:
         """Lose everything but the events already on their way."""
-        self.is_up = False
+        assert self.is_alive
+        self.is_up = self.is_alive = False
         self.commands.clear()
         self.slots.clear()
         self.events.append(EngineDied(message="killed", will_restart=will_restart))
 
     def come_up(self) -> None:
-        self.is_up = True
+        assert not self.is_alive
+        self.is_alive = True
         self.epoch += 1
         self.events.append(
             EngineReady(

@@ -46,7 +46,7 @@ from session_server.sessions.journal import Journal
 from session_server.sessions.quotas import SessionLimits
 from tests.sessions.world import OWNER, World, letters, turn
 
-MAX_LEN = 160
+MAX_LEN = 220
 WANTED = (
     "completed",
     "stop string",
@@ -108,9 +108,13 @@ class SessionMachine(RuleBasedStateMachine):
         self.restarted = False
 
     def teardown(self) -> None:
-        if not hasattr(self, "world"):
-            return
-        if not self.world.engine.is_up:
+        if hasattr(self, "world"):
+            with self.world:
+                self._end()
+
+    def _end(self) -> None:
+        """Let everything end, then look for what was left."""
+        if not self.world.engine.is_alive:
             self.world.engine.come_up()
         self.world.engine.run()
         self.read_all()
@@ -123,11 +127,10 @@ class SessionMachine(RuleBasedStateMachine):
         assert not self.world.engine.slots, "the engine still holds a session"
         stats = self.world.manager.stats()
         assert (stats.sessions, stats.live_turns, stats.queued_turns) == (0, 0, 0)
-        self.world.finish()
 
     # -- what clients do
 
-    @rule(target=sessions, ttl_s=st.sampled_from([50.0, 500.0]))
+    @rule(target=sessions, ttl_s=st.sampled_from([20.0, 1000.0]))
     def open(self, ttl_s: float) -> object:
         if sum(not shadow.is_over for shadow in self.shadows.values()) >= 3:
             return multiple()
@@ -137,13 +140,13 @@ class SessionMachine(RuleBasedStateMachine):
 
     @rule(
         name=sessions,
-        kind=st.sampled_from(["chat", "chat", "tokens", "long"]),
-        max_tokens=st.sampled_from([0, 1, 3, 5, 9, 9, 60]),
-        stop=st.sampled_from([(), (), ("ab",), ("ca", "bcd"), ("zz",)]),
-        queue=st.booleans(),
+        kind=st.sampled_from(["chat", "chat", "tokens", "long", "huge"]),
+        max_tokens=st.sampled_from([40, 40, 40, 9, 9, 200, 3, 0]),
+        stop=st.sampled_from([(), ("ab",), ("ca", "bcd"), ("da",), ("zz",)]),
+        queue=st.sampled_from([True, True, True, False]),
         ignore_eos=st.booleans(),
     )
-    def submit(
+    def submit(  # noqa: PLR0917 - Hypothesis passes by name
         self,
         name: str,
         kind: str,
@@ -157,8 +160,8 @@ class SessionMachine(RuleBasedStateMachine):
         content: str | tuple[int, ...] = f"say {self.num_turns} <|im_end|>"
         if kind == "tokens":
             content = letters(self.world.text, "abcd")[: 1 + self.num_turns % 4]
-        if kind == "long":
-            content = letters(self.world.text, "a") * 100
+        if kind in {"long", "huge"}:
+            content = letters(self.world.text, "a") * (120 if kind == "long" else MAX_LEN)
         request = turn(
             turn_id, content, max_tokens=max_tokens, stop=stop, queue=queue, ignore_eos=ignore_eos
         )
@@ -220,35 +223,47 @@ class SessionMachine(RuleBasedStateMachine):
 
     # -- what the engine and time do
 
-    @rule(times=st.integers(1, 4))
+    @rule(times=st.integers(1, 12))
     def step(self, times: int) -> None:
         for _ in range(times):
             self.world.engine.step()
+
+    @rule(times=st.integers(6, 30))
+    def rush(self, times: int) -> None:
+        """The engine runs ahead of what the server has heard."""
+        self.step(times)
+        self.world.engine.deliver()
+
+    @rule(times=st.integers(1, 12))
+    def play(self, times: int) -> None:
+        for _ in range(times):
+            self.world.engine.step()
+            self.world.engine.deliver()
 
     @rule(limit=st.sampled_from([1, 2, 5, None]))
     def deliver(self, limit: int | None) -> None:
         self.world.engine.deliver(limit)
 
-    @rule()
-    def rest(self) -> None:
-        if self.world.engine.is_up:
+    @rule(chance=st.integers(0, 2))
+    def rest(self, chance: int) -> None:
+        if chance == 0 and self.world.engine.is_alive:
             self.world.engine.run()
 
     @rule(chance=st.integers(0, 4))
     def die(self, chance: int) -> None:
-        if chance == 0 and self.world.engine.is_up:
+        if chance == 0 and self.world.engine.is_alive:
             self.world.engine.die()
             self.restarted = True
 
     @rule()
     def come_up(self) -> None:
-        if not self.world.engine.is_up:
+        if not self.world.engine.is_alive:
             self.world.engine.come_up()
 
     @rule()
     def fault(self) -> None:
         for session_id, slot in self.world.engine.slots.items():
-            if slot.turn is not None and slot.turn.num_outputs > 1:
+            if slot.turn is not None and slot.turn.num_outputs:
                 self.world.engine.fail(session_id, "numerical_error")
                 return
 
@@ -259,7 +274,7 @@ class SessionMachine(RuleBasedStateMachine):
                 self.world.engine.cool(session_id)
                 self.reached["cooled"] += 1
 
-    @rule(seconds=st.sampled_from([1.0, 60.0]))
+    @rule(seconds=st.sampled_from([1.0, 15.0]))
     def wait(self, seconds: float) -> None:
         self.world.now_s += seconds
         self.world.manager.tick()
@@ -418,8 +433,8 @@ def test_sessions_keep_their_promises() -> None:
     run_state_machine_as_test(
         SessionMachine,
         settings=settings(
-            max_examples=120,
-            stateful_step_count=60,
+            max_examples=300,
+            stateful_step_count=80,
             deadline=None,
             derandomize=True,
             database=None,
