@@ -9,6 +9,7 @@ from pathlib import Path
 from session_server.config import Settings
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
+from session_server.metrics.prometheus import ServerMetrics
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -51,9 +52,23 @@ def flag_table() -> str:
     return "\n".join(rows())
 
 
+def metric_table() -> str:
+    """Every metric of a server, as it is scraped."""
+
+    def rows() -> Iterator[str]:
+        yield "| metric | kind | meaning |"
+        yield "|---|---|---|"
+        for metric in ServerMetrics(now_s=lambda: 0.0).registry.collect():
+            name = metric.name + ("_total" if metric.type == "counter" else "")
+            yield f"| `{name}` | {metric.type} | {metric.documentation} |"
+
+    return "\n".join(rows())
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("protocol.md", "errors"): error_table,
     ("runbook.md", "flags"): flag_table,
+    ("runbook.md", "metrics"): metric_table,
 }
 
 

@@ -6,15 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
+from fastapi.routing import APIRoute
 
 from session_server.cli import COMMANDS
 from session_server.client.session import RETRYABLE_CLOSE_CODES
-from tests.docs.tables import DOCS, TABLES, with_table
+from session_server.web import admin, rest, sglang
+from tests.docs.tables import DOCS, TABLES, metric_table, with_table
 
 ROOT = DOCS.parent
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH_IN_CODE = re.compile(r"`((?:cache|session_server|tests|examples|docs)/[\w./-]+)`")
+# SGLang has two names for each of these; the page gives one.
+SYNONYMS = {"/model_info", "/get_server_info"}
 COMMAND = re.compile(r"session-server ([a-z]+)")
 
 
@@ -45,3 +49,22 @@ def test_the_close_codes_that_invite_back_are_those_the_client_retries() -> None
     table = text[text.index("### Close codes") : text.index("### Credentials")]
     invited = {int(code) for code in re.findall(r"^\| (\d{4}) \|.*\| yes", table, re.MULTILINE)}
     assert invited <= RETRYABLE_CLOSE_CODES
+
+
+def test_every_metric_named_is_scraped() -> None:
+    text = (DOCS / "runbook.md").read_text("utf-8")
+    named = set(re.findall(r"`(session_server_\w+)", text))
+    assert named <= set(re.findall(r"`(session_server_\w+)", metric_table()))
+
+
+def test_every_route_is_in_the_protocol_page() -> None:
+    text = (DOCS / "protocol.md").read_text("utf-8")
+    routes = {
+        re.sub(r"\{\w+\}", "{}", route.path)
+        for module in (admin, rest, sglang)
+        for route in module.router.routes
+        if isinstance(route, APIRoute)
+    }
+    documented = re.sub(r"\{\w+\}", "{}", text)
+    missing = {route for route in routes if route not in documented}
+    assert missing <= SYNONYMS
