@@ -27,6 +27,7 @@ from cache.types import (
     NULL_PAGE,
     NULL_ROW,
     Holder,
+    Pages,
     PoolName,
     RowId,
     SessionId,
@@ -102,12 +103,13 @@ def _slot(slot: SessionSlot, stores: KVStores) -> Iterator[str]:
     path = stores.tree.path(lease.receipt)
     yield from _content(slot, lease, path)
     for component in stores.components:
-        dead_pages = component.live_from(lease.computed_len) // stores.page_size
-        held = _path_pages(path, component.pool) + list(lease.private_pages(component.pool))
+        dead = np.full(component.live_from(lease.computed_len) // stores.page_size, NULL_PAGE)
+        private = np.array(lease.private_pages(component.pool), dtype=np.int32)
+        held = np.concatenate([dead, *_page_arrays(path, component.pool), private])
         row = stores.rows.entries(component.pool, lease.row)
-        entries = [int(page) for page in row[np.flatnonzero(row)]]
         # The pair check: what the lease says it holds is what attention will read.
-        if entries != held or row[: len(held)].tolist() != [NULL_PAGE] * dead_pages + held:
+        if not np.array_equal(row[: len(held)], held) or row[len(held) :].any():
+            entries = row[: np.flatnonzero(row)[-1] + 1] if row.any() else row[:0]
             yield f"{component.pool}: row {lease.row} is {entries}, the lease holds {held}"
         yield from _closed_form(slot, lease, component.pool, stores)
 
@@ -122,6 +124,8 @@ def _lengths(slot: SessionSlot, lease: KVLease, page_size: int) -> Iterator[str]
         yield f"protected, committed, allocated {lengths} are not whole pages of {page_size}"
     if slot.state is SlotState.PARKED and lengths[1] - lengths[0] >= page_size:
         yield f"a whole page was not published: {lengths}"
+    if slot.state is SlotState.PARKED and lengths[2] - lengths[1] >= page_size:
+        yield f"a whole page past the content was kept: {lengths}"
     if lease.num_pages * page_size != lengths[2]:
         yield f"allocated {lengths[2]} is not {lease.num_pages} pages"
 
@@ -200,39 +204,41 @@ def _pages(pool: PoolName, slots: Iterable[SessionSlot], stores: KVStores) -> It
     """Every page once, in the structure that the ledger says."""
     ledger = stores.ledgers[pool]
     nodes = [node for _, root in stores.tree.roots() for node in _below(root)]
-    private = {Holder.ACTIVE: list[int](), Holder.SESSION_HELD: list[int]()}
+    private: dict[bool, list[int]] = {True: [], False: []}
     for slot in slots:
         if slot.lease is not None:
-            account = Holder.ACTIVE if slot.is_active else Holder.SESSION_HELD
-            private[account] += slot.lease.private_pages(pool)
-    free = stores.allocators[pool].free_pages().tolist()
-    evictable = _path_pages([node for node in nodes if not node.lock_count], pool)
-    protected = _path_pages([node for node in nodes if node.lock_count], pool)
+            private[slot.is_active] += slot.lease.private_pages(pool)
+    free = stores.allocators[pool].free_pages()
+    evictable = _page_arrays([node for node in nodes if not node.lock_count], pool)
+    protected = _page_arrays([node for node in nodes if node.lock_count], pool)
     recount = Accounts(
         pool=pool,
         pages=ledger.num_pages,
         free=len(free),
         reserved=1,
-        tree_evictable=len(evictable),
-        tree_protected=len(protected),
-        active=len(private[Holder.ACTIVE]),
-        session_held=len(private[Holder.SESSION_HELD]),
+        tree_evictable=sum(map(len, evictable)),
+        tree_protected=sum(map(len, protected)),
+        active=len(private[True]),
+        session_held=len(private[False]),
         fenced=0,
         spill=0,
         quarantine=len(stores.quarantined[pool]),
     )
     if recount != ledger.snapshot():
         yield f"{pool}: recounted {recount}, the ledger says {ledger.snapshot()}"
-    held = [*evictable, *protected, *private[Holder.ACTIVE], *private[Holder.SESSION_HELD]]
-    everywhere = [NULL_PAGE, *free, *held, *stores.quarantined[pool]]
-    if sorted(everywhere) != list(range(ledger.num_pages)):
-        twice = sorted(page for page, count in Counter(everywhere).items() if count > 1)
-        lost = sorted(set(range(ledger.num_pages)) - set(everywhere))
+    listed = [NULL_PAGE, *private[True], *private[False], *stores.quarantined[pool]]
+    everywhere = np.concatenate([free, *evictable, *protected, np.array(listed, np.int32)])
+    if everywhere.min() < 0 or everywhere.max() >= ledger.num_pages:
+        yield f"{pool}: a page id lies outside the pool"
+        return
+    num_holders = np.bincount(everywhere, minlength=ledger.num_pages)
+    if (num_holders != 1).any():
+        twice, lost = np.flatnonzero(num_holders > 1), np.flatnonzero(num_holders == 0)
         yield f"{pool}: pages with two holders {twice}, with none {lost}"
 
 
-def _path_pages(nodes: Iterable[RadixNode], pool: PoolName) -> list[int]:
-    return [page for node in nodes for page in node.pages[pool].view().tolist()]
+def _page_arrays(nodes: Iterable[RadixNode], pool: PoolName) -> list[Pages]:
+    return [node.pages[pool].view() for node in nodes]
 
 
 def _below(root: RadixNode) -> Iterator[RadixNode]:

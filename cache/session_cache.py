@@ -20,7 +20,6 @@ from cache.errors import (
     HistoryMismatch,
     NamespaceMismatch,
     OutOfPages,
-    PinQuotaExceeded,
     SessionExists,
     SlotBusy,
     UnknownSession,
@@ -28,6 +27,7 @@ from cache.errors import (
 from cache.lease import KVLease, KVStores
 from cache.ledger import Accounts, Ledger
 from cache.pages import Allocation, PageAllocator
+from cache.pinned_quota import PinnedQuota
 from cache.radix import MatchResult, RadixCache
 from cache.req_to_token import ReqToTokenPool
 from cache.session_slot import SessionSlot
@@ -97,14 +97,12 @@ class SessionAwareCache:
         if not 0 <= pinned_quota_pages < min(ledger.num_pages for ledger in ledgers.values()) - 1:
             raise ValueError(f"a pinned quota of {pinned_quota_pages} pages leaves none to others")
         self.max_context_len = capacity.max_context_len
-        self.pinned_quota_pages = pinned_quota_pages
+        self._pinned = PinnedQuota(pinned_quota_pages, capacity.num_rows)
         self._slots: dict[SessionId, SessionSlot] = {}
         self._turns: dict[TurnId, _Turn] = {}
         self._idle: dict[Retention, OrderedDict[SessionId, SessionSlot]] = {
             retention: OrderedDict() for retention in Retention
         }
-        self._pinned_pages: dict[SessionId, int] = {}
-        self._num_pinned_pages = 0
 
     # Sessions
 
@@ -410,11 +408,11 @@ class SessionAwareCache:
         """
         for slot in self._idle[Retention.RECLAIMABLE].values():
             yield self._idle_session(slot)
-        excess = self._num_pinned_pages - self.pinned_quota_pages
+        excess = self._pinned.excess_pages
         for slot in self._idle[Retention.PINNED].values():
             if excess <= 0:
                 return
-            excess -= self._pinned_pages[slot.session_id]
+            excess -= self._pinned.pages_of(slot.session_id)
             yield self._idle_session(slot)
 
     def slot(self, session_id: SessionId) -> SlotView:
@@ -514,27 +512,13 @@ class SessionAwareCache:
         return {pool: published + lease.num_private(pool) for pool in self.stores.ledgers}
 
     def _refuse_over_quota(self, slot: SessionSlot, num_tokens: int) -> None:
-        if slot.retention is not Retention.PINNED:
-            return
-        wanted = pages_for(num_tokens, self.stores.page_size)
-        others = self._num_pinned_pages - self._pinned_pages.get(slot.session_id, 0)
-        if others + wanted > self.pinned_quota_pages:
-            raise PinQuotaExceeded(
-                f"{wanted} pages for a pinned session, {others} of {self.pinned_quota_pages} held"
-            )
-        num_holding = len(self._pinned_pages) - (slot.session_id in self._pinned_pages)
-        # Whatever the quota, one row stays for those that are not pinned.
-        if num_holding >= self.stores.rows.num_rows - 1:
-            raise PinQuotaExceeded("pinned sessions hold all rows but one")
+        if slot.retention is Retention.PINNED:
+            num_pages = pages_for(num_tokens, self.stores.page_size)
+            self._pinned.refuse_beyond(slot.session_id, num_pages)
 
     def _count_pinned(self, slot: SessionSlot) -> None:
-        """Keep the pages that pinned sessions hold, one by one and in sum. O(1)."""
-        if slot.retention is not Retention.PINNED:
-            return
-        self._num_pinned_pages -= self._pinned_pages.pop(slot.session_id, 0)
-        if slot.lease is not None:
-            self._pinned_pages[slot.session_id] = slot.lease.num_pages
-            self._num_pinned_pages += slot.lease.num_pages
+        if slot.retention is Retention.PINNED:
+            self._pinned.note(slot.session_id, slot.lease.num_pages if slot.lease else None)
 
 
 def _refuse_beyond(slot: SessionSlot, length: int) -> None:
