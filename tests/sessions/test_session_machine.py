@@ -9,11 +9,10 @@ from typing import ClassVar
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
     initialize,
     invariant,
-    multiple,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -47,6 +46,8 @@ from session_server.sessions.quotas import SessionLimits
 from tests.sessions.world import OWNER, World, letters, turn
 
 MAX_LEN = 220
+INDEX = st.integers(0, 2)
+KINDS = ["chat"] * 5 + ["tokens"] * 4 + ["long", "huge", "huge"]
 WANTED = (
     "completed",
     "stop string",
@@ -97,7 +98,6 @@ class SessionMachine(RuleBasedStateMachine):
     """Rules are what clients, engine and time may do; the shadow checks what is promised."""
 
     reached: ClassVar[Counter[str]] = Counter()
-    sessions = Bundle("sessions")
 
     @initialize()
     def begin(self) -> None:
@@ -128,27 +128,34 @@ class SessionMachine(RuleBasedStateMachine):
         stats = self.world.manager.stats()
         assert (stats.sessions, stats.live_turns, stats.queued_turns) == (0, 0, 0)
 
+    @property
+    def names(self) -> list[str]:
+        """Sessions whose end no client has read."""
+        return [shadow.name for shadow in self.shadows.values() if not shadow.is_over]
+
+    def name(self, index: int) -> str:
+        return self.names[index % len(self.names)]
+
     # -- what clients do
 
-    @rule(target=sessions, ttl_s=st.sampled_from([20.0, 1000.0]))
-    def open(self, ttl_s: float) -> object:
-        if sum(not shadow.is_over for shadow in self.shadows.values()) >= 3:
-            return multiple()
+    @precondition(lambda self: len(self.names) < 3)
+    @rule(ttl_s=st.sampled_from([20.0, 1000.0]))
+    def open(self, ttl_s: float) -> None:
         name = self.world.open(ttl_s=ttl_s)
         self.shadows[name] = Shadow(name, self.world.manager.journal(OWNER, name))
-        return name
 
+    @precondition(lambda self: self.names)
     @rule(
-        name=sessions,
-        kind=st.sampled_from(["chat", "chat", "tokens", "long", "huge"]),
+        index=INDEX,
+        kind=st.sampled_from(KINDS),
         max_tokens=st.sampled_from([40, 40, 40, 9, 9, 200, 3, 0]),
         stop=st.sampled_from([(), ("ab",), ("ca", "bcd"), ("da",), ("zz",)]),
         queue=st.sampled_from([True, True, True, False]),
         ignore_eos=st.booleans(),
     )
-    def submit(  # noqa: PLR0917 - Hypothesis passes by name
+    def submit(  # noqa: PLR0917 - five things a turn may ask for
         self,
-        name: str,
+        index: int,
         kind: str,
         max_tokens: int,
         stop: tuple[str, ...],
@@ -165,16 +172,41 @@ class SessionMachine(RuleBasedStateMachine):
         request = turn(
             turn_id, content, max_tokens=max_tokens, stop=stop, queue=queue, ignore_eos=ignore_eos
         )
-        self._submit(name, request)
+        self._submit(self.name(index), request)
 
-    @rule(name=sessions)
-    def generate_only(self, name: str) -> None:
-        """Ask for the answer to messages that were only read so far."""
+    @precondition(lambda self: self.names)
+    @rule(index=INDEX)
+    def answer_later(self, index: int) -> None:
+        """Messages are read first and answered later."""
         self.num_turns += 1
-        self._submit(name, turn(f"t{self.num_turns}", ChatInput(())))
+        self.submit(index, "chat", 0, (), True, ignore_eos=True)
+        self.play(3)
+        if not self.names:
+            return
+        self.num_turns += 1
+        self._submit(self.name(index), turn(f"t{self.num_turns}", ChatInput(())))
 
-    @rule(name=sessions, data=st.data(), other_body=st.booleans())
-    def submit_again(self, name: str, data: st.DataObject, other_body: bool) -> None:
+    @precondition(lambda self: self.names)
+    @rule(index=INDEX, times=st.integers(1, 9), keep=st.booleans())
+    def change_my_mind(self, index: int, times: int, keep: bool) -> None:
+        """A long answer, some of it read, and cancelled."""
+        self.submit(index, "chat", 100, (), True, ignore_eos=True)
+        self.play(times)
+        if self.names:
+            self.cancel(index, keep, "live")
+
+    @precondition(lambda self: self.names)
+    @rule(index=INDEX, times=st.integers(10, 30))
+    def outrun(self, index: int, times: int) -> None:
+        """A stop string is likely soon, and the engine is far ahead when it is found."""
+        self.submit(index, "chat", 100, ("ab", "bc", "ca", "dd"), True, ignore_eos=True)
+        self.step(times)
+        self.world.engine.deliver()
+
+    @precondition(lambda self: self.names)
+    @rule(index=INDEX, data=st.data(), other_body=st.booleans())
+    def submit_again(self, index: int, data: st.DataObject, other_body: bool) -> None:
+        name = self.name(index)
         shadow = self.shadows[name]
         recent = shadow.order[-8:]
         if not recent or shadow.is_over:
@@ -195,8 +227,10 @@ class SessionMachine(RuleBasedStateMachine):
             self.reached["duplicate id"] += 1
         assert shadow.journal.last_seq == before
 
-    @rule(name=sessions, keep=st.booleans(), which=st.sampled_from(["live", "last", "none"]))
-    def cancel(self, name: str, keep: bool, which: str) -> None:
+    @precondition(lambda self: self.names)
+    @rule(index=INDEX, keep=st.booleans(), which=st.sampled_from(["live", "last", "none"]))
+    def cancel(self, index: int, keep: bool, which: str) -> None:
+        name = self.name(index)
         shadow = self.shadows[name]
         waiting = [each for each in shadow.order if each not in shadow.ended]
         turn_id = None if which == "none" or not waiting else waiting[0 if which == "live" else -1]
@@ -209,10 +243,12 @@ class SessionMachine(RuleBasedStateMachine):
         elif not self.world.engine.is_busy:
             self.reached["cancel lost the race"] += 1
 
-    @rule(name=sessions, chance=st.integers(0, 3))
-    def close(self, name: str, chance: int) -> None:
+    @precondition(lambda self: self.names)
+    @rule(index=INDEX, chance=st.integers(0, 3))
+    def close(self, index: int, chance: int) -> None:
         if chance:
             return
+        name = self.name(index)
         try:
             running = self.world.manager.get(OWNER, name).running_turn
             self.world.manager.close(OWNER, name)
@@ -433,8 +469,8 @@ def test_sessions_keep_their_promises() -> None:
     run_state_machine_as_test(
         SessionMachine,
         settings=settings(
-            max_examples=300,
-            stateful_step_count=80,
+            max_examples=500,
+            stateful_step_count=50,
             deadline=None,
             derandomize=True,
             database=None,
