@@ -20,7 +20,7 @@ from session_server.core.errors import SessionServerError, wire_error
 from session_server.web import admin, rest, sglang
 from session_server.web.auth import authorize, services_of
 from session_server.web.guard import RequestGuard
-from session_server.web.openapi import asyncapi_of, openapi_of
+from session_server.web.openapi import answers, asyncapi_of, openapi_of
 from session_server.web.readers import Readers
 from session_server.web.refusals import HttpRefusal, JsonResponse, answer_error, error_response
 from session_server.web.running_requests import RunningRequests
@@ -54,8 +54,9 @@ def create_app(services: AppServices) -> FastAPI:
     services.metrics.watch_sessions(lambda: services.sessions.stats().sessions)
     for module in (rest, admin, sglang):
         app.include_router(module.router)
-    app.add_api_route("/openapi.json", _openapi, tags=["operations"], response_model=None)
-    app.add_api_route("/asyncapi.json", _asyncapi, tags=["operations"], response_model=None)
+    for path, endpoint in (("/openapi.json", _openapi), ("/asyncapi.json", _asyncapi)):
+        described = answers(None, "The published contract.")
+        app.add_api_route(path, endpoint, tags=["operations"], responses=described)
     app.router.routes.append(WebSocketRoute("/v1/sessions/{session_id}/ws", session_endpoint))
     app.add_exception_handler(SessionServerError, _answer_refusal)
     for kind in (HttpRefusal, HTTPException, RequestValidationError, Exception):

@@ -57,7 +57,7 @@ async def serve(app: FastAPI, services: AppServices, *, ready: TextIO = sys.stdo
         OSError: the address cannot be bound.
     """
     settings = services.settings
-    listener = _bind(settings.host, settings.port)
+    listener = bind(settings.host, settings.port)
     url = _url_of(listener)
 
     def say_ready() -> None:
@@ -115,6 +115,24 @@ async def drain_when(
         server.should_exit = True
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, not listening yet; port 0 takes a free one.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event, server: uvicorn.Server) -> Iterator[None]:
     loop = asyncio.get_running_loop()
@@ -131,19 +149,6 @@ def _signals(stop: asyncio.Event, server: uvicorn.Server) -> Iterator[None]:
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
 
 
 def _url_of(listener: socket.socket) -> str:

@@ -1,0 +1,234 @@
+"""The real application on a real port, over real sessions, with an engine on paper behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+from websockets.typing import Subprotocol
+
+from session_server.config import ModelSettings, model_directory
+from session_server.metrics.prometheus import ServerMetrics
+from session_server.sessions.journal import JournalLimits
+from session_server.sessions.manager import SessionManager
+from session_server.sessions.quotas import SessionLimits
+from session_server.text.model_text import ModelText, load_model_text
+from session_server.web.app import create_app
+from session_server.web.server import DrainingServer, bind, config_for
+from session_server.web.services import AppServices, ModelCard, WebSettings
+from session_server.web.sockets import Sockets
+from tests.sessions.paper_engine import PaperEngine
+
+WORD = 474
+"""A token id with a text of its own that ends nothing."""
+
+SUBPROTOCOL = Subprotocol("kvsession.v1")
+DEADLINE_S = 60.0
+
+
+@functools.cache
+def model_text() -> ModelText:
+    """The embedded model's tokenizer and template."""
+    return load_model_text(model_directory(ModelSettings()))
+
+
+@dataclass
+class Served:
+    """One running server and its levers. With `is_held` the engine takes no steps."""
+
+    url: str
+    engine: PaperEngine
+    sessions: SessionManager
+    services: AppServices
+    server: DrainingServer
+    app: FastAPI
+    http: httpx.AsyncClient
+    is_held: bool = False
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    @property
+    def sockets(self) -> Sockets:
+        sockets: Sockets = self.app.state.sockets
+        return sockets
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def pump(self) -> None:
+        """Let the engine run, a step per turn of the loop."""
+        while True:
+            if not self.is_held:
+                self.engine.step()
+            self.engine.deliver()
+            await asyncio.sleep(0)
+            if not self.engine.is_busy or self.is_held:
+                await asyncio.sleep(0.001)
+
+    async def raw(self, payload: bytes) -> bytes:
+        """What a connection answers to these bytes until it closes or falls silent."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        answer = b""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            writer.write(payload)
+            await writer.drain()
+            async with asyncio.timeout(1.0):
+                while chunk := await reader.read(65536):
+                    answer += chunk
+        writer.close()
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def socket(
+        self, session_id: str = "new", query: str = "", **options: Any
+    ) -> AsyncIterator[Wire]:
+        """A WebSocket that has heard the hello."""
+        async with self.bare_socket(session_id, query, **options) as wire:
+            wire.hello = await wire.receive()
+            yield wire
+
+    @contextlib.asynccontextmanager
+    async def bare_socket(
+        self, session_id: str = "new", query: str = "", **options: Any
+    ) -> AsyncIterator[Wire]:
+        """A WebSocket that has heard nothing."""
+        url = f"ws://127.0.0.1:{self.port}/v1/sessions/{session_id}/ws{query}"
+        # A client that has stopped reading does not see the answer to its close either.
+        defaults = {"compression": None, "proxy": None, "close_timeout": 0.2}
+        options = {"subprotocols": [SUBPROTOCOL]} | defaults | options
+        async with connect(url, **options) as socket:
+            yield Wire(socket)
+
+    async def open(self, **body: Any) -> str:
+        """A new session over REST."""
+        answer = await self.http.post("/v1/sessions", json=body)
+        assert answer.status_code == 201, answer.text
+        session_id: str = answer.json()["id"]
+        return session_id
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something the test made happen."""
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@dataclass
+class Wire:
+    """The client's end of a WebSocket, speaking JSON."""
+
+    socket: ClientConnection
+    hello: dict[str, Any] = field(default_factory=dict)
+    frames: list[dict[str, Any]] = field(default_factory=list)
+
+    async def send(self, kind: str, **fields: object) -> None:
+        """One frame."""
+        await self.socket.send(json.dumps({"type": kind, **fields}))
+
+    async def receive(self) -> dict[str, Any]:
+        """The next frame."""
+        payload = await self.socket.recv()
+        assert isinstance(payload, str), "frames are text"
+        frame: dict[str, Any] = json.loads(payload)
+        self.frames.append(frame)
+        return frame
+
+    async def until(self, *kinds: str) -> dict[str, Any]:
+        """The next frame of one of these types; what comes before it is kept in `frames`."""
+        while True:
+            frame = await self.receive()
+            if frame["type"] in kinds:
+                return frame
+
+    async def turn(self, turn_id: str, **fields: object) -> dict[str, Any]:
+        """Run a turn to its end."""
+        await self.send("turn.create", turn_id=turn_id, **turn(**fields))
+        return await self.until("turn.completed", "turn.cancelled", "turn.failed", "error")
+
+    async def close_code(self) -> int | None:
+        """Read to the end of the connection; its close code."""
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                await self.receive()
+        return self.socket.close_code
+
+
+def turn(text: str = "Hello", *, max_tokens: int = 4, **fields: object) -> dict[str, Any]:
+    """The fields of a small greedy turn."""
+    sampling = {"temperature": 0, "max_tokens": max_tokens}
+    content = {} if {"text", "input", "input_ids"} & set(fields) else {"text": text}
+    return {"sampling": sampling, **content, **fields}
+
+
+def served(
+    **settings: Any,
+) -> Callable[[Callable[[Served], Awaitable[None]]], Callable[[], None]]:
+    """Make a coroutine over a `Served` a test; `settings` are those of `WebSettings`."""
+
+    def decorate(test: Callable[[Served], Awaitable[None]]) -> Callable[[], None]:
+        def run() -> None:
+            asyncio.run(_run(test, settings))
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return decorate
+
+
+@contextlib.asynccontextmanager
+async def serving(*, limits: SessionLimits | None = None, **settings: Any) -> AsyncIterator[Served]:
+    """A server inside the block."""
+    engine = PaperEngine(vocab_size=1536, eos_ids=(4,), next_token=lambda context: WORD)
+    metrics = ServerMetrics(now_s=time.monotonic)
+    manager = SessionManager(engine, model_text(), secret=bytes(32), limits=limits)
+    ready = await manager.start()
+    services = AppServices(
+        sessions=manager,
+        metrics=metrics,
+        model=ModelCard(
+            name="paper",
+            path="paper",
+            vocab_size=ready.vocab_size,
+            max_context=ready.max_context_len,
+            created_s=1,
+            token_text=lambda token_id: model_text().tokenizer.decode([token_id]),
+        ),
+        settings=replace(WebSettings(port=0), **settings),
+    )
+    listener = bind("127.0.0.1", 0)
+    listening = asyncio.Event()
+    app = create_app(services)
+    server = DrainingServer(config_for(app, services), listening.set)
+    serve = asyncio.create_task(server.serve(sockets=[listener]))
+    await listening.wait()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=DEADLINE_S) as http:
+        this = Served(url, engine, manager, services, server, app, http)
+        pump = asyncio.create_task(this.pump())
+        try:
+            yield this
+        finally:
+            server.should_exit = True
+            pump.cancel()
+            await asyncio.gather(pump, return_exceptions=True)
+            await serve
+            await manager.stop()
+
+
+def small_journal(max_entries: int) -> SessionLimits:
+    """Limits under which a slow reader is soon overtaken."""
+    return SessionLimits(journal=JournalLimits(max_entries=max_entries))
+
+
+async def _run(test: Callable[[Served], Awaitable[None]], settings: dict[str, Any]) -> None:
+    async with asyncio.timeout(DEADLINE_S), serving(**settings) as this:
+        await test(this)

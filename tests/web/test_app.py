@@ -1,0 +1,217 @@
+"""Every route: closed by default, described in full, refusing in one shape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from websockets.exceptions import InvalidStatus
+
+from session_server.core.errors import WIRE_ERRORS, SessionServerError
+from session_server.web.auth import PUBLIC_ROUTES
+from session_server.web.refusals import error_response
+from session_server.web.services import digest_of
+from tests.web.serving import Served, served
+
+KEYS = (digest_of("secret"), digest_of("other"))
+
+
+@served(key_digests=KEYS)
+async def test_every_route_but_the_probes_wants_a_key(this: Served) -> None:
+    num_closed = 0
+    for method, path, name in http_routes(this):
+        answer = await this.http.request(method, path)
+        if name in PUBLIC_ROUTES:
+            assert answer.status_code == 200, path
+            continue
+        assert answer.status_code == 401, (method, path)
+        assert answer.json()["error"]["code"] == "unauthorized"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        num_closed += 1
+    assert num_closed >= 25
+    sockets = [r for r in all_routes(this.app.router) if isinstance(r, WebSocketRoute)]
+    assert [route.path for route in sockets] == ["/v1/sessions/{session_id}/ws"]
+    with pytest.raises(InvalidStatus) as refused:
+        async with this.socket(additional_headers={"authorization": "Bearer wrong"}):
+            pass
+    assert refused.value.response.status_code == 401
+
+
+@served(key_digests=KEYS)
+async def test_no_trick_of_the_header_opens_a_route(this: Served) -> None:
+    tricks = ["secret", "Basic secret", "Bearer", "Bearer secre", "Bearer secret x", ""]
+    for trick in tricks:
+        answer = await this.http.get("/v1/models", headers={"authorization": trick})
+        assert answer.status_code == 401, trick
+    for path in ("/v1/models?key=secret", "/health/../v1/models", "//v1/models", "/v1/models/"):
+        assert (await this.http.get(path)).status_code in (401, 404), path
+    good = await this.http.get("/v1/models", headers={"authorization": "bearer secret"})
+    assert good.status_code == 200
+
+
+@served(key_digests=KEYS)
+async def test_another_owners_session_does_not_exist(this: Served) -> None:
+    mine = {"authorization": "Bearer secret"}
+    theirs = {"authorization": "Bearer other"}
+    opened = await this.http.post("/v1/sessions", json={"id": "s"}, headers=mine)
+    assert opened.status_code == 201
+    for method, path, body in (
+        ("GET", "/v1/sessions/s", None),
+        ("PATCH", "/v1/sessions/s", {"ttl_s": 9}),
+        ("DELETE", "/v1/sessions/s", None),
+        ("GET", "/v1/sessions/s/items", None),
+        ("GET", "/v1/sessions/s/events", None),
+        ("POST", "/v1/sessions/s/turns", {"text": "a"}),
+        ("POST", "/v1/sessions/s/turns/t/cancel", {}),
+    ):
+        foreign = await this.http.request(method, path, json=body, headers=theirs)
+        elsewhere = path.replace("sessions/s", "sessions/unknown")
+        unknown = await this.http.request(method, elsewhere, json=body, headers=theirs)
+        assert foreign.status_code == unknown.status_code == 404, (method, path)
+        assert foreign.json() == unknown.json()
+    assert (await this.http.get("/v1/sessions", headers=theirs)).json()["data"] == []
+
+
+@served()
+async def test_what_is_not_there_is_refused_in_the_one_shape(this: Served) -> None:
+    for method, path, status, code in (
+        ("GET", "/nope", 404, "not_found"),
+        ("PUT", "/v1/sessions", 405, "method_not_allowed"),
+        ("TRACE", "/v1/sessions", 405, "method_not_allowed"),
+        ("GET", "/v1/sessions?limit=0", 400, "invalid_request"),
+        ("GET", "/v1/sessions?limit=1001", 400, "invalid_request"),
+        ("GET", "/v1/sessions?limit=x", 400, "invalid_request"),
+        ("GET", "/v1/admin/memory?full=2", 400, "invalid_request"),
+        ("GET", "/v1/sessions/%00", 404, "session_not_found"),
+        ("GET", "/v1/sessions/a%0Ab", 404, "session_not_found"),
+    ):
+        answer = await this.http.request(method, path)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (status, code), (method, path)
+        assert set(error) == {"type", "code", "message", "param"}
+
+
+def test_a_bug_of_ours_shows_no_detail_and_every_refusal_its_row() -> None:
+    bug = error_response(ValueError("the secret prompt"))
+    assert bug.status_code == 500
+    assert b"secret" not in bytes(bug.body)
+    for kind, row in WIRE_ERRORS.items():
+        refusal: SessionServerError = kind("no\nnews", param="p")
+        response = error_response(refusal)
+        error = json.loads(bytes(response.body))["error"]
+        assert (response.status_code, error["code"]) == (row.status, row.code)
+        assert "\n" not in error["message"]
+        assert ("retry-after" in response.headers) == (row.status in (429, 503))
+
+
+@served()
+async def test_the_openapi_document_names_every_route_body_and_answer(this: Served) -> None:
+    document = (await this.http.get("/openapi.json")).json()
+    described = {
+        (method.upper(), path) for path, item in document["paths"].items() for method in item
+    }
+    routes = {(method, path) for method, path, _ in http_routes(this, as_declared=True)}
+    assert described == routes
+    names = set(document["components"]["schemas"])
+    assert {"OpenBody", "TurnBody", "SessionBody", "TurnResult", "GenerateBody"} <= names
+    assert set(references(document)) <= names
+    for item in document["paths"].values():
+        for operation in item.values():
+            assert operation["responses"]["default"]
+    operations = [op["operationId"] for item in document["paths"].values() for op in item.values()]
+    assert len(operations) == len(set(operations))
+
+
+@served()
+async def test_the_asyncapi_document_describes_every_frame(this: Served) -> None:
+    document = (await this.http.get("/asyncapi.json")).json()
+    messages = document["channels"]["session"]["messages"]
+    assert {"turn.create", "session.opened", "turn.delta", "session.snapshot"} <= set(messages)
+    assert set(references(document, "#/components/schemas/")) <= set(
+        document["components"]["schemas"]
+    )
+
+
+@served()
+async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
+    assert (await this.http.get("/health")).json() == {"status": "ok"}
+    assert (await this.http.get("/ready")).json() == {"status": "ready"}
+    model = (await this.http.get("/v1/models")).json()["data"][0]
+    assert (model["id"], model["max_model_len"]) == ("paper", 4096)
+    memory = (await this.http.get("/v1/admin/memory", params={"full": 1})).json()
+    assert memory["checks"] == {"runs": 1, "violations": 0, "recent": []}
+    assert set(memory) == {"pools", "rows", "rows_free", "sessions", "checks"}
+    await this.open()
+    metrics = await this.http.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    assert "session_server_sessions 1.0" in metrics.text
+
+
+@served()
+async def test_without_an_engine_the_server_is_not_ready_and_says_so(this: Served) -> None:
+    this.engine.die(will_restart=False)
+    await this.until(lambda: this.sessions.stats().ready is None)
+    ready = await this.http.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "engine_unavailable")
+    memory = await this.http.get("/v1/admin/memory")
+    assert (memory.status_code, memory.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert memory.headers["retry-after"]
+    assert (await this.http.get("/metrics")).status_code == 200
+
+
+@served()
+async def test_a_draining_server_refuses_work_and_tells_its_readers(this: Served) -> None:
+    async with this.socket() as wire:
+        await wire.send("turn.create", turn_id="t1", text="a", sampling={"max_tokens": 3000})
+        await wire.until("turn.delta")
+        this.is_held = True
+        draining = asyncio.create_task(this.sessions.drain(20.0))
+        await wire.until("session.draining")
+        this.is_held = False
+        await draining
+        assert await wire.close_code() == 1012
+        kinds = [frame["type"] for frame in wire.frames]
+        assert kinds[-2:] == ["turn.completed", "session.closed"]
+    ready = await this.http.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+    refused = await this.http.post("/v1/sessions", json={})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
+    with pytest.raises(InvalidStatus) as denied:
+        async with this.socket():
+            pass
+    assert denied.value.response.status_code == 503
+
+
+def http_routes(this: Served, *, as_declared: bool = False) -> list[tuple[str, str, str]]:
+    """(method, path, name) of every HTTP route; path parameters filled unless as declared."""
+    found = []
+    for route in all_routes(this.app.router):
+        if isinstance(route, Route):
+            path = route.path if as_declared else route.path.replace("{", "").replace("}", "")
+            methods = (route.methods or set()) - {"HEAD"}
+            found += [(method, path, route.name) for method in sorted(methods)]
+    assert len(found) > 20
+    return found
+
+
+def all_routes(router: Any) -> list[BaseRoute]:
+    """Every route of a router, those of included routers too."""
+    found: list[BaseRoute] = []
+    for route in router.routes:
+        included = getattr(route, "original_router", None)
+        found += [route] if included is None else all_routes(included)
+    return found
+
+
+def references(value: Any, prefix: str = "#/components/schemas/") -> list[str]:
+    """The names of all schemas a document refers to."""
+    if isinstance(value, dict):
+        own = value.get("$ref")
+        here = [own.removeprefix(prefix)] if isinstance(own, str) and own.startswith(prefix) else []
+        return here + [name for item in value.values() for name in references(item, prefix)]
+    if isinstance(value, list):
+        return [name for item in value for name in references(item, prefix)]
+    return []

@@ -1,0 +1,365 @@
+"""`kvsession.v1` over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import AsyncExitStack
+
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.frames import Opcode
+
+from session_server.web.services import digest_of
+from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
+
+KEYS = (digest_of("secret"), digest_of("other"))
+
+BAD_FRAMES = [
+    "{",
+    "null",
+    "[" * 100_000,
+    '{"type":"nothing"}',
+    '{"type":1}',
+    "{}",
+    '{"type":"ack","seq":' + "9" * 40 + "}",
+    '{"type":"ping","t":NaN}',
+    '{"type":"turn.create","text":"\\ud800"}',
+    '{"type":"turn.create","turn_id":"t","text":"a","sampling":{"temperature":"0"}}',
+    '{"type":"turn.create","turn_id":"t"}',
+    '{"type":"turn.create","turn_id":"t","text":"a","x":' + "[" * 50_000 + "]" * 50_000 + "}",
+    '{"type":"turn.cancel","turn_id":"nobody"}',
+    '{"type":"session.update","ttl_s":0}',
+]
+
+
+@served()
+async def test_the_hello_says_where_we_stand_and_what_is_allowed(this: Served) -> None:
+    async with this.socket() as wire:
+        assert wire.socket.subprotocol == "kvsession.v1"
+        assert wire.hello["type"] == "session.opened"
+        assert (wire.hello["seq"], wire.hello["resumed"], wire.hello["tokens"]) == (0, False, 0)
+        assert wire.hello["limits"]["max_context"] == 4096
+        assert wire.hello["limits"]["max_message_bytes"] == 1 << 20
+
+
+@served()
+async def test_a_turn_goes_from_created_over_deltas_to_completed(this: Served) -> None:
+    async with this.socket() as wire:
+        end = await wire.turn("t1", input_ids=[7, 8])
+        kinds = [frame["type"] for frame in wire.frames]
+        assert kinds[:2] == ["session.opened", "turn.created"]
+        assert end["usage"]["total_tokens"] == 6
+        deltas = [frame for frame in wire.frames if frame["type"] == "turn.delta"]
+        assert "".join(delta["text"] for delta in deltas) == end["item"]["content"]
+        assert sum(delta["n"] for delta in deltas) == 4
+        seqs = [frame["seq"] for frame in wire.frames]
+        assert seqs == sorted(seqs)
+
+
+@served()
+async def test_turns_sent_ahead_wait_in_line_and_refusals_do_not_disturb_them(
+    this: Served,
+) -> None:
+    this.is_held = True
+    async with this.socket() as wire:
+        for index in range(5):
+            await wire.send("turn.create", turn_id=f"t{index}", **turn(input_ids=[7]))
+            created = await wire.until("turn.created")
+            assert created["position"] == index
+        await wire.send("turn.create", turn_id="t5", **turn(input_ids=[7]))
+        refused = await wire.until("error")
+        assert (refused["error"]["code"], refused["error"]["turn_id"]) == ("session_busy", "t5")
+        this.is_held = False
+        for index in range(5):
+            assert (await wire.until("turn.completed"))["turn_id"] == f"t{index}"
+
+
+@served()
+async def test_a_turn_submitted_twice_is_answered_and_run_once(this: Served) -> None:
+    async with this.socket() as wire:
+        first = await wire.turn("t1")
+        again = await wire.turn("t1")
+        assert "seq" not in again
+        assert again["item"] == first["item"]
+        conflict = await wire.turn("t1", text="Bye")
+        assert conflict["error"]["code"] == "turn_conflict"
+        assert this.sessions.get("anonymous", wire.hello["session_id"]).num_turns == 1
+
+
+@served()
+async def test_a_cancel_without_an_id_ends_the_running_turn(this: Served) -> None:
+    async with this.socket() as wire:
+        await wire.send("turn.create", turn_id="t1", **turn(input_ids=[7], max_tokens=4000))
+        await wire.until("turn.delta")
+        await wire.send("turn.cancel", keep_partial=True)
+        end = await wire.until("turn.cancelled")
+        assert (end["kept_partial"], end["reason"]) == (True, "client_cancelled")
+        kept = end["usage"]["total_tokens"]
+        assert (await wire.turn("t2", input_ids=[7]))["usage"]["input_tokens"] == kept + 1
+
+
+@served()
+async def test_settings_pings_and_acks(this: Served) -> None:
+    async with this.socket() as wire:
+        await wire.send("session.update", ttl_s=77, metadata={"a": "b"})
+        updated = await wire.until("session.updated")
+        assert (updated["ttl_s"], updated["metadata"]) == (77, {"a": "b"})
+        await wire.send("ack", seq=updated["seq"])
+        await wire.send("ping", t=5)
+        pong = await wire.until("pong")
+        assert pong["t"] == 5
+        assert pong["server_time"] > 1e9
+        assert not [frame for frame in wire.frames if frame["type"] == "error"]
+
+
+@served()
+async def test_closing_ends_the_journal_and_the_connection(this: Served) -> None:
+    async with this.socket() as wire:
+        await wire.send("turn.create", turn_id="t1", **turn(max_tokens=4000))
+        await wire.until("turn.delta")
+        await wire.send("session.close")
+        assert await wire.close_code() == 4410
+        kinds = [frame["type"] for frame in wire.frames]
+        assert kinds[-2:] == ["turn.cancelled", "session.closed"]
+
+
+@served()
+async def test_frames_that_are_wrong_are_answered_and_the_connection_lives(this: Served) -> None:
+    async with this.socket() as wire:
+        for frame in BAD_FRAMES:
+            await wire.socket.send(frame)
+            answer = await wire.receive()
+            assert answer["type"] == "error", frame[:80]
+            assert set(answer["error"]) >= {"type", "code", "message", "param"}
+        assert (await wire.turn("t1"))["type"] == "turn.completed"
+
+
+@pytest.mark.parametrize(
+    ("payload", "opcode", "code"),
+    [
+        (b"\x00\x01", Opcode.BINARY, 1003),
+        (b'{"type":"ping"} \xff', Opcode.TEXT, 1007),
+        (b" " * 5000, Opcode.TEXT, 1009),
+    ],
+)
+def test_what_is_no_text_message_closes_the_connection(
+    payload: bytes, opcode: Opcode, code: int
+) -> None:
+    @served(max_message_bytes=4096)
+    async def test(this: Served) -> None:
+        async with this.socket() as wire:
+            await wire.socket.send(payload, text=opcode is Opcode.TEXT)
+            assert await wire.close_code() == code
+
+    test()
+
+
+@served()
+async def test_a_lost_connection_resumes_where_it_stopped(this: Served) -> None:
+    async with this.socket() as wire:
+        session_id, epoch = wire.hello["session_id"], wire.hello["epoch"]
+        await wire.send("turn.create", turn_id="t1", **turn(input_ids=[7], max_tokens=40))
+        first = await wire.until("turn.delta")
+        wire.socket.transport.abort()
+    query = f"?after={first['seq']}&epoch={epoch}"
+    async with this.socket(session_id, query) as wire:
+        assert wire.hello["resumed"] is True
+        assert wire.hello["seq"] == first["seq"]
+        end = await wire.until("turn.completed")
+        rest = "".join(f["text"] for f in wire.frames if f["type"] == "turn.delta")
+        assert first["text"] + rest == end["item"]["content"]
+        assert all(frame["seq"] > first["seq"] for frame in wire.frames[1:])
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [("?after=1&epoch=other", "epoch_changed"), ("?after=99999", "offset_lost")],
+)
+def test_what_cannot_be_replayed_is_replaced_by_a_snapshot(query: str, reason: str) -> None:
+    @served()
+    async def test(this: Served) -> None:
+        session_id = await this.open()
+        await this.http.post(f"/v1/sessions/{session_id}/turns", json=turn(input_ids=[7]))
+        async with this.socket(session_id, query) as wire:
+            assert wire.hello["resumed"] is False
+            assert (await wire.receive())["reason"] == reason
+            snapshot = await wire.receive()
+            assert (snapshot["type"], snapshot["tokens"]) == ("session.snapshot", 5)
+            assert snapshot["turn"] is None
+            assert (await wire.turn("t2"))["type"] == "turn.completed"
+
+    test()
+
+
+@served()
+async def test_the_newest_connection_takes_the_session_over(this: Served) -> None:
+    async with this.socket() as old:
+        await old.send("turn.create", turn_id="t1", **turn(max_tokens=200))
+        await old.until("turn.delta")
+        query = f"?after=0&epoch={old.hello['epoch']}"
+        async with this.socket(old.hello["session_id"], query) as new:
+            assert await old.close_code() == 4409
+            assert (await new.until("turn.completed"))["turn_id"] == "t1"
+
+
+@served()
+async def test_a_turn_bound_to_its_connection_ends_with_it(this: Served) -> None:
+    async with this.socket() as wire:
+        session_id = wire.hello["session_id"]
+        fields = turn(input_ids=[7], max_tokens=4000, on_disconnect="cancel")
+        await wire.send("turn.create", turn_id="t1", **fields)
+        await wire.until("turn.delta")
+    await this.until(lambda: this.sessions.turn("anonymous", session_id, "t1").end is not None)
+    assert this.sessions.turn("anonymous", session_id, "t1").status == "cancelled"
+
+
+@served(send_timeout_s=0.3)
+async def test_a_reader_that_stalls_is_let_go_and_its_session_stays(this: Served) -> None:
+    session_id = await this.open()
+    sockets = this.sockets
+    async with this.bare_socket(session_id, sock=await narrow_socket(this.port), max_queue=1):
+        await this.until(lambda: sockets.num_attached == 1)
+        await flood(this, session_id)
+        await this.until(lambda: sockets.num_attached == 0)
+    async with this.socket(session_id) as wire:
+        assert (await wire.turn("t1"))["type"] == "turn.completed"
+
+
+def test_a_reader_that_fell_behind_the_journal_is_given_the_state_instead() -> None:
+    async def test() -> None:
+        async with serving(limits=small_journal(4), send_timeout_s=30.0) as this:
+            session_id = await this.open()
+            narrow = await narrow_socket(this.port)
+            async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
+                await this.until(lambda: this.sockets.num_attached == 1)
+                await flood(this, session_id)
+                last_seq = this.sessions.get("anonymous", session_id).seq
+                failed = await wire.until("session.resume_failed")
+                assert failed["reason"] == "offset_lost"
+                snapshot = await wire.until("session.snapshot")
+                assert snapshot["seq"] <= last_seq
+                while wire.frames[-1].get("seq") != last_seq:
+                    await wire.receive()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+async def narrow_socket(port: int) -> socket.socket:
+    """A connection whose receive buffer holds next to nothing."""
+    narrow = socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    narrow.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", port))
+    return narrow
+
+
+async def flood(this: Served, session_id: str) -> None:
+    """More frames than the kernel buffers for a reader that reads nothing: 16 MB."""
+    metadata = {str(key): "x" * 512 for key in range(16)}
+    for _ in range(2000):
+        this.sessions.update("anonymous", session_id, metadata=metadata)
+        await asyncio.sleep(0)
+
+
+@served(key_digests=KEYS)
+async def test_a_key_comes_by_header_by_subprotocol_or_as_first_message(this: Served) -> None:
+    header = {"additional_headers": {"authorization": "Bearer secret"}}
+    async with this.socket(**header) as wire:
+        session_id = wire.hello["session_id"]
+    offered = {"subprotocols": [SUBPROTOCOL, "bearer.secret"]}
+    async with this.socket(session_id, **offered) as wire:
+        assert wire.socket.subprotocol == "kvsession.v1"
+    async with this.socket(session_id, subprotocols=["bearer.secret"]) as wire:
+        assert wire.socket.subprotocol is None
+    async with this.bare_socket(session_id) as wire:
+        await wire.send("session.auth", token="secret")
+        assert (await wire.receive())["type"] == "session.opened"
+        assert (await wire.turn("t1"))["type"] == "turn.completed"
+
+
+@served(key_digests=KEYS, auth_timeout_s=0.2)
+async def test_no_or_a_wrong_key_opens_nothing(this: Served) -> None:
+    wrong = {"additional_headers": {"authorization": "Bearer wrong"}}
+    with pytest.raises(InvalidStatus) as refused:
+        async with this.socket(**wrong):
+            pass
+    assert refused.value.response.status_code == 401
+    assert json.loads(refused.value.response.body or b"")["error"]["code"] == "unauthorized"
+    for first, code in ((("session.auth", "wrong"), 4401), (("ping", None), 4400), (None, 4401)):
+        async with this.bare_socket() as wire:
+            if first is not None and first[1]:
+                await wire.send(first[0], token=first[1])
+            elif first is not None:
+                await wire.send(first[0])
+            assert await wire.close_code() == code
+            assert wire.frames[0]["error"]["code"] == "unauthorized"
+    assert this.sessions.stats().sessions == 0
+
+
+@served(key_digests=KEYS)
+async def test_another_keys_session_does_not_exist(this: Served) -> None:
+    async with this.socket(additional_headers={"authorization": "Bearer secret"}) as wire:
+        session_id = wire.hello["session_id"]
+    for name in (session_id, "nobody"):
+        with pytest.raises(InvalidStatus) as refused:
+            async with this.socket(name, additional_headers={"authorization": "Bearer other"}):
+                pass
+        assert refused.value.response.status_code == 404
+
+
+@served(allowed_origins=("https://app.example",))
+async def test_browsers_come_from_here_or_from_an_allowed_origin(this: Served) -> None:
+    for origin in (this.url, "http://localhost:3000", "https://app.example"):
+        async with this.socket(origin=origin) as wire:
+            assert wire.hello["type"] == "session.opened"
+    for origin in ("https://evil.example", "null", "https://app.example.evil.example"):
+        with pytest.raises(InvalidStatus) as refused:
+            async with this.socket(origin=origin):
+                pass
+        assert refused.value.response.status_code == 403
+
+
+@served()
+async def test_a_browser_is_told_in_a_close_code_what_it_cannot_see_in_a_status(
+    this: Served,
+) -> None:
+    async with this.bare_socket("nobody", origin=this.url) as wire:
+        assert await wire.close_code() == 4404
+        assert wire.frames[0]["error"]["code"] == "session_not_found"
+
+
+@served(max_connections=2)
+async def test_connections_are_bounded_and_given_back(this: Served) -> None:
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(this.socket())
+        with pytest.raises(InvalidStatus) as refused:
+            async with this.socket():
+                pass
+        assert refused.value.response.status_code == 503
+    await asyncio.sleep(0.05)
+    async with this.socket() as wire:
+        assert wire.hello["type"] == "session.opened"
+
+
+@served(idle_s=0.1)
+async def test_an_idle_connection_is_closed_and_its_session_stays(this: Served) -> None:
+    async with this.socket() as wire:
+        assert await wire.close_code() == 4408
+    assert this.sessions.get("anonymous", wire.hello["session_id"]).state == "cold"
+
+
+@pytest.mark.parametrize(
+    "query", ["?after=x", "?after=-1", "?after=" + "9" * 30, "?after=1&epoch=" + "a" * 99]
+)
+def test_a_resume_point_that_is_none_is_refused(query: str) -> None:
+    @served()
+    async def test(this: Served) -> None:
+        with pytest.raises(InvalidStatus) as refused:
+            async with this.socket(await this.open(), query):
+                pass
+        assert refused.value.response.status_code == 400
+
+    test()
