@@ -45,7 +45,10 @@ def load_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
-    return parse_config(raw)
+    try:
+        return parse_config(raw)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: a field has the wrong type: {error}") from None
 
 
 def parse_config(raw: RawConfig) -> ModelConfig:

@@ -23,7 +23,7 @@ from torch import Tensor
 from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.randomness import TokenNoise, noise_key
-from session_server.runner.truncation import Truncation, threshold
+from session_server.runner.truncation import Truncation, thresholds
 
 MIN_TEMPERATURE: Final = 1e-6
 """Lower ones are indistinguishable from greedy in fp32 and would divide by zero."""
@@ -119,10 +119,9 @@ class Sampler:
         keys = [noise_key(states[i].seed, positions[i]) for i in drawn]
         divisors = torch.tensor(temperatures, dtype=torch.float32).to(self._device).unsqueeze(1)
         scaled = (adjusted - adjusted.amax(dim=-1, keepdim=True)) / divisors
-        for j, i in enumerate(drawn):
-            rules = states[i].truncation
-            if rules is not None:
-                scaled[j].masked_fill_(scaled[j] < threshold(scaled[j], rules), -math.inf)
+        rules = [states[i].truncation for i in drawn]
+        if any(rule is not None for rule in rules):
+            scaled.masked_fill_(scaled < thresholds(scaled, rules), -math.inf)
         noise = self._noise.exponentials(torch.tensor(keys, dtype=torch.int64).to(self._device))
         return (scaled - noise.log_()).argmax(dim=-1)
 

@@ -7,6 +7,7 @@ too. So a row's candidates depend on that row alone, never on how a sort broke t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,42 +42,65 @@ class Truncation:
         return self.top_k > 0 or self.top_p < 1.0
 
 
-def threshold(scaled: Tensor, rules: Truncation) -> Tensor:
-    """The lowest logit kept.
+def thresholds(scaled: Tensor, rules: Sequence[Truncation | None]) -> Tensor:
+    """The lowest logit each row keeps.
 
     Args:
-        scaled: float32 [vocab], logits over temperature, the largest of them 0.
-        rules: of this row.
+        scaled: float32 [n, vocab], logits over temperature, the largest of each row 0.
+        rules: of the n rows; None keeps everything.
 
     Returns:
-        float32 scalar; tokens with `scaled >= threshold` are candidates.
+        float32 [n, 1]; tokens with `scaled >= threshold` are candidates. A row's value does not
+        depend on the other rows: sorted values and running sums of a row are the same however
+        many of them its neighbours need.
     """
-    lowest = scaled.new_tensor(math.log(rules.min_p) if rules.min_p > 0.0 else -math.inf)
-    if not rules.needs_order:
+    floors = [math.log(r.min_p) if r is not None and r.min_p > 0.0 else -math.inf for r in rules]
+    lowest = torch.tensor(floors, dtype=torch.float32).to(scaled.device).unsqueeze(1)
+    ordering = [i for i, r in enumerate(rules) if r is not None and r.needs_order]
+    if not ordering:
         return lowest
-    if rules.top_k:
-        ordered = scaled.topk(rules.top_k).values
-        lowest = torch.maximum(lowest, ordered[-1])
-        if rules.top_p == 1.0:
-            return lowest
-        edge, _ = _nucleus_edge(ordered, rules.top_p * ordered.exp().sum())
-        return torch.maximum(lowest, edge)
-    # The mass is that of the whole vocabulary, sorted or not.
-    mass = rules.top_p * scaled.exp().sum()
-    if scaled.device.type == "cpu" and scaled.shape[0] > NUM_CANDIDATES:
-        edge, is_inside = _nucleus_edge(scaled.topk(NUM_CANDIDATES).values, mass)
-        if bool(is_inside):
-            return torch.maximum(lowest, edge)
-    edge, _ = _nucleus_edge(scaled.sort(descending=True).values, mass)
-    return torch.maximum(lowest, edge)
+    ordered_rules = [r for r in rules if r is not None and r.needs_order]
+    if len(ordering) == len(rules):
+        return torch.maximum(lowest, _edges(scaled, ordered_rules))
+    lowest[ordering] = torch.maximum(lowest[ordering], _edges(scaled[ordering], ordered_rules))
+    return lowest
 
 
-def _nucleus_edge(ordered: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """The token that carries the running sum of `exp(ordered)` over `mass` is the last one kept.
+def _edges(scaled: Tensor, rules: Sequence[Truncation]) -> Tensor:
+    """Top-k, then top-p: the logit of the last token kept, [n, 1]."""
+    vocab_size = scaled.shape[1]
+    num_sorted = max(r.top_k or NUM_CANDIDATES for r in rules)
+    if scaled.device.type != "cpu" and not all(r.top_k for r in rules):
+        num_sorted = vocab_size  # asking whether fewer were enough would wait for the device
+    if num_sorted < vocab_size:
+        edges, is_inside = _nucleus_edges(scaled, scaled.topk(num_sorted).values, rules)
+        if scaled.device.type != "cpu" or bool(is_inside.all()):
+            return edges
+    ordered = scaled.sort(dim=-1, descending=True).values
+    return _nucleus_edges(scaled, ordered, rules)[0]
+
+
+def _nucleus_edges(
+    scaled: Tensor, ordered: Tensor, rules: Sequence[Truncation]
+) -> tuple[Tensor, Tensor]:
+    """The token that carries the running mass over top_p is the last one kept.
 
     Returns:
-        (its logit, whether `ordered` was long enough to reach the mass).
+        (its logit [n, 1], whether `ordered` was long enough to reach the mass [n, 1]).
     """
-    running = ordered.exp().cumsum(0)
-    num_before = (running < mass).sum()
-    return ordered[num_before.clamp(max=len(ordered) - 1)], running[-1] >= mass
+
+    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(ordered.device).unsqueeze(1)
+
+    ranks = column([(r.top_k or ordered.shape[1]) - 1 for r in rules], torch.int64)
+    shares = column([r.top_p if r.top_p < 1.0 else math.inf for r in rules], torch.float32)
+    is_ranked = column([r.top_k > 0 for r in rules], torch.bool)
+    running = ordered.exp().cumsum(-1)
+    totals = running.gather(1, ranks)
+    if not all(r.top_k for r in rules):
+        # The largest logit is 0, so its probability is one over the mass of the vocabulary.
+        of_vocabulary = torch.softmax(scaled, dim=-1).amax(dim=-1, keepdim=True).reciprocal()
+        totals = torch.where(is_ranked, totals, of_vocabulary)
+    mass = shares * totals
+    last = torch.minimum((running < mass).sum(dim=-1, keepdim=True), ranks)
+    return ordered.gather(1, last), is_ranked | (running[:, -1:] >= mass)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
 
 from session_server.core.sampling import SamplingParams
-from session_server.runner.truncation import NUM_CANDIDATES, Truncation, threshold
+from session_server.runner.truncation import NUM_CANDIDATES, Truncation, thresholds
 
 
 def kept(probabilities: list[float], rules: Truncation) -> set[int]:
     logits = torch.tensor(probabilities, dtype=torch.float64).log().float()
     scaled = logits - logits.max()
-    edge = threshold(scaled, rules)
-    return set((scaled >= edge).nonzero().flatten().tolist())
+    return kept_together(scaled[None], [rules])[0]
+
+
+def kept_together(scaled: torch.Tensor, rules: list[Truncation | None]) -> list[set[int]]:
+    is_kept = scaled >= thresholds(scaled, rules)
+    return [set(row.nonzero().flatten().tolist()) for row in is_kept]
 
 
 def by_definition(scaled: list[float], rules: Truncation) -> set[int]:
@@ -72,9 +77,35 @@ def test_random_rows_keep_the_tokens_of_the_definition(
         for top_p in (0.1, 0.5, 0.95, 1.0):
             for min_p in (0.0, 0.02, 0.5):
                 rules = Truncation(top_k, top_p, min_p)
-                edge = threshold(scaled, rules)
-                chosen = set((scaled >= edge).nonzero().flatten().tolist())
+                (chosen,) = kept_together(scaled[None], [rules])
                 assert chosen == by_definition(scaled.tolist(), rules), rules
+
+
+def test_a_row_keeps_the_same_tokens_in_any_company() -> None:
+    vocab_size = NUM_CANDIDATES * 4
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(60, vocab_size, generator=generator)
+    logits *= torch.linspace(0.05, 6.0, 60)[:, None]  # from flat to peaked
+    scaled = logits - logits.amax(-1, keepdim=True)
+    random = Random(3)
+    rules: list[Truncation | None] = [
+        random.choice(
+            [
+                None,
+                Truncation(random.randint(1, vocab_size - 1), 1.0, 0.0),
+                Truncation(random.choice([3, 700]), random.random(), 0.0),
+                Truncation(0, random.random(), 0.0),
+                Truncation(0, random.random(), random.random()),
+                Truncation(0, 1.0, random.random()),
+            ]
+        )
+        for _ in range(60)
+    ]
+    together = torch.broadcast_to(thresholds(scaled, rules), (60, 1))
+    for row in range(60):
+        alone = thresholds(scaled[row : row + 1], rules[row : row + 1])
+        assert torch.equal(alone[0], together[row]), rules[row]
+    assert kept_together(scaled, rules)[rules.index(None)] == set(range(vocab_size))
 
 
 def test_ties_at_the_edge_stay_together() -> None:

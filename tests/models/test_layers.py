@@ -1,0 +1,101 @@
+"""The parts of a layer, each against its formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from session_server.models.config import RopeConfig
+from session_server.models.layers.linear import (
+    MIN_PACKED_ELEMENTS,
+    PackedLinear,
+    PlainLinear,
+    make_linear,
+)
+from session_server.models.layers.norm import RmsNorm
+from session_server.models.layers.rope import Rope, interleave_pairs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 64])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_weights_give_the_same_product(num_tokens: int, has_bias: bool) -> None:
+    weight, x = torch.randn(1024, 512), torch.randn(num_tokens, 512)
+    bias = torch.randn(1024) if has_bias else None
+    torch.testing.assert_close(
+        PackedLinear(weight, bias)(x), functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_only_weights_worth_packing_are_packed() -> None:
+    outputs = MIN_PACKED_ELEMENTS // 512
+    assert isinstance(make_linear(torch.zeros(outputs, 512)), PackedLinear)
+    assert isinstance(make_linear(torch.zeros(outputs - 1, 512)), PlainLinear)
+    assert isinstance(make_linear(torch.zeros(outputs, 512, dtype=torch.bfloat16)), PlainLinear)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_the_norm_is_root_mean_square(scale: float, eps: float) -> None:
+    x, weight = scale * torch.randn(5, 48), torch.randn(48)
+    expected = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    norm = RmsNorm(weight, eps)
+    torch.testing.assert_close(norm(x), expected, rtol=2e-6, atol=1e-6)
+    norm.apply_(x)
+    torch.testing.assert_close(x, expected, rtol=2e-6, atol=1e-6)
+
+
+def test_the_norm_of_nothing_is_nothing() -> None:
+    assert not RmsNorm(torch.ones(8), 1e-6)(torch.zeros(2, 8)).any()
+
+
+def test_norm_in_half_precision_stays_close_to_full() -> None:
+    x, weight = torch.randn(5, 48), torch.randn(48)
+    exact = RmsNorm(weight, 1e-6)(x)
+    half = RmsNorm(weight.bfloat16(), 1e-6)(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), exact, rtol=0.03, atol=0.03)
+
+
+def test_heads_of_a_fused_norm_have_their_own_gains() -> None:
+    x, gains = torch.randn(3, 4, 16), torch.randn(4, 16)
+    fused = RmsNorm(gains, 1e-6)(x)
+    for head in range(4):
+        torch.testing.assert_close(fused[:, head], RmsNorm(gains[head], 1e-6)(x[:, head]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotating_interleaved_pairs_is_rotating_halves(dtype: torch.dtype) -> None:
+    head_dim, positions = 16, torch.tensor([0, 1, 5, 4000])
+    heads = torch.randn(4, 3, head_dim)
+    rope = Rope(RopeConfig(10_000.0), head_dim, device=CPU)
+    angles = positions[:, None] * 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    cos, sin = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
+    first, second = heads.chunk(2, dim=-1)
+    expected = heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+    order = interleave_pairs(torch.arange(head_dim), head_dim)
+    ours = heads[..., order].to(dtype)
+    rope.rotate_(ours, rope.phases(positions))
+    tolerance = 2e-4 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(ours.float(), expected[..., order], rtol=0, atol=tolerance)
+
+
+def test_interleaving_keeps_heads_apart() -> None:
+    rows = torch.arange(12)
+    assert interleave_pairs(rows, 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+def test_the_attention_factor_scales_cosines_and_sines() -> None:
+    rope = Rope(RopeConfig(100.0, attention_factor=1.5), 4, device=CPU)
+    lengths = rope.phases(torch.tensor([0, 3])).abs()
+    assert all(math.isclose(value, 1.5, rel_tol=1e-6) for value in lengths.flatten().tolist())

@@ -1,0 +1,68 @@
+"""Batches by hand: rows with their own consecutive pages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cache.types import RowId, TableWrite, Tokens, TurnId
+from session_server.core.batch import Batch, BatchRow, RowResult, SamplingStart, ScoreRange
+from session_server.core.sampling import SamplingParams
+from session_server.runner.model_runner import ModelRunner
+
+PAGES_PER_ROW = 20
+NO_TOKENS: Tokens = np.zeros(0, dtype=np.int32)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Rows:
+    """Numbers batches and hands each row pages the first time it appears."""
+
+    def __init__(self, runner: ModelRunner, page_size: int) -> None:
+        self.runner = runner
+        self.page_size = page_size
+        self._placed: set[int] = set()
+        self._step = 0
+
+    def row(
+        self,
+        row: int,
+        tokens: Tokens | None,
+        *,
+        start: int = 0,
+        params: SamplingParams = GREEDY,
+        seed: int = 0,
+        sample: bool = True,
+        score: ScoreRange | None = None,
+    ) -> BatchRow:
+        """Positions from `start`; None stands for the token sampled before. Begins a turn at 0."""
+        begins = tokens is not None and start == 0
+        return BatchRow(
+            turn_id=TurnId(f"turn-{row}"),
+            incarnation=0,
+            row=RowId(row),
+            start=start,
+            num_tokens=1 if tokens is None else len(tokens),
+            tokens=tokens,
+            sample=sample,
+            sampling=SamplingStart(params, seed, NO_TOKENS, NO_TOKENS) if begins else None,
+            score=score,
+        )
+
+    def batch(self, *rows: BatchRow, writes: tuple[TableWrite, ...] = ()) -> Batch:
+        """The next batch, with the pages of rows that are new."""
+        self._step += 1
+        new = tuple(self._pages(row.row) for row in rows if row.row not in self._placed)
+        self._placed.update(row.row for row in rows)
+        return Batch(self._step, rows, (*new, *writes))
+
+    def run(self, *rows: BatchRow) -> tuple[RowResult, ...]:
+        """Launch and wait; the device must not fail."""
+        result = self.runner.launch(self.batch(*rows)).wait()
+        assert result.error is None, result.error
+        return result.rows
+
+    def _pages(self, row: int) -> TableWrite:
+        num_pages = min(PAGES_PER_ROW, (self.runner.pool.num_pages - 1) // 2)
+        first = 1 + (row - 1) * num_pages
+        pages = np.arange(first, first + num_pages, dtype=np.int32)
+        return TableWrite(self.runner.pool.name, RowId(row), 0, pages)

@@ -1,0 +1,65 @@
+"""Memory becomes pages, and what the operator says is heard."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cache.spec import CacheSpec, LayerGroup, LayerKind
+from session_server.models.config import FULL_POOL
+from session_server.runner.capacity import (
+    CPU_FRACTION,
+    CapacityPlan,
+    MemoryLimits,
+    free_bytes,
+    measure_capacity,
+)
+
+CPU = torch.device("cpu")
+
+
+def plan(limits: MemoryLimits, *, num_rows: int = 8, context_len: int = 1000) -> CapacityPlan:
+    group = LayerGroup(FULL_POOL, LayerKind.FULL, (0, 1), 2, 8, dtype_bytes=4)
+    return measure_capacity(
+        CacheSpec((group,), page_size=16),
+        device=CPU,
+        num_rows=num_rows,
+        max_context_len=context_len,
+        limits=limits,
+    )
+
+
+def test_every_row_can_hold_a_full_context_when_memory_allows() -> None:
+    made = plan(MemoryLimits())
+    assert made.capacity.num_pages[FULL_POOL] == 8 * 1000 // 16 + 1
+    assert made.capacity.num_rows == 8
+    assert made.capacity.max_context_len == 1000
+    assert made.kv_bytes == made.capacity.num_pages[FULL_POOL] * 16 * 2 * 2 * 2 * 8 * 4
+    assert "8000 tokens" in made.reason
+
+
+def test_a_host_keeps_most_of_its_memory() -> None:
+    made = plan(MemoryLimits(), num_rows=1 << 20, context_len=1 << 20)
+    assert made.kv_bytes <= made.free_bytes * CPU_FRACTION
+    assert made.kv_bytes > made.free_bytes * CPU_FRACTION * 0.99
+    assert "25% of" in made.reason
+
+
+def test_the_operator_bounds_tokens() -> None:
+    made = plan(MemoryLimits(max_total_tokens=100))
+    assert made.capacity.num_pages[FULL_POOL] == 7 + 1
+
+
+def test_the_operator_bounds_memory() -> None:
+    limits = MemoryLimits(fraction=0.01)
+    made = plan(limits, num_rows=1 << 20, context_len=1 << 20)
+    assert made.kv_bytes <= made.free_bytes * 0.01
+
+
+def test_memory_for_less_than_a_page_is_refused() -> None:
+    with pytest.raises(ValueError, match="raise the memory fraction"):
+        plan(MemoryLimits(fraction=1e-9))
+
+
+def test_free_memory_is_between_nothing_and_everything() -> None:
+    assert 1 << 20 < free_bytes(CPU) < 1 << 50

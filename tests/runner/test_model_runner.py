@@ -1,0 +1,239 @@
+"""What a launch promises beyond logits: order, isolation, failures, logprobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cache.spec import Capacity
+from cache.types import RowId, TableWrite, Tokens
+from session_server.core.batch import PendingStep, Runner, ScoreRange
+from session_server.core.sampling import SamplingParams, TokenLogprob
+from session_server.models.config import FULL_POOL
+from session_server.models.registry import load_config
+from session_server.runner.model_runner import SCORE_BLOCK, ModelRunner
+from session_server.runner.weights import load_decoder
+from tests.oracle.checkpoints import VOCAB_SIZE, reference_logits, write_checkpoint
+from tests.runner.rows import PAGES_PER_ROW, Rows
+
+PAGE_SIZE = 16
+NUM_ROWS = 6
+POISON = 77
+"""The embedding of this token is NaN."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_checkpoint("llama", tmp_path_factory.mktemp("runner"), num_hidden_layers=2)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][POISON] = float("nan")
+    save_file(tensors, path)
+    return directory
+
+
+@pytest.fixture
+def rows(checkpoint: Path) -> Rows:
+    config = load_config(checkpoint)
+    decoder = load_decoder(checkpoint, config, device=torch.device("cpu"), dtype=torch.float32)
+    context_len = PAGES_PER_ROW * PAGE_SIZE
+    capacity = Capacity({FULL_POOL: NUM_ROWS * PAGES_PER_ROW + 1}, NUM_ROWS, context_len)
+    runner: Runner = ModelRunner(decoder, config.cache_spec(PAGE_SIZE, "float32"), capacity)
+    assert isinstance(runner, ModelRunner)
+    return Rows(runner, PAGE_SIZE)
+
+
+def prompt(length: int, seed: int = 0) -> Tokens:
+    ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, length, dtype=np.int32)
+    return np.where(ids == POISON, 1, ids).astype(np.int32)
+
+
+def generate(
+    rows: Rows, row: int, tokens: Tokens, *, params: SamplingParams, num: int
+) -> list[int]:
+    """Alone, one token at a time, seeing each before the next launch."""
+    said: list[int] = []
+    (result,) = rows.run(rows.row(row, tokens, params=params, seed=row))
+    for _ in range(num):
+        (token,) = result.token_ids
+        said.append(token)
+        start = len(tokens) + len(said) - 1
+        (result,) = rows.run(rows.row(row, np.array([token], dtype=np.int32), start=start))
+    return said
+
+
+def test_results_come_in_the_order_of_the_batch(rows: Rows) -> None:
+    prompts = {row: prompt(length, row) for row, length in ((1, 9), (2, 1), (3, 30), (4, 1))}
+    alone = {row: rows.run(rows.row(row, tokens))[0] for row, tokens in prompts.items()}
+    together = rows.run(*(rows.row(row, tokens) for row, tokens in prompts.items()))
+    assert together == tuple(alone.values())
+    assert len({result.token_ids for result in together}) > 1
+
+
+def test_a_row_that_does_not_sample_gives_nothing(rows: Rows) -> None:
+    quiet, loud = rows.run(
+        rows.row(1, prompt(5), sample=False), rows.row(2, prompt(5), sample=True)
+    )
+    assert (quiet.token_ids, quiet.finite) == ((), True)
+    assert len(loud.token_ids) == 1
+    (quiet,) = rows.run(rows.row(3, prompt(5), sample=False))
+    assert quiet.token_ids == ()
+
+
+def test_an_empty_batch_only_writes_the_table(rows: Rows) -> None:
+    tokens = prompt(20)
+    (before,) = rows.run(rows.row(1, tokens))
+    moved = np.array([100, 50], dtype=np.int32)
+    write = TableWrite(FULL_POOL, RowId(1), 0, moved)
+    result = rows.runner.launch(rows.batch(writes=(write,))).wait()
+    assert (result.rows, result.error) == ((), None)
+    assert rows.run(rows.row(1, tokens)) == (before,)
+    k_of_first_page = rows.runner.pool.gather(0, torch.tensor([100]))
+    assert k_of_first_page.any()
+
+
+SAMPLED = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.3),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.0, repetition_penalty=1.4, frequency_penalty=0.3),
+]
+
+
+def test_launching_ahead_gives_the_tokens_of_waiting(rows: Rows) -> None:
+    prompts = {row: prompt(5 + row, row) for row in range(1, len(SAMPLED) + 1)}
+    patient = {
+        row: generate(rows, row, tokens, params=SAMPLED[row - 1], num=12)
+        for row, tokens in prompts.items()
+    }
+    pending: list[PendingStep] = [
+        rows.runner.launch(
+            rows.batch(
+                *(
+                    rows.row(row, tokens, params=SAMPLED[row - 1], seed=row)
+                    for row, tokens in prompts.items()
+                )
+            )
+        )
+    ]
+    for n in range(11):
+        ahead = [rows.row(row, None, start=len(t) + n) for row, t in prompts.items()]
+        pending.append(rows.runner.launch(rows.batch(*ahead)))
+    results = [step.wait() for step in pending]
+    said = {
+        row: [result.rows[i].token_ids[0] for result in results] for i, row in enumerate(prompts)
+    }
+    assert said == patient
+
+
+def test_a_seed_gives_one_text_alone_or_in_company(rows: Rows) -> None:
+    params = SamplingParams(temperature=1.5)
+    alone = generate(rows, 1, prompt(8), params=params, num=10)
+    said: list[int] = []
+    batch = [rows.row(1, prompt(8), params=params, seed=1), rows.row(2, prompt(90, 5))]
+    for n in range(10):
+        result = rows.run(*batch)
+        said += result[0].token_ids
+        batch = [rows.row(1, None, start=8 + n), rows.row(3, prompt(7 + 9 * n, n))]
+    assert said == alone
+
+
+def test_nan_stays_in_the_row_it_came_from(rows: Rows) -> None:
+    healthy, poisoned = prompt(12), prompt(12).copy()
+    poisoned[4] = POISON
+    (expected,) = rows.run(rows.row(1, healthy))
+    sick, well = rows.run(rows.row(2, poisoned), rows.row(1, healthy))
+    assert not sick.finite
+    assert sick.token_ids == ()
+    assert well == expected
+
+
+def test_pages_that_held_nan_serve_the_next_holder(rows: Rows) -> None:
+    poisoned = np.full(40, POISON, dtype=np.int32)
+    (expected,) = rows.run(rows.row(1, prompt(20)))
+    (sick,) = rows.run(rows.row(2, poisoned))
+    assert not sick.finite
+    pages = np.arange(1 + PAGES_PER_ROW, 1 + 2 * PAGES_PER_ROW, dtype=np.int32)
+    rows.runner.launch(rows.batch(writes=(TableWrite(FULL_POOL, RowId(1), 0, pages),))).wait()
+    assert rows.run(rows.row(1, prompt(20))) == (expected,)
+    short = [rows.row(1, prompt(3)), rows.row(3, prompt(1)), rows.row(4, prompt(2))]
+    assert all(result.finite for result in rows.run(*short))
+
+
+def test_a_failed_forward_is_a_result_and_the_next_one_works(rows: Rows) -> None:
+    beyond = np.array([VOCAB_SIZE + 3], dtype=np.int32)
+    failed = rows.runner.launch(rows.batch(rows.row(1, beyond)))
+    assert failed.is_done()
+    result = failed.wait()
+    assert result.error is not None
+    assert result.rows == ()
+    (after,) = rows.run(rows.row(1, prompt(4)))
+    assert after.finite
+
+
+def test_the_forward_has_a_duration(rows: Rows) -> None:
+    result = rows.runner.launch(rows.batch(rows.row(1, prompt(30)))).wait()
+    assert 0 < result.forward_s < 60
+
+
+def assert_scores(
+    scores: tuple[TokenLogprob, ...], expected: Tensor, targets: Tokens, num_top: int
+) -> None:
+    assert len(scores) == len(targets)
+    for score, row, target in zip(scores, expected.log_softmax(-1), targets, strict=True):
+        assert score.token_id == target
+        assert score.logprob == pytest.approx(row[target].item(), abs=1e-4)
+        top = row.topk(num_top)
+        assert [i for i, _ in score.top] == top.indices.tolist()
+        assert [p for _, p in score.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+
+
+def test_prompt_logprobs_are_those_of_the_reference(rows: Rows, checkpoint: Path) -> None:
+    length = 2 * SCORE_BLOCK + 20
+    tokens = prompt(length)
+    expected = reference_logits(checkpoint, tokens)
+    first, cut = 3, 150
+    early = ScoreRange(first, tokens[first + 1 : cut + 1], 3)
+    late = ScoreRange(cut, tokens[cut + 1 :], 0)
+    begun = rows.run(
+        rows.row(1, tokens[:cut], sample=False, score=early), rows.row(2, prompt(6, 1))
+    )
+    ended = rows.run(rows.row(1, tokens[cut:], start=cut, score=late))
+    assert_scores(begun[0].scores, expected[first:cut], early.targets, 3)
+    assert_scores(ended[0].scores, expected[cut:-1], late.targets, 0)
+    assert begun[0].token_ids == ()
+    assert ended[0].token_ids == (int(expected[-1].argmax()),)
+
+
+def test_scores_of_poisoned_positions_make_the_row_not_finite(rows: Rows) -> None:
+    tokens = prompt(10).copy()
+    tokens[6] = POISON
+    (result,) = rows.run(rows.row(1, tokens, score=ScoreRange(0, tokens[1:], 0)))
+    assert not result.finite
+
+
+def test_logprobs_are_the_models_own_before_any_rule(rows: Rows, checkpoint: Path) -> None:
+    tokens = prompt(14)
+    expected = reference_logits(checkpoint, tokens)[-1].log_softmax(-1)
+    params = SamplingParams(
+        temperature=3.0, top_k=2, logit_bias=((5, 3.0),), logprobs=True, top_logprobs=4
+    )
+    plain, asking = rows.run(rows.row(2, tokens), rows.row(1, tokens, params=params, seed=3))
+    assert plain.logprobs == ()
+    (logprob,) = asking.logprobs
+    assert logprob.token_id == asking.token_ids[0]
+    assert logprob.logprob == pytest.approx(expected[logprob.token_id].item(), abs=1e-4)
+    assert [i for i, _ in logprob.top] == expected.topk(4).indices.tolist()
+
+
+def test_asking_for_logits_twice_changes_nothing(rows: Rows) -> None:
+    tokens = prompt(25)
+    first = rows.runner.logits(rows.batch(rows.row(1, tokens)))
+    again = rows.runner.logits(rows.batch(rows.row(1, tokens)))
+    assert torch.equal(first, again)
+    assert rows.run(rows.row(1, tokens))[0].token_ids == (int(first[0].argmax()),)
