@@ -113,6 +113,7 @@ class Bench:
         self.salts: dict[SessionId, str] = {}
         self.sessions: dict[TurnId, SessionId] = {}
         self.turns: dict[TurnId, Seen] = {}
+        self.last_lens: dict[TurnId, int] = {}
         self.events: list[EngineEvent] = []
         self.batches: list[Batch] = []
 
@@ -159,12 +160,18 @@ class Bench:
         for command in commands:
             if isinstance(command, SubmitTurn):
                 self.turns.setdefault(command.turn_id, Seen())
+                context_len = command.base_len + len(command.tokens)
+                self.last_lens[command.turn_id] = context_len + max(
+                    0, command.sampling.max_tokens - 1
+                )
         outcome = self.engine.step(self.now_s, commands, results)
         audit(self.cache)
         for event in outcome.events:
             self._hear(event)
         if outcome.batch is not None:
             self.batches.append(outcome.batch)
+            for row in outcome.batch.rows:
+                assert row.start + row.num_tokens <= self.last_lens[row.turn_id]
             self.runner.launch(outcome.batch)
         return outcome
 
