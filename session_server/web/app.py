@@ -19,11 +19,11 @@ from starlette.routing import WebSocketRoute
 from session_server.core.errors import SessionServerError, wire_error
 from session_server.web import admin, rest, sglang
 from session_server.web.auth import authorize, services_of
+from session_server.web.generation_run import SGLangState
 from session_server.web.guard import RequestGuard
 from session_server.web.openapi import answers, asyncapi_of, openapi_of
 from session_server.web.readers import Readers
 from session_server.web.refusals import HttpRefusal, JsonResponse, answer_error, error_response
-from session_server.web.running_requests import RunningRequests
 from session_server.web.services import AppServices
 from session_server.web.sockets import Sockets
 from session_server.web.websocket import session_endpoint
@@ -48,7 +48,7 @@ def create_app(services: AppServices) -> FastAPI:
     )
     app.state.services = services
     app.state.readers = Readers(services.sessions, services.metrics)
-    app.state.requests = RunningRequests()
+    app.state.sglang = SGLangState(services.sessions)
     app.state.sockets = Sockets(services.settings.max_connections)
     app.state.documents = {}
     services.metrics.watch_sessions(lambda: services.sessions.stats().sessions)

@@ -10,57 +10,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from session_server.core.errors import (
-    ContextTooLong,
     InvalidRequest,
-    SessionBusy,
-    SessionClosing,
     SessionExists,
     SessionNotFound,
     SessionServerError,
-    UnsupportedOperation,
 )
 from session_server.core.ids import new_turn_id
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
-    TextInput,
     TokenInput,
-    TurnEnd,
     TurnFailedEntry,
     TurnRequest,
 )
-from session_server.protocol.errors import ErrorResponse, clean
+from session_server.protocol.errors import ErrorResponse
 from session_server.protocol.frames import failure_body
 from session_server.protocol.messages import MIN_TTL_S
 from session_server.protocol.sglang import (
     AbortBody,
     CloseSessionBody,
-    CumulativeAnswer,
     GenerateBody,
     Generation,
     OpenSessionBody,
-    SessionParamsBody,
     generation,
 )
 from session_server.sessions.views import OpenRequest
 from session_server.web.admin import is_healthy
 from session_server.web.bodies import read_body
-from session_server.web.caller import Call, Caller
-from session_server.web.event_stream import HEARTBEAT, EventStream
+from session_server.web.caller import Caller
+from session_server.web.event_stream import EventStream
+from session_server.web.generation_run import SGLangState, start_generation
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import JsonResponse, status_of_code
-from session_server.web.running_requests import RunningRequests
-from session_server.web.turns import TurnReading
 
 router = APIRouter(tags=["sglang"])
 
@@ -91,6 +79,8 @@ async def open_session(request: Request, caller: Caller) -> Response:
         raise InvalidRequest(
             "Failed to open the session. Check if a session with the same id is still open."
         ) from None
+    if not body.streaming:
+        _state_of(request).make_branching(caller.sessions.journal(caller.owner, view.session_id))
     return JsonResponse(view.session_id)
 
 
@@ -128,7 +118,7 @@ async def generate(request: Request, caller: Caller) -> Response:
     body = await read_body(request, GenerateBody, media_type=None)
     rid = body.rid if isinstance(body.rid, str) and body.rid else secrets.token_hex(16)
     job = generation(body, rid=rid, turn_id=new_turn_id())
-    run = await _start(caller, _requests_of(request), job, arrived_s)
+    run = await start_generation(caller, _state_of(request), job, arrived_s=arrived_s)
     if job.stream:
         timeout_s = caller.services.settings.send_timeout_s
         return EventStream(run.events(), around=run.scope(), send_timeout_s=timeout_s)
@@ -149,7 +139,7 @@ async def abort_request(request: Request, caller: Caller) -> Response:
     """Abort one request by its exact rid, or all of the caller's."""
     body = await read_body(request, AbortBody, media_type=None)
     rid = None if body.abort_all else body.rid or ""
-    for session_id, turn_id in _requests_of(request).turns_of(caller.owner, rid):
+    for session_id, turn_id in _state_of(request).requests.turns_of(caller.owner, rid):
         with contextlib.suppress(SessionServerError):
             caller.sessions.cancel(caller.owner, session_id, turn_id, keep_partial=False)
     return Response()
@@ -165,7 +155,7 @@ async def flush_cache(caller: Caller) -> Response:
 
 
 @router.get("/health_generate", responses=answers(None, "One token was generated."))
-async def health_generate(caller: Caller) -> Response:
+async def health_generate(request: Request, caller: Caller) -> Response:
     """Generate one token in a session of its own; 503 when that does not work in time."""
     job = Generation(
         rid=f"HEALTH_CHECK_{secrets.token_hex(8)}",
@@ -179,7 +169,9 @@ async def health_generate(caller: Caller) -> Response:
     )
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            run = await _start(caller, RunningRequests(), job, caller.services.now_s())
+            run = await start_generation(
+                caller, _state_of(request), job, arrived_s=caller.services.now_s()
+            )
             with run.scope():
                 end = await run.reading.wait()
     except (TimeoutError, SessionServerError):
@@ -230,112 +222,7 @@ async def server_info(caller: Caller) -> Response:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One `/generate` under way."""
-
-    call: Call
-    requests: RunningRequests
-    job: Generation
-    turn: tuple[str, str]
-    reading: TurnReading
-    answer: CumulativeAnswer
-    arrived_s: float
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Abortable by its rid, and aborted when its client goes."""
-        try:
-            with self.reading:
-                yield
-        finally:
-            self.requests.remove(self.call.owner, self.job.rid, self.turn)
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The cumulative answer, each time as an event without a name, then `[DONE]`."""
-        async for item in self.reading.entries():
-            if item is None:
-                yield HEARTBEAT
-                continue
-            entry = item[1]
-            if isinstance(entry, TurnFailedEntry):
-                yield _event({"error": msgspec.to_builtins(failure_body(entry))})
-            elif isinstance(entry, TurnEnd):
-                yield _event(self.answer.end(entry, latency_s=self.latency_s()))
-            elif self.answer.add(entry):
-                yield _event(self.answer.so_far())
-        yield _DONE
-
-    def latency_s(self) -> float:
-        """Seconds since the request arrived."""
-        return self.call.services.now_s() - self.arrived_s
-
-
-async def _start(call: Call, requests: RunningRequests, job: Generation, arrived_s: float) -> _Run:
-    """Submit the turn in its session, or in one that lives for this turn only."""
-    sessions, owner = call.sessions, call.owner
-    params = job.session
-    if params is None:
-        session_id = sessions.open(owner, OpenRequest(single_turn=True)).session_id
-    else:
-        session_id = params.id or ""
-        _check_session_params(params, job.request)
-    turn = (session_id, job.request.turn_id)
-    requests.add(owner, job.rid, turn)
-    try:
-        with _sglang_words(session_id):
-            journal = sessions.journal(owner, session_id)
-            view = await sessions.submit(owner, session_id, job.request)
-    except BaseException:
-        requests.remove(owner, job.rid, turn)
-        if params is None:
-            with contextlib.suppress(SessionServerError):
-                sessions.close(owner, session_id)
-        raise
-    return _Run(
-        call=call,
-        requests=requests,
-        job=job,
-        turn=turn,
-        reading=TurnReading(call, journal, view, keep_partial=False),
-        answer=CumulativeAnswer(job, call.services.model.token_text),
-        arrived_s=arrived_s,
-    )
-
-
-def _check_session_params(params: SessionParamsBody, request: TurnRequest) -> None:
-    for name in ("replace", "drop_previous_output", "offset"):
-        if getattr(params, name):
-            raise UnsupportedOperation(f"Streaming sessions do not support {name}.", param=name)
-    content = request.input
-    is_empty = (isinstance(content, TokenInput) and not content.token_ids) or (
-        isinstance(content, TextInput) and not content.text
-    )
-    if is_empty:
-        raise InvalidRequest("A session request must contain input tokens after restoring history.")
-
-
-@contextlib.contextmanager
-def _sglang_words(session_id: str) -> Iterator[None]:
-    """Refusals in the words and with the status (400) that SGLang's clients match."""
-    name = clean(session_id)
-    try:
-        yield
-    except SessionNotFound:
-        raise InvalidRequest(f"Invalid request: session id {name} does not exist") from None
-    except SessionClosing:
-        raise InvalidRequest(f"Invalid request: close was requested for session {name}") from None
-    except SessionBusy:
-        raise InvalidRequest("Streaming session already has an active request.") from None
-    except ContextTooLong as error:
-        raise InvalidRequest(error.message) from None
-
-
-def _requests_of(request: Request) -> RunningRequests:
-    requests = request.app.state.requests
-    assert isinstance(requests, RunningRequests), "create_app set it"
-    return requests
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+def _state_of(request: Request) -> SGLangState:
+    state = request.app.state.sglang
+    assert isinstance(state, SGLangState), "create_app set it"
+    return state

@@ -257,3 +257,28 @@ async def generate(
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
+
+
+@served()
+async def test_a_session_that_does_not_stream_is_a_tree_of_requests(this: Served) -> None:
+    session_id = await open_session(this, streaming=False)
+
+    async def ask(input_ids: list[int], name: str, **params: object) -> dict[str, Any]:
+        request = body(input_ids) | {"rid": name, "session_params": {"id": session_id, **params}}
+        answer = await this.http.post("/generate", json=request)
+        return {"status": answer.status_code} | answer.json()
+
+    root = await ask([7, 8], "r1")
+    assert root["meta_info"]["prompt_tokens"] == 2
+    child = await ask([9], "r2", rid="r1")
+    assert child["meta_info"]["prompt_tokens"] == 2 + 4 + 1
+    without = await ask([9], "r3", rid="r1", drop_previous_output=True)
+    assert without["meta_info"]["prompt_tokens"] == 3
+    cut = await ask([9], "r4", rid="r1", offset=-1)
+    assert cut["meta_info"]["prompt_tokens"] == 2 + 3 + 1
+    anew = await ask([5], "r5")
+    assert anew["meta_info"]["prompt_tokens"] == 1
+    replaced = await ask([9], "r6", rid="r1", replace=True)
+    assert replaced["meta_info"]["prompt_tokens"] == 7
+    gone = await ask([9], "r7", rid="r2")
+    assert (gone["status"], gone["error"]["message"]) == (400, "Invalid request session id")

@@ -1,0 +1,207 @@
+"""One `/generate` of SGLang's contract, from its submission to its last byte."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakSet
+
+import msgspec
+
+from session_server.core.errors import (
+    ContextTooLong,
+    InvalidRequest,
+    SessionBusy,
+    SessionClosing,
+    SessionNotFound,
+    SessionServerError,
+    TurnConflict,
+    TurnNotFound,
+    UnsupportedOperation,
+)
+from session_server.core.session_events import (
+    TextInput,
+    TokenInput,
+    TurnEnd,
+    TurnFailedEntry,
+    TurnRequest,
+)
+from session_server.protocol.errors import clean
+from session_server.protocol.frames import failure_body
+from session_server.protocol.sglang import CumulativeAnswer, Generation, SessionParamsBody
+from session_server.sessions.journal import Journal
+from session_server.sessions.manager import SessionManager
+from session_server.sessions.request_tree import BranchPoint, RequestTrees
+from session_server.sessions.views import OpenRequest, TurnView
+from session_server.web.caller import Call
+from session_server.web.event_stream import HEARTBEAT
+from session_server.web.running_requests import RunningRequests
+from session_server.web.turns import TurnReading
+
+_DONE: Final = b"data: [DONE]\n\n"
+
+
+class SGLangState:
+    """What this surface knows beyond the sessions: rids that run, and sessions that branch."""
+
+    def __init__(self, sessions: SessionManager) -> None:
+        self.requests = RunningRequests()
+        self.trees = RequestTrees(sessions)
+        self._branching: WeakSet[Journal] = WeakSet()
+
+    def make_branching(self, journal: Journal) -> None:
+        """The session of this journal was opened without `streaming`."""
+        self._branching.add(journal)
+
+    def is_branching(self, journal: Journal) -> bool:
+        """Whether requests of the session of this journal form a tree."""
+        return journal in self._branching
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRun:
+    """One `/generate` under way."""
+
+    call: Call
+    requests: RunningRequests
+    job: Generation
+    turn: tuple[str, str]
+    reading: TurnReading
+    answer: CumulativeAnswer
+    arrived_s: float
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Abortable by its rid, and aborted when its client goes."""
+        try:
+            with self.reading:
+                yield
+        finally:
+            self.requests.remove(self.call.owner, self.job.rid, self.turn)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The cumulative answer, each time as an event without a name, then `[DONE]`."""
+        async for item in self.reading.entries():
+            if item is None:
+                yield HEARTBEAT
+                continue
+            entry = item[1]
+            if isinstance(entry, TurnFailedEntry):
+                yield _event({"error": msgspec.to_builtins(failure_body(entry))})
+            elif isinstance(entry, TurnEnd):
+                yield _event(self.answer.end(entry, latency_s=self.latency_s()))
+            elif self.answer.add(entry):
+                yield _event(self.answer.so_far())
+        yield _DONE
+
+    def latency_s(self) -> float:
+        """Seconds since the request arrived."""
+        return self.call.services.now_s() - self.arrived_s
+
+
+async def start_generation(
+    call: Call, state: SGLangState, job: Generation, *, arrived_s: float
+) -> GenerationRun:
+    """Submit the turn: in its session, at its point of a tree, or in a session of its own.
+
+    Raises:
+        SessionServerError: refused, in the words and with the status that clients match.
+    """
+    turn_id = job.request.turn_id
+    with _sglang_words(job.session):
+        if job.session is None:
+            view, journal = await _submit_alone(call, state, job)
+        else:
+            session_id = job.session.id or ""
+            journal = call.sessions.journal(call.owner, session_id)
+            if state.is_branching(journal):
+                view, journal = await _submit_branch(call, state, job, job.session)
+            else:
+                _check_session_params(job.session, job.request)
+                view = await _submit(call, state, job, session_id)
+    turn = (view.session_id, turn_id)
+    state.requests.add(call.owner, job.rid, turn)
+    return GenerationRun(
+        call=call,
+        requests=state.requests,
+        job=job,
+        turn=turn,
+        reading=TurnReading(call, journal, view, keep_partial=False),
+        answer=CumulativeAnswer(job, call.services.model.token_text),
+        arrived_s=arrived_s,
+    )
+
+
+async def _submit(call: Call, state: SGLangState, job: Generation, session_id: str) -> TurnView:
+    """Submit, abortable by its rid from before it is accepted."""
+    turn = (session_id, job.request.turn_id)
+    state.requests.add(call.owner, job.rid, turn)
+    try:
+        return await call.sessions.submit(call.owner, session_id, job.request)
+    except BaseException:
+        state.requests.remove(call.owner, job.rid, turn)
+        raise
+
+
+async def _submit_alone(
+    call: Call, state: SGLangState, job: Generation
+) -> tuple[TurnView, Journal]:
+    session_id = call.sessions.open(call.owner, OpenRequest(single_turn=True)).session_id
+    journal = call.sessions.journal(call.owner, session_id)
+    try:
+        return await _submit(call, state, job, session_id), journal
+    except BaseException:
+        with contextlib.suppress(SessionServerError):
+            call.sessions.close(call.owner, session_id)
+        raise
+
+
+async def _submit_branch(
+    call: Call, state: SGLangState, job: Generation, params: SessionParamsBody
+) -> tuple[TurnView, Journal]:
+    point = BranchPoint(
+        rid=params.rid or None,
+        replace=bool(params.replace),
+        offset=params.offset,
+        drop_previous_output=bool(params.drop_previous_output),
+    )
+    branch = await state.trees.submit(
+        call.owner, params.id or "", rid=job.rid, point=point, request=job.request
+    )
+    return branch.view, branch.journal
+
+
+def _check_session_params(params: SessionParamsBody, request: TurnRequest) -> None:
+    for name in ("replace", "drop_previous_output", "offset"):
+        if getattr(params, name):
+            raise UnsupportedOperation(f"Streaming sessions do not support {name}.", param=name)
+    content = request.input
+    is_empty = (isinstance(content, TokenInput) and not content.token_ids) or (
+        isinstance(content, TextInput) and not content.text
+    )
+    if is_empty:
+        raise InvalidRequest("A session request must contain input tokens after restoring history.")
+
+
+@contextlib.contextmanager
+def _sglang_words(params: SessionParamsBody | None) -> Iterator[None]:
+    """Refusals in the words and with the status (400) that SGLang's clients match."""
+    name = clean(params.id or "") if params is not None else ""
+    try:
+        yield
+    except SessionNotFound:
+        raise InvalidRequest(f"Invalid request: session id {name} does not exist") from None
+    except SessionClosing:
+        raise InvalidRequest(f"Invalid request: close was requested for session {name}") from None
+    except SessionBusy as error:
+        is_branch = error.param is not None
+        text = error.message if is_branch else "Streaming session already has an active request."
+        raise InvalidRequest(text) from None
+    except (ContextTooLong, TurnNotFound, TurnConflict) as error:
+        raise InvalidRequest(error.message, param=error.param) from None
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
