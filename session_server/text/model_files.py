@@ -103,9 +103,11 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _special_tokens(config: Mapping[str, Any]) -> frozenset[str]:
     texts = set(_named_tokens(config).values())
-    extra = config.get("additional_special_tokens")
-    if isinstance(extra, list):
-        texts.update(filter(None, map(_token_text, extra)))
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        extra = config.get(name)
+        tokens = list(extra.values()) if isinstance(extra, dict) else extra
+        if isinstance(tokens, list):
+            texts.update(filter(None, map(_token_text, tokens)))
     added = config.get("added_tokens_decoder")
     if isinstance(added, dict):
         for entry in added.values():

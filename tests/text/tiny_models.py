@@ -110,7 +110,9 @@ def write_model(path: Path, kind: str, *, extra: tuple[AddedToken, ...] = ()) ->
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
     tokenizer.save(str(path / "tokenizer.json"))
-    config = {"eos_token": eos} | ({"bos_token": {"content": bos}} if bos else {})
+    config = {"eos_token": eos} | (
+        {"bos_token": {"__type": "AddedToken", "content": bos}} if bos else {}
+    )
     _write(path / "tokenizer_config.json", config)
     _write(path / "generation_config.json", {"eos_token_id": [tokenizer.token_to_id(eos), 0]})
     if template is not None:

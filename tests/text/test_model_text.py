@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from session_server.core.errors import InvalidRequest, TokenizeFailed
+from session_server.text.model_files import ModelFilesError, read_model_files
+from session_server.text.model_text import load_model_text
+from session_server.text.tokenizer import check_token_ids
+from tests.text.tiny_models import CHATML, write_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path, "chatml")
+
+
+def edit(path: Path, **changes: object) -> None:
+    value = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(value | changes))
+
+
+def test_end_tokens_are_those_of_generation_config_and_tokenizer(folder: Path) -> None:
+    tokenizer = load_model_text(folder).tokenizer
+    edit(folder / "generation_config.json", eos_token_id=tokenizer.id_of("<|eot_id|>"))
+    wanted = {tokenizer.id_of("<|eot_id|>"), tokenizer.id_of("<|im_end|>")}
+    assert load_model_text(folder).eos_token_ids == wanted
+
+
+def test_the_model_config_names_end_tokens_where_the_generation_config_is_silent(
+    folder: Path,
+) -> None:
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", eos_token_id=[7, 8])
+    assert {7, 8} < load_model_text(folder).eos_token_ids
+
+
+def test_the_template_file_comes_before_the_config(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template="from config")
+    assert read_model_files(folder).chat_template == CHATML
+    (folder / "chat_template.jinja").unlink()
+    assert read_model_files(folder).chat_template == "from config"
+    named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    edit(folder / "tokenizer_config.json", chat_template=named)
+    assert read_model_files(folder).chat_template == "d"
+    edit(folder / "tokenizer_config.json", chat_template=named[:1])
+    assert read_model_files(folder).chat_template == "t"
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    assert load_model_text(folder).chat is None
+
+
+def test_sampling_defaults_come_from_the_generation_config(folder: Path) -> None:
+    edit(folder / "generation_config.json", temperature=0.6, top_k=20, top_p=0.9, do_sample=True)
+    sampling = load_model_text(folder).default_sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.9)
+    edit(folder / "generation_config.json", do_sample=False)
+    assert load_model_text(folder).default_sampling.temperature == 0.0
+    edit(folder / "generation_config.json", top_p=7)
+    with pytest.raises(ModelFilesError):
+        load_model_text(folder)
+
+
+def test_tokens_declared_special_elsewhere_are_special(folder: Path) -> None:
+    edit(
+        folder / "tokenizer_config.json",
+        added_tokens_decoder={"9": {"content": "<think>", "special": True}},
+        additional_special_tokens=["<not in the vocabulary>"],
+        extra_special_tokens={"end_of_thinking": "</think>"},
+    )
+    tokenizer = load_model_text(folder).tokenizer
+    for text in ("<think>", "</think>"):
+        assert tokenizer.id_of(text) in tokenizer.special_ids
+        assert not set(tokenizer.encode_content(text)) & tokenizer.special_ids
+        assert tokenizer.encode_control(text) == [tokenizer.id_of(text)]
+    assert tokenizer.id_of("<not in the vocabulary>") is None
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    padding = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
+    truncation = {"max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    edit(path, truncation=truncation, padding=padding)
+    tokenizer = load_model_text(folder).tokenizer
+    assert len(tokenizer.encode_content("abcdefgh")) >= 5
+    assert len(tokenizer.encode_content("a")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "not json"),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", "{"),
+        ("generation_config.json", "[" * 100_000),
+        ("chat_template.jinja", "{% endfor %}"),
+    ],
+)
+def test_malformed_files_say_so(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(ModelFilesError):
+        load_model_text(folder)
+
+
+def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match=r"no tokenizer\.json"):
+        load_model_text(tmp_path)
+
+
+def test_lone_surrogates_are_refused(folder: Path) -> None:
+    tokenizer = load_model_text(folder).tokenizer
+    for encode in (tokenizer.encode_content, tokenizer.encode_control):
+        with pytest.raises(TokenizeFailed):
+            encode("a\ud800")
+
+
+@pytest.mark.parametrize("wrong", [-1, 400, 1 << 31, -(1 << 31)])
+def test_ids_outside_the_vocabulary_are_named(wrong: int) -> None:
+    check_token_ids([0, 399], 400)
+    check_token_ids([], 400)
+    with pytest.raises(InvalidRequest, match=f"{wrong} is outside"):
+        check_token_ids([0, wrong], 400)
+
+
+def test_the_embedded_model_s_text_side_loads() -> None:
+    from session_server import demo
+
+    folder = Path(demo.__file__).parent / "model"
+    model = load_model_text(folder)
+    assert model.chat is not None
+    assert model.chat.can_append
+    assert model.tokenizer.special_ids >= model.eos_token_ids
