@@ -21,7 +21,7 @@ from session_server.core.errors import (
 
 MAX_MESSAGE_CHARS: Final = 512
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
-_MSGSPEC_PATH: Final = re.compile(r"(?s)(.*) - at `(?:key in )?\$?\.?(.*)`$")
+_MSGSPEC_PATH: Final = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$?\.?(.*)`$")
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -249,7 +249,7 @@ AnyServerFrame = (
 
 
 def coalesce(
-    entries: Iterable[tuple[int, SessionEntry]],
+    entries: Iterable[tuple[int, SessionEntry]], *, max_chars: int = MAX_COALESCED_CHARS
 ) -> Iterator[tuple[int, SessionEntry]]:
     """Merge adjacent deltas of one turn, so that a reader that is behind catches up cheaply.
 
@@ -262,7 +262,7 @@ def coalesce(
         if run and not (
             delta is not None
             and (delta.turn_id, delta.item_id) == (run[0].turn_id, run[0].item_id)
-            and run_chars < MAX_COALESCED_CHARS
+            and run_chars < max_chars
         ):
             yield run_seq, _merged(run)
             run, run_chars = [], 0

@@ -1,0 +1,231 @@
+"""What the operator reads: numbers that add up, lines that stay lines."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from session_server.core.events import (
+    EngineDied,
+    EngineReady,
+    EngineStats,
+    FinishReason,
+    MemoryReported,
+    PoolReport,
+    SessionCooled,
+    TokensProduced,
+    TurnFailed,
+    TurnFinished,
+    TurnTimings,
+)
+from session_server.core.ids import SessionId, TurnId
+from session_server.metrics.logging import EventLog, OneLineFormatter, configure_logging
+from session_server.metrics.prometheus import ServerMetrics
+
+TIMINGS = TurnTimings(
+    queue_ms=1.0, prefill_ms=2.0, ttft_ms=30.0, decode_ms=40.0, forward_ms=5.0, num_steps=6
+)
+FINISHED = TurnFinished(
+    turn_id=TurnId("t"),
+    session_id=SessionId("s"),
+    reason=FinishReason.STOP,
+    matched_token=4,
+    history_len=12,
+    prompt_tokens=10,
+    cached_tokens=7,
+    num_outputs=2,
+    num_retractions=0,
+    timings=TIMINGS,
+)
+FAILED = TurnFailed(
+    turn_id=TurnId("t2"),
+    session_id=SessionId("s"),
+    code="numerical_error",
+    message="bad",
+    history_len=0,
+)
+REPORT = MemoryReported(
+    request_id=1,
+    pools={
+        "full": PoolReport(
+            pages=10,
+            page_size=16,
+            free=1,
+            reserved=1,
+            tree_evictable=1,
+            tree_protected=1,
+            session_held=1,
+            active=1,
+            fenced=1,
+            spill=1,
+            quarantine=2,
+        )
+    },
+    rows=4,
+    rows_free=4,
+    sessions=(),
+    check_runs=5,
+    check_violations=1,
+    violations=("x",),
+)
+STATS = EngineStats(
+    steps=9,
+    forward_ms=90.0,
+    host_ms=9.0,
+    prompt_tokens=10,
+    cached_tokens=7,
+    generated_tokens=2,
+    retractions=1,
+    coolings=3,
+    running=1,
+    waiting=2,
+    sessions=1,
+    pages_free={"full": 1},
+    pages_total={"full": 10},
+    check_runs=5,
+    check_violations=0,
+)
+
+
+class Clock:
+    """A clock the test sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def value(metrics: ServerMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_a_finished_turn_counts_once_with_its_tokens_and_times() -> None:
+    clock = Clock()
+    metrics = ServerMetrics(now_s=clock)
+    for now_s in (1.0, 1.25):
+        clock.now_s = now_s
+        metrics.on_event(TokensProduced(turn_id=TurnId("t"), token_ids=(5,)))
+    metrics.on_event(FINISHED)
+    assert value(metrics, "session_server_turns_total", outcome="stop") == 1
+    tokens = [
+        value(metrics, "session_server_tokens_total", kind=kind)
+        for kind in ("prompt", "cached", "generated")
+    ]
+    assert tokens == [10, 7, 2]
+    assert value(metrics, "session_server_inter_token_seconds_sum") == 0.25
+    assert value(metrics, "session_server_time_to_first_token_seconds_sum") == 0.03
+    assert value(metrics, "session_server_turn_seconds_sum") == pytest.approx(0.07)
+
+
+def test_failures_are_counted_by_code_and_unknown_codes_together() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    metrics.on_event(FAILED)
+    metrics.on_event(
+        TurnFailed(
+            turn_id=TurnId("t3"),
+            session_id=SessionId("s"),
+            code="made\nup",
+            message="",
+            history_len=0,
+        )
+    )
+    name = "session_server_turn_failures_total"
+    assert value(metrics, name, code="numerical_error") == 1
+    assert value(metrics, name, code="other") == 1
+    assert value(metrics, "session_server_turns_total", outcome="failed") == 2
+
+
+def test_the_accounts_of_a_pool_are_shown_and_add_up() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    metrics.on_event(REPORT)
+    metrics.on_event(STATS)
+    lines = metrics.exposition().decode().splitlines()
+    pages = [line for line in lines if line.startswith("session_server_pages{")]
+    assert sum(float(line.split()[-1]) for line in pages) == 10
+    assert value(metrics, "session_server_engine_total", what="coolings") == 3
+    assert value(metrics, "session_server_engine_turns", state="waiting") == 2
+
+
+def test_readers_refusals_sessions_and_lag_are_counted() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    metrics.watch_sessions(lambda: 3)
+    metrics.connection_opened("websocket")
+    metrics.connection_opened("websocket")
+    metrics.connection_closed("websocket")
+    metrics.refused("session_busy")
+    metrics.refused("whatever a client made up")
+    metrics.loop_lagged(0.5)
+    metrics.on_event(EngineDied(message="killed", will_restart=True))
+    assert value(metrics, "session_server_sessions") == 3
+    assert value(metrics, "session_server_connections", kind="websocket") == 1
+    assert value(metrics, "session_server_connections_opened_total", kind="websocket") == 2
+    assert value(metrics, "session_server_refusals_total", code="other") == 1
+    assert value(metrics, "session_server_event_loop_lag_seconds_sum") == 0.5
+    assert value(metrics, "session_server_engine_deaths_total") == 1
+
+
+def test_two_servers_in_one_process_count_apart() -> None:
+    one, other = ServerMetrics(now_s=Clock()), ServerMetrics(now_s=Clock())
+    one.on_event(FINISHED)
+    assert value(other, "session_server_turns_total", outcome="stop") is None
+
+
+def test_a_log_line_stays_one_line_whatever_it_is_given() -> None:
+    formatter = OneLineFormatter("%(message)s")
+    record = logging.LogRecord("x", logging.INFO, "", 0, "a\x1b[31m\n%s", ("b\r\nc\u2028",), None)
+    line = formatter.format(record)
+    assert line.split() == ["a", "b", "c"]
+    assert line.isprintable()
+    try:
+        raise ValueError("a\nb")
+    except ValueError:
+        import sys
+
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "bug", (), sys.exc_info())
+    assert "\n" not in formatter.format(record)
+    long = logging.LogRecord("x", logging.INFO, "", 0, "a" * 10_000, (), None)
+    assert len(formatter.format(long)) == 4096
+
+
+def test_events_worth_a_line_get_one(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("test.events")
+    log = EventLog(logger)
+    with caplog.at_level(logging.DEBUG, logger="test.events"):
+        log.on_event(FINISHED)
+        log.on_event(FAILED)
+        log.on_event(SessionCooled(session_id=SessionId("s")))
+        log.on_event(EngineDied(message="killed", will_restart=False))
+        log.on_event(STATS)
+        log.on_event(
+            EngineReady(
+                epoch=1,
+                max_context_len=1,
+                max_turn_len=1,
+                vocab_size=1,
+                eos_token_ids=(),
+                page_size=1,
+                num_pages=1,
+                device="cpu",
+                dtype="float32",
+                backend="torch",
+            )
+        )
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 5
+    assert "prompt=10 cached=7 output=2" in lines[0]
+    assert "code=numerical_error" in lines[1]
+
+
+def test_uvicorn_speaks_up_only_to_warn() -> None:
+    names = ("session_server", "uvicorn")
+    before = [(logging.getLogger(n).handlers[:], logging.getLogger(n).propagate) for n in names]
+    try:
+        logger = configure_logging("info")
+        assert logger.isEnabledFor(logging.INFO)
+        assert not logging.getLogger("uvicorn.error").isEnabledFor(logging.INFO)
+    finally:
+        for name, (handlers, propagate) in zip(names, before, strict=True):
+            logging.getLogger(name).handlers[:] = handlers
+            logging.getLogger(name).propagate = propagate

@@ -1,0 +1,118 @@
+"""Bounds of what clients send: at each bound, and one beyond it."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from session_server.core.errors import InvalidRequest
+from session_server.core.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_OUTPUT_TOKENS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
+from session_server.protocol.errors import MAX_MESSAGE_CHARS, clean, error_body
+from session_server.protocol.messages import (
+    MAX_MESSAGES,
+    MAX_METADATA,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TTL_S,
+    MIN_TTL_S,
+    OpenBody,
+    SamplingBody,
+    TurnBody,
+    decode,
+    sampling_params,
+)
+
+NUMBERS: list[tuple[str, object, object]] = [
+    ("max_tokens", 0, -1),
+    ("max_tokens", MAX_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS + 1),
+    ("min_tokens", 0, -1),
+    ("temperature", 0, -0.001),
+    ("temperature", 100, 100.001),
+    ("top_k", -1, -2),
+    ("top_k", 1 << 30, (1 << 30) + 1),
+    ("top_p", 1, 1.001),
+    ("top_p", 0.001, 0),
+    ("min_p", 0, -0.001),
+    ("min_p", 1, 1.001),
+    ("repetition_penalty", 0.001, 0),
+    ("repetition_penalty", 10, 10.001),
+    ("presence_penalty", -2, -2.001),
+    ("frequency_penalty", 2, 2.001),
+    ("seed", 0, -1),
+    ("seed", (1 << 63) - 1, 1 << 63),
+    ("logprobs", True, 1),
+    ("top_logprobs", MAX_TOP_LOGPROBS, MAX_TOP_LOGPROBS + 1),
+    ("stop", "a" * MAX_STOP_CHARS, "a" * (MAX_STOP_CHARS + 1)),
+    ("stop", ["a"] * MAX_STOP_STRINGS, ["a"] * (MAX_STOP_STRINGS + 1)),
+    ("stop_token_ids", [1] * MAX_STOP_TOKEN_IDS, [1] * (MAX_STOP_TOKEN_IDS + 1)),
+    ("logit_bias", {str(i): 1 for i in range(MAX_LOGIT_BIAS)}, {"1": 101}),
+    ("logit_bias", {"1": -100}, {"-1": 1}),
+    ("logit_bias", {"1": 100}, {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}),
+    ("prompt_logprobs_from", 0, -1),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "bad"), NUMBERS)
+def test_sampling_is_bounded_on_both_sides(name: str, good: object, bad: object) -> None:
+    body = decode(json.dumps({name: good}), SamplingBody)
+    assert getattr(body, name) is not None
+    with pytest.raises(InvalidRequest) as refused:
+        decode(json.dumps({name: bad}), SamplingBody)
+    assert (refused.value.param or "").startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"id": "a" * 64}, {"id": "a" * 65}),
+        ({"id": "A.b_c:d-1"}, {"id": "a/b"}),
+        ({"ttl_s": MIN_TTL_S}, {"ttl_s": MIN_TTL_S / 2}),
+        ({"ttl_s": MAX_TTL_S}, {"ttl_s": MAX_TTL_S + 1}),
+        (
+            {"metadata": {str(i): "v" for i in range(MAX_METADATA)}},
+            {"metadata": {str(i): "v" for i in range(MAX_METADATA + 1)}},
+        ),
+        ({"metadata": {"k": "v" * 512}}, {"metadata": {"k": "v" * 513}}),
+        ({"metadata": {"k": "v"}}, {"metadata": {"k": 1}}),
+        (
+            {"messages": [{"role": "user", "content": "a"}] * MAX_MESSAGES},
+            {"messages": [{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1)},
+        ),
+        ({"pinned": True}, {"pinned": 1}),
+    ],
+)
+def test_a_session_is_bounded_on_both_sides(good: object, bad: object) -> None:
+    decode(json.dumps(good), OpenBody)
+    with pytest.raises(InvalidRequest):
+        decode(json.dumps(bad), OpenBody)
+
+
+def test_an_empty_sampling_is_the_servers_own() -> None:
+    defaults = SamplingParams(max_tokens=7, temperature=0.3, stop_token_ids=(9,))
+    assert sampling_params(SamplingBody(), defaults=defaults) == defaults
+    given = sampling_params(SamplingBody(temperature=0.0), defaults=defaults)
+    assert given == msgspec.structs.replace(defaults, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xff", b"{", b'{"text":"\xff"}', b'{"text":"\\ud800"}', b"NaN", b"\xfe\xff{}"],
+)
+def test_what_is_no_json_in_utf8_is_refused(payload: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        decode(payload, TurnBody)
+
+
+def test_messages_to_clients_are_one_bounded_line() -> None:
+    assert clean("a\x1b[31m\r\nb\u2028c") == "a [31m b c"
+    assert len(clean("a" * 10_000)) == MAX_MESSAGE_CHARS
+    body = error_body(InvalidRequest("a\nb", param="p"), turn_id="t")
+    assert (body.message, body.param, body.turn_id) == ("a b", "p", "t")

@@ -1,0 +1,431 @@
+"""`kvsession.v1` without a socket: it never raises, and owes exactly what it should."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from session_server.core.events import TurnTimings
+from session_server.core.sampling import SamplingParams
+from session_server.core.session_events import (
+    ChatInput,
+    Message,
+    Outcome,
+    SessionClosed,
+    SessionDraining,
+    SessionStateChanged,
+    SessionUpdated,
+    TextInput,
+    TokenInput,
+    TurnCancelled,
+    TurnCompleted,
+    TurnCreated,
+    TurnDelta,
+    TurnFailedEntry,
+    TurnProgress,
+    Usage,
+)
+from session_server.protocol.frames import (
+    AnyServerFrame,
+    LimitsBody,
+    OpenedFrame,
+    coalesce,
+)
+from session_server.protocol.session_protocol import (
+    MAX_OUTBOX_FRAMES,
+    Authenticate,
+    CancelTurn,
+    CloseCode,
+    CloseSession,
+    ProtocolState,
+    SessionProtocol,
+    StartTurn,
+    UpdateSession,
+)
+
+MAX_CHARS = 8
+TIMINGS = TurnTimings(
+    queue_ms=0.5, prefill_ms=2.0, ttft_ms=2.5, decode_ms=4.0, forward_ms=6.0, num_steps=3
+)
+OUTCOME = Outcome("i_1", "Hi!", (5, 6), Usage(10, 7, 2), TIMINGS)
+HELLO = OpenedFrame(
+    seq=0,
+    session_id="s_1",
+    epoch="e",
+    resumed=False,
+    state="cold",
+    tokens=0,
+    model="m",
+    limits=LimitsBody(
+        max_message_bytes=4096,
+        max_context=64,
+        max_queued_turns=1,
+        replay_bytes=1,
+        idle_ttl_s=1.0,
+    ),
+    heartbeat_s=20.0,
+)
+
+NAMES = st.sampled_from(
+    [
+        "type",
+        "turn_id",
+        "input",
+        "text",
+        "input_ids",
+        "sampling",
+        "generate",
+        "queue",
+        "ttl_s",
+        "metadata",
+        "t",
+        "seq",
+        "token",
+        "keep_partial",
+        "temperature",
+        "max_tokens",
+        "stop",
+        "x",
+    ]
+)
+TYPES = st.sampled_from(
+    [
+        "session.auth",
+        "turn.create",
+        "turn.cancel",
+        "session.update",
+        "session.close",
+        "ping",
+        "ack",
+        "nothing",
+    ]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | TYPES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+FRAMES = (
+    st.text(st.characters(codec=None), max_size=40)
+    | VALUES.map(json.dumps)
+    | st.builds(
+        lambda kind, fields: json.dumps({"type": kind, **fields}),
+        TYPES,
+        st.dictionaries(NAMES, VALUES, max_size=5),
+    )
+    | st.binary(max_size=40).map(lambda data: data.decode("latin-1"))
+)
+
+
+def protocol(*, needs_auth: bool = False, is_open: bool = True) -> SessionProtocol:
+    made = SessionProtocol(
+        defaults=SamplingParams(max_tokens=9), needs_auth=needs_auth, max_message_bytes=4096
+    )
+    if is_open and not needs_auth:
+        made.opened(HELLO)
+        made.take_frames()
+    return made
+
+
+def sent(made: SessionProtocol) -> list[dict[str, Any]]:
+    return [json.loads(frame) for frame in made.take_frames()]
+
+
+def create(**fields: object) -> str:
+    return json.dumps({"type": "turn.create", "turn_id": "t1", **fields})
+
+
+@given(st.lists(FRAMES, max_size=20), st.booleans())
+def test_whatever_arrives_nothing_is_raised_and_little_is_owed(
+    frames: list[str], needs_auth: bool
+) -> None:
+    made = protocol(needs_auth=needs_auth)
+    for frame in frames:
+        command = made.receive_frame(frame, now_s=1.0)
+        owed = made.take_frames()
+        assert len(owed) <= 1
+        assert all(len(text) < 2048 for text in owed)
+        for text in owed:
+            msgspec.json.decode(text, type=AnyServerFrame)
+        if needs_auth:
+            assert command is None or isinstance(command, Authenticate)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "[" * 200_000,
+        '{"a":' * 50_000,
+        '{"type":"turn.create","x":' + "[" * 1500 + "]" * 1500 + "}",
+        '{"type":"ping","t":' + "9" * 3000 + "}",
+        "\ud800",
+        '"\\ud800"',
+        "\x00",
+        "",
+        "x" * 5000,
+    ],
+)
+def test_what_breaks_parsers_is_an_error_frame(frame: str) -> None:
+    made = protocol()
+    assert made.receive_frame(frame, now_s=0.0) is None
+    (error,) = sent(made)
+    assert error["type"] == "error"
+    assert error["error"]["code"] == "invalid_request"
+    assert made.close_code is None
+
+
+def test_a_peer_that_never_reads_its_answers_is_let_go() -> None:
+    made = protocol()
+    for _ in range(2 * MAX_OUTBOX_FRAMES):
+        made.receive_frame("{", now_s=0.0)
+    assert made.close_code is CloseCode.OVERLOADED
+    assert len(made.take_frames()) == MAX_OUTBOX_FRAMES
+
+
+def test_a_turn_is_understood_with_every_input_and_option() -> None:
+    made = protocol()
+    chat = create(input=[{"role": "user", "content": "Hi"}], sampling={"seed": 3, "stop": "."})
+    command = made.receive_frame(chat, now_s=0.0)
+    assert isinstance(command, StartTurn)
+    assert command.request.turn_id == "t1"
+    assert command.request.input == ChatInput((Message("user", "Hi"),))
+    assert command.request.sampling == SamplingParams(max_tokens=9, seed=3)
+    assert command.request.text.stop == (".",)
+    assert command.request.on_disconnect == "detach"
+
+    sampling = {"top_k": -1, "logit_bias": {"5": -1}, "stop": ["a", "b"], "keep_stop": True}
+    raw = create(text="x", sampling=sampling, generate=False, queue=False, priority=3)
+    command = made.receive_frame(raw, now_s=0.0)
+    assert isinstance(command, StartTurn)
+    assert command.request.input == TextInput("x")
+    assert command.request.sampling.max_tokens == 0
+    assert command.request.sampling.top_k == 0
+    assert command.request.sampling.logit_bias == ((5, -1.0),)
+    assert command.request.text.keep_stop is True
+    assert (command.request.queue, command.request.priority) == (False, 3)
+
+    command = made.receive_frame(create(input_ids=[1, 2], on_disconnect="cancel"), now_s=0.0)
+    assert isinstance(command, StartTurn)
+    assert command.request.input == TokenInput((1, 2))
+    assert command.request.on_disconnect == "cancel"
+    assert sent(made) == []
+
+
+def test_a_turn_without_an_id_gets_one() -> None:
+    made = protocol()
+    ids = set()
+    for _ in range(2):
+        command = made.receive_frame('{"type":"turn.create","text":"a"}', now_s=0.0)
+        assert isinstance(command, StartTurn)
+        ids.add(command.request.turn_id)
+    assert len(ids) == 2
+
+
+def test_the_other_messages_become_commands() -> None:
+    made = protocol()
+    for frame, command in (
+        ({"type": "turn.cancel"}, CancelTurn(None, keep_partial=True)),
+        (
+            {"type": "turn.cancel", "turn_id": "t", "keep_partial": False},
+            CancelTurn("t", keep_partial=False),
+        ),
+        ({"type": "session.update", "ttl_s": 5}, UpdateSession(5.0, None)),
+        ({"type": "session.update", "metadata": {"a": "b"}}, UpdateSession(None, {"a": "b"})),
+        ({"type": "session.close"}, CloseSession()),
+        ({"type": "session.auth", "token": "late"}, None),
+        ({"type": "ack", "seq": 4}, None),
+        ({"type": "ack", "seq": 2}, None),
+    ):
+        assert made.receive_frame(json.dumps(frame), now_s=0.0) == command
+    assert made.acked_seq == 4
+    assert sent(made) == []
+    assert made.receive_frame('{"type":"ping","t":7}', now_s=12.5) is None
+    assert sent(made) == [{"type": "pong", "t": 7.0, "server_time": 12.5}]
+
+
+def test_a_refused_turn_names_the_turn() -> None:
+    made = protocol()
+    for frame in (create(text=1), create(), create(text="a", sampling={"top_logprobs": 3})):
+        assert made.receive_frame(frame, now_s=0.0) is None
+        (error,) = sent(made)
+        assert error["error"]["turn_id"] == "t1"
+
+
+def test_the_first_message_authenticates_or_ends_it() -> None:
+    made = protocol(needs_auth=True)
+    command = made.receive_frame('{"type":"session.auth","token":"k"}', now_s=0.0)
+    assert command == Authenticate("k")
+    made.authenticated()
+    assert made.state is ProtocolState.OPENING
+
+    for frame in ('{"type":"ping"}', "{"):
+        other = protocol(needs_auth=True)
+        assert other.receive_frame(frame, now_s=0.0) is None
+        assert other.close_code is CloseCode.BAD_FIRST_MESSAGE
+        assert len(sent(other)) == 1
+        assert other.receive_frame('{"type":"session.auth","token":"k"}', now_s=0.0) is None
+
+
+def test_a_session_as_frames_word_for_word() -> None:
+    """The golden transcript: a change here is a change of the protocol."""
+    made = protocol(is_open=False)
+    made.opened(HELLO)
+    made.entries(
+        enumerate(
+            [
+                TurnCreated("t1", 0),
+                SessionStateChanged("resident", "turn"),
+                TurnProgress("t1", 7, 7, 10),
+                TurnDelta("t1", "i_1", "H", (5,)),
+                TurnDelta("t1", "i_1", "i!", (6,)),
+                TurnCompleted("t1", "stop", 6, OUTCOME),
+                TurnCancelled("t2", True, "client_cancelled", OUTCOME),
+                TurnFailedEntry("t3", "engine_restarting", "gone", True, OUTCOME),
+                SessionUpdated(60.0, {"a": "b"}),
+                SessionDraining(10.0),
+                SessionClosed("client"),
+            ],
+            start=1,
+        )
+    )
+    usage = {
+        "input_tokens": 10,
+        "cached_tokens": 7,
+        "cache_write_tokens": 3,
+        "output_tokens": 2,
+        "total_tokens": 12,
+    }
+    timings = {
+        "queue_ms": 0.5,
+        "prefill_ms": 2.0,
+        "ttft_ms": 2.5,
+        "decode_ms": 4.0,
+        "forward_ms": 6.0,
+        "num_steps": 3,
+    }
+    item = {"id": "i_1", "role": "assistant", "content": "Hi!", "token_ids": [5, 6]}
+    limits = {
+        "max_message_bytes": 4096,
+        "max_context": 64,
+        "max_queued_turns": 1,
+        "replay_bytes": 1,
+        "idle_ttl_s": 1.0,
+    }
+    failure = {
+        "type": "server_error",
+        "code": "engine_restarting",
+        "message": "gone",
+        "param": None,
+        "turn_id": "t3",
+    }
+    end = {"usage": usage, "timings": timings}
+    assert sent(made) == [
+        {
+            "type": "session.opened",
+            "seq": 0,
+            "session_id": "s_1",
+            "epoch": "e",
+            "resumed": False,
+            "state": "cold",
+            "tokens": 0,
+            "model": "m",
+            "limits": limits,
+            "heartbeat_s": 20.0,
+        },
+        {"type": "turn.created", "seq": 1, "turn_id": "t1", "position": 0},
+        {"type": "session.state", "seq": 2, "state": "resident", "reason": "turn"},
+        {
+            "type": "turn.progress",
+            "seq": 3,
+            "turn_id": "t1",
+            "phase": "prefill",
+            "processed": 7,
+            "cached": 7,
+            "total": 10,
+        },
+        {"type": "turn.delta", "seq": 5, "turn_id": "t1", "item_id": "i_1", "text": "Hi!", "n": 2},
+        {
+            "type": "turn.completed",
+            "seq": 6,
+            "turn_id": "t1",
+            "finish_reason": "stop",
+            "matched": 6,
+            "item": item | {"status": "completed"},
+            **end,
+        },
+        {
+            "type": "turn.cancelled",
+            "seq": 7,
+            "turn_id": "t2",
+            "reason": "client_cancelled",
+            "kept_partial": True,
+            "item": item | {"status": "incomplete"},
+            **end,
+        },
+        {
+            "type": "turn.failed",
+            "seq": 8,
+            "turn_id": "t3",
+            "error": failure,
+            "retryable": True,
+            **end,
+        },
+        {"type": "session.updated", "seq": 9, "ttl_s": 60.0, "metadata": {"a": "b"}},
+        {"type": "session.draining", "seq": 10, "deadline_s": 10.0},
+        {"type": "session.closed", "seq": 11, "reason": "client"},
+    ]
+    assert made.close_code is CloseCode.SESSION_CLOSED
+    assert made.receive_frame('{"type":"ping"}', now_s=0.0) is None
+
+
+def test_a_server_that_leaves_invites_to_come_back() -> None:
+    made = protocol()
+    made.entries([(1, SessionClosed("draining"))])
+    assert made.close_code is CloseCode.RESTART
+
+
+def test_a_turn_submitted_twice_is_told_again_without_a_place_in_the_order() -> None:
+    made = protocol()
+    made.repeat("t1", position=2, end=None)
+    made.repeat("t1", position=0, end=TurnCompleted("t1", "length", None, OUTCOME))
+    created, completed = sent(made)
+    assert created == {"type": "turn.created", "turn_id": "t1", "position": 2}
+    assert (completed["type"], "seq" in completed) == ("turn.completed", False)
+
+
+DELTAS = st.builds(
+    lambda turn, text: TurnDelta(turn, "i_" + turn, text, tuple(range(len(text)))),
+    st.sampled_from(["a", "b"]),
+    st.text(max_size=5) | st.just("x" * MAX_CHARS),
+)
+
+
+@given(st.lists(DELTAS | st.just(SessionDraining(1.0)), max_size=30))
+def test_merging_deltas_loses_nothing_and_reorders_nothing(
+    entries: list[TurnDelta | SessionDraining],
+) -> None:
+    numbered = list(enumerate(entries, start=1))
+    merged = list(coalesce(numbered, max_chars=MAX_CHARS))
+
+    def spelled(items: list[Any]) -> list[tuple[str, str, int]]:
+        return [
+            (entry.turn_id, char, token)
+            for _, entry in items
+            if isinstance(entry, TurnDelta)
+            for char, token in zip(entry.text, entry.token_ids, strict=True)
+        ]
+
+    assert spelled(merged) == spelled(numbered)
+    seqs = [seq for seq, _ in merged]
+    assert seqs == sorted(set(seqs))
+    assert seqs[-1:] == ([len(entries)] if entries else [])
+    for _, entry in merged:
+        if isinstance(entry, TurnDelta):
+            assert len(entry.text) <= MAX_CHARS - 1 + MAX_CHARS
+    num_breaks = sum(isinstance(entry, SessionDraining) for entry in entries)
+    assert sum(isinstance(entry, SessionDraining) for _, entry in merged) == num_breaks
