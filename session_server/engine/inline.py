@@ -15,6 +15,9 @@ from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
 from session_server.engine.loop import EngineAssembly, EngineLoop
 
+STOP_TIMEOUT_S: Final = 10.0
+"""How long the step in flight may take to finish at the end."""
+
 _T = TypeVar("_T")
 
 _LOG: Final = logging.getLogger(__name__)
@@ -65,7 +68,8 @@ class InlineEngine:
             return
         if self._thread.is_alive():
             self._loop.post(Shutdown())
-        await asyncio.to_thread(self._thread.join)
+        # A step that hangs is not waited for: the thread is a daemon and ends with the process.
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
     def _run(self) -> None:
         assert self._loop is not None

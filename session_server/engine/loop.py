@@ -28,6 +28,9 @@ MAX_ITEMS_PER_STEP: Final = 512
 IDLE_AUDIT_DELAY_S: Final = 0.5
 """Quiet time before an idle engine recounts its memory; a prompt next turn is not kept waiting."""
 
+AUDIT_PAUSE_RATIO: Final = 50.0
+"""A recount of a large pool takes a while; this many times as long passes before the next."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineAssembly:
@@ -58,6 +61,7 @@ class EngineLoop:
         self._clock = clock
         self._inbox: queue.Queue[EngineCommand | StepResult | DeviceCrash] = queue.Queue(MAX_INBOX)
         self._progress_s = clock()
+        self._next_audit_s = clock()
         self._is_waiting_for_work = True
 
     def post(self, command: EngineCommand, *, block: bool = True) -> None:
@@ -112,10 +116,14 @@ class EngineLoop:
 
     def _wait(self) -> EngineCommand | StepResult | DeviceCrash:
         if self._engine.is_audit_due:
+            pause_s = max(IDLE_AUDIT_DELAY_S, self._next_audit_s - self._clock())
             try:
-                return self._inbox.get(timeout=IDLE_AUDIT_DELAY_S)
+                return self._inbox.get(timeout=pause_s)
             except queue.Empty:
+                started_s = self._clock()
                 self._engine.audit_idle()
+                ended_s = self._clock()
+                self._next_audit_s = ended_s + AUDIT_PAUSE_RATIO * (ended_s - started_s)
         return self._inbox.get()
 
     @staticmethod

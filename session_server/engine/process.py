@@ -25,6 +25,9 @@ from session_server.engine.transport import Codec, FrameBuffer, TransportError, 
 MAX_UNSENT_BYTES: Final = 256 << 20
 """Commands an engine may leave unread before it counts as unavailable."""
 
+DEATH_PATIENCE_S: Final = 1.0
+"""How long a child that let go of its socket may take to end; its clients wait to be told."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
@@ -117,7 +120,7 @@ class EngineProcess:
             started_s = clock()
             reason = await self._life.lost
             life, self._life = self._life, None
-            await life.end(self._settings.stop_timeout_s)
+            await life.end(DEATH_PATIENCE_S)
             if self._is_stopping:
                 return
             lived_s = clock() - started_s
@@ -217,7 +220,8 @@ class _Life(asyncio.Protocol):
                 for event in self._codec.events(payload):
                     match event:
                         case EngineReady():
-                            self.ready.set_result(event)
+                            if not self.ready.done():  # it may be given up already
+                                self.ready.set_result(event)
                         case EngineDied(message=message):
                             self._last_words = message
                         case _:
