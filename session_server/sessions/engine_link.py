@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -33,6 +34,8 @@ class EngineLink:
         self._request_ids = itertools.count(1)
         self._memory: dict[int, asyncio.Future[MemoryReported]] = {}
         self._flushes: dict[int, asyncio.Future[CacheFlushed]] = {}
+        # At most a cancel or stop per live turn and a close per session.
+        self._unsent: deque[EngineCommand] = deque()
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.is_up = False
@@ -56,25 +59,35 @@ class EngineLink:
         self.is_gone = True
 
     def send(self, command: EngineCommand) -> None:
-        """Queue a command.
+        """Queue a command behind those that could not be sent before.
 
         Raises:
-            EngineUnavailable: there is no engine; it counts as down until it reports ready.
+            EngineUnavailable: there is no engine, or it takes nothing more at the moment; the
+                command was not sent.
         """
         if not self.is_up:
             raise EngineUnavailable("there is no engine at the moment")
-        try:
-            self._client.send(command)
-        except EngineUnavailable:
-            self.is_up = False
-            raise
+        self.resend()
+        self._client.send(command)
 
     def tell(self, command: EngineCommand) -> None:
-        """Send what an engine that is not there need not hear: a new one knows nothing anyway."""
+        """Send, if need be later. An engine that dies meanwhile need not hear it: a new one knows
+        nothing anyway."""
         try:
             self.send(command)
         except EngineUnavailable:
-            return
+            if self.is_up:
+                self._unsent.append(command)
+
+    def resend(self) -> None:
+        """Send what `tell` could not.
+
+        Raises:
+            EngineUnavailable: the engine still takes nothing.
+        """
+        while self._unsent:
+            self._client.send(self._unsent[0])
+            self._unsent.popleft()
 
     async def memory(self, *, full: bool) -> MemoryReported:
         """Ask for the accounts. Raises EngineUnavailable."""
@@ -134,6 +147,7 @@ class EngineLink:
 
     def _lose(self, message: str) -> None:
         self.is_up = False
+        self._unsent.clear()
         for memory in self._memory.values():
             _fail(memory, message)
         for flush in self._flushes.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import time
@@ -71,7 +72,6 @@ from session_server.text.model_text import ModelText
 MAX_LIST: Final = 1000
 _CANCEL_GRACE_S: Final = 2.0
 """How long a drain waits for the engine to confirm the cancels it sent at its deadline."""
-_TICK_S: Final = 1.0
 
 
 class SessionManager:
@@ -361,20 +361,19 @@ class SessionManager:
                 self._link.on_event(event)
 
     def tick(self, now_s: float | None = None) -> None:
-        """About once a second: close sessions idle beyond their TTL, forget old entries."""
+        """About once a second: close sessions idle beyond their TTL, forget old entries, offer the
+        engine again what it could not take."""
         now_s = self._clock() if now_s is None else now_s
+        with contextlib.suppress(EngineUnavailable):
+            self._link.resend()
         for session in self._sessions:
+            if session.live is None and session.queue:
+                self._flow.advance(session)
             if session.is_idle and now_s - session.last_active_s > session.settings.ttl_s:
                 self._close(session, "expired")
             else:
                 session.journal.forget_old(now_s)
         self._quotas.forget_idle(now_s)
-
-    async def run_ticks(self) -> None:
-        """Call `tick` for ever; a task for whoever runs the server."""
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self.tick()
 
     async def drain(self, deadline_s: float) -> None:
         """Refuse new work, end what waits, give running turns `deadline_s`, close everything.

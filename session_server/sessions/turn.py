@@ -75,6 +75,7 @@ class Turn:
     engine_id: TurnId = field(default_factory=new_turn_id)
     phase: TurnPhase = TurnPhase.WAITING
     created_seq: int = 0
+    is_charged: bool = False
     running: Running | None = None
 
     @property

@@ -142,6 +142,8 @@ class TurnFlow:
                 session.live = turn
                 turn.phase = TurnPhase.PREPARING
                 self._prepare(session, turn)
+                if turn.phase is TurnPhase.WAITING:
+                    return
         if session.is_idle:
             self.on_idle(session)
 
@@ -265,7 +267,7 @@ class TurnFlow:
         max_len = self._link.ready.max_turn_len
         try:
             sampling = fit_sampling(turn.request.sampling, prompt, max_len)
-            self._quotas.charge_input(session.owner, len(prompt.tokens), now_s=self._clock())
+            self._charge(session, turn, prompt)
         except SessionServerError as error:
             self._refuse(session, turn, error)
             return
@@ -276,13 +278,19 @@ class TurnFlow:
         try:
             self._send(session, turn, sampling)
         except EngineUnavailable:
-            # It died and has not said so yet. The turn goes back to the head of the line.
+            # It died and has not said so yet, or takes nothing more at the moment. The turn goes
+            # back to the head of the line, for the next engine or the next tick.
             del self._sent[turn.engine_id]
-            session.copy.known_len = None
             session.live = None
             turn.running = None
             turn.phase = TurnPhase.WAITING
             session.queue.appendleft(turn)
+
+    def _charge(self, session: Session, turn: Turn, prompt: Prompt) -> None:
+        """Count the input once, however often the engine cannot take the turn."""
+        if not turn.is_charged:
+            self._quotas.charge_input(session.owner, len(prompt.tokens), now_s=self._clock())
+            turn.is_charged = True
 
     def _running_for(self, session: Session, turn: Turn, prompt: Prompt) -> Running:
         assert self._link.ready is not None

@@ -99,6 +99,7 @@ class PaperEngine:
     epoch: int = 0
     is_up: bool = False
     is_alive: bool = False
+    is_full: bool = False
     refuse_open: str | None = None
     _listener: EventListener | None = None
 
@@ -113,7 +114,7 @@ class PaperEngine:
         return ready
 
     def send(self, command: EngineCommand) -> None:
-        if not self.is_up:
+        if not self.is_up or self.is_full:
             raise EngineUnavailable("no engine")
         self.commands.append(command)
         self.seen.append(command)

@@ -758,6 +758,27 @@ class TestEngine:
         world.engine.run()
         completed(world.end_of(session, "1"))
 
+    def test_an_engine_that_takes_nothing_for_a_while_is_asked_again(self, world: World) -> None:
+        session, other = world.open(), world.open()
+        world.run(other, turn("1"))
+        world.submit(session, turn("0", max_tokens=50, ignore_eos=True))
+        world.engine.step()
+        world.engine.deliver()
+        world.engine.is_full = True
+        world.manager.cancel(OWNER, session)
+        world.manager.close(OWNER, other)
+        assert world.submit(session, turn("1")).status == "queued"
+        world.engine.run()
+        assert cancelled(world.end_of(session, "0")).kept_partial
+        assert len(world.engine.slots) == 2
+        world.manager.tick()
+        assert world.manager.turn(OWNER, session, "1").status == "queued"
+        world.engine.is_full = False
+        world.manager.tick()
+        world.engine.run()
+        completed(world.end_of(session, "1"))
+        assert len(world.engine.slots) == 1
+
     def test_what_was_decided_before_the_death_stays_decided(self, world: World) -> None:
         a = world.text.tokenizer.encode_content("a")[0]
         world.engine.next_token = lambda _: a
