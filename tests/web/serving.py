@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -13,9 +12,6 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed
-from websockets.typing import Subprotocol
 
 from session_server.config import ModelSettings, model_directory
 from session_server.metrics.prometheus import ServerMetrics
@@ -28,12 +24,14 @@ from session_server.web.server import DrainingServer, bind, config_for
 from session_server.web.services import AppServices, ModelCard, WebSettings
 from session_server.web.sockets import Sockets
 from tests.sessions.paper_engine import PaperEngine
+from tests.web.wire_client import SUBPROTOCOL, Wire, open_wire, turn
 
 WORD = 474
 """A token id with a text of its own that ends nothing."""
 
-SUBPROTOCOL = Subprotocol("kvsession.v1")
 DEADLINE_S = 60.0
+
+__all__ = ["SUBPROTOCOL", "WORD", "Served", "Wire", "served", "serving", "small_journal", "turn"]
 
 
 @functools.cache
@@ -102,12 +100,8 @@ class Served:
         self, session_id: str = "new", query: str = "", **options: Any
     ) -> AsyncIterator[Wire]:
         """A WebSocket that has heard nothing."""
-        url = f"ws://127.0.0.1:{self.port}/v1/sessions/{session_id}/ws{query}"
-        # A client that has stopped reading does not see the answer to its close either.
-        defaults = {"compression": None, "proxy": None, "close_timeout": 0.2}
-        options = {"subprotocols": [SUBPROTOCOL]} | defaults | options
-        async with connect(url, **options) as socket:
-            yield Wire(socket)
+        async with open_wire(self.url, session_id, query, **options) as wire:
+            yield wire
 
     async def open(self, **body: Any) -> str:
         """A new session over REST."""
@@ -120,53 +114,6 @@ class Served:
         """Wait for something the test made happen."""
         while not condition():
             await asyncio.sleep(0.002)
-
-
-@dataclass
-class Wire:
-    """The client's end of a WebSocket, speaking JSON."""
-
-    socket: ClientConnection
-    hello: dict[str, Any] = field(default_factory=dict)
-    frames: list[dict[str, Any]] = field(default_factory=list)
-
-    async def send(self, kind: str, **fields: object) -> None:
-        """One frame."""
-        await self.socket.send(json.dumps({"type": kind, **fields}))
-
-    async def receive(self) -> dict[str, Any]:
-        """The next frame."""
-        payload = await self.socket.recv()
-        assert isinstance(payload, str), "frames are text"
-        frame: dict[str, Any] = json.loads(payload)
-        self.frames.append(frame)
-        return frame
-
-    async def until(self, *kinds: str) -> dict[str, Any]:
-        """The next frame of one of these types; what comes before it is kept in `frames`."""
-        while True:
-            frame = await self.receive()
-            if frame["type"] in kinds:
-                return frame
-
-    async def turn(self, turn_id: str, **fields: object) -> dict[str, Any]:
-        """Run a turn to its end."""
-        await self.send("turn.create", turn_id=turn_id, **turn(**fields))
-        return await self.until("turn.completed", "turn.cancelled", "turn.failed", "error")
-
-    async def close_code(self) -> int | None:
-        """Read to the end of the connection; its close code."""
-        with contextlib.suppress(ConnectionClosed):
-            while True:
-                await self.receive()
-        return self.socket.close_code
-
-
-def turn(text: str = "Hello", *, max_tokens: int = 4, **fields: object) -> dict[str, Any]:
-    """The fields of a small greedy turn."""
-    sampling = {"temperature": 0, "max_tokens": max_tokens}
-    content = {} if {"text", "input", "input_ids"} & set(fields) else {"text": text}
-    return {"sampling": sampling, **content, **fields}
 
 
 def served(
