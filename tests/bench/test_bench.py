@@ -1,0 +1,58 @@
+"""Benchmarks measure what they say; their figures are reported, never asserted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
+from session_server.bench.growth import Workload, measure_growth
+from session_server.bench.host import measure_admission, measure_idle_sessions
+from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
+from session_server.bench.plots import plot_growth
+from session_server.runner.capacity import MemoryLimits
+from session_server.runner.loader import RunnerOptions, load_runner
+
+
+def test_the_random_checkpoint_loads_through_the_real_path(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, RandomModel(context_len=4096))
+    loaded = load_runner(
+        tmp_path,
+        RunnerOptions(page_size=16, num_rows=2, memory=MemoryLimits(max_total_tokens=256)),
+    )
+    assert loaded.config.max_context_len == 4096
+
+
+@pytest.mark.timeout(200)
+def test_growth_counts_every_turn_and_only_new_tokens(tmp_path: Path) -> None:
+    done = []
+    growth = measure_growth(Workload(num_turns=24), on_turn=lambda: done.append(1))
+    assert len(done) == len(growth.turns) == 24
+    for before, after in zip(growth.turns, growth.turns[1:], strict=False):
+        assert after.context_tokens - before.context_tokens == 16 + 8
+        assert after.context_tokens - after.cached_tokens in {16, 17}
+        assert 0 < after.forward_ms < after.latency_ms
+    figures = growth.as_json()
+    assert figures["context_tokens"]["tail"] > figures["context_tokens"]["head"]
+    plot_growth(figures["turns"], tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 1000
+
+
+@pytest.mark.timeout(200)
+def test_the_three_ways_to_send_a_next_turn_are_measured_in_turns() -> None:
+    done = []
+    load = KeptWorkload(histories=(64,), num_rounds=1)
+    figures = measure_kept(load, on_turn=lambda: done.append(1))
+    assert len(done) == len(WAYS)
+    assert set(figures["histories"]["64"]["median_ms"]) == set(WAYS)
+
+
+def test_host_benchmarks_time_the_real_engine() -> None:
+    rounds = []
+    idle = measure_idle_sessions((0, 20), on_round=lambda: rounds.append(1))
+    admission = measure_admission((0, 512), on_round=lambda: rounds.append(1))
+    assert rounds
+    for figures in (idle, admission):
+        assert all(figure["median_us"] > 0 for figure in figures.values())
+        assert next(iter(figures.values()))["ratio"] == 1.0

@@ -1,0 +1,44 @@
+"""The demo does what the README says: real processes, real sockets, every answer judged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.timeout(280)
+def test_the_demo_holds_and_says_so_as_json() -> None:
+    command = [sys.executable, "-m", "session_server", "demo", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    report = json.loads(done.stdout)
+
+    assert report["num_sessions"] >= 8
+    assert report["num_turns"] >= 48
+    assert report["right_share"] >= 0.99
+    assert report["ledger_flushed"]["check_violations"] == 0
+    assert report["ledger_flushed"]["check_runs"] > 0
+    assert report["ledger_open"]["held"] > 0, "parked sessions held their KV"
+    assert report["pages_back"]
+    flushed = report["ledger_flushed"]
+    assert flushed["free"] + flushed["reserved"] == flushed["pages"]
+    assert not report["errors"]
+    for turn in report["turns"]:
+        assert turn["new_tokens"] == turn["input_tokens"] - turn["cached_tokens"] > 0
+        if turn["turn"] == 0:
+            assert turn["cached_tokens"] == 0
+
+
+def test_a_server_that_is_not_there_is_an_error_that_says_so() -> None:
+    words = ["demo", "--url", "http://127.0.0.1:9", "--sessions", "1", "--turns", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "session_server", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "could not run" in done.stdout

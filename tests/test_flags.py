@@ -1,0 +1,110 @@
+"""The flags of `serve`: SGLang's names, bounds on both sides, nothing ignored in silence."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from session_server import flags
+from session_server.config import EngineMode, Settings
+from session_server.engine.settings import MemoryCheck
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    flags.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_no_flag_gives_the_defaults() -> None:
+    assert flags.read_settings(parse()) == Settings()
+
+
+def test_flags_of_sglang_fill_our_settings() -> None:
+    words = (
+        "--model-path m --page-size 4 --chunked-prefill-size 128 --context-length 512 "
+        "--max-running-requests 8 --max-total-tokens 4096 --mem-fraction-static 0.5 "
+        "--disable-overlap-schedule --attention-backend torch --dtype float32 --log-level error "
+        "--served-model-name x --random-seed 7 --host 0.0.0.0 --port 1234 --api-key k"
+    )
+    settings = flags.read_settings(parse(*words.split()))
+    assert settings.model.path == "m"
+    assert settings.model.context_length == 512
+    assert settings.model.attention_backend == "torch"
+    assert settings.model.random_seed == 7
+    assert settings.cache.page_size == 4
+    assert settings.cache.memory_fraction == 0.5
+    assert settings.cache.max_total_tokens == 4096
+    assert settings.engine.chunked_prefill_size == 128
+    assert settings.engine.max_running_turns == 8
+    assert not settings.engine.overlap
+    assert settings.http.port == 1234
+    assert settings.http.api_key is not None
+
+
+def test_our_own_flags_fill_settings_too() -> None:
+    settings = flags.read_settings(
+        parse("--engine", "inline", "--memory-check", "strict", "--allowed-origin", "http://a")
+    )
+    assert settings.engine.mode is EngineMode.INLINE
+    assert settings.cache.memory_check is MemoryCheck.STRICT
+    assert settings.http.allowed_origins == ("http://a",)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("--page-size", "0"),
+        ("--page-size", "257"),
+        ("--port", "65536"),
+        ("--mem-fraction-static", "1"),
+        ("--mem-fraction-static", "nan"),
+        ("--max-running-requests", "many"),
+        ("--dtype", "int3"),
+        ("--device", "tpu"),
+        ("--session-ttl", "0"),
+    ],
+)
+def test_a_value_out_of_bounds_names_its_flag(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        flags.read_settings(parse(name, value))
+
+
+def test_a_flag_that_means_nothing_here_is_accepted_and_named() -> None:
+    args = parse("--disable-cuda-graph", "--enable-streaming-session", "--schedule-policy", "lpm")
+    assert flags.read_settings(args) == Settings()
+    assert sorted(flags.meaningless(args)) == [
+        "--disable-cuda-graph",
+        "--enable-streaming-session",
+        "--schedule-policy",
+    ]
+
+
+@pytest.mark.parametrize("words", [["--no-such-flag"], ["--page-siz", "4"]])
+def test_an_unknown_or_shortened_flag_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(*words)
+
+
+def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
+    settings = {
+        (part, name)
+        for part, field in Settings.model_fields.items()
+        for name in type(field.default).model_fields
+    }
+    assert {(flag.part, flag.field) for flag in flags.FLAGS} == settings
+    assert len(settings) <= 40, "the budget of settings"
+
+
+def test_serve_warns_in_one_line_and_refuses_with_status_two() -> None:
+    command = [sys.executable, "-m", "session_server", "serve"]
+    words = ["--enable-mixed-chunk", "--model-path", "no/such/directory/here"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    lines = done.stderr.strip().splitlines()
+    assert lines[0] == "warning: --enable-mixed-chunk means nothing here and is ignored"
+    assert "no/such/directory/here" in lines[1]
+    assert len(lines) == 2
