@@ -1,0 +1,50 @@
+"""A real server process on a free port, and proof at the end that it kept its books."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from session_server.local_server import LocalServer
+
+FLAGS = ["--threads", "1", "--log-level", "warning", "--memory-check", "warn"]
+CONTEXT_LEN = 2048
+SMALL = [*FLAGS, "--context-length", str(CONTEXT_LEN), "--max-total-tokens", "65536"]
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[LocalServer]:
+    """The embedded model, with chunks so small that a prefill can be seen and stopped."""
+    with LocalServer([*SMALL, "--chunked-prefill-size", "32"]) as running:
+        yield running
+        assert_books_balance(running.url)
+        assert running.stop() == 0
+
+
+@pytest.fixture
+def http(server: LocalServer) -> Iterator[httpx.Client]:
+    """A client of that server."""
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60.0) as client:
+        yield client
+
+
+def assert_books_balance(url: str) -> None:
+    """A full recount finds nothing wrong, and the accounts of each pool add up."""
+    report = httpx.get(f"{url}/v1/admin/memory", params={"full": 1}, timeout=60.0).json()
+    assert report["checks"]["runs"] > 0
+    assert report["checks"]["violations"] == 0, report["checks"]
+    for pool in report["pools"].values():
+        held = sum(pool.values()) - pool["pages"] - pool["page_size"]
+        assert held == pool["pages"], pool
+        assert pool["quarantine"] == 0
+
+
+def engine_pid(server: LocalServer) -> int:
+    """The server's only child that is Python."""
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    engines = [pid for pid in children if b"_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(engines) == 1, children
+    return int(engines[0])
