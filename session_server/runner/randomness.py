@@ -37,13 +37,15 @@ class TokenNoise:
 
         Args:
             keys: int64 [n], from `noise_key`.
-            token_ids: int64 [k], for these ids only; None for the whole vocabulary.
+            token_ids: int64 [n], one id per key; None for the whole vocabulary per key.
 
         Returns:
-            [n, k]. Small values, which decide who is sampled, are resolved to 2^-53.
+            [n], or [n, vocab]. Small values, which decide who is sampled, are resolved to 2^-53.
         """
-        counters = self._counters if token_ids is None else self._counters[token_ids]
-        bits = keys.unsqueeze(1) + counters
+        if token_ids is None:
+            bits = keys.unsqueeze(1) + self._counters
+        else:
+            bits = keys + self._counters[token_ids]
         bits ^= (bits >> 30) & ((1 << 34) - 1)  # >> keeps the sign; the mask makes it logical
         bits *= _signed(_FIRST)
         bits ^= (bits >> 27) & ((1 << 37) - 1)

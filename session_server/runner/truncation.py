@@ -17,7 +17,10 @@ from torch import Tensor
 from session_server.core.sampling import SamplingParams
 
 NUM_CANDIDATES: Final = 256
-"""Sorted first on a CPU; a row that needs more sorts its whole vocabulary."""
+"""Sorted first on a CPU; enough for top-p unless the distribution is flat."""
+
+_CANDIDATES_GROWTH: Final = 16
+"""By how much more is sorted when they were not enough, up to the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +71,15 @@ def thresholds(scaled: Tensor, rules: Sequence[Truncation | None]) -> Tensor:
 
 def _edges(scaled: Tensor, rules: Sequence[Truncation]) -> Tensor:
     """Top-k, then top-p: the logit of the last token kept, [n, 1]."""
-    vocab_size = scaled.shape[1]
+    vocab_size, is_on_host = scaled.shape[1], scaled.device.type == "cpu"
     num_sorted = max(r.top_k or NUM_CANDIDATES for r in rules)
-    if scaled.device.type != "cpu" and not all(r.top_k for r in rules):
+    if not is_on_host and not all(r.top_k for r in rules):
         num_sorted = vocab_size  # asking whether fewer were enough would wait for the device
-    if num_sorted < vocab_size:
+    while num_sorted < vocab_size:
         edges, is_inside = _nucleus_edges(scaled, scaled.topk(num_sorted).values, rules)
-        if scaled.device.type != "cpu" or bool(is_inside.all()):
+        if not is_on_host or bool(is_inside.all()):
             return edges
+        num_sorted *= _CANDIDATES_GROWTH
     ordered = scaled.sort(dim=-1, descending=True).values
     return _nucleus_edges(scaled, ordered, rules)[0]
 
