@@ -131,7 +131,8 @@ class _Chat:
     def run(self) -> int:
         """Until the user leaves."""
         session_id = self._session.session_id
-        self._console.print(f"[dim]session {session_id} on {self._url} · /help for help[/]")
+        opening = f"[dim]session {session_id} on {self._url} · /help for help[/]"
+        self._console.print(opening, highlight=False)
         try:
             while True:
                 line = self._read_line()
@@ -191,7 +192,7 @@ class _Chat:
         if result.error is not None:
             failure = f"{result.error.code}: {result.error.message}"
             self._console.print(f"[red]{escape(failure)}[/]")
-        self._console.print(f"[dim]{describe(result)}[/]")
+        self._console.print(f"[dim]{describe(result)}[/]", highlight=False)
 
     def _wait(self, streaming: Future[TurnResult], turn: TurnHandle) -> TurnResult:
         """The first Ctrl-C cancels the turn; a second one, before it has ended, leaves."""
