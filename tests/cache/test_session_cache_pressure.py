@@ -99,6 +99,15 @@ def test_a_quota_of_the_whole_pool_is_refused() -> None:
         make_cache(4, num_pages=20, pinned_quota_pages=19)
 
 
+def test_a_full_pool_keeps_a_reserve_free_so_that_extents_come_back() -> None:
+    world = make_world(num_pages=65)
+    for number in range(4):
+        run_turn(world, A, [number] * 64, num_outputs=1)
+        world.rewind(A, 0)
+    assert world.marks["eviction"] == 1
+    assert world.cache.headroom().free_pages[POOL] == 65 // 16
+
+
 def test_flushing_empties_the_tree_and_keeps_the_histories(world: World) -> None:
     run_turn(world, A, PROMPT)
     world.cache.flush()
