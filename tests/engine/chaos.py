@@ -65,6 +65,7 @@ class ServerSession:
     held_len: int
     live: Live | None = None
     is_closing: bool = False
+    is_pinned: bool = False
 
 
 @dataclass
@@ -94,6 +95,7 @@ class Chaos:
         assert all(session.live is None for session in self.sessions.values())
         self.bench.close_all()
         counters = self.bench.engine.counters
+        self.reached["runs"] += 1
         self.reached["retract"] += counters.retractions
         self.reached["cool"] += counters.coolings
         self.reached["overshoot"] += counters.overshoots
@@ -103,18 +105,20 @@ class Chaos:
     # Acting
 
     def _act(self) -> None:
+        # Every other seed is a calm one: turns live long enough to meet and retract each other.
+        unrest = 1 if self.seed % 2 else 5
         actions = {
-            self._settle: 30,
+            self._settle: 40,
             self._submit: 22,
             self._step: 6,
-            self._open: 3,
-            self._cancel: 5,
-            self._stop: 2,
-            self._close: 2,
-            self._misbehave: 4,
-            self._inject: 2,
-            self._flush: 1,
-            self._report: 1,
+            self._open: 4,
+            self._cancel: unrest,
+            self._stop: unrest / 3,
+            self._close: unrest / 3,
+            self._misbehave: unrest,
+            self._inject: unrest / 3,
+            self._flush: unrest / 5,
+            self._report: unrest / 5,
         }
         action = self.random.choices(list(actions), list(actions.values()))[0]
         action()
@@ -142,8 +146,14 @@ class Chaos:
         document = self.random.choice(DOCUMENTS)
         history = document[: self.random.choice([0, 0, 7, 16, 33])]
         self.bench.salts[session_id] = salt
-        self.sessions[session_id] = ServerSession(session_id, salt, history, len(history))
-        self._send(OpenSession(session_id=session_id, tenant_salt=salt, tokens=history))
+        session = ServerSession(session_id, salt, history, len(history))
+        session.is_pinned = self.stage.pinned_quota_pages > 0 and self.random.random() < 0.4
+        self.sessions[session_id] = session
+        self._send(
+            OpenSession(
+                session_id=session_id, tenant_salt=salt, tokens=history, pinned=session.is_pinned
+            )
+        )
 
     def _pick(self, *, is_live: bool) -> ServerSession | None:
         candidates = [
@@ -195,13 +205,13 @@ class Chaos:
 
     def _sampling(self, prompt_len: int) -> SamplingParams:
         pick = self.random.choice
-        max_tokens = pick([0, 1, 2, 3, 5, 9, 17, 60])
+        max_tokens = pick([0, 1, 2, 5, 9, 17, 30, 60])
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=min(max_tokens, pick([0, 0, 0, 2, 6])),
             seed=self.random.randrange(4),
-            ignore_eos=pick([True, False]),
-            stop_token_ids=pick([(), (), (5, 9)]),
+            ignore_eos=pick([True, True, False]),
+            stop_token_ids=pick([(), (), (), (5, 9)]),
             prompt_logprobs_from=pick([None, None, None, 0, self.random.randrange(prompt_len + 2)]),
         )
 
@@ -326,8 +336,10 @@ class Chaos:
             case SessionGone(session_id=session_id):
                 session = self.sessions.pop(session_id, None)
                 assert session is None or (session.live is None and session.is_closing)
-            case SessionRefused():
-                raise AssertionError(event)
+            case SessionRefused(session_id=session_id, code=code):
+                assert code == "quota_exceeded"
+                assert self.sessions.pop(session_id).is_pinned
+                self.reached["pin refused"] += 1
             case SessionCooled(session_id=session_id):
                 assert session_id in self.bench.salts
             case CacheFlushed(done=done):
@@ -415,5 +427,6 @@ class Chaos:
             return
         session, live = self._end(event)
         is_twice_unlucky = event.code == "device_failed" and self.reached["failed step"] > 1
-        assert event.code == live.fault or is_twice_unlucky, event
+        is_over_quota = event.code == "quota_exceeded" and session.is_pinned
+        assert event.code == live.fault or is_twice_unlucky or is_over_quota, event
         session.held_len = min(event.history_len, len(session.history))

@@ -1,7 +1,7 @@
 """Bugs that other servers have had, each as the shortest story that shows it.
 
-The codes are those of the catalogue in `docs/testing.md`: L leak, D double free, A aliasing,
-R race, G off by one, X starvation. `Bench` audits every page after every step.
+The first letter is the family: L leak, D double free, A aliasing, R race, G off by one,
+X starvation. Every page is recounted after every step.
 """
 
 from __future__ import annotations

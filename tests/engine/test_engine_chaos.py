@@ -15,6 +15,7 @@ STAGES = {
     "tiny pages": Stage(num_pages=100, page_size=1, chunk_tokens=7, max_context_len=90),
     "large pages": Stage(num_pages=9, page_size=16, chunk_tokens=64, max_context_len=128),
     "one at a time": Stage(num_pages=30, page_size=4, chunk_tokens=1, max_context_len=80),
+    "pinned": Stage(num_pages=40, page_size=4, pinned_quota_pages=14, max_context_len=96),
     "few rows": Stage(num_pages=40, page_size=4, num_rows=3, max_running=3, max_context_len=96),
 }
 
@@ -49,6 +50,8 @@ INTERESTING = (
     "failed session_not_found",
     "failed internal_inconsistency",
     "failed invalid_request",
+    "failed quota_exceeded",
+    "pin refused",
 )
 
 
