@@ -278,6 +278,7 @@ def _counting(random: Random) -> Exchange:
 
 
 def exchange_len(exchange: Exchange, count_tokens: Callable[[str], int]) -> int:
+    """Tokens an exchange adds to a history: both texts, two roles, two ends."""
     return count_tokens(exchange.user) + count_tokens(exchange.assistant) + 4
 
 
