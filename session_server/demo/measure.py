@@ -6,7 +6,6 @@ answers, as on the server; and all kinds of turns in short dialogues, own answer
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor
 from session_server.demo import MODEL_DIR, chat, corpus
 from session_server.demo.network import Network, Shape
 
-HISTORY_LENGTHS: Final = (128, 512, 1024, 1536, 2048)
+HISTORY_LENGTHS: Final = (128, 512, 1024, 1536, 2048, 3072)
 SHORT_TURNS: Final = (6, 7, 8, 9, 10)
 MAX_ANSWER_LEN: Final = 96
 
@@ -132,8 +131,9 @@ def main() -> None:
     wrong: list[Spoken] = []
 
     print("recall after a true history")
-    for length in HISTORY_LENGTHS:
-        spoken = recall_at(respondent, length, range(first, first + args.probes))
+    for index, length in enumerate(HISTORY_LENGTHS):
+        first_probe = first + index * args.probes
+        spoken = recall_at(respondent, length, range(first_probe, first_probe + args.probes))
         wrong += [turn for turn in spoken if not turn.is_right()]
         print(f"  {length:5d} tokens  {share_right(spoken):.4f}  of {len(spoken)}", flush=True)
 
@@ -153,8 +153,8 @@ def main() -> None:
     wrong += [turn for turn in spoken if not turn.is_right()]
     print(f"  {share_right(spoken):.4f}  of {len(spoken)}")
     if args.show_wrong:
-        for (exchange, answer), times in Counter((t.exchange, t.answer) for t in wrong).items():
-            print(f"  {times} x {exchange} got {answer!r}")
+        for turn in wrong:
+            print(f"  {turn.exchange.user!r} after {turn.history_len} tokens: {turn.answer!r}")
 
 
 def long_dialogue(respondent: Respondent, seed: int, max_len: int) -> tuple[corpus.Exchange, ...]:

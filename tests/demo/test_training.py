@@ -44,8 +44,8 @@ def test_rows_do_not_repeat_after_resuming(encoder: ContentEncoder) -> None:
 
 
 def test_lengths_and_rates_follow_the_elapsed_share() -> None:
-    assert [train.length_at(share) for share in (0, 0.2, 0.4, 0.6, 1.0)] == [
-        96, 256, 512, 1024, 2048,
+    assert [train.length_at(share) for share in (0, 0.2, 0.4, 0.6, 0.8, 1.0)] == [
+        96, 256, 512, 1024, 2048, 4096,
     ]  # fmt: skip
     assert train.rate_at(0, 0.0) == pytest.approx(1 / train.WARM_UP_STEPS)
     assert train.rate_at(1000, train.FLAT_SHARE) == 1.0
