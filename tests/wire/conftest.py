@@ -43,8 +43,9 @@ def assert_books_balance(url: str) -> None:
 
 
 def engine_pid(server: LocalServer) -> int:
-    """The server's only child that is Python."""
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    """The process of the server's engine; children are listed with the thread that made them."""
+    tasks = Path(f"/proc/{server.pid}/task").glob("*/children")
+    children = [pid for task in tasks for pid in task.read_text().split()]
     engines = [pid for pid in children if b"_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(engines) == 1, children
     return int(engines[0])

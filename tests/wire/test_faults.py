@@ -1,0 +1,179 @@
+"""Processes die, operators say stop: what clients see, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from session_server.local_server import LocalServer
+from tests.web.wire_client import Wire, greeted, open_wire
+from tests.wire.conftest import FLAGS, SMALL, assert_books_balance, engine_pid
+
+CANARY = "plover-7731-xyzzy"
+
+
+def turn(*input_ids: int, max_tokens: int = 8) -> dict[str, Any]:
+    """A greedy turn of exact length."""
+    sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    return {"input_ids": list(input_ids), "sampling": sampling}
+
+
+async def ask(wire: Wire, turn_id: str, *input_ids: int, max_tokens: int = 8) -> dict[str, Any]:
+    """One turn to its end."""
+    return await wire.turn(turn_id, **turn(*input_ids, max_tokens=max_tokens))
+
+
+def test_a_killed_engine_ends_its_turns_clearly_and_sessions_go_on_from_their_tokens() -> None:
+    async def scenario(server: LocalServer) -> None:
+        async with greeted(server.url) as quiet, greeted(server.url) as busy:
+            first = await ask(quiet, "t0", 10, 11, 12)
+            expected = await ask(busy, "t0", 10, 11, 12)
+            await busy.send("turn.create", turn_id="t1", **turn(20, max_tokens=1500))
+            await busy.until("turn.delta")
+            await busy.send("turn.create", turn_id="t2", **turn(20))
+            await busy.until("turn.created")
+            os.kill(engine_pid(server), signal.SIGKILL)
+
+            failed = await busy.until("turn.failed")
+            assert failed["error"]["code"] == "engine_restarting"
+            assert failed["retryable"] is True
+            # The turn that waited runs on the new engine, as if the lost one had never been.
+            waited = await busy.until("turn.completed")
+            assert waited["turn_id"] == "t2"
+            assert waited["usage"]["input_tokens"] == expected["usage"]["total_tokens"] + 1
+
+            after = await ask(quiet, "t1", 13)
+            assert after["usage"]["input_tokens"] == first["usage"]["total_tokens"] + 1
+            assert after["usage"]["cached_tokens"] < first["usage"]["total_tokens"] - 1
+            warm = await ask(quiet, "t2", 14)
+            assert warm["usage"]["cached_tokens"] >= after["usage"]["total_tokens"] - 1
+        async with greeted(server.url) as fresh:
+            once = await ask(fresh, "t0", 10, 11, 12)
+            assert once["item"]["token_ids"] == first["item"]["token_ids"]
+            again = await ask(fresh, "t1", 13)
+            assert again["item"]["token_ids"] == after["item"]["token_ids"]
+
+    with LocalServer(SMALL) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 120))
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        assert_books_balance(server.url)
+        assert server.stop() == 0
+
+
+def test_sigterm_lets_running_turns_end_tells_everybody_and_leaves_with_zero() -> None:
+    async def scenario(server: LocalServer) -> None:
+        async with greeted(server.url) as busy, greeted(server.url) as idle:
+            await busy.send("turn.create", turn_id="t0", **turn(10, max_tokens=600))
+            await busy.until("turn.delta")
+            os.kill(server.pid, signal.SIGTERM)
+            await idle.until("session.draining")
+            async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+                ready = await http.get("/ready")
+                assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+                refused = await http.post("/v1/sessions", json={})
+                assert refused.json()["error"]["code"] == "server_draining"
+            await idle.send("turn.create", turn_id="late", **turn(10))
+            refused_turn = await idle.until("error", "session.closed")
+            assert refused_turn["error"]["code"] == "server_draining"
+            with pytest.raises(InvalidStatus) as denied:
+                async with open_wire(server.url):
+                    pass
+            assert denied.value.response.status_code == 503
+            end = await busy.until("turn.completed")
+            assert end["usage"]["output_tokens"] == 600
+            assert await busy.close_code() == 1012
+            assert await idle.close_code() == 1012
+
+    with LocalServer([*SMALL, "--drain-timeout", "60"]) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 120))
+        assert server.stop() == 0
+
+
+def test_a_turn_that_outlasts_the_drain_is_cancelled_and_kept() -> None:
+    async def scenario(server: LocalServer) -> None:
+        async with greeted(server.url) as wire:
+            await wire.send("turn.create", turn_id="t0", **turn(10, max_tokens=2000))
+            await wire.until("turn.delta")
+            os.kill(server.pid, signal.SIGTERM)
+            end = await wire.until("turn.cancelled")
+            assert (end["reason"], end["kept_partial"]) == ("draining", True)
+            assert await wire.close_code() == 1012
+
+    with LocalServer([*SMALL, "--drain-timeout", "0"]) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 120))
+        assert server.stop() == 0
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    async def scenario(server: LocalServer) -> None:
+        async with greeted(server.url) as wire:
+            await wire.send("turn.create", turn_id="t0", **turn(10, max_tokens=2000))
+            await wire.until("turn.delta")
+            os.kill(server.pid, signal.SIGTERM)
+            await wire.until("session.draining")
+            os.kill(server.pid, signal.SIGTERM)
+            try:
+                while True:
+                    frame = await wire.receive()
+                    assert frame["type"] != "turn.completed"
+            except ConnectionClosed:
+                assert wire.socket.close_code in (1006, 1012)
+
+    with LocalServer([*SMALL, "--drain-timeout", "600"]) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 60))
+        assert server.stop(timeout_s=30) == 0
+
+
+def test_prompts_keys_and_queries_are_in_no_log_metric_or_error(tmp_path: Path) -> None:
+    lines: list[str] = []
+    flags = [*SMALL, "--log-level", "debug", "--api-key", f"key-{CANARY}"]
+    headers = {"authorization": f"Bearer key-{CANARY}"}
+    with LocalServer(flags, on_line=lines.append) as server:
+        with httpx.Client(base_url=server.url, headers=headers, trust_env=False) as http:
+            session_id = http.post("/v1/sessions", json={"instructions": CANARY}).json()["id"]
+            path = f"/v1/sessions/{session_id}/turns"
+            message = {"role": "user", "content": CANARY}
+            sampling = {"max_tokens": 4, "temperature": 0}
+            done = http.post(path, json={"input": [message], "sampling": sampling}, timeout=60)
+            assert done.status_code == 200
+            for bad in ({"text": CANARY, "sampling": {"top_k": CANARY}}, {"text": [CANARY]}):
+                assert CANARY not in http.post(path, json=bad).text
+            assert CANARY not in http.get(f"/v1/nowhere/{CANARY}?{CANARY}").text
+            wrong = http.get("/v1/models", headers={"authorization": f"Bearer {CANARY}"})
+            assert (wrong.status_code, CANARY in wrong.text) == (401, False)
+            assert CANARY not in http.get("/metrics").text
+            assert CANARY not in http.get("/server_info").text
+
+        async def socket() -> None:
+            query = f"?after=0&x={CANARY}"
+            options = {"additional_headers": headers}
+            async with open_wire(server.url, session_id, query, **options) as wire:
+                await wire.socket.send(f'{{"type":"turn.create","text":"{CANARY}","top_k":1}}')
+                while (await wire.receive())["type"] != "error":
+                    pass
+                assert CANARY not in str(wire.frames[-1])
+                await wire.socket.send(CANARY.encode())
+                assert await wire.close_code() == 1003
+
+        asyncio.run(asyncio.wait_for(socket(), 60))
+        assert server.stop() == 0
+    assert any("turn finished" in line for line in lines)
+    assert CANARY not in "\n".join(lines)
+
+
+def test_an_address_in_use_is_one_line_and_exit_status_one(server: LocalServer) -> None:
+    port = server.url.rpartition(":")[2]
+    argv = [sys.executable, "-m", "session_server", "serve", "--port", port, *FLAGS]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "cannot listen" in done.stderr
+    assert "Traceback" not in done.stderr
