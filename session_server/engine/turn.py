@@ -135,10 +135,9 @@ class Turn:
 
         Bounded by `max_new`, which is known ahead, so no forward is ever planned past it.
         """
-        admission, prompt_len = self.borrowed, self.prompt_len
-        known_or_coming = prompt_len + len(self.outputs) + admission.num_sampling
-        last_len = prompt_len + max(0, self.max_new - 1)
-        return min(known_or_coming, last_len) - admission.launched_len
+        admission = self.borrowed
+        known_or_coming = self.known_len + admission.num_sampling
+        return min(known_or_coming, self.last_len) - admission.launched_len
 
     def uncommitted_tokens(self) -> Tokens:
         """int32 [n]: everything after `base_len`, input then output."""

@@ -1,4 +1,4 @@
-"""The program of a test engine's process: echo_child.py FD."""
+"""The program of a test engine's process: echo_child.py STALL_LIMIT_S FD."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from session_server.engine.child import serve_engine
 from tests.engine.live_echo import assemble
 
-STALL_LIMIT_S = 2.0
-
 if __name__ == "__main__":
-    sys.exit(serve_engine(int(sys.argv[-1]), assemble, stall_limit_s=STALL_LIMIT_S))
+    _, stall_limit_s, fd = sys.argv
+    sys.exit(serve_engine(int(fd), assemble, stall_limit_s=float(stall_limit_s)))

@@ -33,7 +33,7 @@ class ServerSide:
 
     async def until(self, is_it: Callable[[EngineEvent], bool], *, start: int = 0) -> EngineEvent:
         """The first event from index `start` on that is the one."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 for event in self.events[start:]:
                     if is_it(event):
