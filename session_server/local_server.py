@@ -66,7 +66,7 @@ class LocalServer:
 
     def __enter__(self) -> Self:
         argv = [sys.executable, "-m", "session_server", "serve", "--port", "0", *self._flags]
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 - our own argv, no shell
             argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
         )
         threading.Thread(target=self._read_lines, daemon=True).start()
