@@ -92,7 +92,7 @@ def load(directory: Path) -> Decoder:
     return load_decoder(directory, config, device=torch.device("cpu"), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
+@pytest.mark.parametrize("layout", [Layout.CONSECUTIVE, Layout.SCATTERED])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,6 +101,11 @@ def test_appended_turns_give_the_logits_of_one_full_forward(
 ) -> None:
     directory = oracle.directory(family)
     oracle.talk(directory, page_size=page_size, chunk=chunk, layout=layout)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_pages_in_runs_of_different_length_change_nothing(page_size: int, oracle: Oracle) -> None:
+    oracle.talk(oracle.directory("qwen3"), page_size=page_size, chunk=7, layout=Layout.RUNS)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
