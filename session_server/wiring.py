@@ -7,9 +7,11 @@ process by default, or a thread (`--engine inline`); both are composed in `engin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -66,6 +68,19 @@ def serve(settings: Settings) -> int:
 async def _serve(
     settings: Settings, directory: Path, text: ModelText, logger: logging.Logger
 ) -> int:
+    # Before the engine: an address in use should not take a model's loading time to find out.
+    with contextlib.closing(web_server.bind(settings.http.host, settings.http.port)) as listener:
+        return await _serve_on(listener, settings, directory=directory, text=text, logger=logger)
+
+
+async def _serve_on(
+    listener: socket.socket,
+    settings: Settings,
+    *,
+    directory: Path,
+    text: ModelText,
+    logger: logging.Logger,
+) -> int:
     metrics = ServerMetrics(now_s=time.monotonic)
     engine = make_engine(settings)
     observed = ObservedEngine(engine, (metrics.on_event, EventLog(logger).on_event))
@@ -74,7 +89,8 @@ async def _serve(
     ready = await manager.start()
     try:
         services = make_services(settings, manager, metrics, directory=directory, ready=ready)
-        serving = asyncio.create_task(web_server.serve(web_app.create_app(services), services))
+        app = web_app.create_app(services)
+        serving = asyncio.create_task(web_server.serve(app, services, listener=listener))
         assert engine.failed is not None, "a started engine can fail"
         ends: tuple[asyncio.Future[Any], ...] = (serving, engine.failed)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

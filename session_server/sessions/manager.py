@@ -127,6 +127,11 @@ class SessionManager:
         """What the engine said when it last came up; None while there is no engine."""
         return self._link.ready if self._link.is_up else None
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the server shuts down and takes no new work."""
+        return self._is_draining
+
     async def start(self) -> EngineReady:
         """Bring the engine up.
 

@@ -40,10 +40,10 @@ async def health(request: Request) -> Response:
 @router.get("/ready", responses=answers(StatusBody, "The server takes sessions and turns."))
 async def ready(request: Request) -> Response:
     """Readiness: 503 while the engine is away or the server drains."""
-    stats = services_of(request).sessions.stats()
-    if stats.draining:
+    sessions = services_of(request).sessions
+    if sessions.is_draining:
         return _status("draining", is_good=False)
-    is_up = stats.ready is not None
+    is_up = sessions.engine_ready is not None
     return _status("ready" if is_up else "engine_unavailable", is_good=is_up)
 
 

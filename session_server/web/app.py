@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from importlib import metadata
 from typing import Any, Final
@@ -12,6 +13,7 @@ from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
@@ -24,12 +26,14 @@ from session_server.web.guard import RequestGuard
 from session_server.web.openapi import answers, asyncapi_of, openapi_of
 from session_server.web.readers import Readers
 from session_server.web.refusals import HttpRefusal, JsonResponse, answer_error, error_response
-from session_server.web.services import AppServices
+from session_server.web.services import AppServices, WebSettings
 from session_server.web.sockets import Sockets
 from session_server.web.websocket import session_endpoint
 
 TICK_S: Final = 1.0
 LAG_PROBE_S: Final = 0.1
+
+_logger: Final = logging.getLogger("session_server.web")
 
 
 def create_app(services: AppServices) -> FastAPI:
@@ -40,14 +44,14 @@ def create_app(services: AppServices) -> FastAPI:
         description="A streaming-session LLM server: a turn costs what its new tokens cost.",
         lifespan=_lifespan,
         dependencies=[Depends(authorize)],
-        middleware=[Middleware(RequestGuard, settings=services.settings)],
+        middleware=_middleware(services.settings),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     app.state.services = services
-    app.state.readers = Readers(services.sessions, services.metrics)
+    app.state.readers = Readers(services)
     app.state.sglang = SGLangState(services.sessions)
     app.state.sockets = Sockets(services.settings.max_connections)
     app.state.documents = {}
@@ -62,6 +66,19 @@ def create_app(services: AppServices) -> FastAPI:
     for kind in (HttpRefusal, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer_error)
     return app
+
+
+def _middleware(settings: WebSettings) -> list[Middleware]:
+    guard = Middleware(RequestGuard, settings=settings)
+    if not settings.allowed_origins:
+        return [guard]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=settings.allowed_origins,
+        allow_methods=("GET", "POST", "PATCH", "DELETE"),
+        allow_headers=("authorization", "content-type", "last-event-id"),
+    )
+    return [guard, cors]
 
 
 async def _openapi(request: Request) -> Response:
@@ -106,7 +123,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 async def _tick(services: AppServices) -> None:
     while True:
         await asyncio.sleep(TICK_S)
-        services.sessions.tick()
+        try:
+            services.sessions.tick()
+        except Exception:
+            # Sessions must not live for ever because one of them could not be closed.
+            _logger.exception("tick failed")
 
 
 async def _probe_lag(services: AppServices) -> None:

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from session_server.core.errors import SessionServerError
-from session_server.metrics.prometheus import ServerMetrics
-from session_server.sessions.manager import SessionManager
+from session_server.core.errors import ServerBusy, SessionServerError
+from session_server.web.services import AppServices
 
 MAX_BOUND_TURNS: Final = 64
 """Turns of one session bound to its readers; live ones are bounded by the session's queue."""
@@ -38,24 +37,37 @@ class Watch:
 
 
 class Readers:
-    """All readers of the server, bounded in number by who accepts connections."""
+    """All readers of the server."""
 
-    def __init__(self, sessions: SessionManager, metrics: ServerMetrics) -> None:
-        self._sessions = sessions
-        self._metrics = metrics
+    def __init__(self, services: AppServices) -> None:
+        self._sessions = services.sessions
+        self._metrics = services.metrics
+        self._max_readers = services.settings.max_connections
+        self._num_readers = 0
         self._watches: dict[str, Watch] = {}
+
+    def check_room(self) -> None:
+        """Refuse a reader too many; asked before a turn is submitted for it.
+
+        Raises:
+            ServerBusy: as many as allowed are reading.
+        """
+        if self._num_readers >= self._max_readers:
+            raise ServerBusy(f"{self._num_readers} readers are connected, the maximum.")
 
     @contextlib.contextmanager
     def reading(self, owner: str, session_id: str, kind: str) -> Iterator[Watch]:
         """Count as a reader inside the block; `kind` is `websocket`, `sse` or `http`."""
         watch = self._watches.setdefault(session_id, Watch())
         watch.readers += 1
+        self._num_readers += 1
         self._metrics.connection_opened(kind)
         try:
             yield watch
         finally:
             self._metrics.connection_closed(kind)
             watch.readers -= 1
+            self._num_readers -= 1
             if watch.readers == 0:
                 del self._watches[session_id]
                 self._cancel_bound(owner, session_id, watch)

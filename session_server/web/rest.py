@@ -129,6 +129,7 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     A client that leaves cancels the turn, and keeps its partial answer in the history, unless
     `on_disconnect` is `detach`.
     """
+    caller.readers.check_room()
     body = await read_body(request, TurnBody)
     turn = turn_request(body, defaults=caller.services.model.defaults, on_disconnect="cancel")
     journal = caller.sessions.journal(caller.owner, session_id)
@@ -175,6 +176,7 @@ async def read_events(
     after: AfterSeq = None,
 ) -> Response:
     """Follow a session. `Last-Event-ID` wins over `after`; without both it starts now."""
+    caller.readers.check_room()
     journal = caller.sessions.journal(caller.owner, session_id)
     start = _last_event_id(request)
     if start is None:

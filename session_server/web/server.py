@@ -25,6 +25,7 @@ from session_server.web.sockets import Sockets
 
 BACKLOG: Final = 4096
 SHUTDOWN_S: Final = 5
+KEEP_ALIVE_S: Final = 60
 CLOSE_WAIT_S: Final = 2.0
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -48,16 +49,23 @@ class DrainingServer(uvicorn.Server):
             self._on_listening()
 
 
-async def serve(app: FastAPI, services: AppServices, *, ready: TextIO = sys.stdout) -> None:
+async def serve(
+    app: FastAPI,
+    services: AppServices,
+    *,
+    listener: socket.socket | None = None,
+    ready: TextIO = sys.stdout,
+) -> None:
     """Listen until a signal, then drain and return.
 
-    Once it listens it writes `listening on http://HOST:PORT` to `ready`, with the real port.
+    `listener` is a bound socket of the caller's; None binds the address of the settings. Once it
+    listens it writes `listening on http://HOST:PORT` to `ready`, with the real port.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    settings = services.settings
-    listener = bind(settings.host, settings.port)
+    if listener is None:
+        listener = bind(services.settings.host, services.settings.port)
     url = _url_of(listener)
 
     def say_ready() -> None:
@@ -92,6 +100,7 @@ def config_for(app: FastAPI, services: AppServices) -> uvicorn.Config:
         log_level="warning",
         proxy_headers=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
         lifespan="on",
     )

@@ -151,7 +151,7 @@ class SessionSocket:
 
     def _open(self, call: Call) -> SessionView:
         """The session this connection is for; the id `new` opens one."""
-        if call.sessions.stats().draining:
+        if call.sessions.is_draining:
             raise ServerDraining("The server is shutting down.")
         self._after, self._epoch = self._resume_point()
         session_id = str(self._websocket.path_params["session_id"])

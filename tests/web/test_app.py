@@ -215,3 +215,29 @@ def references(value: Any, prefix: str = "#/components/schemas/") -> list[str]:
     if isinstance(value, list):
         return [name for item in value for name in references(item, prefix)]
     return []
+
+
+@served(allowed_origins=("https://app.example",))
+async def test_an_allowed_origin_may_read_answers_and_others_may_not(this: Served) -> None:
+    asked = {"origin": "https://app.example"}
+    answer = await this.http.get("/v1/models", headers=asked)
+    assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    preflight = asked | {"access-control-request-method": "POST"}
+    assert (await this.http.options("/v1/sessions", headers=preflight)).status_code == 200
+    evil = await this.http.get("/v1/models", headers={"origin": "https://evil.example"})
+    assert (evil.status_code, "access-control-allow-origin" in evil.headers) == (403, False)
+
+
+@served(max_connections=1)
+async def test_readers_are_bounded_whatever_they_read_by(this: Served) -> None:
+    session_id = await this.open()
+    async with this.socket(session_id):
+        path = f"/v1/sessions/{session_id}"
+        for request in (
+            this.http.post(f"{path}/turns", json={"text": "a"}),
+            this.http.get(f"{path}/events"),
+            this.http.post("/generate", json={"text": "a"}),
+        ):
+            refused = await request
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_busy")
+    assert this.sessions.get("anonymous", session_id).num_turns == 0

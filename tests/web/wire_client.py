@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
+
+from session_server.protocol.frames import AnyServerFrame
 
 SUBPROTOCOL = Subprotocol("kvsession.v1")
 
@@ -31,6 +34,7 @@ class Wire:
         """The next frame."""
         payload = await self.socket.recv()
         assert isinstance(payload, str), "frames are text"
+        msgspec.json.decode(payload, type=AnyServerFrame)  # what is sent is what is published
         frame: dict[str, Any] = json.loads(payload)
         self.frames.append(frame)
         return frame
