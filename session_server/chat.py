@@ -38,6 +38,7 @@ HELP: Final = """\
 /system TEXT     a new session that starts with this system prompt
 /stats           what the turns of this session cost
 /help            this list
+/keep            leave, and keep the session for `chat --session ID`
 /quit            leave (so does Ctrl-D, and Ctrl-C at the prompt)
 Ctrl-C while an answer streams cancels the turn and keeps what was said."""
 
@@ -136,13 +137,18 @@ class _Chat:
         try:
             while True:
                 line = self._read_line()
-                if line is None or line == "/quit":
-                    return 0
+                if line is None or line in {"/quit", "/keep"}:
+                    break
                 self._obey(line)
         except KeyboardInterrupt:
-            return 130
-        finally:
             self._loop.call(self._session.close())
+            return 130
+        if line == "/keep":
+            self._loop.call(self._session.leave())
+            self._console.print(f"kept: {self._session.session_id}", highlight=False)
+        else:
+            self._loop.call(self._session.close())
+        return 0
 
     def _read_line(self) -> str | None:
         """One line of the user's; None at the end of input or at Ctrl-C."""

@@ -1,0 +1,65 @@
+"""What a user types at a terminal, against a real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+
+def command(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "session_server", *argv],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_terminal_chat_remembers_and_shows_what_a_turn_cost(url: str) -> None:
+    done = command("chat", "--url", url, stdin="My name is Ada.\nWhat is my name?\n/quit\n")
+    assert done.returncode == 0, done.stderr
+    second = done.stdout.split("you > ")[2]
+    assert "Your name is Ada." in second
+    assert "cached, 9 new)" in second
+
+
+def test_a_chat_comes_back_to_a_session_that_is_still_open(url: str) -> None:
+    opened = subprocess.run(
+        [sys.executable, "-c", OPEN_AND_LEAVE, url], capture_output=True, text=True, check=True
+    )
+    session = opened.stdout.strip()
+    done = command("chat", "--url", url, "--session", session, stdin="What is my name?\n/keep\n")
+    assert "Your name is Bob." in done.stdout
+    assert f"kept: {session}" in done.stdout
+    done = command("chat", "--url", url, "--session", session, stdin="What is my name?\n")
+    assert "Your name is Bob." in done.stdout
+    again = command("chat", "--url", url, "--session", session, stdin="Hello?\n")
+    assert again.returncode == 1, "leaving the chat closed the session"
+    assert "session_not_found" in again.stdout
+
+
+def test_the_inspector_finds_the_books_of_a_live_server_in_order(url: str) -> None:
+    subprocess.run([sys.executable, "-c", OPEN_AND_LEAVE, url], check=True, capture_output=True)
+    shown = command("inspect", "--url", url, "--full")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "0 violations" in shown.stdout
+    found = json.loads(command("inspect", "--url", url, "--json").stdout)
+    assert found["memory"]["checks"]["runs"] > 0
+    assert len(found["sessions"]) >= 1
+
+
+OPEN_AND_LEAVE = """
+import asyncio, sys
+from session_server.client import connect
+
+async def main():
+    session = await connect(sys.argv[1])
+    await session.ask("My name is Bob.", sampling={"temperature": 0})
+    print(session.session_id)
+    await session.leave()
+
+asyncio.run(main())
+"""

@@ -1,0 +1,71 @@
+"""The commands of the Makefile do what the pages say; checked without running them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def make(*argv: str) -> str:
+    # A `make test` around this test must not hand its own flags and jobs down.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(
+        ["make", "--no-print-directory", *argv],
+        cwd=ROOT,
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_make_alone_lists_every_target() -> None:
+    text = (ROOT / "Makefile").read_text("utf-8")
+    targets = set(re.findall(r"^\.PHONY: (\w+)$", text, re.MULTILINE))
+    assert {"demo", "test", "lint", "bench", "help"} <= targets
+    listed = make()
+    assert all(re.search(rf"^  {target}\s", listed, re.MULTILINE) for target in targets)
+
+
+def test_make_test_runs_every_check() -> None:
+    recipe = make("-n", "test", "VENV=.no-such-environment")
+    stages = ("pip", "ruff check", "ruff format --check", "mypy", "lint-imports", "pytest")
+    positions = [recipe.index(stage) for stage in stages]
+    assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_a_fresh_machine_gets_torch_before_anything_could_choose_another_build(target: str) -> None:
+    recipe = make("-n", target, "VENV=.no-such-environment", "TORCH=torch==9.9.9")
+    assert recipe.index("venv .no-such-environment") < recipe.index("'torch==9.9.9+cpu'")
+    assert recipe.index("torch==9.9.9+cpu") < recipe.index("--editable")
+
+
+def test_the_demo_installs_no_development_tools() -> None:
+    assert "[dev]" not in make("-n", "demo", "VENV=.no-such-environment")
+
+
+def test_what_is_merged_has_passed_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    commands = [line for line in script.read_text("utf-8").splitlines() if "make" in line]
+    assert any(re.search(r"make .*\btest\b", line) for line in commands)
+
+
+def test_what_runs_needs_no_development_tools() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[^A-Za-z0-9_.-]", line)[0].lower() for line in requirements}
+
+    runtime = names(project["dependencies"])
+    assert not runtime & names(project["optional-dependencies"]["dev"])
+    assert "transformers" not in runtime
