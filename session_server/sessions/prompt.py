@@ -31,10 +31,10 @@ class PromptState:
     """What a prompt depends on.
 
     `answer_len`: tokens of the history up to the end of the last answer, 0 before the first.
-    `last_id`: the token there. `open_messages`: messages after it that no answer follows yet; what
-    the history holds beyond `answer_len` is their render, and they are rendered again together
-    with new ones. `messages`: the whole conversation, None when raw input made it unknown; kept
-    for `mode` "template" only.
+    `last_id`: the token there, -1 when there is none or the answer counts as cut off.
+    `open_messages`: messages after it that no answer follows yet; what the history holds beyond
+    `answer_len` is their render, and they are rendered again together with new ones. `messages`:
+    the whole conversation, None when raw input made it unknown; kept for `mode` "template" only.
     """
 
     mode: HistoryMode

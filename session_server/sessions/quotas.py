@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from session_server.core.errors import QuotaExceeded, ServerBusy
 from session_server.sessions.journal import JournalLimits
+from session_server.text.tokenizer import LONG_TEXT_CHARS
 
 _MINUTE_S = 60.0
 
@@ -28,7 +29,7 @@ class SessionLimits:
     max_metadata: int = 16
     max_stop_strings: int = 16
     max_stop_chars: int = 256
-    inline_input_chars: int = 4096
+    inline_input_chars: int = LONG_TEXT_CHARS
     tokenize_deadline_s: float = 30.0
     journal: JournalLimits = field(default_factory=JournalLimits)
 

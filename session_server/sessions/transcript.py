@@ -25,6 +25,7 @@ class Transcript:
         self._now = now
         self._tokens = array("i")
         self._answer_len = 0
+        self._is_end_replaced = False
         self._open = messages
         self._messages: list[Message] | None = list(messages)
         self._items: list[ItemView] = []
@@ -53,6 +54,9 @@ class Transcript:
     def state(self) -> PromptState:
         """What the next turn's prompt depends on."""
         answer_len = self._answer_len
+        # Where the template's end of turn took the place of a sampled one, the answer counts as
+        # cut off before it: the token that now precedes must not be replaced as well.
+        is_cut = answer_len == 0 or self._is_end_replaced
         messages = None
         if self.mode == "template" and self._messages is not None:
             messages = tuple(self._messages)
@@ -60,7 +64,7 @@ class Transcript:
             mode=self.mode,
             num_tokens=len(self._tokens),
             answer_len=answer_len,
-            last_id=self._tokens[answer_len - 1] if answer_len else -1,
+            last_id=-1 if is_cut else self._tokens[answer_len - 1],
             open_messages=self._open,
             messages=messages,
             now=self._now,
@@ -90,11 +94,13 @@ class Transcript:
         is_chat = prompt.raw_text is None
         if is_chat and not prompt.generate:
             # In append mode the next turn renders these messages again, from the same place.
+            self._is_end_replaced |= prompt.keep_len < self._answer_len
             self._answer_len = prompt.keep_len
             self._open = (*self._open, *prompt.messages)
             return
         self._tokens.extend(output)
         self._answer_len = len(self._tokens)
+        self._is_end_replaced = False
         self._open = ()
         if not is_chat:
             self._messages = None

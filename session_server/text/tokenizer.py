@@ -11,13 +11,16 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 from tokenizers import AddedToken
 
 from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.text.model_files import ModelFilesError
+
+LONG_TEXT_CHARS: Final = 4096
+"""From here on encoding takes long enough (milliseconds) to be worth a thread of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,9 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str]:
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_bos: bool) -> list[int]:
     try:
-        return list(tokenizer.encode(text, add_special_tokens=add_bos).ids)
+        if len(text) < LONG_TEXT_CHARS:
+            return list(tokenizer.encode(text, add_special_tokens=add_bos).ids)
+        # Only the batch calls give up the interpreter lock, and so let the event loop run on.
+        return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_bos)[0].ids)
     except (TypeError, ValueError) as error:
         raise TokenizeFailed("the text is not valid Unicode", param="input") from error

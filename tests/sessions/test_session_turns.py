@@ -94,6 +94,19 @@ class TestHistory:
         assert "assistant\n<|im_end|>\n<|im_start|>user" in text
         assert text.count("<|endoftext|>") == 1
 
+    def test_only_one_end_token_is_replaced_however_often_messages_are_read(
+        self, world: World
+    ) -> None:
+        other = world.control("<|endoftext|>")[0]
+        world.engine.next_token = lambda _: other
+        session = world.open()
+        world.run(session, turn("1", max_tokens=3, ignore_eos=True))
+        for name in ("2", "3"):
+            world.run(session, turn(name, "More", max_tokens=0))
+        world.run(session, turn("4", ChatInput(()), max_tokens=1, ignore_eos=True))
+        text = world.decode(world.history(session))
+        assert "assistant\n<|endoftext|><|endoftext|><|im_end|>\n<|im_start|>user\nMore" in text
+
     def test_opening_messages_are_rendered_with_the_first_turn(self, world: World) -> None:
         session = world.open(messages=(Message("system", "Be brief."),))
         world.run(session, turn("1"))
@@ -490,6 +503,24 @@ class TestCancel:
         assert len(end.outcome.token_ids) == 1
         assert world.history(session)[-1:] == end.outcome.token_ids
         completed(world.run(session, turn("2")))
+
+    def test_undoing_a_turn_that_replaced_the_last_token_undoes_that_too(
+        self, world: World
+    ) -> None:
+        other = world.control("<|endoftext|>")[0]
+        choose, world.engine.next_token = world.next_token, lambda _: other
+        session = world.open()
+        world.run(session, turn("1"))
+        before = world.history(session)
+        world.engine.next_token = choose
+        world.submit(session, turn("2", max_tokens=2, ignore_eos=True))
+        for _ in range(5):
+            world.engine.step()
+        world.manager.cancel(OWNER, session, keep_partial=False)
+        world.engine.run()
+        assert world.history(session) == before
+        end = completed(world.run(session, turn("3", (60, 61), max_tokens=1)))
+        assert end.outcome.token_ids == (choose([*before, 60, 61]),)
 
     def test_a_waiting_turn_is_cancelled_at_once(self, world: World) -> None:
         session = world.open()

@@ -60,11 +60,11 @@ class World:
         self.now_s = 100.0
         self.loop = asyncio.new_event_loop()
         alphabet = letters(self.text)
-        eos = sorted(self.text.eos_token_ids)[-1]
+        ends = sorted(self.text.eos_token_ids)
 
         def next_token(context: list[int]) -> int:
             draw = zlib.crc32(",".join(map(str, context)).encode())
-            return eos if draw % 23 == 0 else alphabet[draw % len(alphabet)]
+            return ends[draw % 2] if draw % 23 == 0 else alphabet[draw % len(alphabet)]
 
         self.next_token = next_token
         self.engine = PaperEngine(

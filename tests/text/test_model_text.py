@@ -8,7 +8,7 @@ import pytest
 from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.text.model_files import ModelFilesError, read_model_files
 from session_server.text.model_text import load_model_text
-from session_server.text.tokenizer import check_token_ids
+from session_server.text.tokenizer import LONG_TEXT_CHARS, check_token_ids
 from tests.text.tiny_models import CHATML, write_model
 
 
@@ -114,6 +114,15 @@ def test_malformed_files_say_so(folder: Path, name: str, content: str) -> None:
 def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelFilesError, match=r"no tokenizer\.json"):
         load_model_text(tmp_path)
+
+
+def test_long_text_is_encoded_like_short_text(folder: Path) -> None:
+    tokenizer = load_model_text(folder).tokenizer
+    line = "What is 12 + 30? <|im_end|>\n"
+    for encode in (tokenizer.encode_content, tokenizer.encode_control):
+        assert encode(line * 400) == encode(line) * 400
+    with pytest.raises(TokenizeFailed):
+        tokenizer.encode_content("a\ud800" * LONG_TEXT_CHARS)
 
 
 def test_lone_surrogates_are_refused(folder: Path) -> None:
