@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from session_server.config import EngineMode, Settings, model_directory
 from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EngineClient, EventListener
@@ -193,7 +195,9 @@ def make_services(
             max_context=ready.max_context_len,
             created_s=int(time.time()),
             token_text=_token_text(text),
-            defaults=text.default_sampling,
+            defaults=msgspec.structs.replace(
+                text.default_sampling, seed=settings.model.random_seed
+            ),
         ),
         settings=WebSettings(
             host=http.host,
