@@ -213,9 +213,13 @@ async def server_info(caller: Caller) -> Response:
         "running": 0 if sample is None else sample.running,
         "waiting": 0 if sample is None else sample.waiting,
     }
+    ready = stats.ready
     return JsonResponse(
         {
             **caller.services.server_args,
+            "context_length": caller.services.model.max_context,
+            "page_size": None if ready is None else ready.page_size,
+            "max_total_num_tokens": None if ready is None else ready.num_pages * ready.page_size,
             "served_model_name": caller.services.model.name,
             "version": metadata.version("session-server"),
             "internal_states": [internal],

@@ -150,7 +150,7 @@ async def test_the_events_of_a_session_replay_and_go_on_live(this: Served) -> No
         first = await next_event(lines)
         assert (first["event"], first["id"]) == ("turn.created", "1")
         await this.http.delete(f"/v1/sessions/{session_id}")
-        kinds = []
+        kinds: list[str] = []
         while not kinds or kinds[-1] != "session.closed":
             kinds.append((await next_event(lines))["event"])
         assert "turn.completed" in kinds

@@ -219,7 +219,9 @@ async def test_the_server_and_its_model_describe_themselves(this: Served) -> Non
         model = (await this.http.get(path)).json()
         assert (model["is_generation"], model["model_path"]) == (True, "paper")
     for path in ("/get_server_info", "/server_info"):
-        assert "version" in (await this.http.get(path)).json()
+        server = (await this.http.get(path)).json()
+        assert server["version"]
+        assert server["max_total_num_tokens"] == 1024 * 16
 
 
 async def open_session(this: Served, **fields: object) -> str:
@@ -266,7 +268,8 @@ async def test_a_session_that_does_not_stream_is_a_tree_of_requests(this: Served
     async def ask(input_ids: list[int], name: str, **params: object) -> dict[str, Any]:
         request = body(input_ids) | {"rid": name, "session_params": {"id": session_id, **params}}
         answer = await this.http.post("/generate", json=request)
-        return {"status": answer.status_code} | answer.json()
+        result: dict[str, Any] = answer.json()
+        return {"status": answer.status_code} | result
 
     root = await ask([7, 8], "r1")
     assert root["meta_info"]["prompt_tokens"] == 2

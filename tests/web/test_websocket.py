@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from websockets.exceptions import InvalidStatus
@@ -265,10 +266,10 @@ async def flood(this: Served, session_id: str) -> None:
 
 @served(key_digests=KEYS)
 async def test_a_key_comes_by_header_by_subprotocol_or_as_first_message(this: Served) -> None:
-    header = {"additional_headers": {"authorization": "Bearer secret"}}
+    header: dict[str, Any] = {"additional_headers": {"authorization": "Bearer secret"}}
     async with this.socket(**header) as wire:
         session_id = wire.hello["session_id"]
-    offered = {"subprotocols": [SUBPROTOCOL, "bearer.secret"]}
+    offered: dict[str, Any] = {"subprotocols": [SUBPROTOCOL, "bearer.secret"]}
     async with this.socket(session_id, **offered) as wire:
         assert wire.socket.subprotocol == "kvsession.v1"
     async with this.socket(session_id, subprotocols=["bearer.secret"]) as wire:
@@ -281,7 +282,7 @@ async def test_a_key_comes_by_header_by_subprotocol_or_as_first_message(this: Se
 
 @served(key_digests=KEYS, auth_timeout_s=0.2)
 async def test_no_or_a_wrong_key_opens_nothing(this: Served) -> None:
-    wrong = {"additional_headers": {"authorization": "Bearer wrong"}}
+    wrong: dict[str, Any] = {"additional_headers": {"authorization": "Bearer wrong"}}
     with pytest.raises(InvalidStatus) as refused:
         async with this.socket(**wrong):
             pass

@@ -46,7 +46,7 @@ class Wire:
             if frame["type"] in kinds:
                 return frame
 
-    async def turn(self, turn_id: str, **fields: object) -> dict[str, Any]:
+    async def turn(self, turn_id: str, **fields: Any) -> dict[str, Any]:
         """Run a turn to its end."""
         await self.send("turn.create", turn_id=turn_id, **turn(**fields))
         return await self.until("turn.completed", "turn.cancelled", "turn.failed", "error")

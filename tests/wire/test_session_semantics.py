@@ -264,7 +264,7 @@ def test_cancel_and_create_back_to_back_never_trip(server: LocalServer) -> None:
                 turn_id = f"t{index}"
                 await wire.send("turn.create", turn_id=turn_id, **ids(10, max_tokens=40))
                 await wire.send("turn.cancel", turn_id=turn_id, keep_partial=index % 2 == 0)
-            ends = set()
+            ends: set[str] = set()
             while len(ends) < 60:
                 frame = await wire.receive()
                 if frame["type"] == "error":
