@@ -9,7 +9,7 @@ from typing import Self
 
 from starlette.types import Receive
 
-from session_server.core.errors import SessionClosing
+from session_server.core.errors import SessionClosing, SessionNotFound, TurnNotFound
 from session_server.core.session_events import (
     SessionEntry,
     TurnEnd,
@@ -136,8 +136,11 @@ class TurnReading:
                 yield event_chunk(frame_of(*item), seq=item[0])
 
     def _end_now(self) -> TurnEnd | None:
-        view = self._call.sessions.turn(self._call.owner, self._view.session_id, self._view.turn_id)
-        return view.end
+        call, view = self._call, self._view
+        try:
+            return call.sessions.turn(call.owner, view.session_id, view.turn_id).end
+        except (SessionNotFound, TurnNotFound):
+            return None
 
 
 async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
@@ -154,8 +157,12 @@ async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGen
                     position = seq
                     yield event_chunk(frame_of(seq, entry), seq=seq)
             return
-        except OffsetLost:
-            snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+        except OffsetLost as lost:
+            try:
+                snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+            except SessionNotFound:
+                position = lost.last_seq - 1  # nothing is left to tell but the end
+                continue
             yield event_chunk(ResumeFailedFrame(reason="offset_lost"), seq=None)
             yield event_chunk(snapshot, seq=snapshot.seq)
             position = snapshot.seq

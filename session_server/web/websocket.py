@@ -156,8 +156,12 @@ class SessionSocket:
         self._after, self._epoch = self._resume_point()
         session_id = str(self._websocket.path_params["session_id"])
         if session_id == NEW_SESSION:
-            return call.sessions.open(call.owner, OpenRequest())
-        return call.sessions.get(call.owner, session_id)
+            view = call.sessions.open(call.owner, OpenRequest())
+        else:
+            view = call.sessions.get(call.owner, session_id)
+        # Whatever happens to the session from here on, its journal can be read to its end.
+        self._journal = call.sessions.journal(call.owner, view.session_id)
+        return view
 
     def _resume_point(self) -> tuple[int | None, str | None]:
         query = self._websocket.query_params
@@ -182,7 +186,6 @@ class SessionSocket:
 
     async def _serve(self, call: Call, view: SessionView, watch: Watch) -> None:
         session_id = view.session_id
-        self._journal = call.sessions.journal(call.owner, session_id)
         self._greet(call, view)
         self._heard_s = asyncio.get_running_loop().time()
         tasks = [
@@ -220,7 +223,11 @@ class SessionSocket:
             self._owe_snapshot(call, view.session_id, lost)
 
     def _owe_snapshot(self, call: Call, session_id: str, lost: ResumeFailedFrame) -> None:
-        snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+        try:
+            snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+        except SessionNotFound:
+            self._position = self._journal.last_seq - 1  # nothing is left to tell but the end
+            return
         self._protocol.resume_failed(lost, snapshot)
         self._position = snapshot.seq
 

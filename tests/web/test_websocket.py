@@ -364,3 +364,18 @@ def test_a_resume_point_that_is_none_is_refused(query: str) -> None:
         assert refused.value.response.status_code == 400
 
     test()
+
+
+def test_a_reader_behind_a_session_that_is_gone_hears_its_end() -> None:
+    async def test() -> None:
+        async with serving(limits=small_journal(4), send_timeout_s=30.0) as this:
+            session_id = await this.open()
+            narrow = await narrow_socket(this.port)
+            async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
+                await this.until(lambda: this.sockets.num_attached == 1)
+                await flood(this, session_id)
+                this.sessions.close("anonymous", session_id)
+                assert await wire.close_code() == 4410
+                assert wire.frames[-1]["type"] == "session.closed"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
