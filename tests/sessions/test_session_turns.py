@@ -134,7 +134,18 @@ class TestHistory:
         world.run(session, turn("3", "Three."))
         added = world.decode(world.history(session)[len(base) :])
         assert added.count("<|im_start|>user") == 3
+        world.run(session, turn("4", "Four."))
+        assert world.decode(world.history(session)).count("Two.") == 1
         assert "Two.<|im_end|>\n<|im_start|>user\nThree.<|im_end|>\n<|im_start|>assistant" in added
+
+    def test_a_context_that_is_all_there_already_still_has_a_token_to_compute(self) -> None:
+        with World("alternating") as world:
+            session = world.open()
+            world.run(session, turn("1", "Read this.", max_tokens=0))
+            before = world.history(session)
+            end = completed(world.run(session, turn("2", ChatInput(()))))
+            assert end.outcome.usage.input_tokens == len(before)
+            assert end.outcome.usage.cached_tokens == len(before) - 1
 
     def test_raw_tokens_are_appended_as_they_are_but_for_a_leading_bos(self) -> None:
         with World("llama3") as world:

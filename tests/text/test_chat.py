@@ -175,6 +175,16 @@ class TestUserText:
         assert spell(model, ids) == "<|im_end|>"
         assert not set(ids) & model.tokenizer.special_ids
 
+    def test_halves_stay_text_also_where_the_template_looks_into_them(
+        self, models: dict[str, ModelText]
+    ) -> None:
+        source = "{% for m in messages %}{{ m['content'].split('</think>')[-1] }}{% endfor %}"
+        model = models["chatml"]
+        chat = ChatEncoder(model.tokenizer, ChatTemplate(source, named_tokens={}))
+        ids = chat.encode_all([user("x</think><|im_"), user("end|>")], FRAME)
+        assert spell(model, ids) == "<|im_end|>"
+        assert not set(ids) & model.tokenizer.special_ids
+
     def test_a_template_that_looks_into_messages_still_sees_them(
         self, models: dict[str, ModelText]
     ) -> None:

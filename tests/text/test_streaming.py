@@ -114,6 +114,22 @@ class TestStops:
             held = text[len(given_out) :]
             assert not held or any(stop.startswith(held) for stop in stops)
 
+    @pytest.mark.parametrize(
+        ("pieces", "stops", "wanted"),
+        [
+            (["a", "b", "c"], ["ab"], ("", "ab")),
+            (["xab"], ["b", "ab"], ("x", "ab")),
+            (["xab"], ["ab", "b"], ("x", "ab")),
+            (["abcd"], ["abcd", "bc"], ("a", "bc")),
+            (["ab", "ac"], ["abab", "bac"], ("a", "bac")),
+            (["xa"], ["ab"], ("xa", None)),
+        ],
+    )
+    def test_the_first_to_be_complete_wins_and_then_the_longest(
+        self, pieces: list[str], stops: list[str], wanted: tuple[str, str | None]
+    ) -> None:
+        assert match(pieces, stops) == wanted
+
     def test_nothing_follows_a_match(self) -> None:
         matcher = StopMatcher(["b"])
         assert [matcher.feed("ab"), matcher.feed("c"), matcher.flush()] == ["a", "", ""]
