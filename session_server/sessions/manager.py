@@ -167,6 +167,11 @@ class SessionManager:
         self._sessions.add(session)
         return session.view()
 
+    def id_for_key(self, owner: str, key: str) -> str:
+        """The session id that a client's idempotency key stands for; nobody else can guess it."""
+        digest = hmac.new(self._secret, f"{owner}/{key}".encode(), hashlib.sha256).hexdigest()
+        return f"s_{digest[:32]}"
+
     def get(self, owner: str, session_id: str) -> SessionView:
         """One session. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).view()

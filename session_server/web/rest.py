@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from session_server.core.errors import InvalidRequest
+from session_server.core.errors import InvalidRequest, SessionExists
 from session_server.core.session_events import Message, TurnFailedEntry
 from session_server.protocol.errors import ErrorResponse
 from session_server.protocol.frames import failure_body
@@ -39,6 +39,8 @@ from session_server.web.views import item_view_body, session_body, turn_body, tu
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
 MAX_PAGE = 1000
+IDEMPOTENCY_KEY = "idempotency-key"
+MAX_KEY_CHARS = 128
 AfterSeq = Annotated[int | None, Query(ge=0, le=MAX_SEQ)]
 
 
@@ -49,25 +51,36 @@ AfterSeq = Annotated[int | None, Query(ge=0, le=MAX_SEQ)]
     responses=answers(SessionBody, "The new session.", status=201),
 )
 async def open_session(request: Request, caller: Caller) -> Response:
-    """Open a session."""
+    """Open a session. A request repeated with its `Idempotency-Key` gives the same session."""
     body = await read_body(request, OpenBody)
     if body.model not in (None, caller.services.model.name):
         raise InvalidRequest("There is no such model here; see /v1/models.", param="model")
+    session_id, is_repeatable = body.id, False
+    if body.id is None and (key := request.headers.get(IDEMPOTENCY_KEY)) is not None:
+        if not 1 <= len(key) <= MAX_KEY_CHARS:
+            raise InvalidRequest("The Idempotency-Key is too long or empty.", param=IDEMPOTENCY_KEY)
+        session_id, is_repeatable = caller.sessions.id_for_key(caller.owner, key), True
+    try:
+        view = caller.sessions.open(caller.owner, _open_request(body, session_id))
+    except SessionExists:
+        if not is_repeatable or session_id is None:
+            raise
+        view = caller.sessions.get(caller.owner, session_id)
+    location = {"location": f"/v1/sessions/{view.session_id}"}
+    return JsonResponse(session_body(view, caller.services.model), 201, location)
+
+
+def _open_request(body: OpenBody, session_id: str | None) -> OpenRequest:
     messages = chat_messages(body.messages or ())
     if body.instructions is not None:
         messages = (Message(role="system", content=body.instructions), *messages)
-    view = caller.sessions.open(
-        caller.owner,
-        OpenRequest(
-            session_id=body.id,
-            messages=messages,
-            ttl_s=body.ttl_s,
-            metadata=body.metadata or {},
-            pinned=body.pinned,
-        ),
+    return OpenRequest(
+        session_id=session_id,
+        messages=messages,
+        ttl_s=body.ttl_s,
+        metadata=body.metadata or {},
+        pinned=body.pinned,
     )
-    location = {"location": f"/v1/sessions/{view.session_id}"}
-    return JsonResponse(session_body(view, caller.services.model), 201, location)
 
 
 @router.get("", responses=answers(SessionList, "A page of your sessions, oldest first."))

@@ -81,6 +81,21 @@ async def test_a_taken_id_and_a_model_that_is_not_there_are_refused(this: Served
 
 
 @served()
+async def test_an_open_repeated_with_its_key_is_one_session(this: Served) -> None:
+    headers = {"Idempotency-Key": "order 66"}
+    answers = [await this.http.post("/v1/sessions", json={}, headers=headers) for _ in range(3)]
+    assert {answer.status_code for answer in answers} == {201}
+    assert len({answer.json()["id"] for answer in answers}) == 1
+    other = await this.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": "67"})
+    assert other.json()["id"] != answers[0].json()["id"]
+    for key in ("", "x" * 129):
+        refused = await this.http.post("/v1/sessions", json={}, headers={"Idempotency-Key": key})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "idempotency-key"
+    assert len((await this.http.get("/v1/sessions")).json()["data"]) == 2
+
+
+@served()
 async def test_a_turn_answers_with_text_usage_and_timings(this: Served) -> None:
     session_id = await this.open()
     path = f"/v1/sessions/{session_id}/turns"
