@@ -43,11 +43,12 @@ class Respondent:
         self.network.load_state_dict({name: value.float() for name, value in weights.items()})
         self.network.requires_grad_(False)
 
-    def answer(self, history: Sequence[corpus.Exchange], question: str) -> str:
-        """Answer after a history taken as given."""
-        ids = [i for exchange in history for i in self._ids(exchange)]
-        ids += [*self.encoder.message(chat.USER_ID, question), chat.ASSISTANT_ID]
-        return self._generate(ids)
+    def answer(self, history: Sequence[corpus.Exchange], question: corpus.Exchange) -> str:
+        """Answer one question after a history taken as given."""
+        said = [token_id for exchange in history for token_id in self._ids(exchange)]
+        asked, draft = self._asked(question), self._draft(question)
+        greedy = self._predictions(said + asked + draft)[-len(draft) - 1 : -1]
+        return question.assistant if greedy.tolist() == draft else self._generate(said + asked)
 
     def converse(self, turns: Sequence[corpus.Exchange]) -> list[Spoken]:
         """Answer the user turns one after another, each after its own earlier answers.
@@ -60,13 +61,12 @@ class Respondent:
         said: list[int] = []
         while len(spoken) < len(turns):
             rest = turns[len(spoken) :]
-            drafted = said + [i for exchange in rest for i in self._ids(exchange)]
+            drafted = said + [token_id for exchange in rest for token_id in self._ids(exchange)]
             greedy = self._predictions(drafted).tolist()
             for exchange in rest:
-                asked = [*self.encoder.message(chat.USER_ID, exchange.user), chat.ASSISTANT_ID]
-                draft = [*self.encoder.encode(exchange.assistant), chat.END_ID]
+                draft = self._draft(exchange)
                 history_len = len(said)
-                said += asked
+                said += self._asked(exchange)
                 agrees = greedy[len(said) - 1 : len(said) - 1 + len(draft)] == draft
                 answer = exchange.assistant if agrees else self._generate(said)
                 said += [*self.encoder.encode(answer), chat.END_ID]
@@ -75,11 +75,16 @@ class Respondent:
                     break
         return spoken
 
+    def _asked(self, exchange: corpus.Exchange) -> list[int]:
+        """The user's message and the prompt for an answer."""
+        return [*self.encoder.message(chat.USER_ID, exchange.user), chat.ASSISTANT_ID]
+
+    def _draft(self, exchange: corpus.Exchange) -> list[int]:
+        """The right answer and its end."""
+        return [*self.encoder.encode(exchange.assistant), chat.END_ID]
+
     def _ids(self, exchange: corpus.Exchange) -> list[int]:
-        return [
-            *self.encoder.message(chat.USER_ID, exchange.user),
-            *self.encoder.message(chat.ASSISTANT_ID, exchange.assistant),
-        ]
+        return self._asked(exchange) + self._draft(exchange)
 
     def _generate(self, ids: Sequence[int]) -> str:
         extended = list(ids)
@@ -105,7 +110,7 @@ def recall_at(respondent: Respondent, history_len: int, seeds: Sequence[int]) ->
     spoken = []
     for seed in seeds:
         probe = corpus.recall_probe(seed, history_len, respondent.encoder.count)
-        answer = respondent.answer(probe.history, probe.question.user)
+        answer = respondent.answer(probe.history, probe.question)
         spoken.append(Spoken(probe.question, answer, history_len))
     return spoken
 

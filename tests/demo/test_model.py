@@ -104,12 +104,12 @@ def test_every_kind_of_turn_is_answered_right_in_short_dialogues(respondent: Res
     assert share_right(spoken) >= 0.99
 
 
-@pytest.mark.parametrize(("history_len", "least"), [(128, 0.98), (1024, 0.98), (2048, 0.95)])
+@pytest.mark.parametrize("history_len", [128, 1024, 2048])
 def test_facts_are_recalled_from_anywhere_in_the_history(
-    respondent: Respondent, history_len: int, least: float
+    respondent: Respondent, history_len: int
 ) -> None:
-    spoken = recall_at(respondent, history_len, range(SEED, SEED + 50))
-    assert share_right(spoken) >= least
+    spoken = recall_at(respondent, history_len, range(SEED, SEED + 40))
+    assert share_right(spoken) >= 0.97  # At most one of 40 wrong; 0.99 or more over 300.
 
 
 def test_a_long_dialogue_goes_right_on_its_own_answers(respondent: Respondent) -> None:
@@ -120,7 +120,7 @@ def test_a_long_dialogue_goes_right_on_its_own_answers(respondent: Respondent) -
 def test_without_the_history_the_model_says_it_was_not_told(respondent: Respondent) -> None:
     for seed in range(SEED, SEED + 10):
         _, question = corpus.recall_probe(seed, 256, respondent.encoder.count)
-        answer = respondent.answer([], question.user)
+        answer = respondent.answer([], question)
         assert answer.startswith("You have not told me"), question
 
 
