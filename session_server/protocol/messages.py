@@ -136,6 +136,8 @@ class TurnBody(TurnFields, frozen=True, kw_only=True, forbid_unknown_fields=True
 class OpenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/sessions`. `instructions` become the system message before `messages`;
     both are context of the first turn. `pinned` asks that pressure never takes the session's KV.
+    `history`: "append" renders new messages only, "template" the whole conversation each turn and
+    recomputes from where it differs; absent, append wherever the chat template allows it.
     """
 
     id: Id | None = None
@@ -145,6 +147,7 @@ class OpenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ttl_s: TtlS | None = None
     metadata: Metadata | None = None
     pinned: bool = False
+    history: Literal["append", "template"] | None = None
 
 
 class UpdateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

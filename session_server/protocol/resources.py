@@ -27,6 +27,7 @@ class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
     queued_turns: int
     ttl_s: float
     metadata: dict[str, str]
+    history: str
     created: float
 
 

@@ -80,6 +80,7 @@ def _open_request(body: OpenBody, session_id: str | None) -> OpenRequest:
         ttl_s=body.ttl_s,
         metadata=body.metadata or {},
         pinned=body.pinned,
+        history=body.history,
     )
 
 

@@ -38,6 +38,7 @@ def session_body(view: SessionView, model: ModelCard) -> SessionBody:
         queued_turns=view.queued_turns,
         ttl_s=view.ttl_s,
         metadata=dict(view.metadata),
+        history=view.history,
         created=view.created_s,
     )
 

@@ -72,6 +72,19 @@ async def test_a_session_is_opened_shown_listed_changed_and_closed(this: Served)
 
 
 @served()
+async def test_how_history_is_kept_is_the_clients_choice(this: Served) -> None:
+    for history in ("append", "template"):
+        opened = await this.http.post("/v1/sessions", json={"history": history})
+        assert opened.status_code == 201
+        assert opened.json()["history"] == history
+    default = (await this.http.post("/v1/sessions", json={})).json()
+    assert default["history"] == "append"
+    refused = await this.http.post("/v1/sessions", json={"history": "guess"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "history"
+
+
+@served()
 async def test_a_taken_id_and_a_model_that_is_not_there_are_refused(this: Served) -> None:
     await this.open(id="mine")
     taken = await this.http.post("/v1/sessions", json={"id": "mine"})
