@@ -71,11 +71,17 @@ class CpuBackend:
         num_pages = pages_for(spans[-1].end, page_size)
         pages = np.stack([self._table.pages(span.row, num_pages) for span in spans])
         lengths = np.array([span.end for span in spans])
-        # Entries beyond a row's own length may name other rows' pages: the mask hides them.
+        # Entries beyond a row's own length may name other rows' pages, and cells beyond it hold
+        # what an earlier holder left. The mask hides them, but zero times NaN is NaN: the copies
+        # of what is hidden are cleared too.
         hidden = np.arange(num_pages * page_size) >= lengths[:, None]
         bias = np.where(hidden, np.float32("-inf"), np.float32(0))[:, None, None, :]
-        index = torch.from_numpy(pages.astype(np.int64).reshape(-1))
-        return _PaddedRows(len(spans), index, torch.from_numpy(bias))
+        return _PaddedRows(
+            num_rows=len(spans),
+            pages=torch.from_numpy(pages.astype(np.int64).reshape(-1)),
+            hidden=torch.from_numpy(np.flatnonzero(hidden)),
+            bias=torch.from_numpy(bias),
+        )
 
     def _row(self, span: Span) -> _RowPieces:
         # One new token is part of what it sees; the tokens of a chunk see each other causally,
@@ -105,11 +111,13 @@ class CpuBackend:
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRows:
-    """Single tokens of `num_rows` rows. `pages`: int64 [rows * pages of the longest], `bias`:
-    float32 [rows, 1, 1, slots], 0 where a row may look."""
+    """Single tokens of `num_rows` rows. `pages`: int64 [rows * pages of the longest]. `hidden`:
+    int64 [n], indices into [rows * slots] where no row looks. `bias`: float32
+    [rows, 1, 1, slots], 0 where a row may look."""
 
     num_rows: int
     pages: Tensor
+    hidden: Tensor
     bias: Tensor
 
 
@@ -158,7 +166,7 @@ class _CpuPlan:
 
     def _attend_padded(self, layer: int, q: Tensor, padded: _PaddedRows) -> Tensor:
         num_rows, kv_heads, head_dim = padded.num_rows, self._pool.num_kv_heads, q.shape[-1]
-        gathered = self._pool.gather(layer, padded.pages)
+        gathered = self._pool.gather(layer, padded.pages).index_fill_(2, padded.hidden, 0.0)
         k, v = gathered.view(2, kv_heads, num_rows, -1, head_dim).transpose(1, 2)
         folded = q.reshape(num_rows, kv_heads, -1, head_dim)
         out = functional.scaled_dot_product_attention(folded, k, v, attn_mask=padded.bias)

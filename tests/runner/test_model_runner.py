@@ -165,6 +165,37 @@ def test_pages_that_held_nan_serve_the_next_holder(rows: Rows) -> None:
     assert all(result.finite for result in rows.run(*short))
 
 
+def test_A13_decoding_in_company_reads_nothing_that_stale_nan_left_behind(rows: Rows) -> None:
+    """A masked score is no protection: zero times NaN is NaN."""
+    token = np.array([5], dtype=np.int32)
+    prompts = {1: prompt(3, 1), 3: prompt(37, 3)}
+    for row, tokens in prompts.items():
+        rows.run(rows.row(row, tokens))
+    batch = [rows.row(row, token, start=len(tokens)) for row, tokens in prompts.items()]
+    expected = rows.run(*batch)
+    assert all(result.finite for result in expected)
+
+    (sick,) = rows.run(rows.row(2, np.full(60, POISON, dtype=np.int32)))
+    assert not sick.finite
+    held_nan = np.arange(1 + PAGES_PER_ROW, 1 + 2 * PAGES_PER_ROW, dtype=np.int32)
+    writes = (TableWrite(FULL_POOL, RowId(1), 0, held_nan),)
+    rows.runner.launch(rows.batch(rows.row(1, prompts[1]), writes=writes)).wait()
+    assert rows.run(*batch) == expected
+
+
+def test_a_row_of_nan_does_not_spread_to_those_it_decodes_with(rows: Rows) -> None:
+    healthy = {1: prompt(3, 1), 3: prompt(37, 3)}
+    for row, tokens in healthy.items():
+        rows.run(rows.row(row, tokens))
+    rows.run(rows.row(2, prompt(5, 2)))
+    token, poison = (np.array([i], dtype=np.int32) for i in (5, POISON))
+    batch = [rows.row(row, token, start=len(tokens)) for row, tokens in healthy.items()]
+    expected = rows.run(*batch)
+    sick, *well = rows.run(rows.row(2, poison, start=5), *batch)
+    assert not sick.finite
+    assert tuple(well) == expected
+
+
 def test_a_failed_forward_is_a_result_and_the_next_one_works(rows: Rows) -> None:
     beyond = np.array([VOCAB_SIZE + 3], dtype=np.int32)
     failed = rows.runner.launch(rows.batch(rows.row(1, beyond)))
