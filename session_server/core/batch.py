@@ -78,7 +78,8 @@ class Batch:
 class RowResult:
     """What one row gave. `token_ids` has one id for a sampled row, none otherwise.
 
-    `finite` is False when the row's logits held NaN or Inf; `token_ids` is then empty.
+    `finite` is False when the row's logits, or its last hidden state where it has no logits, held
+    NaN or Inf; `token_ids` is then empty.
     `scores`: one per target of the row's `score`, in order.
     """
 

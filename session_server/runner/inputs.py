@@ -24,9 +24,11 @@ from session_server.core.batch import Batch, BatchRow
 class ForwardInputs:
     """Tensors of one forward, and where its results belong.
 
-    `token_ids`, `positions`: int64 [tokens]. `wanted`: int64 [n], tokens whose logits are needed:
-    first one per sampled row, in the order of `sampled`; then the scored positions of every row of
-    `scored`, one row after the other. `sampled`, `scored`: indices into the rows of the batch.
+    `token_ids`, `positions`: int64 [tokens]. `wanted`: int64 [n], tokens whose hidden state is
+    needed: one per sampled row, in the order of `sampled`; then the scored positions of every row
+    of `scored`, one row after the other; then the last one of every row of `unsampled`, which
+    tells whether its KV is finite. `sampled`, `scored`, `unsampled`: indices into the rows of the
+    batch.
     """
 
     token_ids: Tensor
@@ -35,6 +37,7 @@ class ForwardInputs:
     wanted: Tensor
     sampled: tuple[int, ...]
     scored: tuple[int, ...]
+    unsampled: tuple[int, ...]
 
 
 class InputBuilder:
@@ -71,7 +74,8 @@ class InputBuilder:
             self._place(span, host[1:, span.offset : end])
         sampled = tuple(i for i, row in enumerate(rows) if row.sample)
         scored = tuple(i for i, row in enumerate(rows) if row.score is not None)
-        wanted = _wanted(rows, offsets, sampled, scored)
+        unsampled = tuple(i for i, row in enumerate(rows) if not row.sample)
+        wanted = _wanted(rows, offsets, sampled=sampled, scored=scored, unsampled=unsampled)
         device_ints = torch.from_numpy(np.concatenate((host.reshape(-1), wanted))).to(self._device)
         token_ids, positions, slots = device_ints[: 3 * num_tokens].view(3, -1)
         if unseen:
@@ -84,6 +88,7 @@ class InputBuilder:
             wanted=device_ints[3 * num_tokens :],
             sampled=sampled,
             scored=scored,
+            unsampled=unsampled,
         )
 
     def _place(self, span: Span, out: NDArray[np.int64]) -> None:
@@ -117,15 +122,19 @@ def _lay_out(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[i
 def _wanted(
     rows: tuple[BatchRow, ...],
     offsets: list[int],
+    *,
     sampled: tuple[int, ...],
     scored: tuple[int, ...],
+    unsampled: tuple[int, ...],
 ) -> NDArray[np.int64]:
-    last = [offsets[i] + rows[i].num_tokens - 1 for i in sampled]
-    parts = [np.array(last, dtype=np.int64)]
+    last = [offset + row.num_tokens - 1 for offset, row in zip(offsets, rows, strict=True)]
+    parts = [np.array([last[i] for i in sampled], dtype=np.int64)]
     for index in scored:
         row, score = rows[index], rows[index].score
         assert score is not None
         first = score.start - row.start
         assert 0 <= first <= row.num_tokens - len(score.targets), "scores lie inside the row"
         parts.append(offsets[index] + first + np.arange(len(score.targets)))
+    if unsampled:
+        parts.append(np.array([last[i] for i in unsampled], dtype=np.int64))
     return np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -122,8 +122,8 @@ class ModelRunner:
             float32 [n, vocab]: sampled rows in the order of the batch, then scored positions.
         """
         self._table.apply(batch.table_writes)
-        _, hidden = self._forward(batch)
-        return self._decoder.logits(hidden)
+        inputs, hidden = self._forward(batch)
+        return self._decoder.logits(hidden[: len(hidden) - len(inputs.unsampled)])
 
     def _execute(self, batch: Batch) -> StepOutputs:
         self._table.apply(batch.table_writes)
@@ -134,12 +134,15 @@ class ModelRunner:
             return StepOutputs(())
         inputs, hidden = self._forward(batch)
         num_sampled = len(inputs.sampled)
-        outputs = StepOutputs(batch.rows, inputs.sampled, inputs.scored)
+        outputs = StepOutputs(batch.rows, inputs.sampled, inputs.scored, inputs.unsampled)
         if num_sampled:
             chosen = [batch.rows[i] for i in inputs.sampled]
             outputs.sampled_rows = self._sample(chosen, hidden[:num_sampled])
         if inputs.scored:
             outputs.scores = self._score(batch, inputs, hidden[num_sampled:])
+        if inputs.unsampled:
+            # The last position has read the row's whole KV: what is not finite there shows here.
+            outputs.finite = hidden[-len(inputs.unsampled) :].sum(dim=-1).isfinite()
         return outputs
 
     def _forward(self, batch: Batch) -> tuple[ForwardInputs, Tensor]:

@@ -27,16 +27,18 @@ class SampledRows:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """Results of one forward. `sampled`, `scored` are indices into `rows`.
+    """Results of one forward. `sampled`, `scored`, `unsampled` are indices into `rows`.
 
-    `scores`: per scored row, its blocks in order.
+    `scores`: per scored row, its blocks in order. `finite`: bool [n], per unsampled row.
     """
 
     rows: tuple[BatchRow, ...]
     sampled: tuple[int, ...] = ()
     scored: tuple[int, ...] = ()
+    unsampled: tuple[int, ...] = ()
     sampled_rows: SampledRows | None = None
     scores: list[list[DeviceLogprobs]] = field(default_factory=list)
+    finite: Tensor | None = None
 
     def start_copies(self) -> None:
         """Queue the copies to pinned host memory behind the forward; does not wait.
@@ -52,11 +54,15 @@ class StepOutputs:
                 logprobs=None if rows.logprobs is None else rows.logprobs.map(_pinned),
             )
         self.scores = [[block.map(_pinned) for block in blocks] for blocks in self.scores]
+        self.finite = None if self.finite is None else _pinned(self.finite)
 
     def results(self) -> tuple[RowResult, ...]:
         """One result per row of the batch. Waits for tensors that are still on a device."""
         empty = RowResult((), (), (), finite=True)
         results = [empty] * len(self.rows)
+        if self.finite is not None:
+            for index, is_finite in zip(self.unsampled, self.finite.tolist(), strict=True):
+                results[index] = replace(empty, finite=is_finite)
         if self.sampled_rows is not None:
             for index, result in zip(
                 self.sampled, _sampled_results(self.sampled_rows), strict=True

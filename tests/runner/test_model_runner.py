@@ -183,6 +183,16 @@ def test_A13_decoding_in_company_reads_nothing_that_stale_nan_left_behind(rows: 
     assert rows.run(*batch) == expected
 
 
+def test_a_chunk_that_samples_nothing_is_checked_too(rows: Rows) -> None:
+    poisoned = prompt(20).copy()
+    poisoned[3] = POISON
+    sick, well = rows.run(
+        rows.row(1, poisoned, sample=False), rows.row(2, prompt(20), sample=False)
+    )
+    assert not sick.finite
+    assert well.finite
+
+
 def test_a_row_of_nan_does_not_spread_to_those_it_decodes_with(rows: Rows) -> None:
     healthy = {1: prompt(3, 1), 3: prompt(37, 3)}
     for row, tokens in healthy.items():
