@@ -8,13 +8,16 @@ On a busy machine set OMP_WAIT_POLICY=passive.
 import argparse
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save
+from torch import Tensor
 from torch.nn import functional
 
 from session_server.demo import MODEL_DIR, chat
@@ -123,26 +126,44 @@ class Run:
         return loss.item(), recall, right
 
     def save(self, path: Path) -> None:
-        """Write all that `restore` needs; an interruption leaves the older file."""
-        state = {
+        """Write all that `restore` needs, as safetensors; an interruption leaves the older file."""
+        parts = {
             "network": self.network.state_dict(),
             "mean": self.mean.state_dict(),
-            "adam": self._adam.state_dict(),
-            "muon": self._muon.state(),
-            "progress": vars(self.progress),
+            "muon": {str(index): value for index, value in enumerate(self._muon.state())},
+            "adam": {
+                f"{index}.{name}": value
+                for index, values in self._adam.state_dict()["state"].items()
+                for name, value in values.items()
+            },
+        }
+        tensors = {
+            f"{part}.{name}": value.contiguous()
+            for part, values in parts.items()
+            for name, value in values.items()
         }
         unfinished = path.with_suffix(".unfinished")
-        torch.save(state, unfinished)
+        unfinished.write_bytes(save(tensors, {"progress": json.dumps(vars(self.progress))}))
         unfinished.replace(path)
 
     def restore(self, path: Path) -> None:
         """Go on from a saved state."""
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-        self.network.load_state_dict(state["network"])
-        self.mean.load_state_dict(state["mean"])
-        self._adam.load_state_dict(state["adam"])
-        self._muon.restore(state["muon"])
-        self.progress = Progress(**state["progress"])
+        parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - the file is no mapping
+                part, _, name = key.partition(".")
+                parts[part][name] = file.get_tensor(key)
+            self.progress = Progress(**json.loads(file.metadata()["progress"]))
+        self.network.load_state_dict(parts["network"])
+        self.mean.load_state_dict(parts["mean"])
+        self._muon.restore([parts["muon"][str(index)] for index in range(len(parts["muon"]))])
+        adam: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
+        for key, value in parts["adam"].items():
+            index, _, name = key.partition(".")
+            adam[int(index)][name] = value
+        # The groups hold settings only, which are this program's and not the file's.
+        groups = self._adam.state_dict()["param_groups"]
+        self._adam.load_state_dict({"state": dict(adam), "param_groups": groups})
 
     @torch.no_grad()
     def _follow(self) -> None:

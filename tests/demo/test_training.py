@@ -72,7 +72,7 @@ def test_muon_moves_tall_and_wide_matrices_alike() -> None:
 
 def test_a_run_resumes_where_it_stopped(encoder: ContentEncoder, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    state = tmp_path / "state.pt"
+    state = tmp_path / "state.safetensors"
     run = train.Run(encoder, batch_tokens=512)
     reports = list(run.go(0.5, state))
     assert "recall" in reports[-1]  # A finished run has reported its end.
@@ -80,6 +80,11 @@ def test_a_run_resumes_where_it_stopped(encoder: ContentEncoder, tmp_path: Path)
     resumed.restore(state)
     assert resumed.progress == run.progress
     for mine, theirs in zip(resumed.mean.parameters(), run.mean.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    # The optimisers go on too: the next step from either is the same one.
+    batch = BatchMaker(encoder, run.progress.num_rows).make(num_rows=2, length=96)
+    assert run.learn(batch, rate=0.5) == resumed.learn(batch, rate=0.5)
+    for mine, theirs in zip(resumed.network.parameters(), run.network.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     list(resumed.go(run.progress.elapsed_s + 0.2, None))
     assert resumed.progress.step > run.progress.step
