@@ -221,6 +221,7 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Combine attention over disjoint sets of keys into attention over their union."""
     out, lse = parts[0]
     for other, other_lse in parts[1:]:
-        out = torch.lerp(out, other, torch.sigmoid(other_lse - lse).unsqueeze(-1))
+        share = torch.sigmoid(other_lse - lse).unsqueeze(-1).to(out.dtype)
+        out = torch.lerp(out, other, share)
         lse = torch.logaddexp(lse, other_lse)
     return out

@@ -14,7 +14,7 @@ from cache.spec import Capacity
 from cache.types import RowId, TableWrite, Tokens
 from session_server.core.batch import PendingStep, Runner, ScoreRange
 from session_server.core.sampling import SamplingParams, TokenLogprob
-from session_server.models.config import FULL_POOL
+from session_server.models.config import FULL_POOL, DTypeName
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import SCORE_BLOCK, ModelRunner
 from session_server.runner.weights import load_decoder
@@ -39,11 +39,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def rows(checkpoint: Path) -> Rows:
+    return rows_of(checkpoint, "float32")
+
+
+def rows_of(checkpoint: Path, dtype: DTypeName) -> Rows:
     config = load_config(checkpoint)
-    decoder = load_decoder(checkpoint, config, device=torch.device("cpu"), dtype=torch.float32)
+    decoder = load_decoder(
+        checkpoint, config, device=torch.device("cpu"), dtype=getattr(torch, dtype)
+    )
     context_len = PAGES_PER_ROW * PAGE_SIZE
     capacity = Capacity({FULL_POOL: NUM_ROWS * PAGES_PER_ROW + 1}, NUM_ROWS, context_len)
-    runner: Runner = ModelRunner(decoder, config.cache_spec(PAGE_SIZE, "float32"), capacity)
+    runner: Runner = ModelRunner(decoder, config.cache_spec(PAGE_SIZE, dtype), capacity)
     assert isinstance(runner, ModelRunner)
     return Rows(runner, PAGE_SIZE)
 
@@ -181,6 +187,25 @@ def test_A13_decoding_in_company_reads_nothing_that_stale_nan_left_behind(rows: 
     writes = (TableWrite(FULL_POOL, RowId(1), 0, held_nan),)
     rows.runner.launch(rows.batch(rows.row(1, prompts[1]), writes=writes)).wait()
     assert rows.run(*batch) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_goes_every_way_that_full_precision_goes(
+    checkpoint: Path, dtype: DTypeName
+) -> None:
+    """A prompt, a chunk on history and decoding in company: near the logits of float32."""
+    tokens = prompt(30)
+    logits = []
+    for rows in (rows_of(checkpoint, "float32"), rows_of(checkpoint, dtype)):
+        runner = rows.runner
+        parts = [runner.logits(rows.batch(rows.row(1, tokens[:12]), rows.row(2, tokens[:20])))]
+        chunks = (rows.row(1, tokens[12:], start=12), rows.row(2, tokens[20:29], start=20))
+        parts.append(runner.logits(rows.batch(*chunks)))
+        single = (rows.row(1, tokens[:1], start=30), rows.row(2, tokens[29:], start=29))
+        parts.append(runner.logits(rows.batch(*single)))
+        logits.append(torch.cat(parts))
+    full, half = logits
+    assert torch.nn.functional.cosine_similarity(full, half).min() > 0.995
 
 
 def test_a_chunk_that_samples_nothing_is_checked_too(rows: Rows) -> None:
