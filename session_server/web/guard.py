@@ -125,6 +125,16 @@ class GuardedHttp(HttpToolsProtocol):
 class GuardedWebSocket(WebSocketsSansIOProtocol):
     """uvicorn's WebSocket protocol that does not wait for a peer that reads nothing."""
 
+    async def send(self, message: Any) -> None:
+        """Send; a handshake refused with a whole response is complete too.
+
+        uvicorn thinks otherwise, and would log an error whenever a client asks for a session that
+        is gone.
+        """
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            self.handshake_complete = True
+
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         """The handler is done; what the peer has not taken soon is dropped."""
         super().on_task_complete(task)

@@ -310,6 +310,18 @@ async def test_another_keys_session_does_not_exist(this: Served) -> None:
         assert refused.value.response.status_code == 404
 
 
+def test_a_refused_handshake_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    async def refuse() -> None:
+        async with serving() as this:
+            with pytest.raises(InvalidStatus):
+                async with this.socket("nobody"):
+                    pass
+            await this.until(lambda: not this.server.server_state.tasks)
+
+    asyncio.run(refuse())
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @served(allowed_origins=("https://app.example",))
 async def test_browsers_come_from_here_or_from_an_allowed_origin(this: Served) -> None:
     for origin in (this.url, "http://localhost:3000", "https://app.example"):
