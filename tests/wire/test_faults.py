@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,24 @@ def test_a_killed_engine_ends_its_turns_clearly_and_sessions_go_on_from_their_to
         assert httpx.get(f"{server.url}/ready").status_code == 200
         assert_books_balance(server.url)
         assert server.stop() == 0
+
+
+def test_E7_an_engine_given_up_takes_the_server_with_it_and_says_so_by_its_exit_status() -> None:
+    async def scenario(server: LocalServer) -> None:
+        async with greeted(server.url) as wire:
+            await wire.send("turn.create", turn_id="t1", **turn(20, max_tokens=1500))
+            await wire.until("turn.delta")
+            os.kill(engine_pid(server), signal.SIGKILL)
+            failed = await wire.until("turn.failed")
+            assert failed["error"]["code"] == "engine_unavailable"
+
+    with LocalServer([*SMALL, "--max-engine-restarts", "0"]) as server:
+        asyncio.run(asyncio.wait_for(scenario(server), 60))
+        deadline = time.monotonic() + 30
+        while server.returncode is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert server.returncode == 1
+        assert "the engine was given up" in server.last_lines
 
 
 def test_sigterm_lets_running_turns_end_tells_everybody_and_leaves_with_zero() -> None:
