@@ -199,7 +199,8 @@ class CacheFlushed(Event, frozen=True, tag=True, kw_only=True):
 
 
 class EngineStats(Event, frozen=True, tag=True, kw_only=True):
-    """A sample of the engine's counters since start and gauges now; about once a second of work.
+    """A sample of the engine's counters since start and gauges now; about once a second of work,
+    and once more when the last turn has ended.
 
     `host_ms`: time outside forwards. Token and step counts are totals.
     """

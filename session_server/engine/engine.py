@@ -7,6 +7,7 @@ serves, runs in the simulator and replays a recording.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class Engine:
         self._launched: deque[Batch] = deque()
         self._num_launches = 0
         self._stats_s: float | None = None
+        self._is_shown_busy = False
         self._intake = Intake(
             settings,
             cache=cache,
@@ -191,11 +193,14 @@ class Engine:
                 self._settler.forget(turn, error)
 
     def _report_stats(self, now_s: float, *, has_worked: bool) -> None:
-        if not has_worked:
-            return
-        if self._stats_s is not None and now_s - self._stats_s < self._settings.stats_interval_s:
+        since_s = math.inf if self._stats_s is None else now_s - self._stats_s
+        is_due = has_worked and since_s >= self._settings.stats_interval_s
+        # Nothing follows the last turn: what ran a moment ago must not be shown for hours.
+        has_emptied = self._is_shown_busy and not self._scheduler
+        if not (is_due or has_emptied):
             return
         self._stats_s = now_s
+        self._is_shown_busy = bool(self._scheduler)
         accounts, counters = self._cache.accounts(), self.counters
         self._outbox.emit(
             EngineStats(

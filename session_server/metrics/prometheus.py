@@ -68,7 +68,7 @@ class ServerMetrics:
                 self._engine.reported(event)
             case EngineDied():
                 self._last_token_s.clear()
-                self._engine.deaths.inc()
+                self._engine.died()
             case _:
                 pass
 
@@ -192,6 +192,11 @@ class _Engine:
         self.turns.labels("running").set(event.running)
         self.turns.labels("waiting").set(event.waiting)
         self.violations.set(event.check_violations)
+
+    def died(self) -> None:
+        self.deaths.inc()
+        for state in ("running", "waiting"):
+            self.turns.labels(state).set(0)
 
     def reported(self, event: MemoryReported) -> None:
         for pool, report in event.pools.items():

@@ -147,6 +147,7 @@ class EngineLink:
 
     def _lose(self, message: str) -> None:
         self.is_up = False
+        self.stats = None  # of an engine that is no more
         self._unsent.clear()
         for memory in self._memory.values():
             _fail(memory, message)

@@ -210,9 +210,13 @@ class TurnFlow:
         """The engine would not open the session: its live turn cannot run."""
         session.copy.known_len = None
         turn = session.live
-        if turn is not None and turn.running is not None:
+        if turn is None or turn.running is None:
+            return
+        if turn.running.verdict is not None:
+            self._settle(session, turn, None, failure=None)
+        else:
             self._end_failed(session, turn, code=code, message=message, timings=None)
-            self.advance(session)
+        self.advance(session)
 
     def mark_cold(self, session: Session, *, reason: str) -> None:
         """Tell readers that the KV is gone, once."""

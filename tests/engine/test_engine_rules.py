@@ -363,13 +363,27 @@ def test_stats_come_once_a_second_of_work_and_never_from_an_idle_engine() -> Non
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=150))
     stats = [e for e in bench.events if isinstance(e, EngineStats)]
-    assert len(stats) == int(bench.now_s) + 1
+    assert len(stats) == int(bench.now_s) + 2
+    assert [sample.running for sample in stats] == [1] * (len(stats) - 1) + [0]
     num_events = len(bench.events)
     bench.now_s += 100.0
     bench.step()
     assert len(bench.events) == num_events
     assert stats[-1].prompt_tokens == len(PROMPT)
     assert stats[-1].pages_total == {"full": bench.stage.num_pages + 1}
+    bench.close_all()
+
+
+def test_a_turn_that_ends_without_another_step_is_not_shown_as_running_ever_after() -> None:
+    bench = Bench()
+    session_id = bench.open("s")
+    bench.step(bench.submit_command(session_id, "t", PROMPT, max_tokens=50))
+    samples = [e for e in bench.events if isinstance(e, EngineStats)]
+    assert [sample.running + sample.waiting for sample in samples] == [1]
+    bench.step(CancelTurn(turn_id=TurnId("t"), num_outputs=None))
+    bench.run()
+    samples = [e for e in bench.events if isinstance(e, EngineStats)]
+    assert [sample.running + sample.waiting for sample in samples] == [1, 0]
     bench.close_all()
 
 

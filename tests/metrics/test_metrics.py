@@ -148,6 +148,14 @@ def test_the_accounts_of_a_pool_are_shown_and_add_up() -> None:
     assert value(metrics, "session_server_engine_turns", state="waiting") == 2
 
 
+def test_nothing_runs_in_an_engine_that_died() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    metrics.on_event(STATS)
+    metrics.on_event(EngineDied(message="killed", will_restart=True))
+    states = ("running", "waiting")
+    assert [value(metrics, "session_server_engine_turns", state=s) for s in states] == [0, 0]
+
+
 def test_readers_refusals_sessions_and_lag_are_counted() -> None:
     metrics = ServerMetrics(now_s=Clock())
     metrics.watch_sessions(lambda: 3)

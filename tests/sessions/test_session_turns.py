@@ -23,6 +23,7 @@ from session_server.core.errors import (
     TurnNotFound,
     UnsupportedOperation,
 )
+from session_server.core.events import EngineStats
 from session_server.core.session_events import (
     ChatInput,
     Message,
@@ -765,6 +766,42 @@ class TestEngine:
         completed(world.end_of(session, "4"))
         reopened = [each for each in world.engine.seen if isinstance(each, OpenSession)][-1]
         assert reopened.tokens == before
+
+    def test_a_cancel_accepted_stands_though_the_engine_refuses_the_session(
+        self, world: World
+    ) -> None:
+        session = world.open()
+        world.engine.refuse_open = "server_busy"
+        world.submit(session, turn("1"))
+        world.manager.cancel(OWNER, session, "1", keep_partial=True)
+        world.engine.run()
+        assert cancelled(world.end_of(session, "1")).kept_partial
+        world.engine.refuse_open = None
+        completed(world.run(session, turn("2")))
+
+    def test_the_figures_of_a_dead_engine_are_forgotten(self, world: World) -> None:
+        world.manager.on_event(
+            EngineStats(
+                steps=1,
+                forward_ms=1.0,
+                host_ms=1.0,
+                prompt_tokens=1,
+                cached_tokens=0,
+                generated_tokens=1,
+                retractions=0,
+                coolings=0,
+                running=12,
+                waiting=3,
+                sessions=15,
+                pages_free={},
+                pages_total={},
+                check_runs=0,
+                check_violations=0,
+            )
+        )
+        world.engine.die()
+        world.engine.deliver()
+        assert world.manager.stats().engine is None
 
     def test_answers_after_a_restart_are_as_if_nothing_had_happened(self, world: World) -> None:
         twins = world.open(), world.open()
