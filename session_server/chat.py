@@ -21,6 +21,7 @@ from rich.table import Table
 from session_server.client import (
     ClientError,
     ClientOptions,
+    ConnectionLost,
     SessionClient,
     TurnHandle,
     TurnReplaced,
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
                 return _Chat(console, args, url, loop).run()
     except (ServerFailed, ClientError) as error:
         console.print(f"[red]{escape(str(error))}[/]")
+        if isinstance(error, ConnectionLost):
+            console.print("is a server running there? `session-server serve` starts one")
         return 1
 
 

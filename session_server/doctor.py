@@ -152,7 +152,7 @@ def check_model(directory: Path) -> Iterator[Finding]:
     try:
         config = load_config(directory)
     except ModelError as error:
-        advice = "the runbook lists the families that are served"
+        advice = "give a llama, qwen2, qwen3 or mistral checkpoint in safetensors"
         yield Finding("model", Verdict.WRONG, str(error), advice)
         return
     weights = sorted(directory.glob("*.safetensors"))

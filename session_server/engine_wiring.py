@@ -19,11 +19,12 @@ from session_server.config import Settings, model_directory
 from session_server.core.batch import Batch, BatchRow, Runner, SamplingStart
 from session_server.core.events import EngineReady
 from session_server.core.sampling import SamplingParams
-from session_server.engine.child import serve_engine
+from session_server.engine.child import CannotStart, serve_engine
 from session_server.engine.engine import Engine
 from session_server.engine.loop import EngineAssembly
 from session_server.engine.settings import EngineSettings
 from session_server.metrics.logging import configure_logging
+from session_server.models.errors import ModelError
 from session_server.models.hub import model_fingerprint
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
@@ -93,7 +94,10 @@ def run_engine_process(fd: int) -> int:
 def _build_from_frame(frame: bytes) -> EngineAssembly:
     settings = Settings.model_validate_json(frame)
     configure_logging(settings.http.log_level)
-    return build_engine(settings)
+    try:
+        return build_engine(settings)
+    except (ModelError, ValueError) as error:
+        raise CannotStart(str(error)) from error
 
 
 def warm_up(runner: Runner) -> None:

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     except httpx.HTTPError as error:
         console.print(f"[red]no answer from {escape(args.url)}: {escape(str(error))}[/]")
+        console.print("is a server running there? `session-server serve` starts one")
         return 1
     problems = imbalances(memory)
     if args.json:

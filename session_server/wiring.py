@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from errno import EADDRINUSE
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ from session_server.engine.process import EngineProcess, ProcessSettings
 from session_server.metrics.logging import EventLog, configure_logging
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.models.errors import ModelError
+from session_server.models.registry import load_config
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
@@ -54,6 +56,7 @@ def serve(settings: Settings) -> int:
     logger = configure_logging(settings.http.log_level)
     try:
         directory = model_directory(settings.model)
+        load_config(directory)  # Before the engine: what it would refuse is refused at once.
         text = load_model_text(directory)
     except (ModelError, ModelFilesError) as error:
         print(f"session-server serve: {error}", file=sys.stderr)
@@ -64,7 +67,8 @@ def serve(settings: Settings) -> int:
         print(f"session-server serve: the engine did not start: {error.message}", file=sys.stderr)
     except OSError as error:
         where = f"{settings.http.host}:{settings.http.port}"
-        print(f"session-server serve: cannot listen on {where}: {error}", file=sys.stderr)
+        advice = "; name another --port (0: any free one)" if error.errno == EADDRINUSE else ""
+        print(f"session-server serve: cannot listen on {where}: {error}{advice}", file=sys.stderr)
     return EXIT_FAILED
 
 

@@ -28,12 +28,22 @@ ORPHAN_GRACE_S: Final = 5.0
 """How long the step in flight may take to finish once the server is gone."""
 
 EXIT_OK: Final = 0
+EXIT_UNUSABLE: Final = 2
 EXIT_BUG: Final = 70
 EXIT_ORPHANED: Final = 71
 EXIT_STALLED: Final = 72
 
+
+class CannotStart(Exception):
+    """What was asked for cannot be served: the message is for whoever asked, without a stack."""
+
+
 EngineFactory = Callable[[bytes], EngineAssembly]
-"""Builds an engine from the settings frame."""
+"""Builds an engine from the settings frame.
+
+Raises:
+    CannotStart: with these settings there is none.
+"""
 
 
 def serve_engine(fd: int, build: EngineFactory, *, stall_limit_s: float = 300.0) -> int:
@@ -72,8 +82,12 @@ class _Child:
             self._loop.run()
         except (BrokenPipeError, ConnectionResetError):
             return EXIT_ORPHANED
+        except CannotStart as error:
+            self._last_words(str(error))
+            return EXIT_UNUSABLE
         except BaseException as error:  # noqa: BLE001 - reported to the server, then the end
-            self._last_words(error)
+            traceback.print_exc()
+            self._last_words(f"{type(error).__name__}: {error}")
             return EXIT_BUG
         return EXIT_OK
 
@@ -111,9 +125,7 @@ class _Child:
         faulthandler.dump_traceback(sys.stderr)
         os._exit(EXIT_STALLED)
 
-    def _last_words(self, error: BaseException) -> None:
-        traceback.print_exc()
-        message = f"{type(error).__name__}: {error}"
+    def _last_words(self, message: str) -> None:
         try:
             self._emit([EngineDied(message=message, will_restart=False)])
         except OSError:

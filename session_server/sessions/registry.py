@@ -9,7 +9,7 @@ from session_server.core.errors import InvalidRequest, SessionExists, SessionNot
 from session_server.core.ids import SessionId
 from session_server.sessions.session import Session
 
-_NOT_FOUND = "no such session"
+_NOT_FOUND = "No such session: closed, expired, or opened with another key."
 
 
 class SessionRegistry:

@@ -51,7 +51,9 @@ def read_model_files(model_dir: Path) -> ModelFiles:
     """
     tokenizer_path = model_dir / "tokenizer.json"
     if not tokenizer_path.is_file():
-        raise ModelFilesError(f"{model_dir.name} has no tokenizer.json")
+        raise ModelFilesError(
+            f"{model_dir} has no tokenizer.json; fetch it from where the checkpoint came from"
+        )
     tokenizer_config = _read_json(model_dir / "tokenizer_config.json")
     generation_config = _read_json(model_dir / "generation_config.json")
     eos = generation_config.get("eos_token_id")

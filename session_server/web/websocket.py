@@ -137,7 +137,9 @@ class SessionSocket:
             async with asyncio.timeout(self._services.settings.auth_timeout_s):
                 message = await self._websocket.receive()
         except TimeoutError:
-            raise Unauthorized("No session.auth message came in time.") from None
+            raise Unauthorized(
+                "A valid API key is required: a header, a subprotocol or a session.auth message."
+            ) from None
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message["code"])
         text = message.get("text")

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from session_server.demo import MODEL_DIR
 from session_server.local_server import LocalServer
 from tests.web.wire_client import Wire, greeted, open_wire
 from tests.wire.conftest import FLAGS, SMALL, assert_books_balance, engine_pid
@@ -195,4 +196,34 @@ def test_an_address_in_use_is_one_line_and_exit_status_one(server: LocalServer) 
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "cannot listen" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "--port" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [(None, "has no config.json"), ('{"model_type": "gpt2"}', "known: llama, mistral")],
+)
+def test_a_checkpoint_that_cannot_be_served_is_one_line_and_exit_status_two(
+    tmp_path: Path, config: str | None, words: str
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    argv = [sys.executable, "-m", "session_server", "serve", "--port", "0"]
+    argv += ["--model-path", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_checkpoint_without_weights_is_said_without_a_stack(tmp_path: Path) -> None:
+    for path in MODEL_DIR.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    argv = [sys.executable, "-m", "session_server", "serve", "--port", "0"]
+    argv += ["--model-path", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "has no *.safetensors" in done.stderr
     assert "Traceback" not in done.stderr
