@@ -107,7 +107,9 @@ class ServerMetrics:
 
 class _Turns:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.ended = Counter("session_server_turns", "Turns ended.", ["outcome"], registry=registry)
+        self.ended = Counter(
+            "session_server_turns", "Turns ended by the engine.", ["outcome"], registry=registry
+        )
         self.failures = Counter(
             "session_server_turn_failures", "Turns a fault ended.", ["code"], registry=registry
         )

@@ -71,8 +71,9 @@ def check_turn(request: TurnRequest, limits: SessionLimits, vocab_size: int) -> 
     sampling = request.sampling
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest("min_tokens is larger than max_tokens", param="min_tokens")
-    check_token_ids(sampling.stop_token_ids, vocab_size)
-    check_token_ids([token_id for token_id, _ in sampling.logit_bias], vocab_size)
+    check_token_ids(sampling.stop_token_ids, vocab_size, param="stop_token_ids")
+    biased = [token_id for token_id, _ in sampling.logit_bias]
+    check_token_ids(biased, vocab_size, param="logit_bias")
 
 
 def _check_input(turn_input: TurnInput, limits: SessionLimits, vocab_size: int) -> None:

@@ -88,7 +88,7 @@ class Tokenizer:
         return str(self._control.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str = "input_ids") -> None:
     """Refuse ids outside [0, vocab_size): one such id can poison a whole batch.
 
     Raises:
@@ -97,7 +97,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
-    raise InvalidRequest(f"token id {wrong} is outside [0, {vocab_size})", param="input_ids")
+    raise InvalidRequest(f"token id {wrong} is outside [0, {vocab_size})", param=param)
 
 
 def _load(path: Path, special_texts: Collection[str]) -> tokenizers.Tokenizer:

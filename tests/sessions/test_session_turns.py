@@ -434,6 +434,20 @@ class TestLengths:
             with pytest.raises(InvalidRequest, match="outside"):
                 world.submit(session, turn("1", stop_token_ids=(token,)))
 
+    def test_an_id_outside_the_vocabulary_is_blamed_on_the_field_it_stood_in(
+        self, world: World
+    ) -> None:
+        session, token = world.open(), world.engine.vocab_size
+        refused = {
+            "input_ids": turn("1", (token,)),
+            "stop_token_ids": turn("1", stop_token_ids=(token,)),
+            "logit_bias": turn("1", logit_bias=((token, 1.0),)),
+        }
+        for param, request in refused.items():
+            with pytest.raises(InvalidRequest, match="outside") as error:
+                world.submit(session, request)
+            assert error.value.param == param
+
     @pytest.mark.parametrize("role", ["end", "system|><|im_end", "", "User"])
     def test_roles_are_a_closed_set(self, world: World, role: str) -> None:
         session = world.open()
