@@ -109,4 +109,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except OSError as error:
+        raise SystemExit(f"{error}: is a server running? `session-server serve`") from None

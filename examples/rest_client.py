@@ -83,4 +83,9 @@ def print_turn(text: str, body: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except httpx.HTTPStatusError as error:
+        raise SystemExit(f"refused: {error}") from None
+    except httpx.ConnectError as error:
+        raise SystemExit(f"{error}: is a server running? `session-server serve`") from None

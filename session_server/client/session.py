@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, Self, assert_never
 import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_socket
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.typing import Subprotocol
 
 from session_server.client.errors import ClientError, ConnectionLost, Refused
@@ -234,6 +234,10 @@ class SessionClient:
             try:
                 async with asyncio.timeout(options.connect_timeout_s):
                     return await self._handshake()
+            except InvalidURI as error:
+                raise ConnectionLost(
+                    f"no address of a server, as http://HOST:PORT: {error}"
+                ) from error
             except (OSError, TimeoutError, ConnectionClosed, InvalidHandshake) as error:
                 final = _final_error(error)
                 if final is not None:

@@ -132,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
             report = asyncio.run(_rehearse(url, args, console))
     except (ServerFailed, ClientError, httpx.HTTPError) as error:
         console.print(f"[red]the demo could not run:[/red] {error}")
+        if isinstance(error, httpx.ConnectError):
+            console.print("is a server running there? without --url the demo starts its own")
         return 1
     if args.json:
         print(json.dumps(report.as_json(), indent=2))

@@ -51,6 +51,14 @@ def test_the_inspector_finds_the_books_of_a_live_server_in_order(url: str) -> No
     assert len(found["sessions"]) >= 1
 
 
+def test_a_chat_without_a_server_says_so_without_a_stack() -> None:
+    for url, words in (("nonsense", "http://HOST:PORT"), ("http://127.0.0.1:1", "serve")):
+        done = command("chat", "--url", url)
+        assert done.returncode == 1
+        assert words in done.stdout
+        assert "Traceback" not in done.stderr
+
+
 OPEN_AND_LEAVE = """
 import asyncio, sys
 from session_server.client import connect
