@@ -227,8 +227,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=args.json is not None and str(args.json) == "-")
     try:
         report = asyncio.run(run(args, console))
+    except httpx.HTTPStatusError as error:
+        console.print(f"[red]refused by {args.url}:[/red] {error.response.text[:400]}")
+        return 1
     except httpx.HTTPError as error:
         console.print(f"[red]no answer from {args.url}:[/red] {error!r}")
+        console.print("is a server running there? `session-server serve` starts one")
         return 1
     show(report, console)
     if args.json is not None:
