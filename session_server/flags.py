@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from enum import Enum
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -146,8 +147,18 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, defaults: BaseModel) -
     suffix = "" if default in (None, ()) else f" (default: {default})"
     if flag.field in _REPEATED:
         options["action"] = "append"
-    metavar = flag.field.upper()
+    metavar = _choices(type(defaults), flag.field) or flag.field.upper()
     group.add_argument(*flag.names, metavar=metavar, help=description + suffix, **options)
+
+
+def _choices(part: type[BaseModel], field: str) -> str | None:
+    """`{a,b,c}` for a setting that takes one of a few words; its bounds are `config`'s."""
+    kind = part.model_fields[field].annotation
+    words = get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        words = tuple(member.value for member in kind)
+    is_list_of_words = bool(words) and all(isinstance(word, str) for word in words)
+    return "{" + ",".join(words) + "}" if is_list_of_words else None
 
 
 def _destination(flag: Flag) -> str:

@@ -56,9 +56,10 @@ def serve(settings: Settings) -> int:
     logger = configure_logging(settings.http.log_level)
     try:
         directory = model_directory(settings.model)
-        load_config(directory)  # Before the engine: what it would refuse is refused at once.
+        # Before the engine: what it would refuse is refused at once.
+        check_context_length(settings, load_config(directory).max_context_len)
         text = load_model_text(directory)
-    except (ModelError, ModelFilesError) as error:
+    except (ModelError, ModelFilesError, ValueError) as error:
         print(f"session-server serve: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
     try:
@@ -70,6 +71,15 @@ def serve(settings: Settings) -> int:
         advice = "; name another --port (0: any free one)" if error.errno == EADDRINUSE else ""
         print(f"session-server serve: cannot listen on {where}: {error}{advice}", file=sys.stderr)
     return EXIT_FAILED
+
+
+def check_context_length(settings: Settings, model_context_len: int) -> None:
+    """Raise ValueError when more context is asked for than the model was made for, tokens."""
+    wanted = settings.model.context_length
+    if wanted is not None and wanted > model_context_len:
+        raise ValueError(
+            f"--context-length {wanted} exceeds the {model_context_len} tokens of the model"
+        )
 
 
 async def _serve(

@@ -89,6 +89,21 @@ def test_an_unknown_or_shortened_flag_is_refused(words: list[str]) -> None:
         parse(*words)
 
 
+def test_help_lists_the_words_a_flag_takes() -> None:
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    text = parser.format_help()
+    for words in ("{process,inline}", "{off,warn,strict}", "{auto,cpu,torch}"):
+        assert words in text
+
+
+def test_more_context_than_the_model_has_is_refused_with_both_numbers() -> None:
+    words = ["-m", "session_server", "serve", "--port", "0", "--context-length", "100000"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--context-length 100000 exceeds the 4096 tokens of the model" in done.stderr
+
+
 def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
     settings = {
         (part, name)
