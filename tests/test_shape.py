@@ -21,7 +21,7 @@ MAY_BE_MANAGER = {Path("session_server/sessions/manager.py")}
 MAX_DEPTH = 3
 
 LIMITS = {"file_lines": 600, "function_lines": 70, "parameters": 6, "class_fields": 12}
-CAPS = {"file_lines": 560, "function_lines": 56, "parameters": 6, "class_fields": 12}
+CAPS = {"file_lines": 555, "function_lines": 56, "parameters": 6, "class_fields": 12}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Measure = tuple[int, str]
