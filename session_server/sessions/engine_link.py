@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+import msgspec
+
 from session_server.core.commands import EngineCommand, FlushCache, ReportMemory
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
@@ -123,11 +125,21 @@ class EngineLink:
             case EngineStats():
                 self.stats = event
             case MemoryReported(request_id=request_id):
+                self._update_checks(event)
                 _answer(self._memory, request_id, event)
             case CacheFlushed(request_id=request_id):
                 _answer(self._flushes, request_id, event)
             case _:
                 return
+
+    def _update_checks(self, report: MemoryReported) -> None:
+        """An audit on demand is newer than the last sample, which an idle engine never renews."""
+        if self.stats is not None:
+            self.stats = msgspec.structs.replace(
+                self.stats,
+                check_runs=report.check_runs,
+                check_violations=report.check_violations,
+            )
 
     async def _ask(
         self,

@@ -1,0 +1,189 @@
+"""Sessions open, expire, close and drain; owners and quotas keep them apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from session_server.core.errors import (
+    InvalidRequest,
+    QuotaExceeded,
+    ServerBusy,
+    SessionClosing,
+    SessionExists,
+    SessionNotFound,
+)
+from session_server.core.session_events import (
+    SessionClosed,
+    SessionUpdated,
+    TokenInput,
+    TurnCancelled,
+    TurnDelta,
+)
+from session_server.sessions.quotas import QuotaLimits
+from tests.sessions.world import OWNER, World, completed, turn
+
+
+class TestLife:
+    def test_closing_a_running_session_cancels_its_turns_and_ends_the_journal(
+        self, world: World
+    ) -> None:
+        session = world.open()
+        journal = world.manager.journal(OWNER, session)
+        world.submit(session, turn("1", max_tokens=50, ignore_eos=True))
+        world.submit(session, turn("2"))
+        world.engine.step()
+        assert world.manager.close(OWNER, session).state == "closing"
+        assert world.manager.close(OWNER, session).state == "closing"
+        with pytest.raises(SessionClosing):
+            world.submit(session, turn("3"))
+        world.engine.run()
+        entries = [found.entry for found in journal.read(0)]
+        ends = [entry for entry in entries if isinstance(entry, TurnCancelled)]
+        assert [(end.turn_id, end.reason) for end in ends] == [
+            ("2", "session_closed"),
+            ("1", "session_closed"),
+        ]
+        assert entries[-1] == SessionClosed("client")
+        assert journal.is_closed
+        with pytest.raises(SessionNotFound):
+            world.manager.get(OWNER, session)
+        assert not world.engine.slots
+
+    def test_another_owner_s_session_looks_like_none(self, world: World) -> None:
+        session = world.open(session_id="mine")
+        errors = []
+        for owner, name in (("thief", session), (OWNER, "unknown")):
+            with pytest.raises(SessionNotFound) as caught:
+                world.manager.get(owner, name)
+            errors.append(str(caught.value))
+            with pytest.raises(SessionNotFound):
+                world.submit(name, turn("1"), owner=owner)
+            with pytest.raises(SessionNotFound):
+                world.manager.close(owner, name)
+        assert errors[0] == errors[1]
+        world.open(session_id="mine", owner="thief")
+        assert len(world.manager.list("thief")) == 1
+
+    def test_owners_of_equal_ids_share_nothing(self, world: World) -> None:
+        for owner in ("a", "b"):
+            world.open(session_id="same", owner=owner)
+            world.submit("same", turn("1"), owner=owner)
+        world.engine.run()
+        assert len(world.engine.slots) == 2
+        assert len(set(world.engine.salts.values())) == 2
+        assert not {"a", "b"} & set(world.engine.salts.values())
+
+    def test_an_id_is_free_again_after_closing(self, world: World) -> None:
+        session = world.open(session_id="x")
+        with pytest.raises(SessionExists):
+            world.open(session_id="x")
+        world.run(session, turn("1"))
+        world.manager.close(OWNER, "x")
+        world.open(session_id="x")
+        assert world.history("x") == ()
+
+    @pytest.mark.parametrize("name", ["", "a b", "a/b", "a" * 65, "é", "a\x00", "a\n"])
+    def test_bad_ids_are_refused(self, world: World, name: str) -> None:
+        with pytest.raises(InvalidRequest):
+            world.open(session_id=name)
+
+    def test_the_time_to_live_counts_from_the_end_of_the_last_turn(self, world: World) -> None:
+        session = world.open(ttl_s=10.0)
+        journal = world.manager.journal(OWNER, session)
+        world.submit(session, turn("1"))
+        world.now_s += 1000
+        world.manager.tick()
+        world.engine.run()
+        completed(world.end_of(session, "1"))
+        world.now_s += 9
+        world.manager.tick()
+        world.manager.update(OWNER, session, ttl_s=20.0, metadata={"k": "v"})
+        assert world.entries(session)[-1] == SessionUpdated(20.0, {"k": "v"})
+        world.now_s += 19
+        world.manager.tick()
+        world.now_s += 2
+        world.manager.tick()
+        assert journal.is_closed
+        assert journal.read(journal.last_seq - 1)[0].entry == SessionClosed("expired")
+
+    @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+    def test_life_times_are_bounded(self, world: World, ttl_s: float) -> None:
+        with pytest.raises(InvalidRequest):
+            world.open(ttl_s=ttl_s)
+
+    def test_lists_come_in_pages(self, world: World) -> None:
+        names = [world.open() for _ in range(5)]
+        world.open(owner="other")
+        seen: list[str] = []
+        while page := world.manager.list(OWNER, limit=2, after=seen[-1] if seen else None):
+            seen += [view.session_id for view in page]
+        assert seen == names
+        for limit in (0, 1001):
+            with pytest.raises(InvalidRequest):
+                world.manager.list(OWNER, limit=limit)
+
+    def test_a_single_turn_session_closes_itself(self, world: World) -> None:
+        session = world.open(single_turn=True)
+        journal = world.manager.journal(OWNER, session)
+        world.submit(session, turn("1"))
+        world.engine.run()
+        assert journal.is_closed
+        assert not world.engine.slots
+        assert world.manager.stats().sessions == 0
+        refused = world.open(single_turn=True)
+        with pytest.raises(InvalidRequest):
+            world.submit(refused, turn("1", TokenInput(())))
+        assert world.manager.stats().sessions == 0
+
+    def test_a_snapshot_says_where_to_go_on(self, world: World) -> None:
+        session = world.open()
+        world.run(session, turn("1"))
+        world.submit(session, turn("2", "Next", max_tokens=30, ignore_eos=True))
+        world.submit(session, turn("3"))
+        for _ in range(3):
+            world.engine.step()
+        world.engine.deliver()
+        snapshot = world.manager.snapshot(OWNER, session)
+        assert [item.role for item in snapshot.items] == ["user", "assistant"]
+        assert snapshot.items[1].end_len == len(world.history(session))
+        assert snapshot.running is not None
+        assert len(snapshot.running.text) == 3
+        assert [view.turn_id for view in snapshot.queued] == ["3"]
+        journal = world.manager.journal(OWNER, session)
+        world.engine.run()
+        rest = "".join(
+            found.entry.text
+            for found in journal.read(snapshot.session.seq)
+            if isinstance(found.entry, TurnDelta) and found.entry.turn_id == "2"
+        )
+        assert snapshot.running.text + rest == world.end_of(session, "2").outcome.text
+
+    def test_quotas_are_per_owner_and_exact(self) -> None:
+        quotas = QuotaLimits(sessions=4, owner_sessions=2, owner_turns=3, turns=4)
+        with World(quotas=quotas) as world:
+            names = [world.open() for _ in range(2)]
+            with pytest.raises(QuotaExceeded):
+                world.open()
+            others = [world.open(owner="b"), world.open(owner="b")]
+            with pytest.raises(ServerBusy):
+                world.open(owner="c")
+            for index in range(3):
+                world.submit(names[0], turn(str(index)))
+            with pytest.raises(QuotaExceeded):
+                world.submit(names[1], turn("1"))
+            world.submit(others[0], turn("1"), owner="b")
+            with pytest.raises(ServerBusy):
+                world.submit(others[1], turn("1"), owner="b")
+            world.engine.run()
+            world.manager.close(OWNER, names[0])
+            completed(world.run(names[1], turn("1")))
+            world.open()
+
+    def test_input_tokens_have_a_rate(self) -> None:
+        with World(quotas=QuotaLimits(owner_input_tokens_per_min=100)) as world:
+            session = world.open()
+            completed(world.run(session, turn("1", (60,) * 90)))
+            with pytest.raises(QuotaExceeded):
+                world.submit(session, turn("2", (60,) * 20))
+            world.now_s += 7
+            completed(world.run(session, turn("2", (60,) * 20)))
