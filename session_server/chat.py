@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from types import FrameType
 from typing import Final, Self, TypeVar
 
 from rich.console import Console
@@ -191,9 +193,8 @@ class _Chat:
             messages.insert(0, Message("system", self._system))
         sampling = {"max_tokens": self._args.max_tokens, "temperature": self._args.temperature}
         turn = self._loop.call(self._session.start(ChatInput(tuple(messages)), sampling=sampling))
-        streaming = self._loop.begin(self._stream(turn))
         try:
-            result = self._wait(streaming, turn)
+            result = self._wait(turn)
         except ClientError as error:
             self._console.print(f"[red]{escape(str(error))}[/]")
             return
@@ -203,13 +204,22 @@ class _Chat:
             self._console.print(f"[red]{escape(failure)}[/]")
         self._console.print(f"[dim]{describe(result)}[/]", highlight=False)
 
-    def _wait(self, streaming: Future[TurnResult], turn: TurnHandle) -> TurnResult:
-        """The first Ctrl-C cancels the turn; a second one, before it has ended, leaves."""
+    def _wait(self, turn: TurnHandle) -> TurnResult:
+        """The first Ctrl-C cancels the turn; a second one, before it has ended, leaves.
+
+        The handler stands before the first word can be shown: whoever sees one can cancel.
+        """
+
+        def cancel(number: int, frame: FrameType | None) -> None:
+            del number, frame
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._loop.begin(turn.cancel(keep_partial=True))
+
+        before = signal.signal(signal.SIGINT, cancel)
         try:
-            return streaming.result()
-        except KeyboardInterrupt:
-            self._loop.call(turn.cancel(keep_partial=True))
-            return streaming.result()
+            return self._loop.begin(self._stream(turn)).result()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     async def _stream(self, turn: TurnHandle) -> TurnResult:
         self._console.print("[bold cyan] it >[/] ", end="")
