@@ -27,6 +27,27 @@ from session_server.sessions.views import OpenRequest
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, turn
 
 
+def sample(*, running: int = 0, waiting: int = 0, check_runs: int = 0) -> EngineStats:
+    """Figures an engine sent while its books were right."""
+    return EngineStats(
+        steps=1,
+        forward_ms=1.0,
+        host_ms=1.0,
+        prompt_tokens=1,
+        cached_tokens=0,
+        generated_tokens=1,
+        retractions=0,
+        coolings=0,
+        running=running,
+        waiting=waiting,
+        sessions=running + waiting,
+        pages_free={},
+        pages_total={},
+        check_runs=check_runs,
+        check_violations=0,
+    )
+
+
 class TestEngine:
     def test_a_dead_engine_fails_the_running_turn_and_nothing_else(self, world: World) -> None:
         session = world.open()
@@ -64,25 +85,7 @@ class TestEngine:
         completed(world.run(session, turn("2")))
 
     def test_the_figures_of_a_dead_engine_are_forgotten(self, world: World) -> None:
-        world.manager.on_event(
-            EngineStats(
-                steps=1,
-                forward_ms=1.0,
-                host_ms=1.0,
-                prompt_tokens=1,
-                cached_tokens=0,
-                generated_tokens=1,
-                retractions=0,
-                coolings=0,
-                running=12,
-                waiting=3,
-                sessions=15,
-                pages_free={},
-                pages_total={},
-                check_runs=0,
-                check_violations=0,
-            )
-        )
+        world.manager.on_event(sample(running=12, waiting=3))
         world.engine.die()
         world.engine.deliver()
         assert world.manager.stats().engine is None
@@ -90,25 +93,7 @@ class TestEngine:
     def test_a_memory_report_is_newer_than_the_last_sample_of_an_idle_engine(
         self, world: World
     ) -> None:
-        world.manager.on_event(
-            EngineStats(
-                steps=1,
-                forward_ms=1.0,
-                host_ms=1.0,
-                prompt_tokens=1,
-                cached_tokens=0,
-                generated_tokens=1,
-                retractions=0,
-                coolings=0,
-                running=0,
-                waiting=0,
-                sessions=0,
-                pages_free={},
-                pages_total={},
-                check_runs=5,
-                check_violations=0,
-            )
-        )
+        world.manager.on_event(sample(check_runs=5))
         world.manager.on_event(
             MemoryReported(
                 request_id=99,
@@ -121,9 +106,9 @@ class TestEngine:
                 violations=("a page has two holders",),
             )
         )
-        sample = world.manager.stats().engine
-        assert sample is not None
-        assert (sample.check_runs, sample.check_violations) == (6, 2)
+        shown = world.manager.stats().engine
+        assert shown is not None
+        assert (shown.check_runs, shown.check_violations) == (6, 2)
 
     def test_answers_after_a_restart_are_as_if_nothing_had_happened(self, world: World) -> None:
         twins = world.open(), world.open()
