@@ -55,6 +55,9 @@ class ModelSettings(_Part):
     threads: Annotated[
         int | None, Field(ge=1, le=1024, description="CPU threads of a forward; none: all cores")
     ] = None
+    draft_path: Annotated[
+        str | None, Field(description="small model of the same vocabulary that guesses tokens")
+    ] = None
     random_seed: Annotated[
         int | None,
         Field(ge=0, le=(1 << 63) - 1, description="of turns that name no seed; none: random"),
@@ -78,6 +81,9 @@ class CacheSettings(_Part):
     pinned_fraction: Annotated[
         float, Field(ge=0, le=0.9, description="of all pages, that pinned sessions may hold")
     ] = 0.25
+    share_prefixes: Annotated[
+        bool, Field(description="let sessions of one API key share the KV of equal beginnings")
+    ] = True
     memory_check: Annotated[
         MemoryCheck, Field(description="what a violated memory invariant does")
     ] = MemoryCheck.WARN
@@ -96,6 +102,15 @@ class EngineSettings(_Part):
         int, Field(ge=1, le=1 << 17, description="tokens computed by one forward at most")
     ] = 512
     overlap: Annotated[bool, Field(description="prepare the next forward while one runs")] = True
+    speculation: Annotated[
+        Literal["off", "ngram", "model"],
+        Field(
+            description="who guesses tokens ahead: nobody, the session's own text, a draft model"
+        ),
+    ] = "off"
+    num_draft_tokens: Annotated[
+        int, Field(ge=1, le=16, description="guesses per turn and forward at most")
+    ] = 4
     max_restarts: Annotated[
         int, Field(ge=0, le=100, description="engine restarts in a row before giving up")
     ] = 5

@@ -45,11 +45,17 @@ class ScoreRange:
 class BatchRow:
     """One turn's share of a forward: positions [start, start + num_tokens).
 
-    `tokens`: int32 [num_tokens], the input ids; or None when the single input token is the one
-    sampled for this row by the launch before, which the host has not seen yet. `sample`: the
-    logits of the last position choose the next token. `position` of that token is
-    start + num_tokens, and (seed, position) alone decide its randomness. Sampler state is kept per
-    `row`: it lives from one `SamplingStart` to the next.
+    The last `num_drafts` of them hold guesses that this forward verifies; what comes before is
+    certain. `tokens`: int32 [num_tokens - num_drafts], the certain input ids; or None when there is
+    one, sampled for this row by the launch before, which the host has not seen yet. `drafts`: int32
+    [num_drafts], the guesses; None without any, and when the runner's draft model makes them.
+
+    `sample`: the logits of the last certain position and of every draft choose a token each, the
+    one at position p from the logits at p - 1; (seed, p) alone decide its randomness. A draft is
+    right when it is the token chosen for its position, so that guessing changes no answer,
+    sampled or greedy; choices behind a wrong draft are void. A row with drafts samples, and its
+    turn is launched again only when its result is known. Sampler state is kept per `row`: it lives
+    from one `SamplingStart` to the next.
     `score`: prompt positions whose successor's logprob is wanted, None for none.
     `incarnation` counts admissions of the turn; results of an older one are dropped.
     """
@@ -63,20 +69,42 @@ class BatchRow:
     sample: bool
     sampling: SamplingStart | None
     score: ScoreRange | None = None
+    num_drafts: int = 0
+    drafts: Tokens | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Wanted: is what a page of a parked session holds what its tokens give?
+
+    The runner computes positions [start, start + len(tokens)) of `row` once more, from the KV
+    before them, into the padding page, and compares. `tokens`: int32 [n], n <= page_size; `start`
+    is a multiple of page_size. Nobody's KV is written.
+    """
+
+    row: RowId
+    start: int
+    tokens: Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One forward. `step` numbers launches from 1; results come back in the same order."""
+    """One forward. `step` numbers launches from 1; results come back in the same order.
+
+    A batch with a `probe` has no rows.
+    """
 
     step: int
     rows: tuple[BatchRow, ...]
     table_writes: tuple[TableWrite, ...]
+    probe: Probe | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one row gave. `token_ids` has one id for a sampled row, none otherwise.
+    """What one row gave. `token_ids`: for a sampled row the right drafts and one id more, so 1 to
+    1 + num_drafts of them; none otherwise. KV is valid up to the last right draft. `logprobs`: one
+    per token id, or empty.
 
     `finite` is False when the row's logits, or its last hidden state where it has no logits, held
     NaN or Inf; `token_ids` is then empty.
@@ -93,13 +121,15 @@ class RowResult:
 class StepResult:
     """Outcome of one launch: `rows` in the order of the batch, `forward_s` its duration.
 
-    `error` is set when the device failed and nothing of the batch may be trusted.
+    `error` is set when the device failed and nothing of the batch may be trusted. `probe_holds`:
+    whether the content that the batch's probe looked at is right; None without a probe.
     """
 
     step: int
     rows: tuple[RowResult, ...]
     forward_s: float
     error: str | None = None
+    probe_holds: bool | None = None
 
 
 class PendingStep(Protocol):

@@ -202,7 +202,8 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     """A sample of the engine's counters since start and gauges now; about once a second of work,
     and once more when the last turn has ended.
 
-    `host_ms`: time outside forwards. Token and step counts are totals.
+    `host_ms`: time outside forwards. Token and step counts are totals. `draft_tokens`: guesses
+    that forwards verified, `accepted_tokens`: those that were right.
     """
 
     steps: int
@@ -211,6 +212,8 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     retractions: int
     coolings: int
     running: int

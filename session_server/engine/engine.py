@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from cache.session_cache import SessionAwareCache
 from cache.types import TurnId
@@ -37,6 +38,9 @@ from session_server.engine.settle import Settler
 from session_server.engine.stats import Counters
 from session_server.engine.turn import TurnState
 from session_server.engine.view import LiveView
+
+STATS_INTERVAL_S: Final = 1.0
+"""Time between two samples of the counters, while there is work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,7 @@ class Engine:
 
     def _report_stats(self, now_s: float, *, has_worked: bool) -> None:
         since_s = math.inf if self._stats_s is None else now_s - self._stats_s
-        is_due = has_worked and since_s >= self._settings.stats_interval_s
+        is_due = has_worked and since_s >= STATS_INTERVAL_S
         # Nothing follows the last turn: what ran a moment ago must not be shown for hours.
         has_emptied = self._is_shown_busy and not self._scheduler
         if not (is_due or has_emptied):
@@ -210,6 +214,8 @@ class Engine:
                 prompt_tokens=counters.prompt_tokens,
                 cached_tokens=counters.cached_tokens,
                 generated_tokens=counters.generated_tokens,
+                draft_tokens=counters.draft_tokens,
+                accepted_tokens=counters.accepted_tokens,
                 retractions=counters.retractions,
                 coolings=counters.coolings,
                 running=len(self._scheduler.running),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Final
+
+MAX_DRAFTS: Final = 16
+"""More guesses than this are hardly ever right, and every one of them is computed."""
 
 
 class MemoryCheck(enum.Enum):
@@ -12,6 +16,25 @@ class MemoryCheck(enum.Enum):
     OFF = "off"
     WARN = "warn"
     STRICT = "strict"
+
+
+class Drafter(enum.Enum):
+    """Who guesses the next tokens of a turn: its own history, or the runner's draft model."""
+
+    NGRAM = "ngram"
+    MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Up to `num_drafts` guesses per turn and forward; 0 is off."""
+
+    num_drafts: int = 0
+    drafter: Drafter = Drafter.NGRAM
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_drafts <= MAX_DRAFTS:
+            raise ValueError(f"num_drafts lies in [0, {MAX_DRAFTS}]: {self.num_drafts}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +59,7 @@ class EngineSettings:
     pinned_quota_pages: int = 0
     memory_check: MemoryCheck = MemoryCheck.WARN
     priority_step_s: float = 10.0
-    stats_interval_s: float = 1.0
+    speculation: Speculation = Speculation()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_running", "max_waiting", "max_sessions", "chunk_tokens"):

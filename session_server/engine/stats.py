@@ -11,6 +11,7 @@ class Counters:
 
     `overshoots`: rows computed for turns that had ended or been retracted by then. `shortfalls`:
     turns that waited another step because pages the plan counted on were not to be had.
+    `draft_tokens`: guesses verified; `accepted_tokens`: those that were right.
     """
 
     steps: int = 0
@@ -19,6 +20,8 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     retractions: int = 0
     coolings: int = 0
     overshoots: int = 0

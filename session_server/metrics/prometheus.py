@@ -26,6 +26,17 @@ from session_server.core.ids import TurnId
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SLOW_S: Final = (*_FAST_S, 30.0, 60.0, 300.0)
+_ENGINE_TOTALS: Final = (
+    "steps",
+    "forward_ms",
+    "host_ms",
+    "draft_tokens",
+    "accepted_tokens",
+    "retractions",
+    "coolings",
+    "check_runs",
+)
+
 _ACCOUNTS: Final = (
     "free",
     "reserved",
@@ -189,7 +200,7 @@ class _Engine:
         )
 
     def sampled(self, event: EngineStats) -> None:
-        for what in ("steps", "forward_ms", "host_ms", "retractions", "coolings", "check_runs"):
+        for what in _ENGINE_TOTALS:
             self.totals.labels(what).set(getattr(event, what))
         self.turns.labels("running").set(event.running)
         self.turns.labels("waiting").set(event.waiting)

@@ -36,6 +36,8 @@ def sample(*, running: int = 0, waiting: int = 0, check_runs: int = 0) -> Engine
         prompt_tokens=1,
         cached_tokens=0,
         generated_tokens=1,
+        draft_tokens=0,
+        accepted_tokens=0,
         retractions=0,
         coolings=0,
         running=running,
