@@ -37,20 +37,6 @@ def distinct(seed: int, length: int) -> tuple[int, ...]:
 # Leaks
 
 
-def test_l2_a_turn_retracted_in_mid_decode_resumes_and_loses_no_page() -> None:
-    bench = Bench(Stage(num_pages=14, chunk_tokens=64))
-    old, young = bench.open("old"), bench.open("young")
-    bench.run(
-        bench.submit_command(old, "a", distinct(1, 17), max_tokens=30),
-        bench.submit_command(young, "b", distinct(2, 18), max_tokens=20),
-    )
-    assert bench.finished("b").num_retractions > 0
-    assert bench.finished("a").num_retractions == 0
-    bench.expect("a", distinct(1, 17))
-    bench.expect("b", distinct(2, 18))
-    bench.close_all()
-
-
 def test_l3_a_turn_that_asks_many_steps_for_admission_takes_one_lock() -> None:
     bench = Bench(Stage(num_pages=10, chunk_tokens=64, num_rows=2))
     first, second = bench.open("first"), bench.open("second")
@@ -73,16 +59,6 @@ def test_l4_a_turn_cancelled_before_it_got_a_row_leaves_nothing() -> None:
     end = bench.finished("b")
     assert (end.reason, end.history_len, end.num_outputs) == (FinishReason.CANCELLED, 0, 0)
     bench.run()
-    bench.close_all()
-
-
-def test_l5_a_turn_that_ends_with_its_first_forward_gives_back_row_and_pages() -> None:
-    bench = Bench(Stage(num_rows=1, max_running=1))
-    for i in range(5):
-        session_id = bench.open(f"s{i}")
-        bench.run(bench.submit_command(session_id, f"t{i}", distinct(i, 9), max_tokens=1))
-        bench.expect(f"t{i}", distinct(i, 9))
-        bench.run(close(f"s{i}"))
     bench.close_all()
 
 

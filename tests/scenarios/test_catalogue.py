@@ -1,0 +1,31 @@
+"""Every scenario has its story, and every story falls when its guard is taken away."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache.errors import CacheError
+from session_server.core.errors import SessionServerError
+from tests.mutants.mutant import Mutant
+from tests.scenarios.catalogue import CATALOGUE, NOT_APPLICABLE
+from tests.scenarios.registry import Scenario, scenarios
+
+SHOWN = (AssertionError, CacheError, SessionServerError, TimeoutError, pytest.fail.Exception)
+"""How a story fails for the reason it tells of; anything else is an accident."""
+
+GUARDED = [
+    pytest.param(found, guard, id=f"{found.name}-{index}")
+    for found in scenarios()
+    for index, guard in enumerate(found.guards)
+]
+
+
+@pytest.mark.parametrize(("found", "guard"), GUARDED)
+def test_a_story_fails_without_its_guard(found: Scenario, guard: Mutant) -> None:
+    with guard.apply(), pytest.raises(SHOWN):
+        found.story()
+
+
+def test_a_reason_is_given_for_no_scenario_that_has_a_story() -> None:
+    assert set(NOT_APPLICABLE) <= set(CATALOGUE)
+    assert not set(NOT_APPLICABLE) & {found.id for found in scenarios()}
