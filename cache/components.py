@@ -6,7 +6,7 @@ rules (a sliding window, a recurrent state) adds a class here and an entry in `_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -63,6 +63,11 @@ class FullAttention:
         """Everything is read."""
         del length
         return 0
+
+
+def can_take_back(components: Iterable[Component]) -> bool:
+    """Whether content computed from a wrong token can be cut off again, which guessing needs."""
+    return all(component.rewind_len(2, 1) == 1 for component in components)
 
 
 def components_of(spec: CacheSpec) -> tuple[Component, ...]:

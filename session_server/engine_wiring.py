@@ -22,7 +22,7 @@ from session_server.core.sampling import SamplingParams
 from session_server.engine.child import CannotStart, serve_engine
 from session_server.engine.engine import Engine
 from session_server.engine.loop import EngineAssembly
-from session_server.engine.settings import EngineSettings
+from session_server.engine.settings import Drafter, EngineSettings, Speculation
 from session_server.metrics.logging import configure_logging
 from session_server.models.errors import ModelError
 from session_server.models.hub import model_fingerprint
@@ -77,6 +77,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
             chunk_tokens=settings.engine.chunked_prefill_size,
             num_in_flight=2 if settings.engine.overlap else 1,
             pinned_quota_pages=quota,
+            speculation=_speculation(settings),
             memory_check=settings.cache.memory_check,
         ),
     )
@@ -84,6 +85,12 @@ def build_engine(settings: Settings) -> EngineAssembly:
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     return EngineAssembly(engine, loaded.runner, _ready(loaded, engine, eos_token_ids))
+
+
+def _speculation(settings: Settings) -> Speculation:
+    if settings.engine.speculation == "off":
+        return Speculation()
+    return Speculation(settings.engine.num_draft_tokens, Drafter(settings.engine.speculation))
 
 
 def run_engine_process(fd: int) -> int:

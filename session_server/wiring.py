@@ -36,6 +36,7 @@ from session_server.models.registry import load_config
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.sessions.salts import TenantSalts
 from session_server.text.model_files import ModelFilesError
 from session_server.text.model_text import ModelText, load_model_text
 from session_server.web import app as web_app
@@ -176,7 +177,7 @@ def make_manager(settings: Settings, engine: EngineClient, text: ModelText) -> S
     return SessionManager(
         engine,
         text,
-        secret=secrets.token_bytes(32),
+        salts=TenantSalts(secrets.token_bytes(32), share_prefixes=settings.cache.share_prefixes),
         limits=SessionLimits(
             default_ttl_s=sessions.ttl_s,
             max_queued_turns=sessions.max_queued_turns,

@@ -13,27 +13,32 @@ from session_server.engine.turn import Turn
 _NO_TOKENS: Final = np.empty(0, dtype=np.int32)
 
 
-def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int) -> BatchRow:
-    """The next `num_tokens` positions of a running turn; notes them as launched."""
+def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: int) -> BatchRow:
+    """The next `num_tokens` positions of a running turn, and the first `num_drafts` of its guess;
+    notes them as launched.
+    """
     admission = turn.borrowed
     start, end = admission.launched_len, admission.launched_len + num_tokens
     is_unseen = start >= turn.known_len
     assert 0 < num_tokens <= turn.num_uncomputed
     assert not is_unseen or num_tokens == 1, "one token at a time is sampled"
-    session_id = turn.request.session_id
+    session_id, guess = turn.request.session_id, admission.guess
+    drafts = None if guess is None or guess.tokens is None else guess.tokens[:num_drafts]
     row = BatchRow(
         turn_id=turn.turn_id,
         incarnation=admission.incarnation,
         row=admission.row,
         start=start,
-        num_tokens=num_tokens,
+        num_tokens=num_tokens + num_drafts,
         tokens=None if is_unseen else cache.tokens(session_id, start, end),
         sample=turn.samples_at(end),
         sampling=None if admission.is_sampler_started else _sampling_start(cache, turn),
         score=_score_range(cache, turn, start, end),
+        num_drafts=num_drafts,
+        drafts=drafts if num_drafts else None,
     )
     admission.is_sampler_started = True
-    admission.launched_len = end
+    admission.launched_len = end + num_drafts
     admission.num_sampling += row.sample
     return row
 

@@ -7,11 +7,9 @@ serves, runs in the simulator and replays a recording.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from cache.session_cache import SessionAwareCache
 from cache.types import TurnId
@@ -28,6 +26,7 @@ from session_server.core.events import (
     EngineStats,
     SessionCooled,
 )
+from session_server.engine.drafting import Drafting
 from session_server.engine.intake import Intake
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
@@ -35,12 +34,9 @@ from session_server.engine.plan import Limits, plan_step
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.settings import EngineSettings
 from session_server.engine.settle import Settler
-from session_server.engine.stats import Counters
+from session_server.engine.stats import Counters, StatsPulse
 from session_server.engine.turn import TurnState
 from session_server.engine.view import LiveView
-
-STATS_INTERVAL_S: Final = 1.0
-"""Time between two samples of the counters, while there is work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +61,7 @@ class Engine:
         self.counters = Counters()
         self._scheduler = Scheduler(cache, self._outbox, self.counters)
         self._memory = MemoryWatch(cache, settings.memory_check)
+        self._drafting = Drafting(cache, settings.speculation)
         self._settler = Settler(
             settings,
             cache=cache,
@@ -75,8 +72,7 @@ class Engine:
         )
         self._launched: deque[Batch] = deque()
         self._num_launches = 0
-        self._stats_s: float | None = None
-        self._is_shown_busy = False
+        self._pulse = StatsPulse()
         self._intake = Intake(
             settings,
             cache=cache,
@@ -143,6 +139,7 @@ class Engine:
         # A suspect is launched alone: nobody else runs, waits or is asked to give.
         running = suspects[:1] if suspects else self._scheduler.running
         waiting = () if suspects else self._scheduler.waiting
+        self._drafting.guess(running)
         view = LiveView(self._cache, running, waiting, self.is_in_flight)
         plan = plan_step(view, self._limits)
         applied = self._scheduler.apply(plan, now_s)
@@ -197,14 +194,8 @@ class Engine:
                 self._settler.forget(turn, error)
 
     def _report_stats(self, now_s: float, *, has_worked: bool) -> None:
-        since_s = math.inf if self._stats_s is None else now_s - self._stats_s
-        is_due = has_worked and since_s >= STATS_INTERVAL_S
-        # Nothing follows the last turn: what ran a moment ago must not be shown for hours.
-        has_emptied = self._is_shown_busy and not self._scheduler
-        if not (is_due or has_emptied):
+        if not self._pulse.is_due(now_s, has_worked=has_worked, is_busy=bool(self._scheduler)):
             return
-        self._stats_s = now_s
-        self._is_shown_busy = bool(self._scheduler)
         accounts, counters = self._cache.accounts(), self.counters
         self._outbox.emit(
             EngineStats(

@@ -35,6 +35,11 @@ class RunningTurn(Protocol):
         ...
 
     @property
+    def num_drafts(self) -> int:
+        """Guesses it could verify besides; only with a single uncomputed position."""
+        ...
+
+    @property
     def num_spare(self) -> int:
         """Positions that pages already held can still take."""
         ...
@@ -140,10 +145,11 @@ class BlockReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`num_tokens` further positions of one turn."""
+    """`num_tokens` further positions of one turn, and `num_drafts` guesses behind them."""
 
     turn_id: TurnId
     num_tokens: int
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +190,7 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     planner.claim_for_running()
     planner.admit_waiting()
     planner.top_up()
+    planner.offer_drafts()
     return planner.finish()
 
 
@@ -228,6 +235,7 @@ class _Planner:
         self._shares: dict[TurnId, int] = {}
         self._candidates: list[_Candidate] = []
         self._work: dict[TurnId, int] = {}
+        self._drafts: dict[TurnId, int] = {}
         self._plan = _PlanParts()
 
     def share_tokens(self) -> None:
@@ -286,6 +294,21 @@ class _Planner:
                 self._tokens -= extra
                 self._work[turn.turn_id] = done + extra
 
+    def offer_drafts(self) -> None:
+        """Guesses, on tokens and pages that are left: none costs anybody anything."""
+        for turn in self._running:
+            if turn.turn_id not in self._work:
+                continue
+            num_drafts = min(turn.num_drafts, self._tokens)
+            needed = self._new_pages(1 + num_drafts, turn.num_spare)
+            needed -= self._new_pages(1, turn.num_spare)
+            if needed > self._pages:
+                num_drafts, needed = min(num_drafts, max(0, turn.num_spare - 1)), 0
+            if num_drafts > 0:
+                self._pages -= needed
+                self._tokens -= num_drafts
+                self._drafts[turn.turn_id] = num_drafts
+
     def finish(self) -> StepPlan:
         """The plan as a value."""
         parts = self._plan
@@ -296,7 +319,7 @@ class _Planner:
             cool=tuple(parts.cool),
             retract=tuple(parts.retract),
             admit=tuple(parts.admit),
-            work=tuple(Work(turn_id, n) for turn_id, n in self._work.items()),
+            work=tuple(Work(t, n, self._drafts.get(t, 0)) for t, n in self._work.items()),
             refuse=self._stuck_turn(),
             blocked=parts.blocked,
         )

@@ -97,8 +97,8 @@ class Scheduler:
             if turn.turn_id in admitted and not self._admit(turn, now_s, applied):
                 continue
             num_tokens = min(work.num_tokens, turn.num_uncomputed)
-            if self._grow(turn, turn.borrowed.launched_len + num_tokens):
-                applied.rows.append(make_row(self._cache, turn, num_tokens))
+            if self._grow(turn, turn.borrowed.launched_len + num_tokens + work.num_drafts):
+                applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))
             elif turn.turn_id in admitted:
                 self._retract(turn, now_s, applied)
         return applied

@@ -18,6 +18,7 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
 )
+from session_server.core.sampling import TokenLogprob
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
 from session_server.engine.scheduler import Scheduler
@@ -139,19 +140,21 @@ class Settler:
     def _settle_row(self, turn: Turn, row: BatchRow, outcome: RowResult, now_s: float) -> None:
         admission = turn.borrowed
         assert row.start == admission.computed_len, "rows settle in the order of positions"
-        admission.computed_len = row.start + row.num_tokens
+        if row.num_drafts:
+            self._settle_drafts(turn, row, len(outcome.token_ids) - 1)
+        token_ids = self._until_stop(turn, outcome.token_ids)
+        num_certain = row.num_tokens - row.num_drafts
+        admission.computed_len = row.start + num_certain + max(0, len(token_ids) - 1)
         admission.num_sampling -= row.sample
-        turn.outputs.extend(outcome.token_ids)
-        self._counters.generated_tokens += len(outcome.token_ids)
+        turn.outputs.extend(token_ids)
+        self._counters.generated_tokens += len(token_ids)
         if turn in self.suspects:
             self.suspects.remove(turn)
-        self._outbox.write(
-            self._cache.record(turn.turn_id, admission.computed_len, outcome.token_ids)
-        )
+        self._outbox.write(self._cache.record(turn.turn_id, admission.computed_len, token_ids))
         turn.scores.extend(outcome.scores)
         self._report_prompt(turn, now_s)
-        if outcome.token_ids:
-            self._report_tokens(turn, outcome, now_s)
+        if token_ids:
+            self._report_tokens(turn, token_ids, outcome.logprobs, now_s)
         self._finish_if_done(turn, now_s)
 
     def _report_prompt(self, turn: Turn, now_s: float) -> None:
@@ -169,12 +172,32 @@ class Settler:
         if turn.request.sampling.prompt_logprobs_from is not None:
             self._outbox.emit(PromptScored(turn_id=turn.turn_id, logprobs=tuple(turn.scores)))
 
-    def _report_tokens(self, turn: Turn, outcome: RowResult, now_s: float) -> None:
+    def _settle_drafts(self, turn: Turn, row: BatchRow, num_right: int) -> None:
+        """Positions behind the first wrong guess are as if they had never been launched."""
+        turn.borrowed.launched_len -= row.num_drafts - num_right
+        turn.learn(row.num_drafts, num_right)
+        self._counters.draft_tokens += row.num_drafts
+        self._counters.accepted_tokens += num_right
+
+    def _until_stop(self, turn: Turn, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """What the turn would have said without guessing: nothing behind a stop token."""
+        for index, token in enumerate(token_ids[:-1]):
+            if self._is_stop(turn, token, len(turn.outputs) + index + 1):
+                return token_ids[: index + 1]
+        return token_ids
+
+    def _report_tokens(
+        self,
+        turn: Turn,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        now_s: float,
+    ) -> None:
         if turn.clock.first_token_s is None:
             turn.clock.first_token_s = now_s
         self._outbox.emit(
             TokensProduced(
-                turn_id=turn.turn_id, token_ids=outcome.token_ids, logprobs=outcome.logprobs
+                turn_id=turn.turn_id, token_ids=token_ids, logprobs=logprobs[: len(token_ids)]
             )
         )
 
@@ -182,7 +205,7 @@ class Settler:
         num_outputs = len(turn.outputs)
         if turn.borrowed.computed_len < turn.prompt_len:
             return
-        if num_outputs and self._is_stop(turn):
+        if num_outputs and self._is_stop(turn, turn.outputs[-1], num_outputs):
             self.finish(
                 turn,
                 FinishReason.STOP,
@@ -193,10 +216,12 @@ class Settler:
         elif num_outputs >= turn.max_new:
             self.finish(turn, FinishReason.LENGTH, now_s, num_outputs=num_outputs)
 
-    def _is_stop(self, turn: Turn) -> bool:
-        """Whether the last output ends the turn; it counts as output and stays in the history."""
-        sampling, token = turn.request.sampling, turn.outputs[-1]
-        if len(turn.outputs) < sampling.min_tokens:
+    def _is_stop(self, turn: Turn, token: int, num_outputs: int) -> bool:
+        """Whether `token`, the `num_outputs`th output, ends the turn; it counts as output and stays
+        in the history.
+        """
+        sampling = turn.request.sampling
+        if num_outputs < sampling.min_tokens:
             return False
         if token in sampling.stop_token_ids:
             return True

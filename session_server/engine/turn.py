@@ -2,7 +2,8 @@
 
 Lengths are absolute positions of the session's context. Between launch and settle they are known
 as an interval: `computed_len` is settled, `launched_len` is what the forwards in flight will have
-computed. The planner works with the upper end, settling moves the lower one.
+computed if every guess in them is right. The planner works with the upper end, settling moves the
+lower one, and the upper one back to it where a guess was wrong.
 """
 
 from __future__ import annotations
@@ -38,13 +39,22 @@ TRANSITIONS: Final[Mapping[TurnState, frozenset[TurnState]]] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """`num_drafts` tokens behind the next one; `tokens`: int32 [num_drafts], None when the runner's
+    draft model is to make them."""
+
+    num_drafts: int
+    tokens: Tokens | None
+
+
 @dataclass(slots=True)
 class Admission:
     """One stay among the running turns, from admission to end or retraction.
 
     `incarnation` distinguishes it from earlier stays, whose late results are dropped.
     `num_sampling`: launched rows whose token the host has not seen. `is_sampler_started`: the
-    runner was sent what its sampler must remember.
+    runner was sent what its sampler must remember. `guess`: what the next forward may verify.
     """
 
     row: RowId
@@ -53,6 +63,7 @@ class Admission:
     launched_len: int
     num_sampling: int = 0
     is_sampler_started: bool = False
+    guess: Guess | None = None
 
 
 @dataclass(slots=True)
@@ -88,7 +99,8 @@ class Turn:
     `order`: smaller goes first at admission and keeps its pages longer. `max_new`: output tokens
     it may have, its `max_tokens` clipped to the room its context leaves. `outputs` survive a
     retraction: they are input of the next admission. `scores`: prompt logprobs settled so far.
-    `cached_len`: positions its first admission did not have to compute.
+    `cached_len`: positions its first admission did not have to compute. `guess_len`: how far it
+    guesses next, learned from how far it was right; 0 before its first guess.
     """
 
     request: SubmitTurn
@@ -102,6 +114,7 @@ class Turn:
     num_admissions: int = 0
     num_retractions: int = 0
     cached_len: int = 0
+    guess_len: int = 0
 
     @property
     def turn_id(self) -> TurnId:
@@ -133,11 +146,26 @@ class Turn:
     def num_uncomputed(self) -> int:
         """Positions that could be launched now, those in flight counted as done.
 
-        Bounded by `max_new`, which is known ahead, so no forward is ever planned past it.
+        Bounded by `max_new`, which is known ahead, so no forward is ever planned past it. None for
+        a turn that waits for a token to guess on from, or for its guesses to be verified.
         """
         admission = self.borrowed
+        if admission.guess is not None and admission.num_sampling:
+            return 0
         known_or_coming = self.known_len + admission.num_sampling
-        return min(known_or_coming, self.last_len) - admission.launched_len
+        return max(0, min(known_or_coming, self.last_len) - admission.launched_len)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether what it lacks is only the position of its latest token, seen or coming."""
+        admission = self.borrowed
+        return admission.launched_len == self.known_len + admission.num_sampling - 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Guesses that the next forward may verify along with its one certain position."""
+        guess = self.borrowed.guess
+        return guess.num_drafts if guess is not None and self.num_uncomputed == 1 else 0
 
     def uncommitted_tokens(self) -> Tokens:
         """int32 [n]: everything after `base_len`, input then output."""
@@ -167,6 +195,10 @@ class Turn:
             self.cached_len = min(cached_len, self.prompt_len)
         return self.admission
 
+    def learn(self, num_drafts: int, num_right: int) -> None:
+        """Guess further after guessing right, and as far as it went after guessing wrong."""
+        self.guess_len = 2 * num_drafts if num_right == num_drafts else num_right + 1
+
     def relaunch(self) -> None:
         """Forget what is in flight; it will be computed again, and its results are dropped."""
         admission = self.borrowed
@@ -175,6 +207,7 @@ class Turn:
         admission.launched_len = admission.computed_len
         admission.num_sampling = 0
         admission.is_sampler_started = False
+        admission.guess = None
 
     def retract(self) -> None:
         """Back to waiting; outputs and scores stay, KV does not."""

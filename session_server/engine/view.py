@@ -30,6 +30,7 @@ class LiveView:
             LiveRunning(
                 turn_id=turn.turn_id,
                 num_uncomputed=turn.num_uncomputed,
+                num_drafts=turn.num_drafts,
                 num_spare=self.cache.capacity_len(turn.turn_id) - turn.borrowed.launched_len,
                 cache=self.cache,
             )
@@ -75,6 +76,7 @@ class LiveRunning:
 
     turn_id: TurnId
     num_uncomputed: int
+    num_drafts: int
     num_spare: int
     cache: SessionAwareCache
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -48,6 +46,7 @@ from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.journal import Journal
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
+from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import CloseReason, Session, SessionSettings
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import (
@@ -78,8 +77,7 @@ class SessionManager:
     """All verbs belong to the event loop's thread and raise `core.errors` when they refuse.
 
     `owner` is whoever authentication says is asking: sessions of one owner do not exist for
-    another. `secret` keys the cache namespaces of owners and is never shown; two servers that
-    share a cache must share it. `clock` gives monotonic seconds.
+    another. `salts` gives sessions their cache namespaces. `clock` gives monotonic seconds.
     """
 
     def __init__(
@@ -87,14 +85,13 @@ class SessionManager:
         engine: EngineClient,
         text: ModelText,
         *,
-        secret: bytes,
+        salts: TenantSalts,
         limits: SessionLimits | None = None,
         quotas: QuotaLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert len(secret) >= 16, "a guessable secret separates nobody"
         self._text = text
-        self._secret = secret
+        self._salts = salts
         self._clock = clock
         self._limits = limits or SessionLimits()
         self._quotas = Quotas(quotas or QuotaLimits())
@@ -108,7 +105,7 @@ class SessionManager:
             limits=self._limits,
             quotas=self._quotas,
             clock=clock,
-            tenant_salt=self._tenant_salt,
+            salts=salts,
         )
         self._flow.on_idle = self._on_idle
 
@@ -169,8 +166,7 @@ class SessionManager:
 
     def id_for_key(self, owner: str, key: str) -> str:
         """The session id that a client's idempotency key stands for; nobody else can guess it."""
-        digest = hmac.new(self._secret, f"{owner}/{key}".encode(), hashlib.sha256).hexdigest()
-        return f"s_{digest[:32]}"
+        return self._salts.id_for_key(owner, key)
 
     def get(self, owner: str, session_id: str) -> SessionView:
         """One session. Raises SessionNotFound."""
@@ -438,9 +434,6 @@ class SessionManager:
         if request.history is not None:
             return request.history
         return "append" if chat is None or chat.can_append else "template"
-
-    def _tenant_salt(self, owner: str) -> str:
-        return hmac.new(self._secret, owner.encode(), hashlib.sha256).hexdigest()
 
     def _close(self, session: Session, reason: CloseReason) -> None:
         if session.closing is not None:

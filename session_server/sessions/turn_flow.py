@@ -50,6 +50,7 @@ from session_server.sessions.answer import Answer
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.prompt import Prompt, fit_sampling
 from session_server.sessions.quotas import Quotas, SessionLimits
+from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
 from session_server.sessions.tokenising import PromptOutcome, Tokenising
 from session_server.sessions.turn import (
@@ -92,8 +93,7 @@ class TurnCounts:
 class TurnFlow:
     """Runs the turns of all sessions, one at a time in each.
 
-    `on_idle` is called whenever a session has no turn left that runs or waits. `tenant_salt` gives
-    the cache namespace of an owner.
+    `on_idle` is called whenever a session has no turn left that runs or waits.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class TurnFlow:
         limits: SessionLimits,
         quotas: Quotas,
         clock: Callable[[], float],
-        tenant_salt: Callable[[str], str],
+        salts: TenantSalts,
     ) -> None:
         self._link = link
         self._text = text
         self._limits = limits
         self._quotas = quotas
         self._clock = clock
-        self._tenant_salt = tenant_salt
+        self._salts = salts
         self._sent: dict[TurnId, tuple[Session, Turn]] = {}
         self._tokenising = Tokenising(text, limits)
         self.on_idle: Callable[[Session], None] = _ignore
@@ -321,7 +321,7 @@ class TurnFlow:
             self._link.send(
                 OpenSession(
                     session_id=copy.session_id,
-                    tenant_salt=self._tenant_salt(session.owner),
+                    tenant_salt=self._salts.salt_of(session.owner, session.session_id),
                     tokens=session.transcript.tokens(0, running.base_len),
                     pinned=session.settings.is_pinned,
                 )

@@ -27,7 +27,7 @@ from session_server.core.events import (
 )
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.engine.engine import Engine, StepOutcome
-from session_server.engine.settings import EngineSettings, MemoryCheck
+from session_server.engine.settings import EngineSettings, MemoryCheck, Speculation
 from tests.engine.echo_runner import EOS, VOCAB_SIZE, EchoRunner, replay
 
 POOL = PoolName("full")
@@ -46,6 +46,7 @@ class Stage:
     num_in_flight: int = 2
     max_waiting: int = 1024
     pinned_quota_pages: int = 0
+    speculation: Speculation = field(default_factory=Speculation)
     memory_check: MemoryCheck = MemoryCheck.STRICT
 
 
@@ -98,6 +99,7 @@ class Bench:
             chunk_tokens=stage.chunk_tokens,
             num_in_flight=stage.num_in_flight,
             pinned_quota_pages=stage.pinned_quota_pages,
+            speculation=stage.speculation,
             memory_check=stage.memory_check,
         )
         self.engine = Engine(self.cache, self.settings)

@@ -100,6 +100,8 @@ class Chaos:
         self.reached["cool"] += counters.coolings
         self.reached["overshoot"] += counters.overshoots
         self.reached["shortfall"] += counters.shortfalls
+        self.reached["right draft"] += counters.accepted_tokens
+        self.reached["wrong draft"] += counters.draft_tokens - counters.accepted_tokens
         self.reached["publish duplicate"] += self.bench.cache.num_repoints
 
     # Acting

@@ -130,9 +130,8 @@ class EchoRunner:
             return RowResult((), (), (), finite=False)
         end = row.start + row.num_tokens
         cells = self._addresses(row.row, end)
-        for position, token in zip(range(row.start, end), self._inputs(row, sampler), strict=True):
-            before = int(self._cells[cells[position - 1]]) if position else self._root(row)
-            self._cells[cells[position]] = mix(before, token, position)
+        for position, token in enumerate(self._inputs(row, sampler), row.start):
+            self._write(row, cells, position, token)
         scores: tuple[TokenLogprob, ...] = ()
         if row.score is not None:
             scores = tuple(
@@ -143,13 +142,36 @@ class EchoRunner:
             )
         if not row.sample:
             return RowResult((), (), scores, finite=True)
-        total = int(self._cells[cells].sum())
-        sampler.last_token = sampled_token(total, end, sampler.seed)
-        return RowResult((sampler.last_token,), (), scores, finite=True)
+        chosen = self._choose(row, cells, sampler.seed)
+        sampler.last_token = chosen[-1]
+        return RowResult(tuple(chosen), (), scores, finite=True)
+
+    def _choose(self, row: BatchRow, cells: np.ndarray, seed: int) -> list[int]:
+        """The next token, and those behind drafts that were right. Wrong drafts are written too,
+        as a forward does before it can know.
+        """
+        chosen, is_right = list[int](), True
+        end = row.start + row.num_tokens
+        for position in range(end - row.num_drafts, end + 1):
+            total = int(self._cells[cells[:position]].sum())
+            choice = sampled_token(total, position, seed)
+            if is_right:
+                chosen.append(choice)
+            if position < end:
+                draft = choice if total % 3 else (choice + 1) % VOCAB_SIZE
+                if row.drafts is not None:
+                    draft = int(row.drafts[position - end + row.num_drafts])
+                is_right &= draft == choice
+                self._write(row, cells, position, draft)
+        return chosen
+
+    def _write(self, row: BatchRow, cells: np.ndarray, position: int, token: int) -> None:
+        before = int(self._cells[cells[position - 1]]) if position else self._root(row)
+        self._cells[cells[position]] = mix(before, token, position)
 
     def _inputs(self, row: BatchRow, sampler: Sampler) -> Sequence[int]:
         if row.tokens is not None:
-            assert len(row.tokens) == row.num_tokens
+            assert len(row.tokens) == row.num_tokens - row.num_drafts
             return [int(token) for token in row.tokens]
         assert sampler.last_token is not None, "a token not yet seen was sampled by this row"
         return [sampler.last_token]

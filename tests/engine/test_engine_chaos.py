@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from session_server.engine.settings import Drafter, Speculation
 from tests.engine.bench import Stage
 from tests.engine.chaos import Chaos
 
@@ -56,23 +58,22 @@ INTERESTING = (
 
 
 @pytest.mark.parametrize("num_in_flight", [1, 2])
-def test_every_turn_says_what_it_would_say_alone(num_in_flight: int) -> None:
+@pytest.mark.parametrize("num_drafts", [0, 2, 4])
+def test_every_turn_says_what_it_would_say_alone(num_in_flight: int, num_drafts: int) -> None:
     reached: Counter[str] = Counter()
     for name, stage in STAGES.items():
         for seed in range(4):
-            one = Stage(**{**vars_of(stage), "num_in_flight": num_in_flight})
+            speculation = Speculation(num_drafts, Drafter.NGRAM if seed % 2 else Drafter.MODEL)
+            one = replace(stage, num_in_flight=num_in_flight, speculation=speculation)
             chaos = Chaos(seed, one, reached)
             try:
                 chaos.run(num_actions=300)
             except BaseException as error:
-                error.add_note(f"stage {name!r}, seed {seed}, {num_in_flight} in flight")
+                error.add_note(f"stage {name!r}, seed {seed}, {num_in_flight}, {speculation}")
                 raise
     missing = [name for name in INTERESTING if not reached[name]]
+    if num_drafts:
+        missing += [name for name in ("right draft", "wrong draft") if not reached[name]]
     if num_in_flight == 1:
         missing = [name for name in missing if name != "overshoot"]
     assert not missing, f"never happened: {missing}; reached {dict(reached)}"
-
-
-def vars_of(stage: Stage) -> dict[str, object]:
-    """The fields of a stage by name."""
-    return {name: getattr(stage, name) for name in stage.__dataclass_fields__}

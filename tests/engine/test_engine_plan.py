@@ -27,6 +27,7 @@ class FakeRunning:
     num_uncomputed: int
     num_spare: int = 0
     num_held_pages: int = 0
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,24 @@ def test_at_most_the_limit_of_turns_runs() -> None:
     plan = plan_step(view, LIMITS)
     assert plan.admit == ("w1",)
     assert plan.blocked == ("w2", BlockReason.TURNS)
+
+
+def test_guesses_get_what_is_left_and_never_take_a_page() -> None:
+    guessing = replace(running("g", 1, spare=2), num_drafts=6)
+    first = replace(running("f", 1, spare=8), num_drafts=4)
+    hog = running("hog", 30, spare=30)
+
+    def drafts_of(view: FakeView, num_tokens: int = 64) -> dict[str, int]:
+        plan = plan_step(view, replace(LIMITS, num_tokens=num_tokens))
+        assert (plan.cool, plan.retract) == ((), ())
+        return {work.turn_id: work.num_drafts for work in plan.work if work.num_drafts}
+
+    idle = (FakeIdle(SessionId("s"), 9),)
+    short = FakeView(running=(first, guessing, hog), idle_sessions=idle)
+    assert drafts_of(short) == {"f": 4, "g": 1}, "only into pages it has"
+    assert drafts_of(replace(short, num_headroom_pages=2)) == {"f": 4, "g": 6}
+    assert drafts_of(replace(short, num_headroom_pages=2), 37) == {"f": 4, "g": 3}
+    assert drafts_of(replace(short, num_headroom_pages=2), 30) == {}, "prompts come first"
 
 
 @given(

@@ -73,6 +73,14 @@ class TestLife:
         assert len(set(world.engine.salts.values())) == 2
         assert not {"a", "b"} & set(world.engine.salts.values())
 
+    @pytest.mark.parametrize("share_prefixes", [True, False])
+    def test_sessions_of_one_owner_share_what_they_began_with(self, share_prefixes: bool) -> None:
+        with World(share_prefixes=share_prefixes) as world:
+            for name in ("x", "y"):
+                world.run(world.open(session_id=name), turn("1"))
+            salts = set(world.engine.salts.values())
+        assert len(salts) == (1 if share_prefixes else 2)
+
     def test_an_id_is_free_again_after_closing(self, world: World) -> None:
         session = world.open(session_id="x")
         with pytest.raises(SessionExists):

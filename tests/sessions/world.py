@@ -26,6 +26,7 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest, TurnView
 from session_server.text.model_text import ModelText, load_model_text
 from tests.sessions.paper_engine import PaperEngine
@@ -55,6 +56,7 @@ class World:
         limits: SessionLimits | None = None,
         quotas: QuotaLimits | None = None,
         max_turn_len: int = 4096,
+        share_prefixes: bool = True,
     ) -> None:
         self.text = model_text(kind)
         self.now_s = 100.0
@@ -76,7 +78,7 @@ class World:
         self.manager = SessionManager(
             self.engine,
             self.text,
-            secret=b"0123456789abcdef",
+            salts=TenantSalts(b"0123456789abcdef", share_prefixes=share_prefixes),
             limits=limits,
             quotas=quotas,
             clock=lambda: self.now_s,

@@ -18,6 +18,7 @@ from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.salts import TenantSalts
 from session_server.text.model_text import ModelText, load_model_text
 from session_server.web.app import create_app
 from session_server.web.server import DrainingServer, bind, config_for
@@ -136,7 +137,7 @@ async def serving(*, limits: SessionLimits | None = None, **settings: Any) -> As
     """A server inside the block."""
     engine = PaperEngine(vocab_size=1536, eos_ids=(4,), next_token=lambda context: WORD)
     metrics = ServerMetrics(now_s=time.monotonic)
-    manager = SessionManager(engine, model_text(), secret=bytes(32), limits=limits)
+    manager = SessionManager(engine, model_text(), salts=TenantSalts(bytes(32)), limits=limits)
     ready = await manager.start()
     services = AppServices(
         sessions=manager,
