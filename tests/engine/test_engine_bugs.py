@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from cache.types import SessionId, SlotState, TurnId
-from session_server.core.commands import CancelTurn, CloseSession, StopTurn
+from session_server.core.commands import CancelTurn, CloseSession
 from session_server.core.events import (
     FinishReason,
     PrefillProgressed,
@@ -256,134 +256,6 @@ def test_a16_a_turn_that_is_too_long_is_refused_and_the_session_is_intact() -> N
     bench.run(bench.submit_command(session_id, "c", (1,) * (room - 1), base_len=len(history)))
     bench.expect("c", history + (1,) * (room - 1))
     assert len(bench.tokens("c")) == 1
-    bench.close_all()
-
-
-# Races
-
-
-def test_r1_neither_a_rejected_turn_nor_the_one_after_it_disturbs_the_first() -> None:
-    bench = Bench()
-    session_id = bench.open("s")
-    bench.step(bench.submit_command(session_id, "a", PROMPT, max_tokens=6))
-    for name in ("b", "c"):
-        bench.settle()
-        bench.step(bench.submit_command(session_id, name, (1, 2)))
-        assert bench.failed(name).code == "session_busy"
-    bench.run()
-    bench.expect("a", PROMPT)
-    assert len(bench.tokens("a")) == 6
-    bench.close_all()
-
-
-def test_r2_a_turn_cancelled_in_the_queue_frees_its_session_for_the_next() -> None:
-    bench = Bench(Stage(max_running=1))
-    busy, queued = bench.open("busy"), bench.open("queued")
-    bench.step(bench.submit_command(busy, "a", PROMPT))
-    bench.step(bench.submit_command(queued, "b", PROMPT))
-    bench.step(cancel("b", 0))
-    bench.run(bench.submit_command(queued, "c", PROMPT[:7]))
-    bench.expect("c", PROMPT[:7])
-    bench.close_all()
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("num_in_flight", [1, 2])
-def test_r3_cancel_at_any_step_and_an_immediate_next_turn_sees_the_exact_history(
-    page_size: int, num_in_flight: int
-) -> None:
-    for keep in (True, False):
-        for num_steps in range(14):
-            bench = Bench(Stage(page_size=page_size, num_in_flight=num_in_flight, chunk_tokens=7))
-            session_id = bench.open("s", tokens=PROMPT[:6])
-            bench.step(bench.submit_command(session_id, "a", PROMPT[6:], base_len=6, max_tokens=7))
-            for _ in range(num_steps):
-                if len(bench.runner):
-                    bench.settle()
-            said = tuple(bench.tokens("a"))
-            bench.step(cancel("a", len(said) if keep else None))
-            end = bench.finished("a")
-            history = PROMPT + said if keep or num_steps > 9 else PROMPT[:6]
-            if end.reason is FinishReason.CANCELLED:
-                history = PROMPT + said if keep else PROMPT[:6]
-                assert end.history_len == len(history)
-            bench.step(bench.submit_command(session_id, "b", (5, 6), base_len=len(history)))
-            bench.run()
-            bench.expect("b", (*history, 5, 6))
-            bench.close_all()
-
-
-def test_r4_a_turn_id_that_is_sent_twice_is_one_turn() -> None:
-    bench = Bench()
-    session_id = bench.open("s")
-    command = bench.submit_command(session_id, "t", PROMPT, max_tokens=6)
-    bench.step(command)
-    bench.settle()
-    bench.step(command, command)
-    bench.run()
-    bench.expect("t", PROMPT)
-    assert len(bench.tokens("t")) == 6
-    bench.close_all()
-
-
-@pytest.mark.parametrize("num_steps", range(8))
-def test_r6_a_session_can_be_closed_at_any_step_and_twice(num_steps: int) -> None:
-    bench = Bench(Stage(chunk_tokens=7))
-    session_id = bench.open("s")
-    bench.step(bench.submit_command(session_id, "t", PROMPT, max_tokens=3))
-    for _ in range(num_steps):
-        if len(bench.runner):
-            bench.settle()
-    bench.step(close("s"), close("s"))
-    assert bench.turns[TurnId("t")].end is not None
-    assert len([e for e in bench.events if isinstance(e, SessionGone)]) == 2
-    bench.step(bench.submit_command(session_id, "late", PROMPT))
-    assert bench.failed("late").code == "session_not_found"
-    bench.open("s", salt="b")
-    bench.run(bench.submit_command(session_id, "again", PROMPT))
-    bench.expect("again", PROMPT)
-    bench.close_all()
-
-
-def test_r8_a_cancel_names_one_turn_exactly() -> None:
-    bench = Bench()
-    one, two = bench.open("one"), bench.open("two")
-    bench.step(
-        bench.submit_command(one, "t1", PROMPT), bench.submit_command(two, "t12", PROMPT[:9])
-    )
-    bench.run(cancel("t1", None), cancel("", None), cancel("t", None))
-    assert bench.finished("t1").reason is FinishReason.CANCELLED
-    assert bench.finished("t12").reason is FinishReason.LENGTH
-    bench.close_all()
-
-
-def test_r11_each_turn_has_its_own_limits_and_its_own_sampler() -> None:
-    bench = Bench()
-    session_id = bench.open("s")
-    bench.run(bench.submit_command(session_id, "a", PROMPT, max_tokens=2, seed=3))
-    bench.expect("a", PROMPT, seed=3)
-    history = PROMPT + tuple(bench.tokens("a"))
-    bench.run(
-        bench.submit_command(session_id, "b", (7,), base_len=len(history), max_tokens=9, seed=4)
-    )
-    bench.expect("b", (*history, 7), seed=4)
-    assert [len(bench.tokens(name)) for name in "ab"] == [2, 9]
-    bench.close_all()
-
-
-def test_r12_a_stop_string_found_while_later_tokens_are_in_flight_cuts_the_history() -> None:
-    bench = Bench()
-    session_id = bench.open("s")
-    bench.step(bench.submit_command(session_id, "t", PROMPT[:5], max_tokens=60))
-    while len(bench.tokens("t")) < 5:
-        bench.settle()
-    bench.step(StopTurn(turn_id=TurnId("t"), num_outputs=3))
-    end = bench.finished("t")
-    assert (end.reason, end.num_outputs, end.history_len) == (FinishReason.STOP, 3, 8)
-    history = PROMPT[:5] + tuple(bench.tokens("t")[:3])
-    bench.run(bench.submit_command(session_id, "next", (2,), base_len=8))
-    bench.expect("next", (*history, 2))
-    assert bench.finished("next").cached_tokens == len(history)
     bench.close_all()
 
 

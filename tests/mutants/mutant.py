@@ -85,7 +85,7 @@ def _wrong_code(edit: Edit) -> CodeType:
     lines, start = inspect.getsourcelines(function)
     body = "".join(lines)
     assert body.count(edit.was) == 1, f"{edit.where} has {body.count(edit.was)} times: {edit.was}"
-    whole_lines = inspect.getsourcelines(module)[0]
+    whole_lines = list(inspect.getsourcelines(module)[0])
     whole_lines[start - 1 : start - 1 + len(lines)] = [body.replace(edit.was, edit.becomes)]
     whole = compile("".join(whole_lines), function.__code__.co_filename, "exec")
     return next(code for code in _codes(whole) if code.co_qualname == function.__qualname__)
