@@ -112,7 +112,7 @@ def warm_up(runner: Runner) -> None:
 
     Row 0 and page 0 are there to be written: shapes of a prefill, of a decode and of a batch.
     """
-    start = SamplingStart(SamplingParams(temperature=0.0), 0, _NO_TOKENS, _NO_TOKENS)
+    start = SamplingStart(SamplingParams(temperature=0.0), 0, 0, _NO_TOKENS, _NO_TOKENS)
     for num_rows, num_tokens in ((1, 1), (1, 8), (2, 1), (4, 1), (8, 1)):
         row = BatchRow(
             turn_id=TurnId("warm-up"),

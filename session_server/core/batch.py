@@ -18,12 +18,14 @@ from session_server.core.sampling import SamplingParams, TokenLogprob
 class SamplingStart:
     """Sent with the first row of an admission: what the sampler must remember of a turn.
 
-    `context`: int32 [length], every token that penalties look at as prompt (empty without
-    penalties); `outputs`: those generated before a retraction, counted as output.
+    `prompt_len`: position of the turn's first output, so that a position alone says how many
+    outputs precede it. `context`: int32 [length], every token that penalties look at as prompt
+    (empty without penalties); `outputs`: those generated before a retraction, counted as output.
     """
 
     params: SamplingParams
     seed: int
+    prompt_len: int
     context: Tokens
     outputs: Tokens
 

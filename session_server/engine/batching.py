@@ -47,10 +47,11 @@ def _sampling_start(cache: SessionAwareCache, turn: Turn) -> SamplingStart:
     sampling = turn.request.sampling
     assert sampling.seed is not None, "the server draws a seed"
     if not sampling.has_penalties:
-        return SamplingStart(sampling, sampling.seed, _NO_TOKENS, _NO_TOKENS)
+        return SamplingStart(sampling, sampling.seed, turn.prompt_len, _NO_TOKENS, _NO_TOKENS)
     return SamplingStart(
         params=sampling,
         seed=sampling.seed,
+        prompt_len=turn.prompt_len,
         context=cache.tokens(turn.request.session_id, 0, turn.prompt_len),
         outputs=np.array(turn.outputs, dtype=np.int32),
     )

@@ -1,8 +1,8 @@
 """A `Batch` of ids and arrays -> the tensors of one forward.
 
-The order of tokens inside a forward is the runner's own: rows with a single token come first,
-shortest context first, which is what lets attention take them in one call. Results go back in the
-order of the batch.
+The order of tokens inside a forward is the runner's own: rows with few tokens come first, the
+shortest context first among equals, which is what lets attention take them in one call. Results go
+back in the order of the batch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cache.pool.page_table import PageTable
 from cache.types import pages_for
 from session_server.attention.base import AttentionMeta, Span
 from session_server.core.batch import Batch, BatchRow
+from session_server.runner.verification import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,10 @@ class ForwardInputs:
     """Tensors of one forward, and where its results belong.
 
     `token_ids`, `positions`: int64 [tokens]. `wanted`: int64 [n], tokens whose hidden state is
-    needed: one per sampled row, in the order of `sampled`; then the scored positions of every row
-    of `scored`, one row after the other; then the last one of every row of `unsampled`, which
+    needed: those that choose a token, in the order of `draws`; then the scored positions of every
+    row of `scored`, one row after the other; then the last one of every row of `unsampled`, which
     tells whether its KV is finite. `sampled`, `scored`, `unsampled`: indices into the rows of the
-    batch.
+    batch. `draws`: what every row of `sampled` chooses.
     """
 
     token_ids: Tensor
@@ -38,6 +39,12 @@ class ForwardInputs:
     sampled: tuple[int, ...]
     scored: tuple[int, ...]
     unsampled: tuple[int, ...]
+    draws: tuple[Draw, ...]
+
+    @property
+    def num_choices(self) -> int:
+        """Tokens chosen: as many of `wanted` come first."""
+        return sum(draw.num_tokens for draw in self.draws)
 
 
 class InputBuilder:
@@ -56,8 +63,14 @@ class InputBuilder:
         self._last_tokens = last_tokens
         self._device = last_tokens.device
 
-    def build(self, batch: Batch) -> ForwardInputs:
-        """Lay out one forward."""
+    def build(self, batch: Batch, drafts: Tensor | None = None) -> ForwardInputs:
+        """Lay out one forward.
+
+        Args:
+            batch: what to compute.
+            drafts: int64 [n, most drafts of a row], on the device: of the rows that have drafts
+                but do not bring them, in the order of the batch.
+        """
         rows = batch.rows
         spans, offsets = _lay_out(rows)
         num_tokens = sum(row.num_tokens for row in rows)
@@ -65,12 +78,15 @@ class InputBuilder:
         unseen: list[tuple[int, int]] = []
         for span, index in spans:
             row, end = rows[index], span.offset + span.num_tokens
+            first_draft = end - row.num_drafts
             if row.tokens is None:
                 unseen.append((span.offset, span.row))
                 host[0, span.offset] = 0
             else:
-                assert len(row.tokens) == row.num_tokens, "a row brings its tokens"
-                host[0, span.offset : end] = row.tokens
+                assert len(row.tokens) == row.num_tokens - row.num_drafts, "a row brings its tokens"
+                host[0, span.offset : first_draft] = row.tokens
+            if row.num_drafts:
+                host[0, first_draft:end] = 0 if row.drafts is None else row.drafts
             self._place(span, host[1:, span.offset : end])
         sampled = tuple(i for i, row in enumerate(rows) if row.sample)
         scored = tuple(i for i, row in enumerate(rows) if row.score is not None)
@@ -81,6 +97,8 @@ class InputBuilder:
         if unseen:
             where, of_rows = torch.tensor(unseen, dtype=torch.int64).to(self._device).unbind(1)
             token_ids.index_copy_(0, where, self._last_tokens.index_select(0, of_rows))
+        if drafts is not None:
+            _fill_in_(token_ids, drafts, rows, offsets)
         return ForwardInputs(
             token_ids=token_ids,
             positions=positions,
@@ -89,6 +107,7 @@ class InputBuilder:
             sampled=sampled,
             scored=scored,
             unsampled=unsampled,
+            draws=tuple(_draw(rows[i]) for i in sampled),
         )
 
     def _place(self, span: Span, out: NDArray[np.int64]) -> None:
@@ -106,7 +125,7 @@ class InputBuilder:
 
 def _lay_out(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[int]]:
     """Spans in flat order with the index of their row; and each row's offset."""
-    order = sorted(range(len(rows)), key=lambda i: (rows[i].num_tokens > 1, rows[i].start))
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].num_tokens, rows[i].start))
     spans: list[tuple[Span, int]] = []
     offsets = [0] * len(rows)
     offset = 0
@@ -119,6 +138,24 @@ def _lay_out(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[i
     return spans, offsets
 
 
+def _draw(row: BatchRow) -> Draw:
+    return Draw(row.row, row.start + row.num_tokens - row.num_drafts, 1 + row.num_drafts)
+
+
+def _fill_in_(
+    token_ids: Tensor, drafts: Tensor, rows: tuple[BatchRow, ...], offsets: list[int]
+) -> None:
+    """Put drafts that only the device knows where they stand in the forward."""
+    guessed = [i for i, row in enumerate(rows) if row.num_drafts and row.drafts is None]
+    cells = [
+        (offsets[index] + rows[index].num_tokens - rows[index].num_drafts + step, number, step)
+        for number, index in enumerate(guessed)
+        for step in range(rows[index].num_drafts)
+    ]
+    where, numbers, steps = torch.tensor(cells, dtype=torch.int64).to(drafts.device).unbind(1)
+    token_ids.index_copy_(0, where, drafts[numbers, steps])
+
+
 def _wanted(
     rows: tuple[BatchRow, ...],
     offsets: list[int],
@@ -128,7 +165,8 @@ def _wanted(
     unsampled: tuple[int, ...],
 ) -> NDArray[np.int64]:
     last = [offset + row.num_tokens - 1 for offset, row in zip(offsets, rows, strict=True)]
-    parts = [np.array([last[i] for i in sampled], dtype=np.int64)]
+    choosing = [last[i] - behind for i in sampled for behind in range(rows[i].num_drafts, -1, -1)]
+    parts = [np.array(choosing, dtype=np.int64)]
     for index in scored:
         row, score = rows[index], rows[index].score
         assert score is not None

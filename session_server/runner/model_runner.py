@@ -17,7 +17,7 @@ from cache.types import pages_for
 from session_server.attention.base import AttentionBackend, BackendFactory
 from session_server.attention.cpu import CpuBackend
 from session_server.attention.reference import ReferenceBackend
-from session_server.core.batch import Batch, BatchRow, PendingStep, StepResult
+from session_server.core.batch import Batch, PendingStep, StepResult
 from session_server.models.decoder import Decoder
 from session_server.runner.inputs import ForwardInputs, InputBuilder
 from session_server.runner.logprobs import DeviceLogprobs, token_logprobs
@@ -29,6 +29,7 @@ from session_server.runner.outputs import (
     failed_step,
 )
 from session_server.runner.sampler import Sampler
+from session_server.runner.verification import verify
 
 BackendName = Literal["auto", "cpu", "torch"]
 
@@ -119,7 +120,8 @@ class ModelRunner:
         Idempotent: the KV written is what `launch` writes again.
 
         Returns:
-            float32 [n, vocab]: sampled rows in the order of the batch, then scored positions.
+            float32 [n, vocab]: what sampled rows choose from, in the order of the batch, then
+            scored positions.
         """
         self._table.apply(batch.table_writes)
         inputs, hidden = self._forward(batch)
@@ -133,13 +135,12 @@ class ModelRunner:
         if not batch.rows:
             return StepOutputs(())
         inputs, hidden = self._forward(batch)
-        num_sampled = len(inputs.sampled)
+        num_choices = inputs.num_choices
         outputs = StepOutputs(batch.rows, inputs.sampled, inputs.scored, inputs.unsampled)
-        if num_sampled:
-            chosen = [batch.rows[i] for i in inputs.sampled]
-            outputs.sampled_rows = self._sample(chosen, hidden[:num_sampled])
+        if num_choices:
+            outputs.sampled_rows = self._sample(inputs, hidden[:num_choices])
         if inputs.scored:
-            outputs.scores = self._score(batch, inputs, hidden[num_sampled:])
+            outputs.scores = self._score(batch, inputs, hidden[num_choices:])
         if inputs.unsampled:
             # The last position has read the row's whole KV: what is not finite there shows here.
             outputs.finite = hidden[-len(inputs.unsampled) :].sum(dim=-1).isfinite()
@@ -155,19 +156,29 @@ class ModelRunner:
         )
         return inputs, hidden
 
-    def _sample(self, chosen: list[BatchRow], hidden: Tensor) -> SampledRows:
-        rows = [row.row for row in chosen]
-        positions = [row.start + row.num_tokens for row in chosen]
+    def _sample(self, inputs: ForwardInputs, hidden: Tensor) -> SampledRows:
+        draws = inputs.draws
+        rows = torch.tensor([draw.row for draw in draws]).to(hidden.device)
         logits = self._decoder.logits(hidden)
-        tokens = self._sampler.sample(logits, rows, positions)
-        self._last_tokens.index_copy_(0, torch.tensor(rows).to(tokens.device), tokens)
-        wishes = [self._sampler.params(row) for row in rows]
+        num_right = None
+        if len(hidden) == len(draws):
+            tokens = self._sampler.choose(logits, draws)
+            self._sampler.remember(draws, tokens)
+            self._last_tokens.index_copy_(0, rows, tokens)
+        else:
+            taken = inputs.token_ids[inputs.wanted[: len(hidden)]]
+            tokens = self._sampler.choose(logits, draws, taken)
+            verdict = verify(tokens, taken, draws)
+            self._sampler.remember(draws, tokens, verdict.is_kept.float())
+            self._last_tokens.index_copy_(0, rows, tokens[verdict.last])
+            num_right = verdict.num_right
+        wishes = [self._sampler.params(draw.row) for draw in draws]
         wants = [params.logprobs for params in wishes]
         num_top = [params.top_logprobs if params.logprobs else 0 for params in wishes]
         logprobs = token_logprobs(logits, tokens, num_top=max(num_top)) if any(wants) else None
         # A sum is NaN or infinite as soon as one logit is: one pass, no [n, vocab] of booleans.
         finite = logits.sum(dim=-1).isfinite()
-        return SampledRows(tokens, finite, wants, num_top, logprobs)
+        return SampledRows(draws, tokens, finite, wants, num_top, logprobs, num_right)
 
     def _score(
         self, batch: Batch, inputs: ForwardInputs, hidden: Tensor

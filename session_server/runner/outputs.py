@@ -12,17 +12,24 @@ from torch import Tensor
 from session_server.core.batch import BatchRow, RowResult, StepResult
 from session_server.core.sampling import TokenLogprob
 from session_server.runner.logprobs import DeviceLogprobs
+from session_server.runner.verification import Draw
 
 
 @dataclass(slots=True)
 class SampledRows:
-    """`tokens`: int64 [n], `finite`: bool [n]; `wants` and `num_top` per sampled row."""
+    """What sampled rows chose: `tokens`, int64 [n], and `finite`, bool [n], draw after draw.
 
+    `wants` and `num_top` per draw. `num_right`: int64 [draws], how many drafts of each were right;
+    None when there were none.
+    """
+
+    draws: tuple[Draw, ...]
     tokens: Tensor
     finite: Tensor
     wants: list[bool]
     num_top: list[int]
     logprobs: DeviceLogprobs | None
+    num_right: Tensor | None
 
 
 @dataclass(slots=True)
@@ -52,6 +59,7 @@ class StepOutputs:
                 tokens=_pinned(rows.tokens),
                 finite=_pinned(rows.finite),
                 logprobs=None if rows.logprobs is None else rows.logprobs.map(_pinned),
+                num_right=None if rows.num_right is None else _pinned(rows.num_right),
             )
         self.scores = [[block.map(_pinned) for block in blocks] for blocks in self.scores]
         self.finite = None if self.finite is None else _pinned(self.finite)
@@ -75,11 +83,10 @@ class StepOutputs:
             for block in blocks:
                 scores += block.to_host([wish.num_top] * len(block.chosen))
             is_finite = all(s.logprob is not None and math.isfinite(s.logprob) for s in scores)
-            results[index] = replace(
-                results[index],
-                scores=tuple(scores),
-                finite=results[index].finite and is_finite,
-                token_ids=results[index].token_ids if is_finite else (),
+            results[index] = (
+                replace(results[index], scores=tuple(scores))
+                if is_finite
+                else RowResult((), (), tuple(scores), finite=False)
             )
         return tuple(results)
 
@@ -152,14 +159,21 @@ def failed_step(step: int, error: BaseException, elapsed_s: float) -> FinishedSt
 
 def _sampled_results(rows: SampledRows) -> list[RowResult]:
     tokens, finite = rows.tokens.tolist(), rows.finite.tolist()
-    logprobs = None if rows.logprobs is None else rows.logprobs.to_host(rows.num_top)
-    results = []
-    for i, token in enumerate(tokens):
-        if not finite[i]:
+    num_right = [0] * len(rows.draws) if rows.num_right is None else rows.num_right.tolist()
+    logprobs: list[TokenLogprob] = []
+    if rows.logprobs is not None:
+        pairs = zip(rows.draws, rows.num_top, strict=True)
+        logprobs = rows.logprobs.to_host([k for draw, k in pairs for _ in range(draw.num_tokens)])
+    results, first = [], 0
+    for draw, is_wanted, right in zip(rows.draws, rows.wants, num_right, strict=True):
+        end = first + draw.num_tokens
+        if all(finite[first:end]):
+            kept = slice(first, first + right + 1)
+            wanted = tuple(logprobs[kept]) if is_wanted else ()
+            results.append(RowResult(tuple(tokens[kept]), wanted, (), finite=True))
+        else:
             results.append(RowResult((), (), (), finite=False))
-            continue
-        wanted = (logprobs[i],) if logprobs is not None and rows.wants[i] else ()
-        results.append(RowResult((token,), wanted, (), finite=True))
+        first = end
     return results
 
 

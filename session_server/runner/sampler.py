@@ -1,12 +1,14 @@
-"""Logits -> one token per row, on the device.
+"""Logits -> tokens, on the device: one per row, and one more per draft.
 
 Order of rules: logit bias, stop tokens held back until `min_tokens`, penalties, temperature,
 top-k, top-p, min-p. The choice itself is a Gumbel race (Maddison et al. 2014): the token with the
 largest `logit / temperature - log(Exp(1) noise)` is a sample of the softmax. The noise is a
-function of (seed, position, token id), so a row's token never depends on its company.
+function of (seed, position, token id), so a row's token never depends on its company, nor on
+what was guessed for it.
 
 What a turn must remember (penalty counts, seed) is kept per row from one `SamplingStart` to the
 next and changes where tokens are sampled, so that launching ahead needs no word from the host.
+How many outputs precede a choice follows from its position.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.randomness import TokenNoise, noise_key
 from session_server.runner.truncation import Truncation, thresholds
+from session_server.runner.verification import Draw
 
 MIN_TEMPERATURE: Final = 1e-6
 """Lower ones are indistinguishable from greedy in fp32 and would divide by zero."""
@@ -54,7 +57,7 @@ class Sampler:
         self._rows[row] = _RowState(
             params=params,
             seed=start.seed,
-            num_outputs=len(start.outputs),
+            min_len=start.prompt_len + params.min_tokens,
             truncation=Truncation.of(params, self._vocab_size),
             bias=self._bias(params),
             held_back=self._held_back(params),
@@ -65,61 +68,83 @@ class Sampler:
         """What the row's turn asked for; it must have been started."""
         return self._rows[row].params
 
-    def adjusted(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """Raw logits [n, vocab] with bias, held-back tokens and penalties; not a copy without."""
-        states = [self._rows[row] for row in rows]
-        if not any(state.is_adjusting for state in states):
-            return logits
-        adjusted = logits.clone()
-        for i, state in enumerate(states):
-            if state.bias is not None:
-                adjusted[i].index_add_(0, *state.bias)
-            if state.num_outputs < state.params.min_tokens:
-                adjusted[i].index_fill_(0, state.held_back, -math.inf)
-        penalised = [i for i, state in enumerate(states) if state.penalty is not None]
-        if penalised:
-            adjusted[penalised] = _penalise(adjusted[penalised], [states[i] for i in penalised])
-        return adjusted
-
-    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Choose the next token of every row, and remember it.
+    def choose(self, logits: Tensor, draws: Sequence[Draw], inputs: Tensor | None = None) -> Tensor:
+        """Choose every token of every draw; nothing is remembered yet.
 
         Args:
-            logits: float32 [n, vocab], raw; not changed.
-            rows: the n rows, all started.
-            positions: of the tokens to be chosen.
+            logits: float32 [n, vocab], raw, draw after draw; not changed.
+            draws: of rows that were started; they choose n tokens together.
+            inputs: int64 [n], as `verification.verify` takes them: the drafts of a draw count as
+                output for the choices behind them. None when every draw chooses one token.
 
         Returns:
             int64 [n] on the device. Greedy rows take the lowest id among equals.
         """
-        states = [self._rows[row] for row in rows]
-        adjusted = self.adjusted(logits, rows)
+        states = [self._rows[draw.row] for draw in draws for _ in range(draw.num_tokens)]
+        adjusted = self.adjusted(logits, draws, inputs)
         drawn = [i for i, state in enumerate(states) if not state.params.is_greedy]
-        if len(drawn) < len(states):
-            tokens = adjusted.argmax(dim=-1)
-            if drawn:
-                tokens[drawn] = self._draw(adjusted[drawn], states, positions, drawn)
-        else:
-            tokens = self._draw(adjusted, states, positions, drawn)
-        for i, state in enumerate(states):
-            state.num_outputs += 1
-            if state.penalty is not None:
-                state.penalty.add_(tokens[i : i + 1])
+        if not drawn:
+            return adjusted.argmax(dim=-1)
+        positions = [draw.position + i for draw in draws for i in range(draw.num_tokens)]
+        keys = [noise_key(states[i].seed, positions[i]) for i in drawn]
+        if len(drawn) == len(states):
+            return self._race(adjusted, states, keys)
+        tokens = adjusted.argmax(dim=-1)
+        tokens[drawn] = self._race(adjusted[drawn], [states[i] for i in drawn], keys)
         return tokens
 
-    def _draw(
-        self,
-        adjusted: Tensor,
-        states: list[_RowState],
-        positions: Sequence[int],
-        drawn: list[int],
+    def remember(
+        self, draws: Sequence[Draw], tokens: Tensor, weights: Tensor | None = None
+    ) -> None:
+        """Count choices as output.
+
+        Args:
+            draws: as given to `choose`.
+            tokens: int64 [n], what it returned.
+            weights: float32 [n], 0 for choices that are void and -1 to take one back; None for 1.
+        """
+        first = 0
+        for draw in draws:
+            end = first + draw.num_tokens
+            penalty = self._rows[draw.row].penalty
+            if penalty is not None:
+                penalty.add_(tokens[first:end], None if weights is None else weights[first:end])
+            first = end
+
+    def adjusted(
+        self, logits: Tensor, draws: Sequence[Draw], inputs: Tensor | None = None
     ) -> Tensor:
-        """The Gumbel race of `adjusted` [len(drawn), vocab]."""
-        temperatures = [max(states[i].params.temperature, MIN_TEMPERATURE) for i in drawn]
-        keys = [noise_key(states[i].seed, positions[i]) for i in drawn]
+        """Raw logits [n, vocab] with bias, held-back tokens and penalties; not a copy without.
+
+        Arguments as `choose` takes them.
+        """
+        states = [self._rows[draw.row] for draw in draws]
+        if not any(s.adjusts(draw) for s, draw in zip(states, draws, strict=True)):
+            return logits
+        adjusted = logits.clone()
+        penalised: list[_Penalised] = []
+        first = 0
+        for state, draw in zip(states, draws, strict=True):
+            own = adjusted[first : first + draw.num_tokens]
+            if state.bias is not None:
+                token_ids, values = state.bias
+                own.index_add_(1, token_ids, values.expand(draw.num_tokens, -1))
+            if draw.position < state.min_len:
+                own[: state.min_len - draw.position].index_fill_(1, state.held_back, -math.inf)
+            if state.penalty is not None:
+                penalised.append(_Penalised(state.params, state.penalty, first, draw.num_tokens))
+            first += draw.num_tokens
+        if penalised:
+            rows = [i for one in penalised for i in range(one.first, one.first + one.num_tokens)]
+            adjusted[rows] = _penalise(adjusted[rows], penalised, inputs)
+        return adjusted
+
+    def _race(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:
+        """The Gumbel race of `adjusted` [n, vocab], whose rows have these states and keys."""
+        temperatures = [max(state.params.temperature, MIN_TEMPERATURE) for state in states]
         divisors = torch.tensor(temperatures, dtype=torch.float32).to(self._device).unsqueeze(1)
         scaled = (adjusted - adjusted.amax(dim=-1, keepdim=True)) / divisors
-        rules = [states[i].truncation for i in drawn]
+        rules = [state.truncation for state in states]
         device_keys = torch.tensor(keys, dtype=torch.int64).to(self._device)
         if all(rule is None for rule in rules):
             return (scaled - self._noise.exponentials(device_keys).log_()).argmax(dim=-1)
@@ -168,42 +193,54 @@ class _Penalty:
     in_prompt: Tensor
     output_counts: Tensor
 
-    def add_(self, token: Tensor) -> None:
-        """Count one output token, int64 [1], still unknown to the host."""
-        self.output_counts.index_add_(0, token, self.output_counts.new_ones(1))
+    def add_(self, tokens: Tensor, weights: Tensor | None) -> None:
+        """Count output tokens, int64 [n], still unknown to the host; each once, or by weight."""
+        ones = self.output_counts.new_ones(len(tokens)) if weights is None else weights
+        self.output_counts.index_add_(0, tokens, ones)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Penalised:
+    """Choices [first, first + num_tokens) of a call belong to a turn with these penalties."""
+
+    params: SamplingParams
+    penalty: _Penalty
+    first: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class _RowState:
-    """What one turn asked for and has said so far."""
+    """What one turn asked for. Stops are `held_back` at positions before `min_len`."""
 
     params: SamplingParams
     seed: int
-    num_outputs: int
+    min_len: int
     truncation: Truncation | None
     bias: tuple[Tensor, Tensor] | None
     held_back: Tensor
     penalty: _Penalty | None
 
-    @property
-    def is_adjusting(self) -> bool:
-        """Whether the row's logits change before the choice."""
-        return (
-            self.bias is not None
-            or self.penalty is not None
-            or self.num_outputs < self.params.min_tokens
-        )
+    def adjusts(self, draw: Draw) -> bool:
+        """Whether some of the draw's logits change before the choice."""
+        is_early = draw.position < self.min_len and len(self.held_back) > 0
+        return self.bias is not None or self.penalty is not None or is_early
 
 
-def _penalise(logits: Tensor, states: list[_RowState]) -> Tensor:
-    """Repetition (Keskar et al. 2019) over prompt and output; presence, frequency over output."""
-    penalties = [state.penalty for state in states if state.penalty is not None]
-    in_prompt = torch.stack([penalty.in_prompt for penalty in penalties])
-    counts = torch.stack([penalty.output_counts for penalty in penalties])
+def _penalise(logits: Tensor, penalised: list[_Penalised], inputs: Tensor | None) -> Tensor:
+    """Repetition (Keskar et al. 2019) over prompt and output; presence, frequency over output.
+
+    `logits`: float32 [n, vocab], the choices of `penalised` one after the other.
+    """
+    each = [one for one in penalised for _ in range(one.num_tokens)]
+    in_prompt = torch.stack([one.penalty.in_prompt for one in each])
+    counts = torch.stack([one.penalty.output_counts for one in each])
+    if inputs is not None:
+        _count_drafts_(counts, penalised, inputs)
     factors = torch.tensor(
         [
-            (s.params.repetition_penalty, s.params.presence_penalty, s.params.frequency_penalty)
-            for s in states
+            (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for p in (one.params for one in each)
         ],
         dtype=torch.float32,
     ).to(logits.device)
@@ -212,3 +249,19 @@ def _penalise(logits: Tensor, states: list[_RowState]) -> Tensor:
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(in_prompt | said, repeated, logits)
     return logits - presence * said - frequency * counts
+
+
+def _count_drafts_(counts: Tensor, penalised: list[_Penalised], inputs: Tensor) -> None:
+    """Add to the counts of every choice the drafts that precede it in its draw."""
+    pairs: list[tuple[int, int]] = []
+    offset = 0
+    for one in penalised:
+        pairs += [
+            (offset + i, one.first + j) for i in range(one.num_tokens) for j in range(1, i + 1)
+        ]
+        offset += one.num_tokens
+    if not pairs:
+        return
+    choices, sources = torch.tensor(pairs, dtype=torch.int64).to(counts.device).unbind(1)
+    ones = counts.new_ones(len(pairs))
+    counts.index_put_((choices, inputs[sources]), ones, accumulate=True)

@@ -151,7 +151,7 @@ class Drive:
         # A token the device sampled in the launch before is left for the device to fill in.
         is_unseen = session.is_unseen and num_tokens == 1 and is_last
         session.is_unseen = is_last
-        greedy = SamplingStart(SamplingParams(temperature=0.0), 0, NO_TOKENS, NO_TOKENS)
+        greedy = SamplingStart(SamplingParams(temperature=0.0), 0, 0, NO_TOKENS, NO_TOKENS)
         return BatchRow(
             turn_id=TurnId(f"turn-{session.row}"),
             incarnation=0,

@@ -17,9 +17,12 @@ GREEDY = SamplingParams(temperature=0.0)
 class Rows:
     """Numbers batches and hands each row pages the first time it appears."""
 
-    def __init__(self, runner: ModelRunner, page_size: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, page_size: int, pages_per_row: int = PAGES_PER_ROW
+    ) -> None:
         self.runner = runner
         self.page_size = page_size
+        self.pages_per_row = pages_per_row
         self._placed: set[int] = set()
         self._step = 0
 
@@ -33,19 +36,29 @@ class Rows:
         seed: int = 0,
         sample: bool = True,
         score: ScoreRange | None = None,
+        drafts: Tokens | None = None,
     ) -> BatchRow:
-        """Positions from `start`; None stands for the token sampled before. Begins a turn at 0."""
+        """Positions from `start`; None stands for the token sampled before. Begins a turn at 0.
+
+        `drafts` stand behind the tokens; a turn's first output follows its first row.
+        """
         begins = tokens is not None and start == 0
+        num_drafts = 0 if drafts is None else len(drafts)
+        num_certain = 1 if tokens is None else len(tokens)
         return BatchRow(
             turn_id=TurnId(f"turn-{row}"),
             incarnation=0,
             row=RowId(row),
             start=start,
-            num_tokens=1 if tokens is None else len(tokens),
+            num_tokens=num_certain + num_drafts,
             tokens=tokens,
             sample=sample,
-            sampling=SamplingStart(params, seed, NO_TOKENS, NO_TOKENS) if begins else None,
+            sampling=SamplingStart(params, seed, num_certain, NO_TOKENS, NO_TOKENS)
+            if begins
+            else None,
             score=score,
+            num_drafts=num_drafts,
+            drafts=drafts,
         )
 
     def batch(self, *rows: BatchRow, writes: tuple[TableWrite, ...] = ()) -> Batch:
@@ -62,7 +75,7 @@ class Rows:
         return result.rows
 
     def _pages(self, row: int) -> TableWrite:
-        num_pages = min(PAGES_PER_ROW, (self.runner.pool.num_pages - 1) // 2)
+        num_pages = min(self.pages_per_row, (self.runner.pool.num_pages - 1) // 2)
         first = 1 + (row - 1) * num_pages
         pages = np.arange(first, first + num_pages, dtype=np.int32)
         return TableWrite(self.runner.pool.name, RowId(row), 0, pages)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.sampler import Sampler
+from session_server.runner.verification import Draw
 
 VOCAB = 12
 NUM_DRAWS = 6000
@@ -23,12 +26,25 @@ def start(
     params: SamplingParams,
     *,
     seed: int = 0,
+    prompt_len: int = 0,
     context: tuple[int, ...] = (),
     outputs: tuple[int, ...] = (),
 ) -> SamplingStart:
     return SamplingStart(
-        params, seed, np.array(context, dtype=np.int32), np.array(outputs, dtype=np.int32)
+        params,
+        seed,
+        prompt_len,
+        np.array(context, dtype=np.int32),
+        np.array(outputs, dtype=np.int32),
     )
+
+
+def say(made: Sampler, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """One token per row, chosen and remembered."""
+    draws = [Draw(row, position) for row, position in zip(rows, positions, strict=True)]
+    tokens = made.choose(logits, draws)
+    made.remember(draws, tokens)
+    return tokens.tolist()
 
 
 def sampler(eos_token_ids: tuple[int, ...] = ()) -> Sampler:
@@ -42,7 +58,7 @@ def draws(params: SamplingParams, *, num: int = NUM_DRAWS, seed: int = 5) -> lis
         made.start(row, start(params, seed=seed + row))
     for position in range(num // 50):
         logits = LOGITS.expand(50, -1)
-        tokens += made.sample(logits, range(1, 51), [position] * 50).tolist()
+        tokens += say(made, logits, range(1, 51), [position] * 50)
     return tokens
 
 
@@ -112,13 +128,13 @@ def test_greedy_is_the_first_of_the_largest() -> None:
         [SamplingParams(temperature=0.0), SamplingParams(top_k=1), SamplingParams(temperature=0.0)]
     ):
         made.start(row, start(params))
-    assert made.sample(logits, [0, 1, 2], [5, 5, 5]).tolist() == [3, 11, 0]
+    assert say(made, logits, [0, 1, 2], [5, 5, 5]) == [3, 11, 0]
 
 
 def test_a_tiny_temperature_is_greedy_and_not_nan() -> None:
     made = sampler()
     made.start(1, start(SamplingParams(temperature=1e-300)))
-    assert made.sample(1e4 * LOGITS[None], [1], [0]).tolist() == [0]
+    assert say(made, 1e4 * LOGITS[None], [1], [0]) == [0]
 
 
 MIXED = [
@@ -141,8 +157,8 @@ def test_a_seed_decides_the_tokens_whatever_else_is_in_the_batch() -> None:
             made.start(row, start(MIXED[row], seed=100 + row))
         said: dict[int, list[int]] = {row: [] for row in order}
         for step in range(30):
-            tokens = made.sample(logits[step, order], order, [step + row for row in order])
-            for row, token in zip(order, tokens.tolist(), strict=True):
+            tokens = say(made, logits[step, order], order, [step + row for row in order])
+            for row, token in zip(order, tokens, strict=True):
                 said[row].append(token)
         return said
 
@@ -189,7 +205,7 @@ def test_penalties_change_logits_as_their_formulas_say(params: SamplingParams) -
     context, outputs = (1, 1, 9, 3), (3, 10, 3, 6)
     made = sampler()
     made.start(1, start(params, context=context, outputs=outputs))
-    adjusted = made.adjusted(LOGITS[None], [1])
+    adjusted = made.adjusted(LOGITS[None], [Draw(1, 0)])
     torch.testing.assert_close(adjusted[0], torch.tensor(penalised(params, context, outputs)))
 
 
@@ -199,7 +215,7 @@ def test_sampled_tokens_count_as_output_at_once() -> None:
     made.start(1, start(params, outputs=(0,)))
     for position in range(12):
         expected = penalised(params, (), (0, *outputs))
-        (token,) = made.sample(LOGITS[None], [1], [position]).tolist()
+        (token,) = say(made, LOGITS[None], [1], [position])
         assert token == max(range(VOCAB), key=lambda i: (expected[i], -i))
         outputs.append(token)
     assert len(set(outputs)) > 3
@@ -208,23 +224,30 @@ def test_sampled_tokens_count_as_output_at_once() -> None:
 def test_a_new_start_forgets_the_turn_before() -> None:
     made = sampler()
     made.start(1, start(SamplingParams(temperature=0.0, presence_penalty=2.0), outputs=(0,)))
-    made.sample(LOGITS[None], [1], [0])
+    say(made, LOGITS[None], [1], [0])
     made.start(1, start(SamplingParams(temperature=0.0, presence_penalty=2.0)))
-    assert made.sample(LOGITS[None], [1], [0]).tolist() == [0]
+    assert say(made, LOGITS[None], [1], [0]) == [0]
 
 
 def test_stop_tokens_are_held_back_until_min_tokens() -> None:
     made = sampler(eos_token_ids=(0,))
     params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(1,))
-    made.start(1, start(params, outputs=(5,)))
-    said = [made.sample(LOGITS[None], [1], [i]).tolist()[0] for i in range(4)]
-    assert said == [10, 10, 0, 0]
+    made.start(1, start(params, prompt_len=20))
+    said = [say(made, LOGITS[None], [1], [20 + i])[0] for i in range(5)]
+    assert said == [10, 10, 10, 0, 0]
+
+
+def test_outputs_before_a_retraction_count_towards_min_tokens_without_being_sent() -> None:
+    made = sampler(eos_token_ids=(0,))
+    made.start(1, start(SamplingParams(temperature=0.0, min_tokens=3), prompt_len=20))
+    assert [say(made, LOGITS[None], [1], [i])[0] for i in (22, 23)] == [1, 0]
 
 
 def test_a_turn_that_ignores_eos_may_say_it_before_min_tokens() -> None:
     made = sampler(eos_token_ids=(0,))
-    made.start(1, start(SamplingParams(temperature=0.0, min_tokens=3, ignore_eos=True)))
-    assert made.sample(LOGITS[None], [1], [0]).tolist() == [0]
+    params = SamplingParams(temperature=0.0, min_tokens=3, ignore_eos=True)
+    made.start(1, start(params))
+    assert say(made, LOGITS[None], [1], [0]) == [0]
 
 
 def test_ids_beyond_the_vocabulary_disturb_nobody() -> None:
@@ -233,11 +256,11 @@ def test_ids_beyond_the_vocabulary_disturb_nobody() -> None:
     )
     made = sampler()
     made.start(1, start(params, context=(VOCAB + 1,)))
-    assert made.sample(LOGITS[None], [1], [0]).tolist() == [0]
+    assert say(made, LOGITS[None], [1], [0]) == [0]
 
 
 def test_sampling_leaves_the_logits_alone() -> None:
     made, logits = sampler(), LOGITS[None].clone()
     made.start(1, start(SamplingParams(top_k=3, presence_penalty=1.0, logit_bias=((1, 1.0),))))
-    made.sample(logits, [1], [0])
+    say(made, logits, [1], [0])
     assert torch.equal(logits, LOGITS[None])

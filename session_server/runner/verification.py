@@ -1,0 +1,69 @@
+"""Which guesses were right: accept the longest prefix of drafts that are what would be chosen.
+
+Speculative decoding usually accepts a draft by a coin whose bias is the ratio of two probabilities
+(Leviathan, Kalman and Matias 2023). Here nothing is tossed: a token is chosen by a race whose noise
+is a function of (seed, position, token id), so what the target chooses at a position does not
+depend on who guessed, and a draft is right when it is that token. This is the Gumbel coupling of
+Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative
+Decoding" (2024): the output is identical to the one without drafts, sampled or greedy, and a draft
+model that runs the same race guesses as well as its distribution is close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One row's choices in one forward: tokens of positions [position, position + num_tokens).
+
+    All but the last of them have a draft, the token that the forward took for granted there.
+    """
+
+    row: int
+    position: int
+    num_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of the drafts, on the device.
+
+    `num_right`: int64 [draws]. `last`: int64 [draws], where the last valid choice of each draw
+    stands among all choices. `is_kept`: bool [choices], False for what follows a wrong draft.
+    """
+
+    num_right: Tensor
+    last: Tensor
+    is_kept: Tensor
+
+
+def verify(choices: Tensor, inputs: Tensor, draws: Sequence[Draw]) -> Verdict:
+    """Compare choices with drafts, without waiting for the device.
+
+    Args:
+        choices: int64 [n], the tokens chosen, draw after draw.
+        inputs: int64 [n], the forward's token at the position before each choice: for all but the
+            first of a draw, the draft of the choice before.
+        draws: they have n choices together.
+    """
+    lengths = np.array([draw.num_tokens for draw in draws])
+    first = np.cumsum(lengths) - lengths
+    # Draws of different length become one rectangle; what sticks out repeats a draw's last choice.
+    steps = np.arange(lengths.max())
+    cells = first[:, None] + np.minimum(steps, lengths[:, None] - 1)
+    is_real = steps < lengths[:, None]
+    on_device = torch.from_numpy(np.stack((cells, is_real))).to(choices.device)
+    at, is_draft = on_device[0], on_device[1, :, 1:].bool()
+    is_right = (choices[at[:, :-1]] == inputs[at[:, 1:]]) & is_draft
+    so_far = is_right.cumprod(dim=1)
+    num_right = so_far.sum(dim=1)
+    is_kept = torch.cat((torch.ones_like(at[:, :1]), so_far), dim=1)
+    flat = torch.from_numpy(np.flatnonzero(is_real)).to(choices.device)
+    return Verdict(num_right, at[:, 0] + num_right, is_kept.view(-1)[flat].bool())

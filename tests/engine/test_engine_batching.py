@@ -1,0 +1,40 @@
+"""What the runner's sampler is told when a turn is admitted, and admitted again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from session_server.core.batch import SamplingStart
+from tests.engine.bench import Bench, Stage
+
+PROMPT_LEN = 18
+
+
+def starts_of_a_retracted_turn(**sampling: object) -> tuple[list[SamplingStart], list[int]]:
+    """Every start sent for a turn that is retracted in mid-decode, and its outputs."""
+    bench = Bench(Stage(num_pages=14, chunk_tokens=64))
+    old, young = bench.open("old"), bench.open("young")
+    bench.run(
+        bench.submit_command(old, "a", tuple(range(1, 18)), max_tokens=30),
+        bench.submit_command(young, "b", tuple(range(30, 12, -1)), max_tokens=20, **sampling),
+    )
+    rows = [row for batch in bench.batches for row in batch.rows if row.turn_id == "b"]
+    starts = [row.sampling for row in rows if row.sampling is not None]
+    assert len(starts) == 1 + bench.finished("b").num_retractions > 1
+    return starts, bench.tokens("b")
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_the_first_output_keeps_its_position_when_a_turn_starts_again(penalty: float) -> None:
+    """Else a retracted turn would hold stop tokens back for `min_tokens` more tokens."""
+    starts, _ = starts_of_a_retracted_turn(min_tokens=3, presence_penalty=penalty)
+    assert [start.prompt_len for start in starts] == [PROMPT_LEN] * len(starts)
+
+
+def test_penalties_see_the_prompt_as_context_and_what_was_said_as_output() -> None:
+    starts, outputs = starts_of_a_retracted_turn(frequency_penalty=0.5)
+    for start in starts:
+        assert np.array_equal(start.context, range(30, 12, -1))
+        assert start.outputs.tolist() == outputs[: len(start.outputs)]
+    assert len(starts[0].outputs) == 0 < len(starts[-1].outputs)
