@@ -15,6 +15,7 @@ from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.sampler import Sampler
 from session_server.runner.verification import Draw
+from tests.runner.distribution import assert_distributed
 
 VOCAB = 12
 NUM_DRAWS = 6000
@@ -67,23 +68,10 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def assert_distributed(tokens: list[int], expected: list[float]) -> None:
-    """Chi-square at the 99.99 % point (Wilson-Hilferty); impossible tokens must not occur."""
-    counts = Counter(tokens)
-    possible = [i for i, p in enumerate(expected) if p > 0]
-    assert set(counts) <= set(possible)
-    statistic = sum(
-        (counts[i] - len(tokens) * expected[i]) ** 2 / (len(tokens) * expected[i]) for i in possible
-    )
-    freedom = len(possible) - 1
-    spread = 2 / (9 * freedom)
-    assert statistic < freedom * (1 - spread + 3.72 * math.sqrt(spread)) ** 3
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.5])
 def test_tokens_follow_the_softmax_at_a_temperature(temperature: float) -> None:
     tokens = draws(SamplingParams(temperature=temperature))
-    assert_distributed(tokens, softmax(LOGITS.tolist(), temperature))
+    assert_distributed(Counter(tokens), softmax(LOGITS.tolist(), temperature))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +94,8 @@ def test_truncated_tokens_follow_the_renormalised_softmax(params: SamplingParams
     allowed = {i for i in nucleus if full[i] >= params.min_p * full[order[0]]}
     weight = sum(full[i] for i in allowed)
     assert 1 < len(allowed) < VOCAB
-    assert_distributed(
-        draws(params), [p / weight if i in allowed else 0 for i, p in enumerate(full)]
-    )
+    expected = [p / weight if i in allowed else 0 for i, p in enumerate(full)]
+    assert_distributed(Counter(draws(params)), expected)
 
 
 def test_logit_bias_shifts_the_distribution() -> None:
@@ -116,7 +103,8 @@ def test_logit_bias_shifts_the_distribution() -> None:
     biased[9] += 4.0
     biased[0] -= 50.0
     tokens = draws(SamplingParams(logit_bias=((9, 4.0), (0, -50.0))))
-    assert_distributed([*tokens], [p if p > 1e-9 else 0 for p in softmax(biased.tolist(), 1.0)])
+    expected = [p if p > 1e-9 else 0 for p in softmax(biased.tolist(), 1.0)]
+    assert_distributed(Counter(tokens), expected)
 
 
 def test_greedy_is_the_first_of_the_largest() -> None:
