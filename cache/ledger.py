@@ -40,7 +40,7 @@ class Ledger:
             raise ValueError(f"a pool needs a page beside the padding page, got {num_pages}")
         self.pool = pool
         self.num_pages = num_pages
-        self._accounts = dict.fromkeys(Holder, 0)
+        self._accounts = [0] * len(Holder)
         self._accounts[Holder.RESERVED] = 1
         self._accounts[Holder.FREE] = num_pages - 1
         self._num_protected = 0
@@ -86,10 +86,9 @@ class Ledger:
 
     def is_balanced(self) -> bool:
         """Level 0: the accounts sum to the pool and none is negative. O(1)."""
-        counts = self._accounts.values()
         return (
-            sum(counts) == self.num_pages
-            and min(counts) >= 0
+            sum(self._accounts) == self.num_pages
+            and min(self._accounts) >= 0
             and 0 <= self._num_protected <= self._accounts[Holder.TREE]
         )
 

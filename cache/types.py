@@ -8,7 +8,7 @@ is the name of the component that rules it, see `cache.spec`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Final, NewType
 
 import numpy as np
@@ -34,17 +34,17 @@ NULL_ROW: Final = RowId(0)
 """Padding row of the page table; every entry points at `NULL_PAGE`."""
 
 
-class Holder(Enum):
+class Holder(IntEnum):
     """Who answers for a page. Every page of a pool has exactly one holder at any time."""
 
-    FREE = auto()
-    RESERVED = auto()
-    TREE = auto()
-    ACTIVE = auto()
-    SESSION_HELD = auto()
-    FENCED = auto()
-    SPILL = auto()
-    QUARANTINE = auto()
+    FREE = 0
+    RESERVED = 1
+    TREE = 2
+    ACTIVE = 3
+    SESSION_HELD = 4
+    FENCED = 5
+    SPILL = 6
+    QUARANTINE = 7
 
 
 class Retention(Enum):

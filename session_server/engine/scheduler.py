@@ -94,9 +94,11 @@ class Scheduler:
         admitted = frozenset(plan.admit)
         for work in plan.work:
             turn = self._turns[work.turn_id]
-            if turn.turn_id in admitted and not self._admit(turn, now_s, applied):
-                continue
-            num_tokens = min(work.num_tokens, turn.num_uncomputed)
+            num_tokens = work.num_tokens
+            if turn.turn_id in admitted:
+                if not self._admit(turn, now_s, applied):
+                    continue
+                num_tokens = min(num_tokens, turn.num_uncomputed)
             if self._grow(turn, turn.borrowed.launched_len + num_tokens + work.num_drafts):
                 applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))
             elif turn.turn_id in admitted:

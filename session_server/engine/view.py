@@ -51,15 +51,13 @@ class LiveView:
     @property
     def num_headroom_pages(self) -> int:
         """See `SchedulerView`."""
-        headroom = self.cache.headroom()
-        return min(
-            free + headroom.evictable_pages[pool] for pool, free in headroom.free_pages.items()
-        )
+        ledgers = self.cache.stores.ledgers.values()
+        return min(ledger.num_free + ledger.num_evictable for ledger in ledgers)
 
     @property
     def num_free_rows(self) -> int:
         """See `SchedulerView`."""
-        return self.cache.headroom().free_rows
+        return self.cache.stores.rows.num_free
 
 
 @dataclass(frozen=True, slots=True)
