@@ -297,7 +297,7 @@ class _Planner:
     def offer_drafts(self) -> None:
         """Guesses, on tokens and pages that are left: none costs anybody anything."""
         for turn in self._running:
-            if turn.turn_id not in self._work:
+            if turn.num_drafts == 0 or turn.turn_id not in self._work:
                 continue
             num_drafts = min(turn.num_drafts, self._tokens)
             needed = self._new_pages(1 + num_drafts, turn.num_spare)
