@@ -87,6 +87,12 @@ class CacheSettings(_Part):
     memory_check: Annotated[
         MemoryCheck, Field(description="what a violated memory invariant does")
     ] = MemoryCheck.WARN
+    probe_interval_s: Annotated[
+        float,
+        Field(
+            ge=0.01, le=86400, description="seconds of work between two checks of a page's content"
+        ),
+    ] = 10.0
 
 
 class EngineSettings(_Part):

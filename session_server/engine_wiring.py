@@ -22,7 +22,7 @@ from session_server.core.sampling import SamplingParams
 from session_server.engine.child import CannotStart, serve_engine
 from session_server.engine.engine import Engine
 from session_server.engine.loop import EngineAssembly
-from session_server.engine.settings import Drafter, EngineSettings, Speculation
+from session_server.engine.settings import Drafter, EngineSettings, MemoryPolicy, Speculation
 from session_server.metrics.logging import configure_logging
 from session_server.models.errors import ModelError
 from session_server.models.hub import model_fingerprint
@@ -78,7 +78,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
             num_in_flight=2 if settings.engine.overlap else 1,
             pinned_quota_pages=quota,
             speculation=_speculation(settings),
-            memory_check=settings.cache.memory_check,
+            memory=MemoryPolicy(settings.cache.memory_check, settings.cache.probe_interval_s),
         ),
     )
     warm_up(loaded.runner)

@@ -44,6 +44,7 @@ FLAGS: Final = (
     Flag(("--pinned-fraction",), "cache", "pinned_fraction"),
     Flag(("--disable-radix-cache",), "cache", "share_prefixes", False),
     Flag(("--memory-check",), "cache", "memory_check"),
+    Flag(("--memory-probe-interval",), "cache", "probe_interval_s"),
     Flag(("--engine",), "engine", "mode"),
     Flag(("--max-running-requests",), "engine", "max_running_turns"),
     Flag(("--chunked-prefill-size",), "engine", "chunked_prefill_size"),

@@ -23,7 +23,6 @@ from session_server.core.errors import (
 )
 from session_server.core.events import (
     EngineEvent,
-    EngineStats,
     SessionCooled,
 )
 from session_server.engine.drafting import Drafting
@@ -31,10 +30,11 @@ from session_server.engine.intake import Intake
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
 from session_server.engine.plan import Limits, plan_step
+from session_server.engine.reporting import Reporter
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.settings import EngineSettings
 from session_server.engine.settle import Settler
-from session_server.engine.stats import Counters, StatsPulse
+from session_server.engine.stats import Counters
 from session_server.engine.turn import TurnState
 from session_server.engine.view import LiveView
 
@@ -60,7 +60,7 @@ class Engine:
         self._outbox = Outbox()
         self.counters = Counters()
         self._scheduler = Scheduler(cache, self._outbox, self.counters)
-        self._memory = MemoryWatch(cache, settings.memory_check)
+        self._memory = MemoryWatch(cache, settings.memory.check)
         self._drafting = Drafting(cache, settings.speculation)
         self._settler = Settler(
             settings,
@@ -72,7 +72,9 @@ class Engine:
         )
         self._launched: deque[Batch] = deque()
         self._num_launches = 0
-        self._pulse = StatsPulse()
+        self._reporter = Reporter(
+            cache, self._outbox, self._scheduler, counters=self.counters, memory=self._memory
+        )
         self._intake = Intake(
             settings,
             cache=cache,
@@ -118,11 +120,11 @@ class Engine:
             self._intake.obey(command, now_s)
         batch, is_blocked = self._launch(now_s)
         self._check_memory(now_s)
-        self._report_stats(now_s, has_worked=bool(results or batch))
+        self._reporter.report(now_s, has_worked=bool(results or batch))
         return StepOutcome(self._outbox.take_events(), batch, is_blocked)
 
     def audit_idle(self) -> None:
-        """Recount all memory; for a moment of rest, see `is_audit_due`."""
+        """Recount all memory in a moment of rest, see `is_audit_due`; the next step acts on it."""
         self._memory.audit_all()
 
     # Launching
@@ -178,7 +180,7 @@ class Engine:
             page_size=self._cache.stores.page_size,
         )
 
-    # Reports
+    # Memory
 
     def _check_memory(self, now_s: float) -> None:
         self._memory.check_step()
@@ -192,29 +194,3 @@ class Engine:
             if turn is not None and was_running:
                 error = InternalInconsistency("the memory checker found this turn's KV wrong")
                 self._settler.forget(turn, error)
-
-    def _report_stats(self, now_s: float, *, has_worked: bool) -> None:
-        if not self._pulse.is_due(now_s, has_worked=has_worked, is_busy=bool(self._scheduler)):
-            return
-        accounts, counters = self._cache.accounts(), self.counters
-        self._outbox.emit(
-            EngineStats(
-                steps=counters.steps,
-                forward_ms=counters.forward_s * 1e3,
-                host_ms=counters.host_s * 1e3,
-                prompt_tokens=counters.prompt_tokens,
-                cached_tokens=counters.cached_tokens,
-                generated_tokens=counters.generated_tokens,
-                draft_tokens=counters.draft_tokens,
-                accepted_tokens=counters.accepted_tokens,
-                retractions=counters.retractions,
-                coolings=counters.coolings,
-                running=len(self._scheduler.running),
-                waiting=len(self._scheduler.waiting),
-                sessions=len(self._cache),
-                pages_free={str(pool): a.free for pool, a in accounts.items()},
-                pages_total={str(pool): a.pages for pool, a in accounts.items()},
-                check_runs=self._memory.num_runs,
-                check_violations=self._memory.num_violations,
-            )
-        )

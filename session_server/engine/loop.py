@@ -103,7 +103,8 @@ class EngineLoop:
         self._progress_s = self._clock()
         if is_blocked:
             self._is_waiting_for_work = not self._engine.is_in_flight
-            self._sort(self._wait(), commands, results)
+            if (item := self._wait()) is not None:
+                self._sort(item, commands, results)
             self._progress_s = self._clock()
             self._is_waiting_for_work = False
         while len(commands) + len(results) < MAX_ITEMS_PER_STEP:
@@ -114,17 +115,19 @@ class EngineLoop:
             self._sort(item, commands, results)
         return commands, results
 
-    def _wait(self) -> EngineCommand | StepResult | DeviceCrash:
-        if self._engine.is_audit_due:
-            pause_s = max(IDLE_AUDIT_DELAY_S, self._next_audit_s - self._clock())
-            try:
-                return self._inbox.get(timeout=pause_s)
-            except queue.Empty:
-                started_s = self._clock()
-                self._engine.audit_idle()
-                ended_s = self._clock()
-                self._next_audit_s = ended_s + AUDIT_PAUSE_RATIO * (ended_s - started_s)
-        return self._inbox.get()
+    def _wait(self) -> EngineCommand | StepResult | DeviceCrash | None:
+        """The next item; None after an idle audit, whose findings the next step acts on."""
+        if not self._engine.is_audit_due:
+            return self._inbox.get()
+        pause_s = max(IDLE_AUDIT_DELAY_S, self._next_audit_s - self._clock())
+        try:
+            return self._inbox.get(timeout=pause_s)
+        except queue.Empty:
+            started_s = self._clock()
+            self._engine.audit_idle()
+            ended_s = self._clock()
+            self._next_audit_s = ended_s + AUDIT_PAUSE_RATIO * (ended_s - started_s)
+            return None
 
     @staticmethod
     def _sort(

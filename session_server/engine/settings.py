@@ -18,6 +18,21 @@ class MemoryCheck(enum.Enum):
     STRICT = "strict"
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPolicy:
+    """How the memory checker works.
+
+    `probe_interval_s`: seconds of work between two looks at the content of a page.
+    """
+
+    check: MemoryCheck = MemoryCheck.WARN
+    probe_interval_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.probe_interval_s <= 0:
+            raise ValueError(f"probe_interval_s must be positive, is {self.probe_interval_s}")
+
+
 class Drafter(enum.Enum):
     """Who guesses the next tokens of a turn: its own history, or the runner's draft model."""
 
@@ -57,7 +72,7 @@ class EngineSettings:
     chunk_tokens: int = 512
     num_in_flight: int = 2
     pinned_quota_pages: int = 0
-    memory_check: MemoryCheck = MemoryCheck.WARN
+    memory: MemoryPolicy = MemoryPolicy()
     priority_step_s: float = 10.0
     speculation: Speculation = Speculation()
 

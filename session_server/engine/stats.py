@@ -1,13 +1,8 @@
-"""Counters of one engine since its start, and when they are shown."""
+"""Counters of one engine since its start."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Final
-
-STATS_INTERVAL_S: Final = 1.0
-"""Time between two samples of the counters, while there is work."""
 
 
 @dataclass(slots=True)
@@ -31,21 +26,3 @@ class Counters:
     coolings: int = 0
     overshoots: int = 0
     shortfalls: int = 0
-
-
-class StatsPulse:
-    """Says when a sample of the counters is due."""
-
-    def __init__(self) -> None:
-        self._shown_s = -math.inf
-        self._is_shown_busy = False
-
-    def is_due(self, now_s: float, *, has_worked: bool, is_busy: bool) -> bool:
-        """Whether to show the counters now; ask once per step."""
-        # Nothing follows the last turn: what ran a moment ago must not be shown for hours.
-        has_emptied = self._is_shown_busy and not is_busy
-        if not has_emptied and not (has_worked and now_s - self._shown_s >= STATS_INTERVAL_S):
-            return False
-        self._shown_s = now_s
-        self._is_shown_busy = is_busy
-        return True

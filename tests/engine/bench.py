@@ -27,7 +27,12 @@ from session_server.core.events import (
 )
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.engine.engine import Engine, StepOutcome
-from session_server.engine.settings import EngineSettings, MemoryCheck, Speculation
+from session_server.engine.settings import (
+    EngineSettings,
+    MemoryCheck,
+    MemoryPolicy,
+    Speculation,
+)
 from tests.engine.echo_runner import EOS, VOCAB_SIZE, EchoRunner, replay
 
 POOL = PoolName("full")
@@ -48,6 +53,7 @@ class Stage:
     pinned_quota_pages: int = 0
     speculation: Speculation = field(default_factory=Speculation)
     memory_check: MemoryCheck = MemoryCheck.STRICT
+    probe_interval_s: float = 10.0
 
 
 @dataclass
@@ -99,8 +105,8 @@ class Bench:
             chunk_tokens=stage.chunk_tokens,
             num_in_flight=stage.num_in_flight,
             pinned_quota_pages=stage.pinned_quota_pages,
+            memory=MemoryPolicy(stage.memory_check, stage.probe_interval_s),
             speculation=stage.speculation,
-            memory_check=stage.memory_check,
         )
         self.engine = Engine(self.cache, self.settings)
         self.runner = EchoRunner(

@@ -10,6 +10,7 @@ import msgspec
 from session_server.core.batch import Batch, PendingStep, StepResult
 from session_server.core.events import EngineReady
 from session_server.engine.loop import EngineAssembly
+from session_server.engine.settings import MemoryCheck
 from tests.engine.bench import Bench, Stage
 from tests.engine.echo_runner import EOS, VOCAB_SIZE, EchoRunner
 
@@ -26,6 +27,7 @@ class LiveStage(msgspec.Struct, frozen=True):
     forward_s: float = 0.0
     is_device: bool = False
     fails_to_build: bool = False
+    memory_check: MemoryCheck = MemoryCheck.STRICT
 
 
 class _Done:
@@ -85,7 +87,9 @@ def assemble(settings: bytes) -> EngineAssembly:
     stage = msgspec.msgpack.decode(settings, type=LiveStage)
     if stage.fails_to_build:
         raise ValueError("no such model")
-    bench = Bench(Stage(num_pages=256, num_rows=32, max_context_len=512))
+    bench = Bench(
+        Stage(num_pages=256, num_rows=32, max_context_len=512, memory_check=stage.memory_check)
+    )
     runner = bench.runner
     runner.assume_salt("a")
     ready = EngineReady(

@@ -1,4 +1,4 @@
-"""How turns end, what is refused, what is reported, what the memory check does."""
+"""How turns end, what is refused, what is reported."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import dataclasses
 
 import pytest
 
-from cache.errors import AuditFailed
-from cache.types import PoolName, SessionId, SlotState, TurnId
+from cache.types import SessionId, TurnId
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
     FlushCache,
     OpenSession,
-    ReportMemory,
     Shutdown,
 )
 from session_server.core.errors import WIRE_ERRORS
@@ -21,13 +19,12 @@ from session_server.core.events import (
     CacheFlushed,
     EngineStats,
     FinishReason,
-    MemoryReported,
     PrefillProgressed,
     SessionCooled,
     SessionRefused,
     TurnStarted,
 )
-from session_server.engine.settings import EngineSettings, MemoryCheck
+from session_server.engine.settings import EngineSettings
 from session_server.engine.turn import TRANSITIONS, TurnState
 from tests.engine.bench import POOL, Bench, Stage
 from tests.engine.echo_runner import EOS, replay, replay_scores
@@ -397,90 +394,6 @@ def test_shutdown_finishes_what_is_in_flight_and_launches_no_more() -> None:
     outcome = bench.settle()
     assert outcome.batch is None
     assert bench.engine.has_left
-
-
-# The memory check
-
-
-def tamper(bench: Bench, session_id: SessionId) -> None:
-    """Make a session's lease claim content that it has no pages for."""
-    (slot,) = bench.cache.inspect_slots(session_id)
-    assert slot.lease is not None
-    slot.lease.computed_len = slot.lease.capacity_len + 1
-
-
-def test_a_violation_costs_its_session_the_kv_and_nobody_else_anything() -> None:
-    bench = Bench(Stage(memory_check=MemoryCheck.WARN, chunk_tokens=8))
-    sick, well = bench.open("sick"), bench.open("well")
-    bench.step(bench.submit_command(sick, "a", PROMPT), bench.submit_command(well, "b", PROMPT[3:]))
-    bench.settle()
-    tamper(bench, sick)
-    bench.step(ReportMemory(request_id=1, full=True))
-    assert bench.failed("a").code == "internal_inconsistency"
-    assert SessionCooled(session_id=sick) in bench.events
-    report = next(e for e in bench.events if isinstance(e, MemoryReported))
-    assert report.check_violations > 0
-    assert any("sick" in text for text in report.violations)
-    bench.run()
-    bench.expect("b", PROMPT[3:])
-    bench.run(bench.submit_command(sick, "again", PROMPT))
-    bench.expect("again", PROMPT)
-    assert bench.cache.accounts()[POOL].quarantine > 0
-    bench.close_all()
-
-
-def test_a_violation_in_an_idle_session_is_found_in_a_moment_of_rest() -> None:
-    bench = Bench(Stage(memory_check=MemoryCheck.WARN))
-    session_id = bench.open("s")
-    bench.run(bench.submit_command(session_id, "t", PROMPT))
-    assert bench.engine.is_audit_due
-    tamper(bench, session_id)
-    bench.engine.audit_idle()
-    assert not bench.engine.is_audit_due
-    bench.step()
-    assert bench.cache.slot(session_id).state is SlotState.COLD
-    bench.run(bench.submit_command(session_id, "u", (3,), base_len=len(PROMPT) + 4))
-    bench.expect("u", (*PROMPT, *bench.tokens("t"), 3))
-    bench.close_all()
-
-
-def test_in_strict_mode_a_violation_raises_at_the_next_step() -> None:
-    bench = Bench()
-    session_id = bench.open("s")
-    bench.run(bench.submit_command(session_id, "t", PROMPT))
-    tamper(bench, session_id)
-    with pytest.raises(AuditFailed):
-        bench.step()
-
-
-def test_a_turn_that_lost_its_room_to_quarantine_is_refused_and_does_not_hang() -> None:
-    bench = Bench(Stage(num_pages=12, memory_check=MemoryCheck.WARN))
-    sick, well = bench.open("sick"), bench.open("well")
-    bench.run(bench.submit_command(sick, "a", PROMPT))
-    tamper(bench, sick)
-    bench.step(ReportMemory(request_id=1, full=True))
-    bench.run(bench.submit_command(well, "b", PROMPT + PROMPT, max_tokens=4))
-    assert bench.failed("b").code == "server_busy"
-    bench.run(bench.submit_command(well, "c", PROMPT[:9], max_tokens=2))
-    bench.expect("c", PROMPT[:9])
-    bench.close_all()
-
-
-def test_checks_are_counted_and_off_means_on_demand_only() -> None:
-    counts = {}
-    for mode in (MemoryCheck.OFF, MemoryCheck.WARN):
-        bench = Bench(Stage(memory_check=mode))
-        session_id = bench.open("s")
-        bench.run(bench.submit_command(session_id, "t", PROMPT))
-        bench.run(ReportMemory(request_id=1, full=True))
-        report = next(e for e in bench.events if isinstance(e, MemoryReported))
-        counts[mode] = report.check_runs
-        assert report.check_violations == 0
-        assert report.pools[PoolName("full")].pages == bench.stage.num_pages + 1
-        assert [s.session_id for s in report.sessions] == ["s"]
-        assert bench.engine.is_audit_due is False
-    assert counts[MemoryCheck.OFF] == 1
-    assert counts[MemoryCheck.WARN] > 3
 
 
 # Small print

@@ -25,7 +25,7 @@ from session_server.core.events import TokensProduced, TurnFailed, TurnFinished
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.engine.engine import Engine
-from session_server.engine.settings import EngineSettings, MemoryCheck
+from session_server.engine.settings import EngineSettings, MemoryCheck, MemoryPolicy
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE
@@ -113,7 +113,7 @@ def run_talks(setup: Setup, directory: Path, talks: list[Talk]) -> None:
         eos_token_ids=(2,),
         chunk_tokens=setup.chunk,
         num_in_flight=2 if setup.overlap else 1,
-        memory_check=MemoryCheck.STRICT,
+        memory=MemoryPolicy(MemoryCheck.STRICT),
     )
     engine = Engine(SessionAwareCache(loaded.spec, loaded.plan.capacity), settings)
     by_id = {talk.session_id: talk for talk in talks}

@@ -1,0 +1,76 @@
+"""When the server hears the engine's figures."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from cache.session_cache import SessionAwareCache
+from session_server.core.events import EngineStats
+from session_server.engine.memory import MemoryWatch
+from session_server.engine.outbox import Outbox
+from session_server.engine.scheduler import Scheduler
+from session_server.engine.stats import Counters
+
+STATS_INTERVAL_S: Final = 1.0
+"""Time between two samples of the counters, while there is work."""
+
+
+class Reporter:
+    """Samples counters and gauges, about once a second of work.
+
+    Two things do not wait for the second: the last turn's end, because nothing follows it and what
+    ran a moment ago must not be shown for hours, and a violation, because health depends on it.
+    """
+
+    def __init__(
+        self,
+        cache: SessionAwareCache,
+        outbox: Outbox,
+        scheduler: Scheduler,
+        *,
+        counters: Counters,
+        memory: MemoryWatch,
+    ) -> None:
+        self._cache = cache
+        self._outbox = outbox
+        self._scheduler = scheduler
+        self._counters = counters
+        self._memory = memory
+        self._sampled_s = -math.inf
+        self._is_shown_busy = False
+        self._num_shown_violations = 0
+
+    def report(self, now_s: float, *, has_worked: bool) -> None:
+        """Emit a sample if one is due at the end of a step."""
+        is_due = has_worked and now_s - self._sampled_s >= STATS_INTERVAL_S
+        has_emptied = self._is_shown_busy and not self._scheduler
+        has_news = self._memory.num_violations > self._num_shown_violations
+        if not (is_due or has_emptied or has_news):
+            return
+        self._sampled_s = now_s
+        self._is_shown_busy = bool(self._scheduler)
+        self._num_shown_violations = self._memory.num_violations
+        self._outbox.emit(self._sample())
+
+    def _sample(self) -> EngineStats:
+        accounts, counters = self._cache.accounts(), self._counters
+        return EngineStats(
+            steps=counters.steps,
+            forward_ms=counters.forward_s * 1e3,
+            host_ms=counters.host_s * 1e3,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            generated_tokens=counters.generated_tokens,
+            draft_tokens=counters.draft_tokens,
+            accepted_tokens=counters.accepted_tokens,
+            retractions=counters.retractions,
+            coolings=counters.coolings,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            sessions=len(self._cache),
+            pages_free={str(pool): a.free for pool, a in accounts.items()},
+            pages_total={str(pool): a.pages for pool, a in accounts.items()},
+            check_runs=self._memory.num_runs,
+            check_violations=self._memory.num_violations,
+        )
