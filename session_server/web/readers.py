@@ -44,7 +44,7 @@ class Readers:
         self._metrics = services.metrics
         self._max_readers = services.settings.max_connections
         self._num_readers = 0
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[tuple[str, str], Watch] = {}
 
     def check_room(self) -> None:
         """Refuse a reader too many; asked before a turn is submitted for it.
@@ -58,7 +58,8 @@ class Readers:
     @contextlib.contextmanager
     def reading(self, owner: str, session_id: str, kind: str) -> Iterator[Watch]:
         """Count as a reader inside the block; `kind` is `websocket`, `sse` or `http`."""
-        watch = self._watches.setdefault(session_id, Watch())
+        # Owners may choose equal ids.
+        watch = self._watches.setdefault((owner, session_id), Watch())
         watch.readers += 1
         self._num_readers += 1
         self._metrics.connection_opened(kind)
@@ -69,7 +70,7 @@ class Readers:
             watch.readers -= 1
             self._num_readers -= 1
             if watch.readers == 0:
-                del self._watches[session_id]
+                del self._watches[owner, session_id]
                 self._cancel_bound(owner, session_id, watch)
 
     def _cancel_bound(self, owner: str, session_id: str, watch: Watch) -> None:

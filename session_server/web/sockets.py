@@ -24,7 +24,7 @@ class Sockets:
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._num_connections = 0
-        self._by_session: dict[str, Endable] = {}
+        self._by_session: dict[tuple[str, str], Endable] = {}
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
@@ -42,17 +42,19 @@ class Sockets:
             self._num_connections -= 1
 
     @contextlib.contextmanager
-    def attached(self, session_id: str, socket: Endable) -> Iterator[None]:
+    def attached(self, owner: str, session_id: str, socket: Endable) -> Iterator[None]:
         """Be the session's connection inside the block; the one before is ended with 4409."""
-        before = self._by_session.get(session_id)
-        self._by_session[session_id] = socket
+        # Owners may choose equal ids.
+        key = (owner, session_id)
+        before = self._by_session.get(key)
+        self._by_session[key] = socket
         if before is not None:
             before.end(CloseCode.SUPERSEDED)
         try:
             yield
         finally:
-            if self._by_session.get(session_id) is socket:
-                del self._by_session[session_id]
+            if self._by_session.get(key) is socket:
+                del self._by_session[key]
 
     def end_all(self, code: CloseCode) -> None:
         """End every connection."""

@@ -108,7 +108,7 @@ class SessionSocket:
         await self._accept()
         with (
             call.readers.reading(owner, view.session_id, "websocket") as watch,
-            self._sockets.attached(view.session_id, self),
+            self._sockets.attached(owner, view.session_id, self),
         ):
             await self._serve(call, view, watch)
 

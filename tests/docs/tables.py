@@ -10,6 +10,7 @@ from session_server.config import Settings
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
 from session_server.metrics.prometheus import ServerMetrics
+from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -65,10 +66,30 @@ def metric_table() -> str:
     return "\n".join(rows())
 
 
+def fault_table() -> str:
+    """Every fault of the programme: what is expected, where it strikes, how often at least."""
+
+    def rows() -> Iterator[str]:
+        yield "| fault | expected | where it strikes | points |"
+        yield "|---|---|---|---|"
+        for fault, tests in injections().items():
+            where = "; ".join(test.where for test in tests)
+            points = f"{sum(test.points for test in tests):,}"
+            yield f"| {fault} | {EXPECTED[fault]} | {where} | {points} |"
+        yield ""
+        for fault, why in FEWER.items():
+            yield f"* Fewer points, {fault}: {why}."
+        for fault, why in NOT_YET.items():
+            yield f"* Not yet, {fault}: {why}."
+
+    return "\n".join(rows())
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("protocol.md", "errors"): error_table,
     ("runbook.md", "flags"): flag_table,
     ("runbook.md", "metrics"): metric_table,
+    ("testing.md", "faults"): fault_table,
 }
 
 

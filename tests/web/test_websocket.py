@@ -310,6 +310,37 @@ async def test_another_keys_session_does_not_exist(this: Served) -> None:
         assert refused.value.response.status_code == 404
 
 
+@served(key_digests=KEYS)
+async def test_equal_session_names_of_two_keys_share_neither_connection_nor_readers(
+    this: Served,
+) -> None:
+    """Ids are the client's choice, per key: a stranger's choice must not touch mine."""
+    headers = [{"authorization": f"Bearer {key}"} for key in ("secret", "other")]
+    for header in headers:
+        opened = await this.http.post("/v1/sessions", json={"id": "chat"}, headers=header)
+        assert opened.status_code == 201
+    fields = turn(input_ids=[7], max_tokens=4000, on_disconnect="cancel")
+    async with this.socket("chat", additional_headers=headers[0]) as mine:
+        await mine.send("turn.create", turn_id="t1", **fields)
+        await mine.until("turn.delta")
+        async with this.socket("chat", additional_headers=headers[1]) as theirs:
+            await theirs.send("turn.create", turn_id="t1", **fields)
+            await theirs.until("turn.delta")
+        # Their last reader is gone, and mine reads on: one turn ends, the other does not.
+        path = "/v1/sessions/chat/turns/t1"
+
+        async def status(header: dict[str, str]) -> str:
+            answer = await this.http.get(path, headers=header)
+            return str(answer.json()["status"])
+
+        while await status(headers[1]) == "running":
+            await asyncio.sleep(0.002)
+        assert await status(headers[1]) == "cancelled"
+        assert await status(headers[0]) == "running"
+        await mine.send("turn.cancel")
+        assert (await mine.until("turn.cancelled"))["reason"] == "client_cancelled"
+
+
 def test_a_refused_handshake_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
     async def refuse() -> None:
         async with serving() as this:

@@ -1,0 +1,57 @@
+"""Every fault the server must survive, what is expected, and the tests that inject it.
+
+The list is section 3 of the design's page on faults. `injections` gathers what the tests declare;
+the table in `docs/testing.md` is made from both.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from tests.faults.points import INJECTIONS, Injection
+
+WANTED: Final = 100
+"""Points that each fault is injected at, over all its tests."""
+
+EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "close in prefill or decode": "the turn is cancelled and told so, the session's last entry "
+        "follows; a second close is the first one",
+        "abort storm": "one terminal entry each, neighbours undisturbed, exactly the delivered "
+        "part kept, or nothing",
+        "duplicate submit": "same id and body: the same turn; same id, other body: `turn_conflict`",
+        "second turn while one runs": "`session_busy`, or it waits in line; the first goes on",
+        "NaN or Inf in the logits": "that row's turn fails with `numerical_error`, nobody else's",
+        "device error": "every turn of the forward is tried once more alone; failing again is "
+        "`device_failed`",
+        "worker process death": "running turns fail with `engine_restarting`, waiting ones wait, "
+        "sessions go on from their tokens",
+    }
+)
+
+FEWER: Final[Mapping[str, str]] = MappingProxyType({})
+"""Faults with fewer points than `WANTED`, and why."""
+
+NOT_YET: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "crash and restart of the server": "sessions live in memory; there is no log to restore "
+        "them from",
+        "torn or partial write": "nothing is written",
+        "version or model mismatch of spilled KV": "KV is never spilled",
+        "disk full, EIO": "nothing is written",
+    }
+)
+
+
+def injections() -> dict[str, list[Injection]]:
+    """What the tests of this folder declare, by fault."""
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        importlib.import_module(f"tests.faults.{path.stem}")
+    found: dict[str, list[Injection]] = {fault: [] for fault in EXPECTED}
+    for injection in INJECTIONS.values():
+        found[injection.fault].append(injection)
+    return found
