@@ -50,9 +50,10 @@ class CacheSpec:
     groups: tuple[LayerGroup, ...]
     page_size: int
 
-    def bytes_per_page(self, pool: PoolName) -> int:
-        """Bytes of one page of `pool`."""
-        return sum(g.bytes_per_token for g in self.groups if g.pool == pool) * self.page_size
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page: of all groups together, since a page id is the same in each."""
+        return sum(group.bytes_per_token for group in self.groups) * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def plan_capacity(
     Raises:
         ValueError: the budget buys less than one page beside the padding page.
     """
-    per_page = sum(spec.bytes_per_page(group.pool) for group in spec.groups)
+    per_page = spec.bytes_per_page
     num_pages = budget_bytes // per_page
     if max_total_tokens is not None:
         num_pages = min(num_pages, -(-max_total_tokens // spec.page_size) + 1)

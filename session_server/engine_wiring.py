@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -24,11 +25,12 @@ from session_server.engine.engine import Engine
 from session_server.engine.loop import EngineAssembly
 from session_server.engine.settings import Drafter, EngineSettings, MemoryPolicy, Speculation
 from session_server.metrics.logging import configure_logging
-from session_server.models.errors import ModelError
-from session_server.models.hub import model_fingerprint
+from session_server.models.errors import DraftMismatch, ModelError
+from session_server.models.hub import model_fingerprint, resolve_model
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
-from session_server.text.model_text import load_model_text
+from session_server.text.model_files import ModelFilesError
+from session_server.text.model_text import ModelText, load_model_text
 
 _LOG: Final = logging.getLogger("session_server.engine")
 _PROGRESS_INTERVAL_S: Final = 2.0
@@ -47,11 +49,11 @@ def build_engine(settings: Settings) -> EngineAssembly:
         ValueError: the settings ask for what the machine or the model does not have.
     """
     directory = model_directory(settings.model)
-    eos_token_ids = tuple(sorted(load_model_text(directory).eos_token_ids))
+    text = load_model_text(directory)
+    eos_token_ids = tuple(sorted(text.eos_token_ids))
+    options = _runner_options(settings, eos_token_ids, _draft_directory(settings, text))
     started_s = time.monotonic()
-    loaded = load_runner(
-        directory, _runner_options(settings, eos_token_ids), progress=_progress_lines()
-    )
+    loaded = load_runner(directory, options, progress=_progress_lines())
     for warning in loaded.config.warnings:
         _LOG.warning("%s", warning)
     capacity = loaded.plan.capacity
@@ -81,7 +83,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
             memory=MemoryPolicy(settings.cache.memory_check, settings.cache.probe_interval_s),
         ),
     )
-    warm_up(loaded.runner)
+    warm_up(loaded.runner, _speculation(settings))
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     return EngineAssembly(engine, loaded.runner, _ready(loaded, engine, eos_token_ids))
@@ -107,22 +109,29 @@ def _build_from_frame(frame: bytes) -> EngineAssembly:
         raise CannotStart(str(error)) from error
 
 
-def warm_up(runner: Runner) -> None:
+def warm_up(runner: Runner, speculation: Speculation) -> None:
     """Run padding through the model, so that no client waits for kernels to be chosen.
 
-    Row 0 and page 0 are there to be written: shapes of a prefill, of a decode and of a batch.
+    Row 0 and page 0 are there to be written: shapes of a prefill, of a decode and of a batch, with
+    guesses and without.
     """
     start = SamplingStart(SamplingParams(temperature=0.0), 0, 0, _NO_TOKENS, _NO_TOKENS)
-    for num_rows, num_tokens in ((1, 1), (1, 8), (2, 1), (4, 1), (8, 1)):
+    shapes = [(1, 1, 0), (1, 8, 0), (2, 1, 0), (4, 1, 0), (8, 1, 0)]
+    if num_drafts := speculation.num_drafts:
+        shapes += [(num_rows, 1, num_drafts) for num_rows in (1, 2, 4, 8)]
+    for num_rows, num_tokens, num_drafts in shapes:
+        is_bringing = num_drafts > 0 and speculation.drafter is Drafter.NGRAM
         row = BatchRow(
             turn_id=TurnId("warm-up"),
             incarnation=0,
             row=NULL_ROW,
             start=0,
-            num_tokens=num_tokens,
+            num_tokens=num_tokens + num_drafts,
             tokens=np.zeros(num_tokens, np.int32),
             sample=True,
             sampling=start,
+            num_drafts=num_drafts,
+            drafts=np.zeros(num_drafts, np.int32) if is_bringing else None,
         )
         result = runner.launch(Batch(step=0, rows=(row,) * num_rows, table_writes=())).wait()
         if result.error is not None:
@@ -142,7 +151,28 @@ def _progress_lines() -> Callable[[int, int], None]:
     return report
 
 
-def _runner_options(settings: Settings, eos_token_ids: tuple[int, ...]) -> RunnerOptions:
+def _draft_directory(settings: Settings, text: ModelText) -> Path | None:
+    """Where the draft model lies; None unless one is to guess."""
+    if settings.engine.speculation != Drafter.MODEL.value:
+        return None
+    if settings.model.draft_path is None:
+        raise ValueError("speculation by a draft model needs --speculative-draft-model-path")
+    directory = resolve_model(settings.model.draft_path)
+    try:
+        known = load_model_text(directory).tokenizer.vocabulary
+    except ModelFilesError as error:
+        raise DraftMismatch(f"the draft model in {directory}: {error}") from error
+    if known != text.tokenizer.vocabulary:
+        raise DraftMismatch(
+            f"the model in {directory} cannot guess for the one in "
+            f"{model_directory(settings.model)}: its tokenizer has other tokens or other ids"
+        )
+    return directory
+
+
+def _runner_options(
+    settings: Settings, eos_token_ids: tuple[int, ...], draft: Path | None
+) -> RunnerOptions:
     model, cache = settings.model, settings.cache
     return RunnerOptions(
         page_size=cache.page_size,
@@ -154,6 +184,7 @@ def _runner_options(settings: Settings, eos_token_ids: tuple[int, ...]) -> Runne
         backend=model.attention_backend,
         num_threads=model.threads,
         eos_token_ids=eos_token_ids,
+        draft=draft,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from session_server.attention.base import AttentionPlan
-from session_server.models.config import ModelConfig
+from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.layers.attention import GqaMixer
 from session_server.models.layers.linear import Linear
 from session_server.models.layers.mlp import SwiGlu
@@ -66,6 +67,11 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
         return self._embedding.dtype
+
+    @property
+    def dtype_name(self) -> DTypeName:
+        """The same, as configurations spell it."""
+        return cast(DTypeName, str(self.dtype).removeprefix("torch."))
 
     def forward(
         self,

@@ -3,7 +3,8 @@
 ModelError
 ├── ModelNotFound      no such directory, and no hub that has it
 ├── UnsupportedModel   an architecture, or a setting of one, that is not implemented
-└── CheckpointError    files or tensors are missing, superfluous or of the wrong shape
+├── CheckpointError    files or tensors are missing, superfluous or of the wrong shape
+└── DraftMismatch      a draft model that cannot guess for the model it was given to
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class UnsupportedModel(ModelError):
 
 class CheckpointError(ModelError):
     """Files or tensors are missing, superfluous or of the wrong shape."""
+
+
+class DraftMismatch(ModelError):
+    """A draft model that cannot guess for the model it was given to."""

@@ -71,14 +71,13 @@ def measure_capacity(
         max_total_tokens=wanted,
     )
     num_pages = min(capacity.num_pages.values())
-    per_page = sum(spec.bytes_per_page(group.pool) for group in spec.groups)
     is_bounded_by_tokens = (num_pages - 1) * spec.page_size >= wanted
     reason = (
         f"room for {wanted} tokens"
         if is_bounded_by_tokens
         else f"{fraction:.0%} of {free / 2**30:.1f} GiB free memory"
     )
-    return CapacityPlan(capacity, num_pages * per_page, free, reason)
+    return CapacityPlan(capacity, num_pages * spec.bytes_per_page, free, reason)
 
 
 def free_bytes(device: torch.device) -> int:

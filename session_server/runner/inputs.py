@@ -86,6 +86,7 @@ class InputBuilder:
                 assert len(row.tokens) == row.num_tokens - row.num_drafts, "a row brings its tokens"
                 host[0, span.offset : first_draft] = row.tokens
             if row.num_drafts:
+                assert row.drafts is not None or drafts is not None, "somebody guesses"
                 host[0, first_draft:end] = 0 if row.drafts is None else row.drafts
             self._place(span, host[1:, span.offset : end])
         sampled = tuple(i for i, row in enumerate(rows) if row.sample)

@@ -10,17 +10,22 @@ import torch
 
 from cache.spec import CacheSpec
 from session_server.models.config import DTypeName, ModelConfig
+from session_server.models.errors import DraftMismatch
 from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, MemoryLimits, measure_capacity
-from session_server.runner.model_runner import BackendName, ModelRunner
+from session_server.runner.model_runner import ModelRunner
+from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import Progress, load_decoder
+
+_Checkpoint = tuple[Path, ModelConfig]
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
     """How to run a model. `num_rows`: sessions that can hold KV at the same time.
 
-    `max_context_len` None is the model's own. `num_threads` None leaves torch's choice.
+    `max_context_len` None is the model's own. `num_threads` None leaves torch's choice. `draft`:
+    directory of the checkpoint that makes drafts.
     """
 
     page_size: int
@@ -32,11 +37,16 @@ class RunnerOptions:
     backend: BackendName = "auto"
     num_threads: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    draft: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
-    """A runner and what bookkeeping must know of it."""
+    """A runner and what bookkeeping must know of it.
+
+    `config`, `spec`: of the model; a draft model's KV follows the same books. `plan` counts the
+    bytes of both.
+    """
 
     runner: ModelRunner
     config: ModelConfig
@@ -52,7 +62,8 @@ def load_runner(
     """Load a checkpoint and allocate its KV pool.
 
     Raises:
-        ModelError: the checkpoint cannot be served; see `models.errors`.
+        ModelError: the checkpoint cannot be served, or not with this draft model; see
+            `models.errors`.
         ValueError: a device that does not exist, or memory for less than one page.
     """
     if options.num_threads is not None:
@@ -60,13 +71,20 @@ def load_runner(
     config = load_config(directory)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
-    decoder = load_decoder(
-        directory, config, device=device, dtype=_TORCH_DTYPES[dtype], progress=progress
-    )
-    spec = config.cache_spec(options.page_size, dtype)
     max_context_len = min(config.max_context_len, options.max_context_len or config.max_context_len)
+    checkpoints = [(directory, config)]
+    if options.draft is not None:
+        draft_config = load_config(options.draft)
+        _check_draft((options.draft, draft_config), (directory, config), max_context_len)
+        checkpoints.append((options.draft, draft_config))
+    decoder, *drafts = (
+        load_decoder(source, of, device=device, dtype=_TORCH_DTYPES[dtype], progress=progress)
+        for source, of in checkpoints
+    )
+    specs = [of.cache_spec(options.page_size, dtype) for _, of in checkpoints]
+    stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
     plan = measure_capacity(
-        spec,
+        stored,
         device=device,
         num_rows=options.num_rows,
         max_context_len=max_context_len,
@@ -74,12 +92,27 @@ def load_runner(
     )
     runner = ModelRunner(
         decoder,
-        spec,
+        specs[0],
         plan.capacity,
         backend=options.backend,
         eos_token_ids=options.eos_token_ids,
+        draft=drafts[0] if drafts else None,
     )
-    return LoadedRunner(runner, config, spec, plan, str(device), dtype)
+    return LoadedRunner(runner, config, specs[0], plan, str(device), dtype)
+
+
+def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -> None:
+    (draft_path, of_draft), (path, of_model) = draft, model
+    cannot = f"the model in {draft_path} cannot guess for the one in {path}"
+    if of_draft.vocab_size != of_model.vocab_size:
+        raise DraftMismatch(
+            f"{cannot}: it knows {of_draft.vocab_size} tokens and not {of_model.vocab_size}"
+        )
+    if of_draft.max_context_len < max_context_len:
+        raise DraftMismatch(
+            f"{cannot} over {max_context_len} tokens: its own context has "
+            f"{of_draft.max_context_len}; shorten the context to that"
+        )
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,11 +1,12 @@
-"""Executes batches: table writes, inputs, forward, sampling, results. In launch order, always."""
+"""Executes batches: table writes, inputs, forward, sampling, results. In launch order, always.
+
+With a draft model, its forwards come first: they write its own KV and make the drafts.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,11 +15,9 @@ from cache.pool.mha import MhaPool
 from cache.pool.page_table import PageTable
 from cache.spec import CacheSpec, Capacity
 from cache.types import pages_for
-from session_server.attention.base import AttentionBackend, BackendFactory
-from session_server.attention.cpu import CpuBackend
-from session_server.attention.reference import ReferenceBackend
 from session_server.core.batch import Batch, PendingStep, StepResult
 from session_server.models.decoder import Decoder
+from session_server.runner.draft_model import DraftModel, without_wanted_drafts
 from session_server.runner.inputs import ForwardInputs, InputBuilder
 from session_server.runner.logprobs import DeviceLogprobs, token_logprobs
 from session_server.runner.outputs import (
@@ -28,23 +27,18 @@ from session_server.runner.outputs import (
     StepOutputs,
     failed_step,
 )
+from session_server.runner.paged_decoder import BackendName, PagedDecoder
 from session_server.runner.sampler import Sampler
 from session_server.runner.verification import verify
 
-BackendName = Literal["auto", "cpu", "torch"]
-
 SCORE_BLOCK: Final = 128
 """Prompt positions whose logits exist at the same time: [128, vocab] instead of [prompt, vocab]."""
-
-_BACKENDS: Final[Mapping[str, BackendFactory]] = MappingProxyType(
-    {"cpu": CpuBackend, "torch": ReferenceBackend}
-)
 
 
 class ModelRunner:
     """One model on one device, with its KV pool. Implements `core.batch.Runner`.
 
-    Not thread-safe: one thread launches. Owns the pool, the device page table and the sampler's
+    Not thread-safe: one thread launches. Owns the pools, the device page table and the sampler's
     memory; who may write which page is decided elsewhere, by the table writes of the batches.
     """
 
@@ -56,8 +50,9 @@ class ModelRunner:
         *,
         backend: BackendName = "auto",
         eos_token_ids: tuple[int, ...] = (),
+        draft: Decoder | None = None,
     ) -> None:
-        """Allocate the pool.
+        """Allocate the pools.
 
         Args:
             decoder: the model; decides device and dtype.
@@ -65,38 +60,34 @@ class ModelRunner:
             capacity: pages and rows; the same that bookkeeping works with.
             backend: attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
             eos_token_ids: held back until a turn's `min_tokens`.
+            draft: makes the drafts that rows do not bring; of the same vocabulary, device and
+                dtype.
         """
-        assert len(spec.groups) == 1, "one pool: full attention"
-        (group,) = spec.groups
-        device = decoder.device
-        self._decoder = decoder
-        self._pool = MhaPool(
-            group,
-            page_size=spec.page_size,
-            num_pages=capacity.num_pages[group.pool],
-            dtype=decoder.dtype,
-            device=device,
-        )
-        max_pages = pages_for(capacity.max_context_len, spec.page_size)
-        self._table = PageTable(capacity.num_rows, max_pages, device=device)
-        name = ("cpu" if device.type == "cpu" else "torch") if backend == "auto" else backend
-        self.backend_name = name
-        num_heads = decoder.config.layers[0].mixer.num_heads
-        self._backend: AttentionBackend = _BACKENDS[name](
-            self._pool, self._table, num_heads=num_heads
-        )
-        self._last_tokens = torch.zeros(capacity.num_rows + 1, dtype=torch.int64, device=device)
-        self._inputs = InputBuilder(
-            self._table, page_size=spec.page_size, last_tokens=self._last_tokens
-        )
+        device, page_size, num_rows = decoder.device, spec.page_size, capacity.num_rows
+        max_pages = pages_for(capacity.max_context_len, page_size)
+        self._table = PageTable(num_rows, max_pages, device=device)
+        self._model = PagedDecoder(decoder, spec, capacity, table=self._table, backend=backend)
+        self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self._inputs = InputBuilder(self._table, page_size=page_size, last_tokens=self._last_tokens)
         self._sampler = Sampler(
             decoder.config.vocab_size, device=device, eos_token_ids=eos_token_ids
         )
+        self._draft: DraftModel | None = None
+        if draft is not None:
+            assert draft.config.vocab_size == decoder.config.vocab_size, "one sampler for both"
+            draft_spec = draft.config.cache_spec(page_size, draft.dtype_name)
+            model = PagedDecoder(draft, draft_spec, capacity, table=self._table, backend=backend)
+            self._draft = DraftModel(model, self._table, self._sampler, num_rows=num_rows)
 
     @property
     def pool(self) -> MhaPool:
-        """The KV memory."""
-        return self._pool
+        """The model's KV memory."""
+        return self._model.pool
+
+    @property
+    def backend_name(self) -> str:
+        """What computes attention."""
+        return self._model.backend_name
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start one forward; on a CPU, finish it.
@@ -106,7 +97,7 @@ class ModelRunner:
         started = time.perf_counter()
         try:
             with torch.inference_mode():
-                if self._decoder.device.type == "cuda":
+                if self._model.pool.device.type == "cuda":
                     return EventStep.record(batch.step, lambda: self._execute(batch))
                 rows = self._execute(batch).results()
         except (RuntimeError, MemoryError, IndexError) as error:
@@ -117,7 +108,8 @@ class ModelRunner:
     def logits(self, batch: Batch) -> Tensor:
         """The logits that `launch` of this batch looks at, without sampling.
 
-        Idempotent: the KV written is what `launch` writes again.
+        Idempotent: the KV written is what `launch` writes again. Rows that want drafts of the draft
+        model must have been started by an earlier launch.
 
         Returns:
             float32 [n, vocab]: what sampled rows choose from, in the order of the batch, then
@@ -125,7 +117,7 @@ class ModelRunner:
         """
         self._table.apply(batch.table_writes)
         inputs, hidden = self._forward(batch)
-        return self._decoder.logits(hidden[: len(hidden) - len(inputs.unsampled)])
+        return self._model.decoder.logits(hidden[: len(hidden) - len(inputs.unsampled)])
 
     def _execute(self, batch: Batch) -> StepOutputs:
         self._table.apply(batch.table_writes)
@@ -147,19 +139,20 @@ class ModelRunner:
         return outputs
 
     def _forward(self, batch: Batch) -> tuple[ForwardInputs, Tensor]:
-        inputs = self._inputs.build(batch)
-        hidden = self._decoder.forward(
-            inputs.token_ids,
-            inputs.positions,
-            attention=self._backend.plan(inputs.attention),
-            wanted=inputs.wanted,
-        )
-        return inputs, hidden
+        inputs = self._build(batch)
+        return inputs, self._model.forward(inputs, inputs.wanted)
+
+    def _build(self, batch: Batch) -> ForwardInputs:
+        if self._draft is None:
+            return self._inputs.build(batch)
+        certain = self._inputs.build(without_wanted_drafts(batch))
+        drafts = self._draft.follow(certain, batch)
+        return certain if drafts is None else self._inputs.build(batch, drafts)
 
     def _sample(self, inputs: ForwardInputs, hidden: Tensor) -> SampledRows:
         draws = inputs.draws
         rows = torch.tensor([draw.row for draw in draws]).to(hidden.device)
-        logits = self._decoder.logits(hidden)
+        logits = self._model.decoder.logits(hidden)
         num_right = None
         if len(hidden) == len(draws):
             tokens = self._sampler.choose(logits, draws)
@@ -193,7 +186,7 @@ class ModelRunner:
             blocks = []
             for first in range(0, len(targets), SCORE_BLOCK):
                 of_block = targets[first : first + SCORE_BLOCK]
-                logits = self._decoder.logits(hidden[offset : offset + len(of_block)])
+                logits = self._model.decoder.logits(hidden[offset : offset + len(of_block)])
                 blocks.append(token_logprobs(logits, of_block, num_top=wish.num_top))
                 offset += len(of_block)
             scores.append(blocks)

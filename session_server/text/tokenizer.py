@@ -48,7 +48,7 @@ class Tokenizer:
         self._special = _special_tokens(self._control)
         self.special_ids = frozenset(token.token_id for token in self._special.values())
         self.special_pattern = _any_of(self._special)
-        self.vocab_size = max(self._control.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(self.vocabulary.values()) + 1
 
     @property
     def special_tokens(self) -> dict[str, SpecialToken]:
@@ -59,6 +59,11 @@ class Tokenizer:
     def pipeline(self) -> tokenizers.Tokenizer:
         """The tokenizer to decode with; not to be changed."""
         return self._control
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id, control tokens included; a copy."""
+        return self._control.get_vocab(with_added_tokens=True)
 
     def id_of(self, text: str) -> int | None:
         """Id of one token by its exact text."""

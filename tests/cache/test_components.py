@@ -25,12 +25,12 @@ def test_full_attention_reuses_and_cuts_anywhere_and_reads_everything() -> None:
 
 
 def test_a_page_costs_k_and_v_of_all_layers() -> None:
-    assert CacheSpec((GROUP,), 16).bytes_per_page(GROUP.pool) == 2 * 3 * 2 * 16 * 2 * 16
+    assert CacheSpec((GROUP,), 16).bytes_per_page == 2 * 3 * 2 * 16 * 2 * 16
 
 
 def test_a_budget_buys_whole_pages_and_no_more_than_asked() -> None:
     spec = CacheSpec((GROUP,), 16)
-    budget = 10 * spec.bytes_per_page(GROUP.pool) + 1
+    budget = 10 * spec.bytes_per_page + 1
     free = plan_capacity(spec, budget_bytes=budget, num_rows=2, max_context_len=64)
     assert free.num_pages == {"full": 10}
     bounded = plan_capacity(
@@ -42,9 +42,7 @@ def test_a_budget_buys_whole_pages_and_no_more_than_asked() -> None:
 def test_a_budget_for_padding_alone_is_refused() -> None:
     spec = CacheSpec((GROUP,), 16)
     with pytest.raises(ValueError, match="raise the memory fraction"):
-        plan_capacity(
-            spec, budget_bytes=spec.bytes_per_page(GROUP.pool), num_rows=2, max_context_len=64
-        )
+        plan_capacity(spec, budget_bytes=spec.bytes_per_page, num_rows=2, max_context_len=64)
 
 
 @pytest.mark.parametrize(("num_tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cache.spec import LayerKind
-from session_server.models.config import FULL_POOL, RopeKind
+from session_server.models.config import RopeKind
 from session_server.models.errors import CheckpointError, UnsupportedModel
 from session_server.models.registry import load_config, parse_config
 
@@ -174,4 +174,4 @@ def test_the_cache_spec_is_what_the_layers_store() -> None:
     assert group.kind is LayerKind.FULL
     assert group.layers == (0, 1, 2)
     # K and V, 3 layers, 2 heads of 8, 2 bytes, 16 positions.
-    assert spec.bytes_per_page(FULL_POOL) == 2 * 3 * 2 * 8 * 2 * 16
+    assert spec.bytes_per_page == 2 * 3 * 2 * 8 * 2 * 16

@@ -17,7 +17,8 @@ from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.models.config import FULL_POOL
 from session_server.models.decoder import Decoder
 from session_server.models.registry import load_config
-from session_server.runner.model_runner import BackendName, ModelRunner
+from session_server.runner.model_runner import ModelRunner
+from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import load_decoder
 from tests.oracle.checkpoints import VOCAB_SIZE
 from tests.runner.rows import GREEDY, Rows
@@ -25,8 +26,8 @@ from tests.runner.rows import GREEDY, Rows
 MAX_LEN = 128
 EOS = 7
 
-Guess = Callable[[int, int], Sequence[int]]
-"""(row, tokens said so far) -> drafts of the tokens that follow."""
+Guess = Callable[[int, int], Sequence[int] | int]
+"""(row, tokens said so far) -> drafts of what follows, or how many the draft model is to make."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def new_rows(
     page_size: int = 16,
     num_rows: int = 8,
     backend: BackendName = "torch",
+    draft: Decoder | None = None,
 ) -> Rows:
     """A runner with room for `num_rows` turns of `MAX_LEN` tokens."""
     pages_per_row = MAX_LEN // page_size
@@ -77,6 +79,7 @@ def new_rows(
         capacity,
         backend=backend,
         eos_token_ids=(EOS,),
+        draft=draft,
     )
     return Rows(runner, page_size, pages_per_row)
 
@@ -103,11 +106,14 @@ def run_turns(
         for row in live:
             heard = said[row]
             room = num - len(heard.tokens) - 1
-            drafts = [] if guess is None else list(guess(row, len(heard.tokens)))[:room]
+            guessed = 0 if guess is None else guess(row, len(heard.tokens))
             start = len(requests[row].prompt) + len(heard.tokens) - 1
             last = np.array(heard.tokens[-1:], dtype=np.int32)
-            guessed = np.array(drafts, dtype=np.int32) if drafts else None
-            batch.append(rows.row(row, last, start=start, drafts=guessed))
+            if isinstance(guessed, int):
+                drafts: Tokens | int = min(guessed, room)
+            else:
+                drafts = np.array(guessed[:room], dtype=np.int32) if guessed[:room] else 0
+            batch.append(rows.row(row, last, start=start, drafts=drafts))
         for row, planned, result in zip(live, batch, rows.run(*batch), strict=True):
             if planned.num_drafts:
                 said[row].starts.append(planned.start)

@@ -36,14 +36,15 @@ class Rows:
         seed: int = 0,
         sample: bool = True,
         score: ScoreRange | None = None,
-        drafts: Tokens | None = None,
+        drafts: Tokens | int = 0,
     ) -> BatchRow:
         """Positions from `start`; None stands for the token sampled before. Begins a turn at 0.
 
-        `drafts` stand behind the tokens; a turn's first output follows its first row.
+        `drafts` stand behind the tokens, so many when the runner makes them; a turn's first output
+        follows its first row.
         """
         begins = tokens is not None and start == 0
-        num_drafts = 0 if drafts is None else len(drafts)
+        num_drafts = drafts if isinstance(drafts, int) else len(drafts)
         num_certain = 1 if tokens is None else len(tokens)
         return BatchRow(
             turn_id=TurnId(f"turn-{row}"),
@@ -58,7 +59,7 @@ class Rows:
             else None,
             score=score,
             num_drafts=num_drafts,
-            drafts=drafts,
+            drafts=None if isinstance(drafts, int) else drafts,
         )
 
     def batch(self, *rows: BatchRow, writes: tuple[TableWrite, ...] = ()) -> Batch:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.demo import MODEL_DIR
-from session_server.models.errors import CheckpointError
+from session_server.models.errors import CheckpointError, DraftMismatch
+from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, choose_device, choose_dtype, load_runner
+from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.rows import Rows
 
 
@@ -25,6 +29,42 @@ def test_the_context_can_be_shortened_but_not_stretched() -> None:
     for asked, expected in ((100, 100), (1 << 20, 4096)):
         options = RunnerOptions(page_size=16, num_rows=1, device="cpu", max_context_len=asked)
         assert load_runner(MODEL_DIR, options).plan.capacity.max_context_len == expected
+
+
+def test_a_draft_model_takes_its_share_of_the_memory(tmp_path: Path) -> None:
+    draft = write_random_checkpoint(tmp_path, RandomModel(num_layers=1))
+    limits = MemoryLimits(max_total_tokens=160)
+    options = RunnerOptions(page_size=16, num_rows=2, device="cpu", memory=limits)
+    alone = load_runner(MODEL_DIR, options)
+    both = load_runner(MODEL_DIR, replace(options, draft=draft))
+    assert both.spec == alone.spec
+    assert both.plan.capacity == alone.plan.capacity
+    draft_bytes = 11 * 16 * 2 * 1 * 2 * 32 * 4  # pages, tokens, K and V, layers, heads, dim, fp32
+    assert both.plan.kv_bytes == alone.plan.kv_bytes + draft_bytes
+    tight = MemoryLimits(fraction=12 * both.spec.bytes_per_page / both.plan.free_bytes)
+    squeezed = [
+        load_runner(MODEL_DIR, replace(options, memory=tight, draft=path)).plan.capacity
+        for path in (None, draft)
+    ]
+    pages = [max(capacity.num_pages.values()) for capacity in squeezed]
+    assert 2 <= pages[1] < pages[0]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    draft = write_checkpoint("qwen3", tmp_path)
+    options = RunnerOptions(page_size=16, num_rows=1, device="cpu", draft=draft)
+    with pytest.raises(DraftMismatch, match="131 tokens and not 1536") as error:
+        load_runner(MODEL_DIR, options)
+    assert str(draft) in str(error.value)
+    assert str(MODEL_DIR) in str(error.value)
+
+
+def test_a_draft_model_must_reach_as_far_as_the_context(tmp_path: Path) -> None:
+    draft = write_random_checkpoint(tmp_path, RandomModel(context_len=1024))
+    options = RunnerOptions(page_size=16, num_rows=1, device="cpu", draft=draft)
+    with pytest.raises(DraftMismatch, match="its own context has 1024"):
+        load_runner(MODEL_DIR, options)
+    assert load_runner(MODEL_DIR, replace(options, max_context_len=1024))
 
 
 def test_no_checkpoint_no_runner(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from cache.types import Tokens
 from session_server.core.batch import ScoreRange
 from session_server.core.sampling import SamplingParams
 from session_server.models.decoder import Decoder
-from session_server.runner.model_runner import BackendName
+from session_server.runner.paged_decoder import BackendName
 from tests.oracle.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.runner.distribution import assert_distributed
 from tests.runner.drafting import (
@@ -191,7 +191,7 @@ def test_chunks_plain_rows_and_guesses_share_a_forward(
         for row, request in requests.items():
             start = len(request.prompt) + len(said[row]) - 1
             coming = plain[row].tokens[len(said[row]) : len(said[row]) + row - 1]
-            drafts = np.array(coming, dtype=np.int32) if coming else None
+            drafts = np.array(coming, dtype=np.int32) if coming else 0
             last = np.array(said[row][-1:], dtype=np.int32)
             batch.append(rows.row(row, last, start=start, drafts=drafts))
         chunk = rows.row(4, other[step * 10 : step * 10 + 10], start=step * 10, sample=step == 5)

@@ -1,0 +1,120 @@
+"""A small model that guesses what the large one will choose.
+
+Its KV lies in a pool of its own under the same page ids and the same page table, and every forward
+of the target runs through it too. So where the target's KV is valid, its own is, and nothing has to
+be kept in books: a page that is shared, published, cooled or handed on takes both along.
+
+It guesses with the target's own sampler, rules and noise (see `verification`): the better its
+distribution agrees, the likelier both choose the same token, sampled or greedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cache.pool.page_table import PageTable
+from session_server.core.batch import Batch, BatchRow
+from session_server.runner.inputs import ForwardInputs, InputBuilder
+from session_server.runner.paged_decoder import PagedDecoder
+from session_server.runner.sampler import Sampler
+from session_server.runner.verification import Draw
+
+
+class DraftModel:
+    """Makes the drafts that rows want and do not bring."""
+
+    __slots__ = ("_last_drafts", "_model", "_sampler", "_steps")
+
+    def __init__(
+        self, model: PagedDecoder, table: PageTable, sampler: Sampler, *, num_rows: int
+    ) -> None:
+        """Args:
+        model: of the target's vocabulary, on its device.
+        table: the target's.
+        sampler: the target's.
+        num_rows: rows of the table, the padding row excluded.
+        """
+        self._model = model
+        self._sampler = sampler
+        device = model.decoder.device
+        self._last_drafts = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self._steps = InputBuilder(
+            table, page_size=model.pool.page_size, last_tokens=self._last_drafts
+        )
+
+    def follow(self, certain: ForwardInputs, batch: Batch) -> Tensor | None:
+        """Compute a forward's certain tokens, then guess.
+
+        Args:
+            certain: the forward without the drafts that are still to be made.
+            batch: the forward; the rows that want drafts were started in the sampler.
+
+        Returns:
+            int64 [n, most drafts of a row], as `InputBuilder.build` takes them; None when no row
+            wants any.
+        """
+        wanting = [row for row in batch.rows if wants_drafts(row)]
+        ends = {span.row: span.offset + span.num_tokens - 1 for span in certain.attention.spans}
+        last = torch.tensor([ends[row.row] for row in wanting], dtype=torch.int64)
+        hidden = self._model.forward(certain, last.to(certain.token_ids.device))
+        return self._guess(wanting, hidden) if wanting else None
+
+    def _guess(self, rows: list[BatchRow], hidden: Tensor) -> Tensor:
+        """One position after the other; `hidden` [n, hidden]: of the last certain tokens.
+
+        The last draft's KV is computed too: when all of them are right, it is history.
+        """
+        num_steps = max(row.num_drafts for row in rows)
+        drafts = torch.zeros((len(rows), num_steps), dtype=torch.int64, device=hidden.device)
+        said: list[tuple[list[Draw], Tensor]] = []
+        live = list(range(len(rows)))
+        for step in range(num_steps):
+            if step:
+                going_on = [i for i, index in enumerate(live) if rows[index].num_drafts > step]
+                live, hidden = [live[i] for i in going_on], hidden[going_on]
+            single = [_single(rows[index], step) for index in live]
+            draws = [Draw(row.row, row.start) for row in single]
+            tokens = self._sampler.choose(self._model.decoder.logits(hidden), draws)
+            self._sampler.remember(draws, tokens)
+            said.append((draws, tokens))
+            drafts[live, step] = tokens
+            self._last_drafts[[row.row for row in single]] = tokens
+            inputs = self._steps.build(Batch(0, tuple(single), ()))
+            hidden = self._model.forward(inputs, inputs.wanted)
+        for draws, tokens in said:
+            # They were guesses; what is said is for the target to choose.
+            self._sampler.remember(draws, tokens, torch.full_like(tokens, -1, dtype=torch.float32))
+        return drafts
+
+
+def wants_drafts(row: BatchRow) -> bool:
+    """Whether the row's drafts are still to be made."""
+    return row.num_drafts > 0 and row.drafts is None
+
+
+def without_wanted_drafts(batch: Batch) -> Batch:
+    """The batch without the positions whose token is still to be guessed."""
+    rows = (
+        replace(row, num_tokens=row.num_tokens - row.num_drafts, num_drafts=0)
+        if wants_drafts(row)
+        else row
+        for row in batch.rows
+    )
+    return replace(batch, rows=tuple(rows))
+
+
+def _single(row: BatchRow, step: int) -> BatchRow:
+    """The position of a row's draft number `step`, whose token only the device knows."""
+    return replace(
+        row,
+        start=row.start + row.num_tokens - row.num_drafts + step,
+        num_tokens=1,
+        tokens=None,
+        sample=True,
+        sampling=None,
+        score=None,
+        num_drafts=0,
+    )

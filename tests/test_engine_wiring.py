@@ -1,0 +1,82 @@
+"""What the composition root of the engine's side makes of settings that ask for guesses."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
+from session_server.config import CacheSettings, EngineSettings, ModelSettings, Settings
+from session_server.demo import MODEL_DIR
+from session_server.engine.loop import EngineAssembly
+from session_server.engine_wiring import build_engine
+from session_server.models.errors import DraftMismatch
+
+DRAFT_SHAPE = RandomModel(num_layers=1, context_len=4096)
+
+
+def build(draft_path: Path | None, speculation: str = "model") -> EngineAssembly:
+    settings = Settings(
+        model=ModelSettings(
+            device="cpu", draft_path=None if draft_path is None else str(draft_path)
+        ),
+        engine=EngineSettings(speculation=speculation, num_draft_tokens=3),
+        cache=CacheSettings(max_total_tokens=1024, max_resident_sessions=4),
+    )
+    return build_engine(settings)
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_before() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    return write_random_checkpoint(tmp_path, DRAFT_SHAPE)
+
+
+def test_a_draft_model_is_loaded_beside_the_embedded_one(draft: Path) -> None:
+    assert build(draft).ready.vocab_size == 1536
+
+
+def test_without_its_algorithm_a_draft_model_is_not_even_looked_for(tmp_path: Path) -> None:
+    assert build(tmp_path / "nowhere", speculation="ngram").ready.vocab_size == 1536
+
+
+def test_guessing_by_a_model_needs_one() -> None:
+    with pytest.raises(ValueError, match="--speculative-draft-model-path"):
+        build(None)
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused_and_both_are_named(draft: Path) -> None:
+    path = draft / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    vocabulary = raw["model"]["vocab"]
+    one, other = list(vocabulary)[300:302]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(DraftMismatch, match="other tokens or other ids") as error:
+        build(draft)
+    assert str(draft) in str(error.value)
+    assert str(MODEL_DIR) in str(error.value)
+
+
+def test_a_draft_model_without_a_tokenizer_is_refused(draft: Path) -> None:
+    (draft / "tokenizer.json").unlink()
+    with pytest.raises(DraftMismatch, match=r"has no tokenizer\.json"):
+        build(draft)
+
+
+def test_a_draft_model_that_is_the_model_itself_is_fine(tmp_path: Path) -> None:
+    twin = tmp_path / "twin"
+    shutil.copytree(MODEL_DIR, twin)
+    assert build(twin).ready.num_pages == 1024 // 16 + 1
