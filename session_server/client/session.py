@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -31,6 +32,7 @@ from session_server.client.turn import (
 from session_server.core.session_events import ChatInput, TextInput, TokenInput, TurnInput
 
 SUBPROTOCOL: Final = Subprotocol("kvsession.v1")
+_CLOSE: Final = b'{"type":"session.close"}'
 RETRYABLE_CLOSE_CODES: Final = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
 """Closes after which connecting again may help: a lost line, a restart, overload, a slow reader."""
 
@@ -60,6 +62,14 @@ class _LiveTurn:
     cancel: bytes | None = None
 
 
+class _Aim(enum.Enum):
+    """What the client wants of its session: to stay in it, to close it, to leave it open."""
+
+    STAY = enum.auto()
+    CLOSE = enum.auto()
+    LEAVE = enum.auto()
+
+
 class SessionClient:
     """One session. Made by `connect`; as a context manager it closes the session at the end.
 
@@ -77,7 +87,7 @@ class SessionClient:
         self._reader: asyncio.Task[None] | None = None
         self._last_seq = 0
         self._turns: dict[str, _LiveTurn] = {}
-        self._leaving = False
+        self._aim = _Aim.STAY
         self._connected = asyncio.Event()
         self._closed = asyncio.Event()
 
@@ -134,11 +144,12 @@ class SessionClient:
 
     async def close(self, *, timeout_s: float = 10.0) -> None:
         """End the session on the server and the connection here; idempotent."""
-        if self._reader is None or self._leaving:
+        if self._reader is None or self._aim is not _Aim.STAY:
             return
+        self._aim = _Aim.CLOSE
         try:
             async with asyncio.timeout(timeout_s):
-                await self._send(b'{"type":"session.close"}')
+                await self._send(_CLOSE)
                 await self._closed.wait()
         except (TimeoutError, ConnectionLost):
             self._fail_turns(ConnectionLost("the server did not confirm the close"))
@@ -146,7 +157,7 @@ class SessionClient:
 
     async def leave(self) -> None:
         """Drop the connection and keep the session; `connect` with its id comes back to it."""
-        self._leaving = True
+        self._aim = _Aim.LEAVE
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -172,7 +183,7 @@ class SessionClient:
         """Send on the present socket, or on the next one when there is none."""
         while True:
             await self._connected.wait()
-            if self._socket is None or self._leaving or self._closed.is_set():
+            if self._socket is None or self._aim is _Aim.LEAVE or self._closed.is_set():
                 raise ConnectionLost("the session's connection is closed")
             socket = self._socket
             try:
@@ -189,7 +200,7 @@ class SessionClient:
             while True:
                 assert self._socket is not None
                 await self._receive_all(self._socket)
-                if self._leaving or self._closed.is_set():
+                if self._aim is _Aim.LEAVE or self._closed.is_set():
                     return
                 code, reason = self._socket.close_code, self._socket.close_reason
                 if code is not None and code not in RETRYABLE_CLOSE_CODES:
@@ -209,7 +220,8 @@ class SessionClient:
     async def _receive_all(self, socket: ClientConnection) -> None:
         try:
             async for payload in socket:
-                self._receive(payload)
+                for turn in self._receive(payload):
+                    await socket.send(turn.create, text=True)
         except ConnectionClosed:
             return  # the socket's close code says what happened
 
@@ -223,6 +235,8 @@ class SessionClient:
                     await self._socket.send(turn.create, text=True)
                 if turn.cancel is not None:
                     await self._socket.send(turn.cancel, text=True)
+            if self._aim is _Aim.CLOSE:
+                await self._socket.send(_CLOSE, text=True)
         except ConnectionClosed:
             return  # lost again: the reader's next round repeats it
 
@@ -276,16 +290,19 @@ class SessionClient:
             self._last_seq = hello["seq"]
         return socket
 
-    def _receive(self, payload: str | bytes) -> None:
+    def _receive(self, payload: str | bytes) -> Sequence[_LiveTurn]:
+        """Take in one frame; gives the turns that must be asked for again."""
         frame = msgspec.json.decode(payload, type=dict[str, Any])
         if frame["type"] == "session.snapshot":
-            self._receive_snapshot(frame)
-            return
-        seq = frame.get("seq")
-        if seq is not None:
+            return self._receive_snapshot(frame)
+        if (seq := frame.get("seq")) is not None:
             if seq <= self._last_seq:
-                return  # a replay overlaps what is known
+                return ()  # a replay overlaps what is known
             self._last_seq = seq
+        self._receive_entry(frame)
+        return ()
+
+    def _receive_entry(self, frame: Mapping[str, Any]) -> None:
         match frame["type"]:
             case "turn.created" | "turn.delta" | "turn.progress":
                 self._receive_step(frame)
@@ -319,13 +336,16 @@ class SessionClient:
         self._turns.pop(turn.handle.turn_id)
         turn.handle.end(Refused(failure.code, failure.message))
 
-    def _receive_snapshot(self, frame: Mapping[str, Any]) -> None:
-        """The journal did not reach back: the running turn starts over from the text it has."""
+    def _receive_snapshot(self, frame: Mapping[str, Any]) -> Sequence[_LiveTurn]:
+        """The journal did not reach back: the running turn starts over from the text it has, and
+        those that neither run nor wait may have ended without our hearing how."""
         self._last_seq = frame["seq"]
         running = frame.get("turn") or {}
         turn = self._turns.get(running.get("turn_id", ""))
         if turn is not None:
             turn.handle.add(TurnReplaced(running["text"]))
+        live = {running.get("turn_id"), *frame.get("queued", ())}
+        return [turn for turn_id, turn in self._turns.items() if turn_id not in live]
 
     def _receive_end(self, frame: Mapping[str, Any]) -> None:
         turn = self._turns.pop(frame["turn_id"], None)

@@ -175,14 +175,10 @@ class _Life(asyncio.Protocol):
         Raises:
             EngineUnavailable: the program could not be started.
         """
-        ours, theirs = socket.socketpair()
         try:
-            process = await asyncio.to_thread(_popen, settings.argv, theirs)
+            ours, process = await asyncio.to_thread(_popen, settings.argv)
         except OSError as error:
-            ours.close()
             raise EngineUnavailable(f"the engine process did not start: {error}") from error
-        finally:
-            theirs.close()
         loop = asyncio.get_running_loop()
         _, life = await loop.create_unix_connection(lambda: cls(process, listener), sock=ours)
         assert life._transport is not None
@@ -238,6 +234,14 @@ class _Life(asyncio.Protocol):
         self.lost.set_result(self._last_words)
 
 
-def _popen(argv: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
-    fd = theirs.fileno()
-    return subprocess.Popen([*argv, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL)  # noqa: S603
+def _popen(argv: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A child, and our end of the socket whose other end it alone holds."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            argv = [*argv, str(theirs.fileno())]
+            pass_fds, nothing = [theirs.fileno()], subprocess.DEVNULL
+            return ours, subprocess.Popen(argv, pass_fds=pass_fds, stdin=nothing)  # noqa: S603
+    except OSError:
+        ours.close()
+        raise

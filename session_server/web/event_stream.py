@@ -18,7 +18,7 @@ HEARTBEAT = b": ping\n\n"
 
 
 class EventStream(Response):
-    """Sends chunks as they come; ends with the client, and drops one that takes nothing.
+    """Sends chunks as they come; ends with the client.
 
     `around` is entered while it sends, whatever becomes of the chunks.
     """
@@ -28,7 +28,6 @@ class EventStream(Response):
         chunks: AsyncGenerator[bytes, None],
         *,
         around: contextlib.AbstractContextManager[object],
-        send_timeout_s: float,
     ) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
@@ -36,7 +35,6 @@ class EventStream(Response):
         self.headers["x-accel-buffering"] = "no"
         self._chunks = chunks
         self._around = around
-        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the chunks or the client end; the generator is closed in both cases."""
@@ -53,7 +51,7 @@ class EventStream(Response):
                 task.cancel()
             results = await asyncio.gather(sender, listener, return_exceptions=True)
         for result in results:
-            # A client that left (OSError) or stalled (TimeoutError) is not a fault of ours.
+            # A client that left is not a fault of ours.
             if isinstance(result, Exception) and not isinstance(result, OSError):
                 raise result
 
@@ -62,8 +60,7 @@ class EventStream(Response):
             head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(head)
             async for chunk in chunks:
-                async with asyncio.timeout(self._send_timeout_s):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -27,6 +27,9 @@ MAX_HEADER_BYTES: Final = 16_384
 MAX_HEADERS: Final = 100
 MAX_URL_BYTES: Final = 8_192
 HEADER_TIMEOUT_S: Final = 10.0
+STALL_S: Final = 10.0
+"""An HTTP peer that takes nothing of what it is owed for so long is cut, bytes and all."""
+
 LINGER_S: Final = 5.0
 """A WebSocket whose peer reads nothing is cut this long after its handler has returned."""
 
@@ -35,7 +38,12 @@ _HOST: Final = re.compile(r"^(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253})(
 
 
 class GuardedHttp(HttpToolsProtocol):
-    """uvicorn's httptools protocol with bounds on the head of a request, in bytes and in time."""
+    """uvicorn's httptools protocol with bounds on the head of a request, in bytes and in time, and
+    on the patience with a peer that does not read its answer.
+
+    uvicorn closes such a connection in order, and a closing transport waits for its last byte to
+    be taken: the socket would be the peer's for as long as it likes.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -44,16 +52,30 @@ class GuardedHttp(HttpToolsProtocol):
         self._unparsed_bytes = 0
         self._refusal: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The peer has a bounded time to send a first head."""
         super().connection_made(transport)
+        # Whatever the kernel does not take at once counts as owed: `pause_writing` is told.
+        transport.set_write_buffer_limits(high=0)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer with the connection."""
+        """Forget the timers with the connection."""
         self._head_done()
+        self._nothing_owed()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The peer owes it to us to take something soon."""
+        super().pause_writing()
+        self._expect_reading(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """The peer has taken everything."""
+        super().resume_writing()
+        self._nothing_owed()
 
     def data_received(self, data: bytes) -> None:
         """Parse; a head that never ends is cut by the bytes seen so far."""
@@ -120,6 +142,21 @@ class GuardedHttp(HttpToolsProtocol):
     def _head_late(self) -> None:
         self._refusal = HttpRefusal(408, "The request head did not arrive in time.")
         self.send_400_response("")
+
+    def _expect_reading(self, owed_bytes: int) -> None:
+        self._stall_timer = self.loop.call_later(STALL_S, self._check_reading, owed_bytes)
+
+    def _nothing_owed(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _check_reading(self, owed_bytes: int) -> None:
+        still_owed = self.transport.get_write_buffer_size()
+        if still_owed >= owed_bytes:
+            self.transport.abort()
+        else:
+            self._expect_reading(still_owed)
 
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):

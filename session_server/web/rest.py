@@ -151,8 +151,7 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     keep_partial = True if turn.on_disconnect == "cancel" else None
     reading = TurnReading(caller, journal, view, keep_partial=keep_partial)
     if wants_events(request):
-        timeout_s = caller.services.settings.send_timeout_s
-        return EventStream(reading.events(), around=reading, send_timeout_s=timeout_s)
+        return EventStream(reading.events(), around=reading)
     with reading:
         end = await reading.end(request.receive)
     if isinstance(end, TurnFailedEntry):
@@ -198,7 +197,6 @@ async def read_events(
     return EventStream(
         session_events(caller, session_id, after=start),
         around=caller.readers.reading(caller.owner, session_id, "sse"),
-        send_timeout_s=caller.services.settings.send_timeout_s,
     )
 
 

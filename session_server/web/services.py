@@ -22,7 +22,7 @@ class WebSettings:
     """Bounds of the sockets. Times in seconds, sizes in bytes.
 
     `key_digests`: `digest_of` the API keys; empty leaves the server open to who can connect.
-    `send_timeout_s`: a reader that takes nothing for so long is dropped and may resume.
+    `send_timeout_s`: a socket that takes nothing for so long is dropped and may resume.
     `idle_s`: a socket that hears and says nothing for so long is closed. `hosts`: names besides
     loopback under which a loopback-bound server answers.
     """

@@ -121,8 +121,7 @@ async def generate(request: Request, caller: Caller) -> Response:
     job = generation(body, rid=rid, turn_id=new_turn_id())
     run = await start_generation(caller, _state_of(request), job, arrived_s=arrived_s)
     if job.stream:
-        timeout_s = caller.services.settings.send_timeout_s
-        return EventStream(run.events(), around=run.scope(), send_timeout_s=timeout_s)
+        return EventStream(run.events(), around=run.scope())
     with run.scope():
         end = await run.reading.end(request.receive, on_entry=run.answer.add)
     if isinstance(end, TurnFailedEntry):

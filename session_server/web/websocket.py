@@ -275,10 +275,17 @@ class SessionSocket:
 
     async def _start(self, request: TurnRequest, call: Call, session_id: str, watch: Watch) -> None:
         seq_before = self._journal.last_seq
-        view = await call.sessions.submit(call.owner, session_id, request)
+        is_bound = request.on_disconnect == "cancel"
+        try:
+            view = await call.sessions.submit(call.owner, session_id, request)
+        except asyncio.CancelledError:
+            # The connection ends while the input is tokenised; the turn goes on without it.
+            if is_bound:
+                watch.bind(request.turn_id, keep_partial=True)
+            raise
         if view.created_seq <= seq_before:
             self._protocol.repeat(view.turn_id, position=view.position, end=view.end)
-        if request.on_disconnect == "cancel" and view.end is None:
+        if is_bound and view.end is None:
             watch.bind(view.turn_id, keep_partial=True)
 
     async def _watch_journal(self) -> None:

@@ -324,3 +324,47 @@ def test_events_beyond_the_buffer_are_merged_not_lost(monkeypatch: pytest.Monkey
             assert len(pieces) == 3
 
     run(test)
+
+
+def test_a_reader_overtaken_by_the_journal_asks_again_how_its_turns_ended() -> None:
+    """A turn that ended in the part that was lost would be waited for without end."""
+
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        create = await peer.receive()
+        await peer.send("turn.created", seq=1, turn_id=create["turn_id"], position=0)
+        await peer.send("session.resume_failed", reason="offset_lost")
+        await peer.send("session.snapshot", seq=900, items=[], turn=None, queued=[])
+        assert await peer.receive() == create
+        await peer.complete(901, create["turn_id"], "Hello")
+        await peer.closed(902)
+
+    async def test() -> None:
+        async with playing(script) as server, await connect(server.url) as session:
+            assert (await session.ask("hi")).text == "Hello"
+
+    run(test)
+
+
+def test_a_close_that_may_not_have_been_heard_is_said_again() -> None:
+    """Otherwise the session stays open at the server until its time to live is over."""
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        assert (await peer.receive())["type"] == "session.close"
+        peer.cut()
+
+    is_heard = asyncio.Event()
+
+    async def second(peer: Peer) -> None:
+        await peer.hello(resumed=True)
+        await peer.closed(1)
+        is_heard.set()
+
+    async def test() -> None:
+        async with playing(first, second) as server:
+            session = await connect(server.url, options=QUICK)
+            await session.close()
+            assert is_heard.is_set()
+
+    run(test)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -209,6 +210,31 @@ def test_a_start_that_fails_says_what_the_child_said() -> None:
         missing = EngineProcess(ProcessSettings(("/nonexistent/engine",), b""))
         with pytest.raises(EngineUnavailable, match="did not start"):
             await missing.start(lambda event: None)
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_that_finds_no_socket_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server out of file descriptors for a moment must not be without an engine for good."""
+
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(LiveStage())
+        await client.start(server.hear)
+        pair, failures = socket.socketpair, [OSError("too many open files")]
+
+        def fail_once() -> tuple[socket.socket, socket.socket]:
+            if failures:
+                raise failures.pop()
+            return pair()
+
+        monkeypatch.setattr(socket, "socketpair", fail_once)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await server.revival()
+        assert not failures
+        deaths = [event for event in server.events if isinstance(event, EngineDied)]
+        assert [death.will_restart for death in deaths] == [True, True]
+        await client.stop()
 
     asyncio.run(scenario())
 

@@ -1,0 +1,68 @@
+"""Readers come, go and stall: whose turns end with them, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from session_server.sessions import tokenising
+from session_server.sessions.prompt import Prompt, build_prompt
+from session_server.web import guard
+from tests.web.serving import Served, served, turn
+from tests.web.test_websocket import flood, narrow_socket
+
+
+@served()
+async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_tokenised(
+    this: Served,
+) -> None:
+    may_go_on = threading.Event()
+
+    def slow_build(*args: Any, **kwargs: Any) -> Prompt:
+        may_go_on.wait(30)
+        return build_prompt(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenising, "build_prompt", slow_build)
+        async with this.socket() as wire:
+            session_id = wire.hello["session_id"]
+            fields = turn("word " * 1500, max_tokens=2000, on_disconnect="cancel")
+            await wire.send("turn.create", turn_id="t", **fields)
+            await this.until(lambda: this.sessions.get("anonymous", session_id).running_turn == "t")
+            wire.socket.transport.abort()
+        # Only a writer that has something to say notices; its reader still waits for the tokens.
+        while this.sockets.num_attached:
+            this.sessions.update("anonymous", session_id, metadata={"a": "b"})
+            await asyncio.sleep(0.01)
+        may_go_on.set()
+    await this.until(lambda: bool(this.sessions.stats().turns_by_end))
+    assert this.sessions.stats().turns_by_end == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("path", ["events", "items"])
+def test_a_stalled_http_reader_is_let_go_with_its_socket(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    monkeypatch.setattr(guard, "STALL_S", 0.2)
+
+    @served()
+    async def test(this: Served) -> None:
+        session_id = await this.open(instructions="x" * 900_000)
+        await this.http.aclose()
+        narrow = await narrow_socket(this.port)
+        request = f"GET /v1/sessions/{session_id}/{path} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        # Eight answers of 0.9 MB, or a stream of 16 MB: more than the kernel takes for the reader.
+        num_requests = 8 if path == "items" else 1
+        await asyncio.get_running_loop().sock_sendall(narrow, request.encode() * num_requests)
+        if path == "events":
+            await this.until(lambda: len(this.server.server_state.tasks) == 1)
+            await flood(this, session_id)
+        await this.until(lambda: not this.server.server_state.connections)
+        await this.until(lambda: not this.server.server_state.tasks)
+        narrow.close()
+
+    test()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
