@@ -1,0 +1,22 @@
+"""Every seeded bug by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
+from typing import Final
+
+from tests.mutants import in_books, in_leases, in_radix
+from tests.mutants.mutant import Mutant
+
+
+def _named(*modules: ModuleType) -> dict[str, Mutant]:
+    return {
+        name.lower().replace("_", " "): value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, Mutant)
+    }
+
+
+MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(_named(in_books, in_radix, in_leases))
