@@ -53,7 +53,7 @@ REWIND_KEEPS_LENGTH = Mutant(
 
 DUPLICATE_IS_FORGOTTEN = Mutant(
     "A page that the tree had already is dropped from the lease and not freed.",
-    "sglang#22862 (L1)",
+    "systematic",
     Edit(
         "cache.lease:KVLease.publish",
         "stores.allocators[pool].release(ours[pool][: len(replaced)], self.holder)",
@@ -216,7 +216,7 @@ IDLE_SESSION_IS_NOT_OFFERED = Mutant(
 
 FREE_PAGES_ONLY = Mutant(
     "A turn that grows counts on free pages only and never evicts.",
-    "vllm#16315 (X5)",
+    "vllm-ascend#16315 (X5)",
     Edit(
         "cache.session_cache:SessionAwareCache.grow",
         "missing > ledger.num_free + ledger.num_evictable",
@@ -236,7 +236,7 @@ PIN_COUNT_DRIFTS = Mutant(
 
 PINS_ARE_UNBOUNDED = Mutant(
     "Pinning is not bounded by the quota.",
-    "sglang#27024 (X1)",
+    "systematic",
     Edit(
         "cache.pinned_quota:PinnedQuota.refuse_beyond",
         "if others + num_pages > self.quota_pages:",

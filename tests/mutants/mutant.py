@@ -26,10 +26,15 @@ class Edit:
     was: str
     becomes: str
 
+    @property
+    def function(self) -> FunctionType:
+        """What it changes."""
+        return _function(self.where)
+
     @contextmanager
     def apply(self) -> Iterator[None]:
         """Run the wrong code inside the block."""
-        function = _function(self.where)
+        function = self.function
         right = function.__code__
         function.__code__ = _wrong_code(self)
         try:
@@ -79,7 +84,7 @@ def _function(where: str) -> FunctionType:
 
 @cache
 def _wrong_code(edit: Edit) -> CodeType:
-    function = _function(edit.where)
+    function = edit.function
     module = inspect.getmodule(function)
     assert module is not None
     lines, start = inspect.getsourcelines(function)

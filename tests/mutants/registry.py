@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Final
 
-from tests.mutants import in_books, in_leases, in_radix
+from tests.mutants import in_books, in_leases, in_radix, in_scheduling, in_sessions, in_settling
 from tests.mutants.mutant import Mutant
 
 
@@ -19,4 +19,6 @@ def _named(*modules: ModuleType) -> dict[str, Mutant]:
     }
 
 
-MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(_named(in_books, in_radix, in_leases))
+MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
+    _named(in_books, in_radix, in_leases, in_scheduling, in_sessions, in_settling)
+)

@@ -1,0 +1,259 @@
+"""Bugs in how turns are taken in, planned, admitted and retracted."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Edit, Mutant
+
+SALT_IS_MISSING = Mutant(
+    "All tenants share one namespace of KV.",
+    "CVE-2025-46570 (C5)",
+    Edit(
+        "session_server.engine.intake:Intake._open",
+        "Namespace(command.tenant_salt,",
+        'Namespace("",',
+    ),
+)
+
+TOKENS_ARE_NOT_CHECKED = Mutant(
+    "Token ids outside the vocabulary reach the model.",
+    "llama.cpp#10074 (A12)",
+    Edit(
+        "session_server.engine.intake:Intake._are_tokens",
+        "max(tokens) < self._settings.vocab_size",
+        "max(tokens) <= self._settings.vocab_size",
+    ),
+)
+
+SENT_TWICE_RUNS_TWICE = Mutant(
+    "A turn that is sent a second time is taken for a new one.",
+    "vllm#23697 (R4)",
+    Edit(
+        "session_server.engine.intake:Intake._submit",
+        "if self._scheduler.find(command.turn_id) is not None:",
+        "if False:",
+    ),
+)
+
+SECOND_TURN_IS_ADMITTED = Mutant(
+    "A second turn of a session that runs one is taken in.",
+    "sglang#40250 (R1)",
+    Edit(
+        "session_server.engine.intake:Intake._refusal",
+        "if self._scheduler.turn_of(session_id) is not None:",
+        "if False:",
+    ),
+)
+
+TOO_LONG_IS_ADMITTED = Mutant(
+    "A turn whose answer has no room in the pool is taken in.",
+    "vllm#39734 (X4)",
+    Edit(
+        "session_server.engine.intake:Intake._input_refusal",
+        "context_len + min(1, sampling.max_tokens) > self.max_turn_len",
+        "context_len > self.max_turn_len",
+    ),
+)
+
+PADDING_COUNTS_AS_ROOM = Mutant(
+    "The padding page counts among those that a turn may fill.",
+    "sglang#23635 (A4)",
+    Edit(
+        "session_server.engine.intake:Intake.max_turn_len",
+        "for ledger in self._cache.stores.ledgers.values()) - 1",
+        "for ledger in self._cache.stores.ledgers.values())",
+    ),
+)
+
+PINNED_COUNTS_AS_ROOM = Mutant(
+    "What pinned sessions may keep counts among what a turn may fill.",
+    "sglang#27024 (X2)",
+    Edit(
+        "session_server.engine.intake:Intake.max_turn_len",
+        "(pages - self._settings.pinned_quota_pages) * page_size",
+        "pages * page_size",
+    ),
+)
+
+CANCEL_OF_WAITING_IS_LOST = Mutant(
+    "A cancel that comes while its turn waits has no effect.",
+    "sglang#31765 (R2)",
+    Edit(
+        "session_server.engine.intake:Intake._end",
+        "if turn is not None:",
+        "if turn is not None and turn.admission is not None:",
+    ),
+)
+
+CLOSE_LEAVES_WAITING = Mutant(
+    "Closing a session does not end its turn if that still waits.",
+    "sglang#27024 (L11)",
+    Edit(
+        "session_server.engine.intake:Intake._close",
+        "if turn is not None:",
+        "if turn is not None and turn.admission is not None:",
+    ),
+)
+
+FLUSH_UNDER_TURNS = Mutant(
+    "A flush goes ahead while turns wait.",
+    "systematic",
+    Edit(
+        "session_server.engine.intake:Intake._flush",
+        "len(self._scheduler) == 0",
+        "not self._scheduler.running",
+    ),
+)
+
+SESSION_STAYS_BUSY = Mutant(
+    "A turn cancelled while it waits leaves its session busy.",
+    "sglang#31767, #40251 (R2)",
+    Edit(
+        "session_server.engine.scheduler:Scheduler.remove",
+        "del self._of_session[turn.request.session_id]",
+        "turn.admission and self._of_session.pop(turn.request.session_id)",
+    ),
+)
+
+LATE_RESULT_IS_APPLIED = Mutant(
+    "The result of an admission that was taken back is applied to the next one.",
+    "vllm#48245, #49620 (A8)",
+    Edit(
+        "session_server.engine.scheduler:Scheduler.find_incarnation",
+        "return turn if turn.admission.incarnation == row.incarnation else None",
+        "return turn",
+    ),
+)
+
+ENDED_TURN_IS_SETTLED = Mutant(
+    "The result of a turn that was retracted meanwhile is counted as said.",
+    "sglang#36926 (L6)",
+    Edit(
+        "session_server.engine.scheduler:Scheduler.find_incarnation",
+        "if turn is None or turn.admission is None:\n            return None\n"
+        "        return turn if turn.admission.incarnation == row.incarnation else None",
+        "if turn is not None and turn.admission is None and row.sample:\n"
+        "            turn.outputs.append(1)\n"
+        "        if turn is None or turn.admission is None:\n            return None\n"
+        "        return turn if turn.admission.incarnation == row.incarnation else None",
+    ),
+)
+
+RETRACTED_GOES_LAST = Mutant(
+    "A retracted turn waits behind everybody, with nothing to say for its age.",
+    "systematic",
+    Edit(
+        "session_server.engine.scheduler:Scheduler._retract",
+        "self._insert(self.waiting, turn)",
+        "self.waiting.append(turn)",
+    ),
+)
+
+PROMPT_IS_PUBLISHED_AT_LAUNCH = Mutant(
+    "The pages of a prompt can be matched as soon as its last chunk is launched.",
+    "vllm#37152 (A6)",
+    Edit(
+        "session_server.engine.scheduler:Scheduler.apply",
+        "applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))",
+        "applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))\n"
+        "                if turn.borrowed.computed_len + num_tokens == turn.prompt_len:\n"
+        "                    self._outbox.write("
+        "self._cache.record(turn.turn_id, turn.prompt_len))",
+    ),
+)
+
+NOBODY_IS_RETRACTED = Mutant(
+    "A running turn that needs pages never takes them from a younger one.",
+    "vllm#49439 (X3)",
+    Edit(
+        "session_server.engine.plan:_Planner._reclaim_for_running",
+        "elif len(self._running) > index + 1:",
+        "elif False:",
+    ),
+)
+
+EVERYBODY_IS_RETRACTED = Mutant(
+    "What a retracted turn gives is not counted, so its pages are asked of the next one too.",
+    "vllm-ascend#16315 (X5)",
+    Edit(
+        "session_server.engine.plan:_Planner._reclaim_for_running",
+        "pages += youngest.num_held_pages",
+        "pages += min(youngest.num_held_pages, 1)",
+    ),
+)
+
+NEED_IS_ROUNDED_DOWN = Mutant(
+    "The plan counts whole pages only, not the one that is begun.",
+    "sglang-jax#70 (G3)",
+    Edit(
+        "session_server.engine.plan:_Planner._new_pages",
+        "pages_for(max(0, num_tokens - num_spare), self._limits.page_size)",
+        "max(0, num_tokens - num_spare) // self._limits.page_size",
+    ),
+)
+
+QUEUE_IS_OVERTAKEN = Mutant(
+    "Turns behind one that has no room are admitted before it.",
+    "systematic",
+    Edit(
+        "session_server.engine.plan:_Planner.admit_waiting",
+        "self._plan.blocked = (candidate.turn.turn_id, reason)\n                return",
+        "self._plan.blocked = (candidate.turn.turn_id, reason)\n                continue",
+    ),
+)
+
+PROMPTS_STOP_STREAMS = Mutant(
+    "Turns that stream get no token while a prompt is computed.",
+    "sglang#32549, #34058 (X6)",
+    Edit(
+        "session_server.engine.plan:_Planner.share_tokens",
+        "self._shares.update((t.turn_id, 1) for t in single)",
+        "self._shares.update((t.turn_id, 1) for t in single if not long)",
+    ),
+)
+
+OLDEST_HAS_NO_SHARE = Mutant(
+    "Short needs are served first, so that a long prompt waits while they keep coming.",
+    "vllm#53130 (X9)",
+    Edit("session_server.engine.plan:_Planner.share_tokens", "first=(0, len(long))", "first=()"),
+)
+
+QUEUE_LATCHES_FULL = Mutant(
+    "The line of waiting turns is not looked at while any turn computes its prompt.",
+    "sglang#35537 (S6)",
+    Edit(
+        "session_server.engine.plan:_Planner._quoted_candidates",
+        "room = max(0, self._limits.num_turns - len(self._running))",
+        "room = max(0, self._limits.num_turns - len(self._running))\n"
+        "        if any(t.num_uncomputed > 1 for t in self._running):\n            return",
+    ),
+)
+
+MATCH_IS_PRICED_AS_FREE = Mutant(
+    "Locking what a match finds evictable is not counted as spent.",
+    "systematic",
+    Edit(
+        "session_server.engine.view:LiveWaiting._quote_cold",
+        "num_match_pages=evictable",
+        "num_match_pages=0 * evictable",
+    ),
+)
+
+GUESSES_TAKE_PAGES = Mutant(
+    "Guesses are planned on pages that nobody has.",
+    "sglang#22897 (L1)",
+    Edit(
+        "session_server.engine.plan:_Planner.offer_drafts",
+        "num_drafts, needed = min(num_drafts, max(0, turn.num_spare - 1)), 0",
+        "needed = 0",
+    ),
+)
+
+GUESSES_PASS_THE_END = Mutant(
+    "A turn guesses past the last token it may say.",
+    "sglang#22651 (G4)",
+    Edit(
+        "session_server.engine.drafting:Drafting._guess",
+        "- num_unseen - 1",
+        "- num_unseen + 1",
+    ),
+)

@@ -1,0 +1,318 @@
+"""Bugs in what the server does with sessions: turns in order, journals, answers, the wire."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Edit, Mutant
+
+OWNERS_SHARE_A_SALT = Mutant(
+    "The namespace of KV does not depend on whose session it is.",
+    "CVE-2025-46570 (C5)",
+    Edit("session_server.sessions.salts:TenantSalts.salt_of", "owner.encode()", 'b""'),
+)
+
+LAST_TURN_GOES_FIRST = Mutant(
+    "Turns that wait in a session run in the order opposite to that of their arrival.",
+    "systematic",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow.enqueue",
+        "session.queue.append(turn)",
+        "session.queue.appendleft(turn)",
+    ),
+)
+
+UNSENT_TURN_GOES_LAST = Mutant(
+    "A turn that the engine could not take goes to the end of its session's line.",
+    "systematic",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._launch",
+        "session.queue.appendleft(turn)",
+        "session.queue.append(turn)",
+    ),
+)
+
+TOKENS_AFTER_CANCEL = Mutant(
+    "What a turn says between a cancel and its end is told and kept.",
+    "sglang#36475 (R3)",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._on_tokens",
+        "if turn.phase is not TurnPhase.RUNNING:",
+        "if turn.phase is TurnPhase.ENDED:",
+    ),
+)
+
+CANCELLED_TURN_IS_COMMITTED = Mutant(
+    "A turn cancelled to leave nothing goes into the history.",
+    "sglang#40252 (A14)",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._end_cancelled",
+        'kept=kept, status="cancelled"',
+        'kept=turn.running is not None, status="cancelled"',
+    ),
+)
+
+FAILED_TURN_IS_COMMITTED = Mutant(
+    "A turn that failed goes into the history.",
+    "sglang#36552 (R3)",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._end_failed",
+        'kept=False, status="failed"',
+        'kept=turn.running is not None, status="failed"',
+    ),
+)
+
+COPY_OUTLIVES_ENGINE = Mutant(
+    "After a restart the server goes on building on what the old engine held.",
+    "systematic",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow.on_engine_lost",
+        "session.copy.known_len = None",
+        "pass",
+    ),
+)
+
+LIVE_TURN_OUTLIVES_ENGINE = Mutant(
+    "A turn that ran when the engine died gets no end.",
+    "vllm#39863 (E6)",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow.on_engine_lost",
+        "if turn is not None and turn.running is not None:",
+        "if turn is not None and turn.running is None:",
+    ),
+)
+
+COPY_IS_TRUSTED_TOO_FAR = Mutant(
+    "What the engine holds of a turn that left nothing counts as history.",
+    "sglang#22790 (A15)",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._commit",
+        "session.copy.known_len = min(session.copy.known_len, same_len)",
+        "session.transcript._tokens.extend([0] * (session.copy.known_len - same_len))",
+    ),
+)
+
+ENDED_TURN_HOLDS_QUOTA = Mutant(
+    "A turn that has ended is still counted against its owner.",
+    "lmdeploy#1788 (L8)",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._end",
+        "self._quotas.give_turn(session.owner)",
+        "pass",
+    ),
+)
+
+REFUSED_TURN_HOLDS_QUOTA = Mutant(
+    "A turn that was refused is still counted against its owner.",
+    "systematic",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._refuse",
+        "self._quotas.give_turn(session.owner)",
+        "pass",
+    ),
+)
+
+CLOSED_SESSION_HOLDS_QUOTA = Mutant(
+    "A session that was closed is still counted against its owner.",
+    "sglang#27024 (E4)",
+    Edit(
+        "session_server.sessions.manager:SessionManager._on_idle",
+        "self._quotas.give_session(session.owner)",
+        "pass",
+    ),
+)
+
+CLOSED_SESSION_STAYS_IN_ENGINE = Mutant(
+    "The engine is not told that a session is closed.",
+    "sglang#21875 (L9)",
+    Edit(
+        "session_server.sessions.manager:SessionManager._on_idle",
+        "if session.copy.known_len is not None:",
+        "if session.copy.known_len is None:",
+    ),
+)
+
+CLOSE_FORGETS_THE_LINE = Mutant(
+    "Closing a session ends its running turn and not those that wait.",
+    "sglang#27024 (L11)",
+    Edit(
+        "session_server.sessions.manager:SessionManager._close",
+        "[*session.queue, *([session.live] if session.live else [])]",
+        "[session.live] if session.live else []",
+    ),
+)
+
+BUSY_SESSION_EXPIRES = Mutant(
+    "A session expires while a turn of it runs.",
+    "tt-inference-server#2907 (R5)",
+    Edit(
+        "session_server.sessions.manager:SessionManager.tick",
+        "if session.is_idle and now_s",
+        "if now_s",
+    ),
+)
+
+SAME_TURN_RUNS_AGAIN = Mutant(
+    "A turn sent again after its end runs a second time.",
+    "vllm#27987 (R4)",
+    Edit(
+        "session_server.sessions.manager:SessionManager.submit",
+        "if request.turn_id in session.ended:",
+        "if False:",
+    ),
+)
+
+OTHER_TURN_IS_TAKEN_FOR_IT = Mutant(
+    "Another request under a used turn id is answered with the old turn.",
+    "vllm#15041 (R4)",
+    Edit("session_server.sessions.manager:_check_same", "if known != mark:", "if False:"),
+)
+
+CANCEL_TAKES_A_PREFIX = Mutant(
+    "A turn is found by the beginning of its id.",
+    "sglang#25561 (R8)",
+    Edit(
+        "session_server.sessions.session:Session.find",
+        "turn.request.turn_id == turn_id",
+        "turn.request.turn_id.startswith(turn_id)",
+    ),
+)
+
+UNSENT_IS_LOST = Mutant(
+    "A cancel or close that the engine cannot take at the moment is forgotten.",
+    "llama.cpp#24496 (E2)",
+    Edit(
+        "session_server.sessions.engine_link:EngineLink.tell",
+        "self._unsent.append(command)",
+        "pass",
+    ),
+)
+
+UNSENT_IS_OVERTAKEN = Mutant(
+    "New commands go to the engine before those that it could not take.",
+    "systematic",
+    Edit(
+        "session_server.sessions.engine_link:EngineLink.send",
+        "self.resend()",
+        "pass",
+    ),
+)
+
+TEXT_GOES_ON_AFTER_STOP = Mutant(
+    "What comes after a stop string in the same tokens is kept.",
+    "systematic",
+    Edit(
+        "session_server.sessions.answer:Answer.feed",
+        "if self.matched is not None:\n                break",
+        "pass",
+    ),
+)
+
+HELD_BACK_TEXT_IS_LOST = Mutant(
+    "Text held back because a stop string might begin in it is not given out at the end.",
+    "systematic",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._journal_tail",
+        "if text:",
+        "if not text:",
+    ),
+)
+
+LAST_OUTPUT_IS_NOT_COMMITTED = Mutant(
+    "The last token of an answer is missing in the history.",
+    "sglang#22897 (G4)",
+    Edit(
+        "session_server.sessions.transcript:Transcript.commit",
+        "self._tokens.extend(output)",
+        "self._tokens.extend(output[:-1])",
+    ),
+)
+
+REPLACED_TOKENS_STAY = Mutant(
+    "Tokens that a turn replaces stay in the history before those that replace them.",
+    "vllm#53156 (A5)",
+    Edit(
+        "session_server.sessions.transcript:Transcript.commit",
+        "del self._tokens[prompt.keep_len :]",
+        "pass",
+    ),
+)
+
+JOURNAL_SKIPS_A_NUMBER = Mutant(
+    "The number of an entry that ends a turn is one too high.",
+    "systematic",
+    Edit(
+        "session_server.sessions.journal:Journal.append",
+        "self._last_seq += 1",
+        "self._last_seq += 1 + isinstance(entry, TurnCancelled)",
+    ),
+)
+
+JOURNAL_TELLS_TWICE = Mutant(
+    "A reader far behind gets the entry it has already.",
+    "vllm#53861 (R9)",
+    Edit(
+        "session_server.sessions.journal:Journal.read",
+        "return [self._entries[i][0] for i in range(start, start + num_new)]",
+        "return [self._entries[max(i - 1, 0)][0] for i in range(start, start + num_new)]",
+    ),
+)
+
+JOURNAL_LEAVES_ONE_OUT = Mutant(
+    "A reader that is nearly up to date misses the newest entry but one.",
+    "systematic",
+    Edit(
+        "session_server.sessions.journal:Journal.read",
+        "newest = len(self._entries) - 1",
+        "newest = len(self._entries) - 1 - (num_new > 1)",
+    ),
+)
+
+LOST_ENTRIES_ARE_NOT_SAID = Mutant(
+    "A reader whose next entries were dropped is given the oldest ones left.",
+    "systematic",
+    Edit(
+        "session_server.sessions.journal:Journal.read",
+        "if not self.first_seq - 1 <= after_seq <= self._last_seq:",
+        "after_seq = max(after_seq, self.first_seq - 1)\n        if after_seq > self._last_seq:",
+    ),
+)
+
+READERS_SLEEP_ON = Mutant(
+    "The entry that ends a session wakes no reader.",
+    "vllm-omni#5383 (R9)",
+    Edit(
+        "session_server.sessions.journal:Journal.append",
+        "self._wake()",
+        "if not self._is_closed:\n            self._wake()",
+    ),
+)
+
+JOURNAL_BYTES_DRIFT = Mutant(
+    "Entries that are dropped still count against the journal's bytes.",
+    "llama.cpp#25740 (L12)",
+    Edit(
+        "session_server.sessions.journal:Journal._drop_oldest",
+        "self._num_bytes -= size",
+        "pass",
+    ),
+)
+
+DELTAS_ARE_GLUED = Mutant(
+    "Deltas are merged although an entry stands between them.",
+    "vllm#53861 (R9)",
+    Edit(
+        "session_server.protocol.frames:coalesce",
+        "if run and not (",
+        "if delta is None and isinstance(entry, TurnProgress):\n            yield seq, entry\n"
+        "            continue\n        if run and not (",
+    ),
+)
+
+FRAMES_ARE_SENT_AGAIN = Mutant(
+    "Frames handed out stay in the outbox.",
+    "systematic",
+    Edit(
+        "session_server.protocol.session_protocol:SessionProtocol.take_frames",
+        "frames, self._outbox = self._outbox, []",
+        "frames = list(self._outbox)",
+    ),
+)
