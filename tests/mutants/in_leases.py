@@ -243,3 +243,13 @@ PINS_ARE_UNBOUNDED = Mutant(
         "if others + num_pages > 100 * self.quota_pages:",
     ),
 )
+
+CANCELLED_PROMPT_IS_PUBLISHED = Mutant(
+    "A turn cancelled with its input counts all the pages it bought as computed.",
+    "TensorRT-LLM#15018, #12933 (A7)",
+    Edit(
+        "cache.session_cache:SessionAwareCache.end_turn",
+        "lease.roll_back(keep_len)",
+        "lease.computed_len = min(keep_len, lease.capacity_len)\n        lease.roll_back(keep_len)",
+    ),
+)

@@ -124,9 +124,9 @@ LATE_RESULT_IS_APPLIED = Mutant(
     ),
 )
 
-ENDED_TURN_IS_SETTLED = Mutant(
+RETRACTED_TURN_IS_SETTLED = Mutant(
     "The result of a turn that was retracted meanwhile is counted as said.",
-    "sglang#36926 (L6)",
+    "systematic",
     Edit(
         "session_server.engine.scheduler:Scheduler.find_incarnation",
         "if turn is None or turn.admission is None:\n            return None\n"
@@ -256,4 +256,25 @@ GUESSES_PASS_THE_END = Mutant(
         "- num_unseen - 1",
         "- num_unseen + 1",
     ),
+)
+
+QUOTE_TAKES_A_LOCK = Mutant(
+    "Every look at what a waiting turn would find in the tree takes a lock.",
+    "sglang#20476, #12693 (L3, L4)",
+    Edit(
+        "session_server.engine.view:LiveWaiting._quote_cold",
+        "match = self.cache.peek(",
+        "self.cache.stores.tree.lock_root(slot.namespace)\n        match = self.cache.peek(",
+    ),
+)
+
+CANCELLED_TURN_IS_FOUND = Mutant(
+    "The results of a turn that was cancelled still find it.",
+    "mini-sglang#111 (D2)",
+    Edit(
+        "session_server.engine.scheduler:Scheduler.remove",
+        "del self._turns[turn.turn_id]",
+        "pass",
+    ),
+    Edit("session_server.engine.turn:Turn.finish", "self.admission = None", "pass"),
 )

@@ -316,3 +316,23 @@ FRAMES_ARE_SENT_AGAIN = Mutant(
         "frames = list(self._outbox)",
     ),
 )
+
+JOURNAL_IS_UNBOUNDED = Mutant(
+    "A journal keeps every entry.",
+    "llama.cpp#25740 (L12)",
+    Edit(
+        "session_server.sessions.journal:Journal.append",
+        "while len(self._entries) > 1 and self._is_over():",
+        "while False:",
+    ),
+)
+
+ENDED_TURNS_PILE_UP = Mutant(
+    "A session remembers every turn that ended.",
+    "llama.cpp#25740 (L12)",
+    Edit(
+        "session_server.sessions.session:Session.keep_ended",
+        "while len(self.ended) > max_kept:",
+        "while False:",
+    ),
+)

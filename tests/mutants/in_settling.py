@@ -246,3 +246,14 @@ SUSPECT_IS_NOT_CLEARED = Mutant(
         "turn.clock",
     ),
 )
+
+LATE_RESULT_IS_RECORDED = Mutant(
+    "What a forward gave for a turn that has ended is written to the cache all the same.",
+    "sglang#36926 (L6)",
+    Edit(
+        "session_server.engine.settle:Settler.settle",
+        "self._counters.overshoots += 1",
+        "self._counters.overshoots += 1\n"
+        "                self._cache.record(row.turn_id, row.start + row.num_tokens)",
+    ),
+)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.engine.bench import Bench, Stage
-from tests.mutants.in_leases import RELEASE_KEEPS_ROW, RETRACT_DROPS_TAIL
+from tests.mutants.in_leases import RELEASE_DROPS_TAIL, RELEASE_KEEPS_ROW
 from tests.scenarios.lines import close, distinct
 from tests.scenarios.registry import scenario
 
 
-@scenario("L2", RETRACT_DROPS_TAIL)
+@scenario("L2", RELEASE_DROPS_TAIL)
 def test_l2_a_turn_retracted_in_mid_decode_resumes_and_loses_no_page() -> None:
     bench = Bench(Stage(num_pages=14, chunk_tokens=64))
     old, young = bench.open("old"), bench.open("young")
