@@ -83,9 +83,10 @@ class ServerMetrics:
             case _:
                 pass
 
-    def watch_sessions(self, count: Callable[[], int]) -> None:
-        """Show the number of open sessions, asked for at each scrape."""
-        self._sockets.sessions.set_function(count)
+    def watch(self, *, sessions: Callable[[], int], tasks: Callable[[], int]) -> None:
+        """Show the number of open sessions and of asyncio tasks, asked for at each scrape."""
+        self._sockets.sessions.set_function(sessions)
+        self._sockets.tasks.set_function(tasks)
 
     def connection_opened(self, kind: str) -> None:
         """A reader came; `kind` is `websocket` or `sse`."""
@@ -230,6 +231,9 @@ class _Sockets:
         )
         self.refusals = Counter(
             "session_server_refusals", "Requests refused, by code.", ["code"], registry=registry
+        )
+        self.tasks = Gauge(
+            "session_server_event_loop_tasks", "Tasks of the event loop.", registry=registry
         )
         self.loop_lag = Histogram(
             "session_server_event_loop_lag_seconds",

@@ -55,7 +55,10 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.sglang = SGLangState(services.sessions)
     app.state.sockets = Sockets(services.settings.max_connections)
     app.state.documents = {}
-    services.metrics.watch_sessions(lambda: services.sessions.stats().sessions)
+    services.metrics.watch(
+        sessions=lambda: services.sessions.stats().sessions,
+        tasks=lambda: len(asyncio.all_tasks()),
+    )
     for module in (rest, admin, sglang):
         app.include_router(module.router)
     for path, endpoint in (("/openapi.json", _openapi), ("/asyncapi.json", _asyncapi)):

@@ -160,7 +160,7 @@ def test_nothing_runs_in_an_engine_that_died() -> None:
 
 def test_readers_refusals_sessions_and_lag_are_counted() -> None:
     metrics = ServerMetrics(now_s=Clock())
-    metrics.watch_sessions(lambda: 3)
+    metrics.watch(sessions=lambda: 3, tasks=lambda: 7)
     metrics.connection_opened("websocket")
     metrics.connection_opened("websocket")
     metrics.connection_closed("websocket")
@@ -169,6 +169,7 @@ def test_readers_refusals_sessions_and_lag_are_counted() -> None:
     metrics.loop_lagged(0.5)
     metrics.on_event(EngineDied(message="killed", will_restart=True))
     assert value(metrics, "session_server_sessions") == 3
+    assert value(metrics, "session_server_event_loop_tasks") == 7
     assert value(metrics, "session_server_connections", kind="websocket") == 1
     assert value(metrics, "session_server_connections_opened_total", kind="websocket") == 2
     assert value(metrics, "session_server_refusals_total", code="other") == 1

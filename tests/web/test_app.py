@@ -148,6 +148,7 @@ async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
     metrics = await this.http.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
     assert "session_server_sessions 1.0" in metrics.text
+    assert "session_server_event_loop_tasks" in metrics.text
 
 
 @served()
