@@ -33,7 +33,8 @@ from session_server.engine.settings import (
     MemoryPolicy,
     Speculation,
 )
-from tests.engine.echo_runner import EOS, VOCAB_SIZE, EchoRunner, replay
+from session_server.sim.device import EchoRunner, PoolShape
+from session_server.sim.echo import EOS, VOCAB_SIZE, replay
 
 POOL = PoolName("full")
 
@@ -109,13 +110,13 @@ class Bench:
             speculation=stage.speculation,
         )
         self.engine = Engine(self.cache, self.settings)
-        self.runner = EchoRunner(
+        shape = PoolShape(
             num_pages=stage.num_pages + 1,
             page_size=stage.page_size,
             num_rows=stage.num_rows,
             row_pages=-(-stage.max_context_len // stage.page_size),
-            salt_of=self._salt_of,
         )
+        self.runner = EchoRunner(shape, salt_of=self._salt_of)
         self.now_s = 0.0
         self.salts: dict[SessionId, str] = {}
         self.sessions: dict[TurnId, SessionId] = {}

@@ -34,8 +34,8 @@ from session_server.core.events import (
     TurnFinished,
 )
 from session_server.core.sampling import SamplingParams
+from session_server.sim.echo import EOS, VOCAB_SIZE, replay, replay_scores
 from tests.engine.bench import Bench, Stage
-from tests.engine.echo_runner import EOS, VOCAB_SIZE, replay, replay_scores
 
 NUM_SESSIONS = 9
 DOCUMENTS = [

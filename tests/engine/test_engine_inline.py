@@ -13,7 +13,7 @@ from session_server.core.commands import CancelTurn, ReportMemory
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import FinishReason, MemoryReported, TokensProduced, TurnFinished
 from session_server.engine.inline import InlineEngine
-from tests.engine.echo_runner import replay
+from session_server.sim.echo import replay
 from tests.engine.live_echo import BUG_TOKEN, LiveStage, assemble
 from tests.engine.server_side import ServerSide, submit
 

@@ -29,7 +29,7 @@ from session_server.engine.transport import (
     TransportError,
     frame,
 )
-from tests.engine.echo_runner import replay
+from session_server.sim.echo import replay
 from tests.engine.live_echo import BUG_TOKEN, HANG_TOKEN, LiveStage
 from tests.engine.server_side import ServerSide, submit
 

@@ -11,9 +11,9 @@ from session_server.core.batch import Batch, BatchRow, StepResult
 from session_server.core.commands import CancelTurn, StopTurn
 from session_server.core.events import FinishReason
 from session_server.engine.settings import Drafter, Speculation
-from tests.engine import echo_runner
+from session_server.sim.device import EchoRunner
+from session_server.sim.echo import EOS, EchoModel, replay
 from tests.engine.bench import POOL, Bench, Stage
-from tests.engine.echo_runner import EOS, EchoRunner, replay
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
@@ -59,7 +59,7 @@ def test_fewer_forwards_say_the_same(num_in_flight: int) -> None:
 def test_an_answer_that_repeats_is_guessed_from_itself(
     monkeypatch: pytest.MonkeyPatch, num_in_flight: int
 ) -> None:
-    monkeypatch.setattr(echo_runner, "sampled_token", lambda total, position, seed: position % 7)
+    monkeypatch.setattr(EchoModel, "choose", lambda self, total, position, seed, last: position % 7)
     bench = bench_of(drafter=Drafter.NGRAM, num_in_flight=num_in_flight)
     session = bench.open("s")
     bench.run(bench.submit_command(session, "t", PROMPT, max_tokens=80))

@@ -10,8 +10,8 @@ from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
+from session_server.sim.echo import EOS, VOCAB_SIZE
 from tests.engine.bench import Bench, Stage
-from tests.engine.echo_runner import EOS, VOCAB_SIZE
 
 
 class HandEngine:

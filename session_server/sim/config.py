@@ -1,0 +1,213 @@
+"""What one simulation is like: sizes of the engine, habits of clients, how much goes wrong.
+
+The seed draws all of it (swarm testing, Groce et al. 2012): a run in which nothing is ever
+cancelled, or everything is, reaches states that an average run does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cache.pages import Allocation
+from session_server.engine.settings import Drafter, MemoryCheck
+from session_server.sim.draws import Draws
+
+
+class Front(enum.StrEnum):
+    """What stands before the engine: commands made up on the spot, or the whole server with
+    clients on sockets."""
+
+    DIRECT = "direct"
+    WIRE = "wire"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The engine. `num_pages` does not count the padding page; lengths are tokens.
+
+    `draft_skill`: how often in a thousand the draft model guesses right. `num_repeats`: see
+    `EchoModel`.
+    """
+
+    page_size: int
+    num_pages: int
+    num_rows: int
+    max_context_len: int
+    chunk_tokens: int
+    max_running: int
+    max_waiting: int
+    num_in_flight: int
+    num_drafts: int
+    drafter: Drafter
+    draft_skill: int
+    num_repeats: int
+    pinned_quota_pages: int
+    allocation: Allocation
+    memory_check: MemoryCheck
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """Clients. Rates are weights among the operations; `shared` is per mille of prompts that begin
+    like another session's, `patient` per mille of moments at which only the device moves."""
+
+    num_sessions: int
+    num_owners: int
+    max_input: int
+    max_new: int
+    shared: int
+    patient: int
+    submit: int
+    open: int
+    cancel: int
+    stop: int
+    close: int
+    misbehave: int
+    rewind: int
+    flush: int
+    report: int
+    net: int
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRates:
+    """Per mille of the moments at which each could happen; see `faults.Site`."""
+
+    device_nan: int
+    device_raise: int
+    device_poison: int
+    alloc_page: int
+    alloc_row: int
+    engine_death: int
+    net_drop: int
+    net_stall: int
+    tokenizer_raise: int
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """One simulation. `audit_every`: engine steps between two full recounts."""
+
+    seed: int
+    front: Front
+    num_ops: int
+    audit_every: int
+    sizes: Sizes
+    habits: Habits
+    faults: FaultRates
+
+
+def draw_config(seed: int) -> SimConfig:
+    """What the simulation of this seed is like."""
+    draws = Draws(seed)
+    front = Front.DIRECT
+    return SimConfig(
+        seed=seed,
+        front=front,
+        num_ops=draws.pick("num_ops", (200, 600, 1500)),
+        audit_every=draws.pick("audit_every", (1, 8, 16, 32, 64, 64)),
+        sizes=_draw_sizes(draws),
+        habits=_draw_habits(draws),
+        faults=_draw_faults(draws, front),
+    )
+
+
+def to_json(config: SimConfig) -> dict[str, Any]:
+    """A configuration as plain values."""
+    return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def from_json(plain: Mapping[str, Any]) -> SimConfig:
+    """A configuration from what `to_json` made.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is of another version, or was edited wrongly.
+    """
+    sizes = dict(plain["sizes"])
+    sizes["drafter"] = Drafter(sizes["drafter"])
+    sizes["memory_check"] = MemoryCheck(sizes["memory_check"])
+    return SimConfig(
+        seed=plain["seed"],
+        front=Front(plain["front"]),
+        num_ops=plain["num_ops"],
+        audit_every=plain["audit_every"],
+        sizes=Sizes(**sizes),
+        habits=Habits(**plain["habits"]),
+        faults=FaultRates(**plain["faults"]),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _draw_sizes(draws: Draws) -> Sizes:
+    num_pages = draws.between("num_pages", 18, 96)
+    page_size = draws.pick("page_size", (1, 2, 4, 4, 16))
+    allocations: tuple[Literal["lifo", "extent"], ...] = ("lifo", "lifo", "extent")
+    checks = (MemoryCheck.OFF, MemoryCheck.OFF, MemoryCheck.WARN)
+    return Sizes(
+        page_size=page_size,
+        num_pages=num_pages,
+        num_rows=draws.pick("num_rows", (2, 3, 5, 9, 12)),
+        max_context_len=draws.between("max_context_len", 24, 96),
+        chunk_tokens=draws.pick("chunk_tokens", (1, 2, 3, 5, 7, 8, 13, 16, 32, 64)),
+        max_running=draws.between("max_running", 1, 8),
+        max_waiting=draws.pick("max_waiting", (64, 64, 64, 1, 3)),
+        num_in_flight=draws.pick("num_in_flight", (1, 2, 2, 2)),
+        num_drafts=draws.pick("num_drafts", (0, 2, 4)),
+        drafter=draws.pick("drafter", (Drafter.NGRAM, Drafter.MODEL)),
+        draft_skill=draws.pick("draft_skill", (300, 800, 950)),
+        num_repeats=draws.pick("num_repeats", (0, 2, 3, 4)),
+        pinned_quota_pages=draws.pick("pinned_quota_pages", (0, 0, num_pages // 3)),
+        allocation=draws.pick("allocation", allocations),
+        memory_check=draws.pick("memory_check", checks),
+    )
+
+
+def _draw_habits(draws: Draws) -> Habits:
+    def rate(site: str, *weights: int) -> int:
+        return draws.pick(site, weights)
+
+    return Habits(
+        num_sessions=draws.between("num_sessions", 2, 9),
+        num_owners=draws.between("num_owners", 1, 3),
+        max_input=draws.pick("max_input", (3, 8, 20, 60)),
+        max_new=draws.pick("max_new", (4, 12, 40)),
+        shared=draws.pick("shared", (0, 500, 900, 1000)),
+        patient=draws.pick("patient", (300, 500, 650, 750)),
+        submit=rate("submit", 200, 400),
+        open=rate("open", 40, 80),
+        cancel=rate("cancel", 0, 20, 120),
+        stop=rate("stop", 0, 10, 60),
+        close=rate("close", 0, 8, 40),
+        misbehave=rate("misbehave", 0, 10, 60),
+        rewind=rate("rewind", 0, 20, 60),
+        flush=rate("flush", 0, 2, 20),
+        report=rate("report", 0, 2, 10),
+        net=rate("net", 0, 30, 120),
+    )
+
+
+def _draw_faults(draws: Draws, front: Front) -> FaultRates:
+    def rate(site: str, *per_mille: int) -> int:
+        return draws.pick(f"rate of {site}", (0, 0, *per_mille))
+
+    is_wire = front is Front.WIRE
+    return FaultRates(
+        device_nan=rate("device_nan", 3, 15),
+        device_raise=rate("device_raise", 3, 15),
+        device_poison=rate("device_poison", 3, 15),
+        alloc_page=rate("alloc_page", 20, 100),
+        alloc_row=rate("alloc_row", 20, 100),
+        engine_death=rate("engine_death", 1, 3) if is_wire else 0,
+        net_drop=rate("net_drop", 5, 20) if is_wire else 0,
+        net_stall=rate("net_stall", 5, 20) if is_wire else 0,
+        tokenizer_raise=rate("tokenizer_raise", 20) if is_wire else 0,
+    )

@@ -1,0 +1,309 @@
+"""A device whose answer is a function of the KV it reads: the oracle of the simulator.
+
+Each cell of its pool holds the tag of a chain (namespace, tokens so far, position). A forward reads
+through the page table, and the token it says is a function of everything it read, of the seed its
+sampler was given, and of the position. Aliased pages, stale tails, wrong prefixes, late writes or a
+sampler that was not told of a new turn change the text. Given the `Truth` of a turn, every cell is
+also compared with what belongs there, so that the first wrong one is named.
+
+Nothing happens at launch: a launch is executed later, at a moment of the caller's choosing, from
+the frozen batch alone. Whatever the host does in between must not matter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Final
+
+from cache.types import RowId, TableWrite, TurnId
+from session_server.core.batch import Batch, BatchRow, Probe, RowResult, StepResult
+from session_server.core.sampling import TokenLogprob
+from session_server.sim.draws import name_value, scramble
+from session_server.sim.echo import EchoModel, Truth, score_of, tag_after
+
+GARBAGE: Final = 0xDEADBEEF
+"""What cells hold that nobody has written, or that a failed forward was to write."""
+
+_FORWARD_S: Final = 1e-3
+
+
+class ContentMismatch(Exception):
+    """A forward read KV that is not what its turn's tokens give."""
+
+
+@dataclass(slots=True)
+class Sampler:
+    """What the device remembers of the turn in one row. `root`: where its namespace begins."""
+
+    seed: int
+    root: int
+    last_token: int | None = None
+
+
+@dataclass(slots=True)
+class Faults:
+    """What goes wrong on purpose. Turn ids of `nan_turns` are removed once they have struck."""
+
+    nan_turns: set[TurnId] = field(default_factory=set)
+    poison_turns: set[TurnId] = field(default_factory=set)
+    fail_steps: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Sizes of the device's memory; `num_pages` counts the padding page, `num_rows` does not count
+    the padding row. `row_pages`: entries of a row of the page table."""
+
+    num_pages: int
+    page_size: int
+    num_rows: int
+    row_pages: int
+
+
+class EchoMemory:
+    """The device's pool and its mirror of the page table. What is not named is not touched."""
+
+    __slots__ = ("_cells", "_page_size", "_table")
+
+    def __init__(self, shape: PoolShape) -> None:
+        self._page_size = shape.page_size
+        self._cells = [[GARBAGE] * shape.page_size for _ in range(shape.num_pages)]
+        self._table = [[0] * shape.row_pages for _ in range(shape.num_rows + 1)]
+
+    def point(self, write: TableWrite) -> None:
+        """Apply a delta of the page table."""
+        end = write.start + len(write.pages)
+        self._table[write.row][write.start : end] = write.pages.tolist()
+
+    def page_of(self, row: RowId, position: int) -> int:
+        """The page that holds a position."""
+        page = self._table[row][position // self._page_size]
+        assert page != 0, "a forward meets the padding page"
+        return page
+
+    def is_page_start(self, position: int) -> bool:
+        """Whether a page begins here."""
+        return position % self._page_size == 0
+
+    def cell(self, row: RowId, position: int) -> int:
+        """One cell."""
+        return self._cells[self.page_of(row, position)][position % self._page_size]
+
+    def read(self, row: RowId, end: int) -> list[int]:
+        """The cells of positions [0, end)."""
+        pages = self._table[row][: -(-end // self._page_size)]
+        assert 0 not in pages, "a forward reads the padding page"
+        values = list(chain.from_iterable(map(self._cells.__getitem__, pages)))
+        del values[end:]
+        return values
+
+    def put(self, row: RowId, position: int, value: int) -> None:
+        """Write one cell."""
+        self._cells[self.page_of(row, position)][position % self._page_size] = value
+
+    def put_chain(self, row: RowId, start: int, tokens: Sequence[int], *, root: int) -> None:
+        """Write the cells of tokens from `start` on, after the cell before; `root` is before 0."""
+        tag = self.cell(row, start - 1) if start else root
+        for position, token in enumerate(tokens, start):
+            tag = tag_after(tag, token, position)
+            self.put(row, position, tag)
+
+    def damage(self, page: int) -> None:
+        """Overwrite a page behind everybody's back: what a probe is there to find."""
+        self._cells[page] = [GARBAGE] * self._page_size
+
+
+class EchoRunner:
+    """Executes launches strictly in order, when told to.
+
+    `salt_of`: the tenant's salt of a turn. `truth_of`: what a turn's cells must hold; without it
+    the text alone tells. `draft_skill`: how often in a thousand its draft model guesses right.
+    `reached` counts what speculation came to.
+    """
+
+    def __init__(
+        self,
+        shape: PoolShape,
+        *,
+        salt_of: Callable[[TurnId], str],
+        model: EchoModel | None = None,
+        truth_of: Callable[[TurnId], Truth] | None = None,
+        draft_skill: int = 700,
+    ) -> None:
+        self.memory = EchoMemory(shape)
+        self._samplers: dict[RowId, Sampler] = {}
+        self._roots: dict[str, int] = {}
+        self._spoilt: set[tuple[TurnId, int]] = set()
+        self._salt_of = salt_of
+        self._truth_of = truth_of
+        self._draft_skill = draft_skill
+        self._queue: deque[Batch] = deque()
+        self.model = model or EchoModel()
+        self.faults = Faults()
+        self.reached: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def assume_salt(self, salt: str) -> None:
+        """Take every turn for one of this tenant: a live engine does not say whose it is."""
+        self._salt_of = lambda _: salt
+
+    def launch(self, batch: Batch) -> None:
+        """Queue a launch; it has no effect yet."""
+        assert all(row.row != 0 for row in batch.rows), "the padding row is nobody's"
+        assert len({row.row for row in batch.rows}) == len(batch.rows), "a row appears once"
+        assert not (batch.rows and batch.probe), "a probe goes alone"
+        self._queue.append(batch)
+
+    def next_launch(self) -> Batch:
+        """The launch that `execute` will carry out."""
+        return self._queue[0]
+
+    def execute(self) -> StepResult:
+        """Carry out the oldest launch.
+
+        Raises:
+            ContentMismatch: it read what does not belong to one of its turns.
+        """
+        batch = self._queue.popleft()
+        for write in batch.table_writes:
+            self.memory.point(write)
+        if batch.probe is not None:
+            holds = self._probe(batch.probe)
+            return StepResult(batch.step, (), _FORWARD_S, probe_holds=holds)
+        turns = {row.turn_id for row in batch.rows}
+        if batch.step in self.faults.fail_steps or turns & self.faults.poison_turns:
+            for row in batch.rows:
+                self._scribble(row)
+            return StepResult(batch.step, (), _FORWARD_S, error="injected")
+        return StepResult(batch.step, tuple(map(self._run, batch.rows)), _FORWARD_S)
+
+    def _run(self, row: BatchRow) -> RowResult:
+        if row.sampling is not None:
+            root = self._root(self._salt_of(row.turn_id))
+            self._samplers[row.row] = Sampler(row.sampling.seed, root)
+        sampler = self._samplers[row.row]
+        if row.turn_id in self.faults.nan_turns:
+            self.faults.nan_turns.discard(row.turn_id)
+            self._scribble(row)
+            return RowResult((), (), (), finite=False)
+        tokens = self._inputs(row, sampler)
+        self.memory.put_chain(row.row, row.start, tokens, root=sampler.root)
+        values = self.memory.read(row.row, row.start + len(tokens))
+        token_ids: tuple[int, ...] = ()
+        if row.sample:
+            token_ids = self._sample(row, values, last=tokens[-1])
+            sampler.last_token = token_ids[-1]
+        self._compare(row, values)
+        return RowResult(token_ids, (), self._scores(row, values), finite=True)
+
+    def _sample(self, row: BatchRow, values: list[int], *, last: int) -> tuple[int, ...]:
+        """Choose; then verify drafts one by one. `values` grows by the cells of right drafts."""
+        position, seed, choose = len(values), self._samplers[row.row].seed, self.model.choose
+        total = sum(values)
+        token_ids = [choose(total, position, seed, last)]
+        if row.num_drafts == 0:
+            return tuple(token_ids)
+        drafts = self._drafts(row, values, last=last)
+        self.memory.put_chain(row.row, position, drafts, root=0)
+        for draft in drafts:
+            if draft != token_ids[-1]:
+                break
+            values.append(self.memory.cell(row.row, position))
+            total += values[-1]
+            position += 1
+            token_ids.append(choose(total, position, seed, draft))
+        self._count_drafts(row, len(token_ids) - 1)
+        return tuple(token_ids)
+
+    def _drafts(self, row: BatchRow, values: list[int], *, last: int) -> list[int]:
+        """The guesses of a row: those it brings, or those of the draft model."""
+        if row.drafts is not None:
+            drafts: list[int] = row.drafts.tolist()
+            assert len(drafts) == row.num_drafts, "every draft is given"
+            return drafts
+        seed, total, tag, drafts = self._samplers[row.row].seed, sum(values), values[-1], []
+        for at in range(len(values), len(values) + row.num_drafts):
+            last = self.model.choose(total, at, seed, last)
+            if scramble(total) % 1000 >= self._draft_skill:
+                last = self.model.alphabet[self.model.alphabet.index(last) - 1]
+            drafts.append(last)
+            tag = tag_after(tag, last, at)
+            total += tag
+        return drafts
+
+    def _count_drafts(self, row: BatchRow, num_right: int) -> None:
+        self.reached["draft accepted"] += num_right
+        self.reached["draft rejected"] += row.num_drafts - num_right
+        first = row.start + row.num_tokens - row.num_drafts
+        starts = map(self.memory.is_page_start, range(first, first + num_right))
+        self.reached["drafts accepted across pages"] += any(starts)
+
+    def _scores(self, row: BatchRow, values: list[int]) -> tuple[TokenLogprob, ...]:
+        if row.score is None:
+            return ()
+        start = row.score.start
+        return tuple(
+            TokenLogprob(int(target), score_of(values[start + i], int(target)))
+            for i, target in enumerate(row.score.targets)
+        )
+
+    def _inputs(self, row: BatchRow, sampler: Sampler) -> list[int]:
+        """The certain tokens of a row."""
+        num_sure = row.num_tokens - row.num_drafts
+        if row.tokens is None:
+            assert sampler.last_token is not None, "a token not yet seen was sampled by this row"
+            tokens = [sampler.last_token]
+        else:
+            tokens = [int(token) for token in row.tokens]
+        assert len(tokens) == num_sure, "a row brings as many tokens as it says"
+        return tokens
+
+    def _root(self, salt: str) -> int:
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = name_value(salt)
+        return root
+
+    def _compare(self, row: BatchRow, values: list[int]) -> None:
+        """Everything a row read against what belongs there."""
+        if self._truth_of is None or (row.turn_id, row.incarnation) in self._spoilt:
+            return
+        truth = self._truth_of(row.turn_id)
+        truth.reach(len(values))
+        expected = truth.tags
+        if values == (expected if len(expected) == len(values) else expected[: len(values)]):
+            return
+        at = next(i for i, value in enumerate(values) if value != expected[i])
+        page = self.memory.page_of(row.row, at)
+        what = "read" if at < row.start else "wrote"
+        raise ContentMismatch(
+            f"turn {row.turn_id} in row {row.row} {what} position {at} (page {page}) with content "
+            f"that its tokens do not give; the forward covers [{row.start}, "
+            f"{row.start + row.num_tokens})"
+        )
+
+    def _scribble(self, row: BatchRow) -> None:
+        """A forward that failed may have written anything where it was to write, and its row's
+        sampler remembers nothing of use to the launch behind it.
+        """
+        root = self._root(self._salt_of(row.turn_id))
+        self._samplers[row.row] = Sampler(seed=GARBAGE, root=root, last_token=1)
+        self._spoilt.add((row.turn_id, row.incarnation))
+        for position in range(row.start, row.start + row.num_tokens):
+            self.memory.put(row.row, position, GARBAGE)
+
+    def _probe(self, probe: Probe) -> bool:
+        """Whether cells hold what the cells before them and their tokens give."""
+        row, start, memory = probe.row, probe.start, self.memory
+        assert memory.is_page_start(start), "a probe looks at a page"
+        tag = memory.cell(row, start - 1) if start else self._samplers[row].root
+        for position, token in enumerate(probe.tokens.tolist(), start):
+            tag = tag_after(tag, token, position)
+            if memory.cell(row, position) != tag:
+                return False
+        return True

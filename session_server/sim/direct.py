@@ -1,0 +1,492 @@
+"""The direct front: a server reduced to its histories, which tells the engine everything a server
+may say, and much that it may not.
+
+It keeps each session's history as the truth, decides what a cancelled turn leaves, and compares
+what the engine holds with it. Commands wait in an inbox for the next step, as they do in service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+from cache.types import SessionId, TurnId
+from session_server.core.commands import (
+    CancelTurn,
+    CloseSession,
+    EngineCommand,
+    FlushCache,
+    OpenSession,
+    ReportMemory,
+    StopTurn,
+    SubmitTurn,
+)
+from session_server.core.events import EngineEvent, SessionRefused, TurnFailed, TurnFinished
+from session_server.core.sampling import SamplingParams
+from session_server.sim.config import SimConfig
+from session_server.sim.draws import Draws, mix
+from session_server.sim.failure import Broken, Layer
+from session_server.sim.stage import Stage
+from session_server.sim.trace import Op
+
+STEP_S: Final = 0.01
+"""Time one engine step takes."""
+
+DOCUMENT_LEN: Final = 80
+NUM_DOCUMENTS: Final = 3
+_LENGTHS: Final = (0, 1, 1, 2, 3, 4, 5, 8, 13, 21, 40)
+
+
+@dataclass(slots=True, eq=False)
+class ServerTurn:
+    """A turn the server waits for. `kept`: outputs it decided to keep, None for nothing at all,
+    once `is_decided`."""
+
+    command: SubmitTurn
+    prompt: tuple[int, ...]
+    kept: int | None = None
+    is_decided: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ServerSession:
+    """The server's truth of one session."""
+
+    session_id: SessionId
+    history: tuple[int, ...]
+    live: ServerTurn | None = None
+
+
+class DirectWorld:
+    """Applies operations. What refers to a session or turn that is not there does nothing."""
+
+    def __init__(self, config: SimConfig, draws: Draws, stage: Stage) -> None:
+        self._config = config
+        self._draws = draws
+        self._inbox: list[EngineCommand] = []
+        self._turns: dict[TurnId, ServerSession] = {}
+        self._closing: set[SessionId] = set()
+        self._num_requests = 0
+        self.stage = stage
+        self.sessions: dict[SessionId, ServerSession] = {}
+        self._verbs: dict[str, Callable[[Op], None]] = {
+            "open": self._open,
+            "submit": self._submit,
+            "cancel": self._cancel,
+            "stop": self._stop,
+            "close": self._close,
+            "late": self._late,
+            "duplicate": self._duplicate,
+            "refused": self._refused,
+            "flush": self._flush,
+            "report": self._report,
+            "step": self._step,
+            "execute": self._execute,
+        }
+
+    def apply(self, op: Op) -> None:
+        """Do one operation."""
+        self._verbs[op["op"]](op)
+
+    def finish(self) -> None:
+        """Nothing new: let everything end, close all, empty the cache, see that nothing is left."""
+        self.rest()
+        stage = self.stage
+        for session_id in list(self.sessions):
+            self._inbox.append(CloseSession(session_id=session_id))
+        self.rest()
+        self._inbox.append(FlushCache(request_id=self._request_id()))
+        self.rest()
+        stage.check_empty()
+
+    def rest(self) -> None:
+        """Step as the engine's loop does, until nothing is left to do."""
+        stage = self.stage
+        faults = stage.device.faults
+        faults.nan_turns.clear()
+        faults.poison_turns.clear()
+        faults.fail_steps.clear()
+        stage.is_calm = True
+        budget = self._rest_budget()
+        self._advance(0)
+        while not stage.is_blocked or stage.num_launched:
+            self._advance(1 if stage.is_blocked else 0)
+            budget -= 1
+            if budget < 0:
+                raise Broken(Layer.LIVENESS, f"still live: {sorted(stage.history.live)}")
+        if stage.history.live:
+            raise Broken(Layer.LIVENESS, f"waits for ever: {sorted(stage.history.live)}")
+        stage.is_calm = False
+
+    def _rest_budget(self) -> int:
+        """Steps within which everything live must end, with room for retractions."""
+        max_len = self.stage.engine.max_turn_len
+        num_turns = len(self.stage.history.live) + len(self._inbox)
+        return 100 + 12 * max_len * num_turns
+
+    # Operations
+
+    def _open(self, op: Op) -> None:
+        session_id = SessionId(op["s"])
+        history = tuple(op["tokens"])
+        if session_id in self.sessions:
+            return
+        self.sessions[session_id] = ServerSession(session_id, history)
+        self._inbox.append(
+            OpenSession(
+                session_id=session_id,
+                tenant_salt=op["owner"],
+                tokens=history,
+                pinned=op["pinned"],
+            )
+        )
+
+    def _submit(self, op: Op) -> None:
+        session = self.sessions.get(SessionId(op["s"]))
+        if session is None or session.live is not None or session.session_id in self._closing:
+            return
+        copy = self.stage.history.sessions.get(session.session_id)
+        held = session.history if copy is None else copy.held
+        session.history = session.history[: op["cut"]]
+        prompt = session.history + tuple(op["new"])
+        if not prompt:
+            return
+        base_len = max(0, _common_len(session.history, held) - op["lag"])
+        command = SubmitTurn(
+            session_id=session.session_id,
+            turn_id=TurnId(op["t"]),
+            base_len=base_len,
+            tokens=prompt[base_len:],
+            sampling=SamplingParams(**op["sampling"]),
+            priority=op["priority"],
+        )
+        session.live = ServerTurn(command, prompt)
+        self._turns[command.turn_id] = session
+        self._inbox.append(command)
+
+    def _cancel(self, op: Op) -> None:
+        self._decide(op, "cancel")
+
+    def _stop(self, op: Op) -> None:
+        self._decide(op, "stop")
+
+    def _decide(self, op: Op, verb: str) -> None:
+        turn_id = TurnId(op["t"])
+        session = self._turns.get(turn_id)
+        if session is None or session.live is None or session.live.is_decided:
+            return
+        keep = op["keep"]
+        if keep is not None:
+            keep = min(keep, self._num_heard(turn_id))
+        if verb == "stop" and not keep:
+            return
+        session.live.kept, session.live.is_decided = keep, True
+        if verb == "cancel":
+            self._inbox.append(CancelTurn(turn_id=turn_id, num_outputs=keep))
+        else:
+            self._inbox.append(StopTurn(turn_id=turn_id, num_outputs=keep))
+
+    def _close(self, op: Op) -> None:
+        session = self.sessions.get(SessionId(op["s"]))
+        if session is None:
+            return
+        if session.live is not None and not session.live.is_decided:
+            session.live.kept, session.live.is_decided = None, True
+        close = CloseSession(session_id=session.session_id)
+        self._closing.add(session.session_id)
+        self._inbox.extend([close] * op["times"])
+
+    def _late(self, op: Op) -> None:
+        turn_id = TurnId(op["t"])
+        if turn_id not in self._turns:
+            self._inbox.append(CancelTurn(turn_id=turn_id, num_outputs=op["keep"]))
+            self._inbox.append(StopTurn(turn_id=turn_id, num_outputs=1))
+
+    def _duplicate(self, op: Op) -> None:
+        session = self._turns.get(TurnId(op["t"]))
+        if session is not None and session.live is not None and not session.live.is_decided:
+            self._advance(0)
+            if session.live is not None:
+                self._inbox.append(session.live.command)
+                self._advance(0)
+
+    def _refused(self, op: Op) -> None:
+        """A turn that must be refused; without results, which might make it right."""
+        session_id = SessionId(op["s"])
+        self._advance(0)
+        session = self.sessions.get(session_id)
+        is_live = session is not None and session.live is not None
+        if op["why"] == "busy" and not is_live:
+            return
+        base_len = 10**6 if op["why"] == "base" else 0
+        command = SubmitTurn(
+            session_id=SessionId("nobody") if op["why"] == "unknown" else session_id,
+            turn_id=TurnId(op["t"]),
+            base_len=base_len,
+            tokens=(1, 10**6) if op["why"] == "vocab" else (1,),
+            sampling=SamplingParams(seed=0),
+        )
+        if op["why"] in {"busy", "unknown"} or (session is not None and not is_live):
+            self._inbox.append(command)
+            self._advance(0)
+
+    def _flush(self, op: Op) -> None:
+        del op
+        self._inbox.append(FlushCache(request_id=self._request_id()))
+
+    def _report(self, op: Op) -> None:
+        self._inbox.append(ReportMemory(request_id=self._request_id(), full=op["full"]))
+
+    def _step(self, op: Op) -> None:
+        fault = op.get("fault")
+        if fault is not None:
+            self._inject(fault, op["which"])
+        self._advance(op["results"])
+
+    def _execute(self, op: Op) -> None:
+        del op
+        if len(self.stage.device):
+            self.stage.execute()
+
+    def _inject(self, fault: str, which: int) -> None:
+        """Let the next launch that the device carries out go wrong."""
+        device = self.stage.device
+        if not len(device):
+            return
+        launch = device.next_launch()
+        if not launch.rows:
+            return
+        turn_id = launch.rows[which % len(launch.rows)].turn_id
+        turns = self.stage.history.live
+        self.stage.reached[f"fault {fault}"] += 1
+        if fault == "device_raise":
+            device.faults.fail_steps.add(launch.step)
+            for row in launch.rows:
+                if row.turn_id in turns:
+                    turns[row.turn_id].faults.add("device_failed")
+        elif fault == "device_nan":
+            device.faults.nan_turns.add(turn_id)
+            if turn_id in turns:
+                turns[turn_id].faults.add("numerical_error")
+        else:
+            device.faults.poison_turns.add(turn_id)
+            for turn in turns.values():
+                turn.faults.add("device_failed")
+
+    # The engine
+
+    def _advance(self, num_results: int) -> None:
+        commands, self._inbox = self._inbox, []
+        stage = self.stage
+        results = stage.take_results(num_results)
+        outcome = stage.step(stage.num_steps * STEP_S, commands, results)
+        for event in outcome.events:
+            self._hear(event)
+
+    def _hear(self, event: EngineEvent) -> None:
+        match event:
+            case TurnFinished() | TurnFailed():
+                session = self._turns.pop(event.turn_id, None)
+                if session is not None:
+                    self._end(session, event)
+            case SessionRefused(session_id=session_id):
+                self.sessions.pop(session_id, None)
+            case _:
+                pass
+        for session_id in self._closing:
+            self.sessions.pop(session_id, None)
+        self._closing.clear()
+
+    def _end(self, session: ServerSession, event: TurnFinished | TurnFailed) -> None:
+        turn, session.live = session.live, None
+        assert turn is not None, "a turn the server waits for"
+        self.stage.device.faults.nan_turns.discard(event.turn_id)
+        self.stage.device.faults.poison_turns.discard(event.turn_id)
+        outputs = self.stage.history.turns[event.turn_id].outputs
+        if isinstance(event, TurnFailed):
+            return
+        kept = turn.kept if turn.is_decided else len(outputs)
+        if kept is not None:
+            session.history = turn.prompt + tuple(outputs[:kept])
+        copy = self.stage.history.sessions.get(session.session_id)
+        truth = turn.prompt + tuple(outputs)
+        if copy is not None and copy.held != truth[: len(copy.held)]:
+            raise Broken(Layer.SHADOW, f"{event}: the engine holds {copy.held}, said was {truth}")
+
+    def _num_heard(self, turn_id: TurnId) -> int:
+        turn = self.stage.history.turns.get(turn_id)
+        return 0 if turn is None else len(turn.outputs)
+
+    def _request_id(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+
+class DirectOps:
+    """Draws the next operation from the habits of the configuration and the state of the world."""
+
+    def __init__(self, config: SimConfig, draws: Draws, world: DirectWorld) -> None:
+        self._config = config
+        self._draws = draws
+        self._world = world
+        self._num_names = 0
+        habits = config.habits
+        makers = {
+            self._submit: habits.submit,
+            self._open: habits.open,
+            self._cancel: habits.cancel,
+            self._stop: habits.stop,
+            self._close: habits.close,
+            self._misbehave: habits.misbehave,
+            self._flush: habits.flush,
+            self._report: habits.report,
+        }
+        self._makers = list(makers)
+        self._weights = list(accumulate(makers.values()))
+        self._documents = [
+            tuple(1 + mix(config.seed, which, at) % 31 for at in range(DOCUMENT_LEN))
+            for which in range(NUM_DOCUMENTS)
+        ]
+
+    def next(self) -> Op:
+        """The next operation."""
+        if self._draws.happens("patient", self._config.habits.patient):
+            return self._device_op()
+        return self._draws.weighted("op", self._makers, self._weights)() or self._device_op()
+
+    def _device_op(self) -> Op:
+        draws, faults = self._draws, self._config.faults
+        what = draws.below("device op", 16)
+        if what == 0:
+            return {"op": "execute"}
+        op: dict[str, Any] = {"op": "step", "results": (0, 2, *[1] * 13)[what - 1]}
+        for fault in ("device_nan", "device_raise", "device_poison"):
+            if draws.happens(fault, getattr(faults, fault)):
+                op |= {"fault": fault, "which": draws.below("which row", 8)}
+        return op
+
+    def _open(self) -> Op | None:
+        draws, habits = self._draws, self._config.habits
+        if len(self._world.sessions) >= habits.num_sessions:
+            return None
+        length = draws.pick("history", (0, 0, 0, 7, 16, 33))
+        is_pinned = self._config.sizes.pinned_quota_pages > 0 and draws.happens("pinned", 400)
+        return {
+            "op": "open",
+            "s": self._name("s"),
+            "owner": "abc"[draws.below("owner", habits.num_owners)],
+            "tokens": list(draws.pick("document", self._documents)[:length]),
+            "pinned": is_pinned,
+        }
+
+    def _submit(self) -> Op | None:
+        session = self._pick(is_live=False)
+        if session is None:
+            return self._open()
+        draws, length = self._draws, len(session.history)
+        cut = length
+        if draws.happens("rewind", self._config.habits.rewind):
+            cut = draws.below("cut", length + 1)
+        room = self._world.stage.engine.max_turn_len - cut
+        if room < 12 and not draws.happens("overfull", 20):
+            cut = min(cut, draws.below("start over", 20))
+            room = self._world.stage.engine.max_turn_len - cut
+        return {
+            "op": "submit",
+            "s": session.session_id,
+            "t": self._name("t"),
+            "cut": cut,
+            "new": list(self._new_tokens(session.history[:cut], room)),
+            "lag": draws.pick("lag", (0, 0, 0, 0, 1, 5)),
+            "sampling": self._sampling(cut),
+            "priority": draws.pick("priority", (0, 0, 0, 1, 5)),
+        }
+
+    def _new_tokens(self, history: tuple[int, ...], room: int) -> tuple[int, ...]:
+        draws, habits = self._draws, self._config.habits
+        if draws.happens("too long", 20):
+            return (1,) * max(0, room + draws.below("by", 3))
+        start = len(history)
+        length = max(0, min(room - 1, habits.max_input, draws.pick("length", _LENGTHS)))
+        if draws.happens("shared", habits.shared):
+            for document in self._documents:
+                if start + length <= len(document) and history == document[:start]:
+                    return document[start : start + length]
+        return tuple(1 + draws.below("token", 31) for _ in range(length))
+
+    def _sampling(self, prompt_len: int) -> dict[str, Any]:
+        draws = self._draws
+        max_tokens = min(
+            self._config.habits.max_new, draws.pick("max_tokens", (0, 1, 2, 5, 9, 17, 30, 40))
+        )
+        wanted = draws.below("scores from", prompt_len + 2)
+        return {
+            "max_tokens": max_tokens,
+            "min_tokens": min(max_tokens, draws.pick("min_tokens", (0, 0, 0, 2, 6))),
+            "seed": draws.below("sampling seed", 4),
+            "ignore_eos": draws.pick("ignore_eos", (True, True, False)),
+            "stop_token_ids": draws.pick("stops", ((), (), (), (5, 9))),
+            "prompt_logprobs_from": draws.pick("scores", (None, None, None, None, 0, wanted)),
+        }
+
+    def _cancel(self) -> Op | None:
+        session = self._pick(is_live=True)
+        if session is None or session.live is None:
+            return None
+        keep = self._draws.pick("keep", (None, 0, 1, 3, 99, 99))
+        return {"op": "cancel", "t": session.live.command.turn_id, "keep": keep}
+
+    def _stop(self) -> Op | None:
+        session = self._pick(is_live=True)
+        if session is None or session.live is None:
+            return None
+        keep = self._draws.pick("stop at", (1, 2, 4, 99))
+        return {"op": "stop", "t": session.live.command.turn_id, "keep": keep}
+
+    def _close(self) -> Op | None:
+        sessions = list(self._world.sessions)
+        if not sessions:
+            return None
+        times = self._draws.pick("times", (1, 1, 1, 2))
+        return {"op": "close", "s": self._draws.pick("close", sessions), "times": times}
+
+    def _misbehave(self) -> Op | None:
+        draws = self._draws
+        what = draws.pick("misbehave", ("late", "duplicate", "busy", "unknown", "base", "vocab"))
+        ended = self._world.stage.history.ended
+        if what == "late":
+            keep = draws.pick("late keep", (None, 0, 3))
+            turn_id = draws.pick("late turn", ended[-9:]) if ended else "t0"
+            return {"op": "late", "t": turn_id, "keep": keep}
+        session = self._pick(is_live=what in {"duplicate", "busy"})
+        if session is None:
+            return None
+        if what == "duplicate":
+            assert session.live is not None, "picked so"
+            return {"op": "duplicate", "t": session.live.command.turn_id}
+        return {"op": "refused", "why": what, "s": session.session_id, "t": self._name("bad")}
+
+    def _flush(self) -> Op:
+        return {"op": "flush"}
+
+    def _report(self) -> Op:
+        return {"op": "report", "full": self._draws.pick("full", (True, False))}
+
+    def _pick(self, *, is_live: bool) -> ServerSession | None:
+        sessions = [s for s in self._world.sessions.values() if (s.live is not None) == is_live]
+        return self._draws.pick("session", sessions) if sessions else None
+
+    def _name(self, prefix: str) -> str:
+        self._num_names += 1
+        return f"{prefix}{self._num_names}"
+
+
+def _common_len(left: Iterable[int], right: Iterable[int]) -> int:
+    length = 0
+    for mine, theirs in zip(left, right, strict=False):
+        if mine != theirs:
+            break
+        length += 1
+    return length

@@ -1,0 +1,108 @@
+"""What the fake model says, and what a lone turn would say on an infinite machine.
+
+A cell of KV is the tag of a chain (namespace, tokens so far, position). What the model says is a
+function of all cells it read, of the sampler's seed and of the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from session_server.core.sampling import TokenLogprob
+from session_server.sim.draws import mix, name_value, scramble
+
+VOCAB_SIZE: Final = 32
+EOS: Final = 0
+
+
+def tag_after(before: int, token: int, position: int) -> int:
+    """The tag of a cell from the one before it."""
+    return scramble(before + mix_pair(token, position))
+
+
+def mix_pair(token: int, position: int) -> int:
+    """Injective for what a chain meets; a sum or an exclusive or of the two would not be."""
+    return (position << 40 | token + 1) * 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class EchoModel:
+    """What the fake model says. `alphabet`: the token ids it knows to say; the first ends a turn.
+
+    `num_repeats` of 4 tokens follow from the token before alone, so that an answer repeats itself
+    and guessing from history is worth something.
+    """
+
+    alphabet: tuple[int, ...] = tuple(range(VOCAB_SIZE))
+    num_repeats: int = 0
+
+    def choose(self, total: int, position: int, seed: int, last: int) -> int:
+        """The token at `position` after cells that sum to `total`, the last of token `last`."""
+        draw = scramble(total + mix_pair(seed, position))
+        alphabet = self.alphabet
+        if draw >> 60 & 3 < self.num_repeats:
+            return alphabet[(last * 5 + 3) % len(alphabet)]
+        return alphabet[draw % len(alphabet)]
+
+
+class Truth:
+    """What one turn would hold and say on an infinite machine, alone: found as far as asked for."""
+
+    __slots__ = ("_model", "_seed", "_total", "tags", "tokens")
+
+    def __init__(self, model: EchoModel, root: int, prompt: Sequence[int], seed: int) -> None:
+        self._model = model
+        self._seed = seed
+        self._total = 0
+        self.tokens = list(prompt)
+        self.tags: list[int] = []
+        tag = root
+        for position, token in enumerate(self.tokens):
+            tag = tag_after(tag, token, position)
+            self.tags.append(tag)
+        self._total = sum(self.tags)
+
+    def reach(self, num_tags: int) -> None:
+        """Find the cells of positions [0, num_tags)."""
+        while len(self.tags) < num_tags:
+            position = len(self.tags)
+            self._say(position)
+            tag = tag_after(self.tags[-1], self.tokens[position], position)
+            self.tags.append(tag)
+            self._total += tag
+
+    def context(self, length: int) -> list[int]:
+        """The first `length` tokens: the prompt, then what the turn says."""
+        self.reach(length - 1)
+        self._say(length - 1)
+        return self.tokens[:length]
+
+    def _say(self, position: int) -> None:
+        if position == len(self.tokens):
+            last = self.tokens[-1]
+            self.tokens.append(self._model.choose(self._total, position, self._seed, last))
+
+
+def score_of(cell: int, target: int) -> float:
+    """The "logprob" of a target after the cell of the position before it."""
+    return -float(mix(cell, target) % 1000) / 100.0
+
+
+def replay(
+    salt: str, prompt: Sequence[int], *, seed: int, max_new: int, model: EchoModel | None = None
+) -> list[int]:
+    """The first `max_new` outputs of a lone turn on an infinite machine, stopping at nothing."""
+    truth = Truth(model or EchoModel(), name_value(salt), prompt, seed)
+    return truth.context(len(prompt) + max_new)[len(prompt) :]
+
+
+def replay_scores(salt: str, prompt: Sequence[int], start: int) -> list[TokenLogprob]:
+    """Prompt logprobs from position `start` on, as a lone turn would have them."""
+    tags = Truth(EchoModel(), name_value(salt), prompt, 0).tags
+    return [
+        TokenLogprob(token, score_of(tags[position - 1], token) if position else None)
+        for position, token in enumerate(prompt)
+        if position >= start
+    ]

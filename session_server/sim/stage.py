@@ -1,0 +1,193 @@
+"""One engine and its device on a stage: every step is watched, and checked when it is over."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from cache.checker import find_violations
+from cache.errors import AuditFailed
+from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
+from cache.types import PoolName, pages_for
+from session_server.core.batch import StepResult
+from session_server.core.commands import EngineCommand
+from session_server.core.events import EngineEvent, TurnFinished
+from session_server.engine.engine import Engine, StepOutcome
+from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
+from session_server.sim.config import SimConfig
+from session_server.sim.device import ContentMismatch, EchoRunner, PoolShape
+from session_server.sim.draws import Draws
+from session_server.sim.echo import EchoModel
+from session_server.sim.failure import Broken, Layer
+from session_server.sim.history import EngineHistory
+from session_server.sim.watched_cache import WatchedCache
+
+POOL: Final = PoolName("full")
+MAX_IDLE_STEPS: Final = 64
+"""Steps in a row that may promise more without launching anything."""
+
+
+class Stage:
+    """Executes launches when told; checks accounts and touched sessions after every step, all
+    pages every `audit_every` steps, and every event. What does not hold raises `Broken`.
+    """
+
+    def __init__(self, config: SimConfig, draws: Draws, reached: Counter[str]) -> None:
+        sizes = config.sizes
+        self._config = config
+        self._draws = draws
+        self._results: deque[StepResult] = deque()
+        self._num_idle = 0
+        self.reached = reached
+        self.cache = WatchedCache(
+            CacheSpec((LayerGroup(POOL, LayerKind.FULL, (0,), 1, 1, 4),), sizes.page_size),
+            Capacity({POOL: sizes.num_pages + 1}, sizes.num_rows, sizes.max_context_len),
+            pinned_quota_pages=sizes.pinned_quota_pages,
+            allocation=sizes.allocation,
+            strikes=self._strikes,
+            reached=reached,
+        )
+        model = EchoModel(num_repeats=sizes.num_repeats)
+        settings = _settings(config, model)
+        self.engine = Engine(self.cache, settings)
+        self.history = EngineHistory(settings, model, self.engine.max_turn_len, reached)
+        self.device = _device(config, model, self.history)
+        self.device.reached = reached
+        self.is_calm = False
+        self.is_blocked = True
+        self.num_steps = 0
+
+    @property
+    def num_launched(self) -> int:
+        """Launches the engine has not been told the result of."""
+        return len(self.device) + len(self._results)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing can happen any more although turns are live."""
+        return self.is_blocked and not self.num_launched and bool(self.history.live)
+
+    def execute(self) -> None:
+        """Let the device carry out its oldest launch; the result comes later."""
+        try:
+            self._results.append(self.device.execute())
+        except ContentMismatch as error:
+            raise Broken(Layer.CONTENT, str(error)) from error
+
+    def take_results(self, num_results: int) -> list[StepResult]:
+        """Results of the oldest launches, which are carried out now if need be."""
+        while len(self._results) < num_results and len(self.device):
+            self.execute()
+        count = min(num_results, len(self._results))
+        return [self._results.popleft() for _ in range(count)]
+
+    def step(
+        self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
+    ) -> StepOutcome:
+        """One engine step and all that is checked after it."""
+        self.num_steps += 1
+        history = self.history
+        history.told(commands, has_results=bool(results))
+        try:
+            outcome = self.engine.step(now_s, commands, results)
+        except AuditFailed as error:
+            raise Broken(Layer.LEDGER, str(error)) from error
+        history.heard(outcome.events)
+        self._check_memory(outcome.events)
+        if outcome.batch is not None:
+            self.device.launch(outcome.batch)
+        self._note_progress(outcome, is_news=bool(commands or results))
+        return outcome
+
+    def audit(self) -> None:
+        """Recount every page."""
+        if violations := find_violations(self.cache, 2):
+            raise Broken(Layer.AUDIT, "; ".join(violation.text for violation in violations))
+
+    def check_empty(self) -> None:
+        """Everything is as it was before the first command. Call it when all is closed and the
+        tree was flushed."""
+        self.audit()
+        accounts = self.cache.accounts()[POOL]
+        headroom = self.cache.headroom()
+        left = {
+            "pages": accounts.pages - 1 - accounts.free,
+            "rows": self._config.sizes.num_rows - headroom.free_rows,
+            "sessions": len(self.cache),
+            "turns": len(self.history.live),
+            "namespaces": len(list(self.cache.stores.tree.roots())),
+            "launches": self.num_launched,
+        }
+        if any(left.values()):
+            raise Broken(Layer.AUDIT, f"not given back: {left}")
+
+    def _strikes(self, site: str) -> bool:
+        per_mille: int = getattr(self._config.faults, site)
+        return not self.is_calm and self._draws.happens(site, per_mille)
+
+    def _check_memory(self, events: Sequence[EngineEvent]) -> None:
+        cache = self.cache
+        for ledger in cache.stores.ledgers.values():
+            if not ledger.is_balanced():
+                raise Broken(Layer.LEDGER, f"the accounts do not sum: {ledger.snapshot()}")
+        if cache.touched:
+            for session_id in cache.touched:
+                if violations := find_violations(cache, 1, session_id):
+                    text = "; ".join(violation.text for violation in violations)
+                    raise Broken(Layer.PAIR, text)
+            cache.touched.clear()
+        for event in events:
+            if isinstance(event, TurnFinished) and event.session_id in cache:
+                self._check_held(event)
+        if self.num_steps % self._config.audit_every == 0:
+            self.audit()
+
+    def _check_held(self, event: TurnFinished) -> None:
+        """The engine's copy of the history is what the turn's end says."""
+        held = self.history.sessions[event.session_id].held
+        copy = self.cache.tokens(event.session_id, 0, event.history_len)
+        if not np.array_equal(copy, held):
+            raise Broken(Layer.SHADOW, f"{event}: the engine holds {copy}, not {held}")
+
+    def _note_progress(self, outcome: StepOutcome, *, is_news: bool) -> None:
+        self.is_blocked = outcome.is_blocked
+        is_idle = not (is_news or outcome.batch or outcome.is_blocked)
+        self._num_idle = self._num_idle + 1 if is_idle else 0
+        if self._num_idle > MAX_IDLE_STEPS:
+            raise Broken(Layer.LIVENESS, f"{MAX_IDLE_STEPS} steps launched nothing and went on")
+
+
+def _settings(config: SimConfig, model: EchoModel) -> EngineSettings:
+    sizes = config.sizes
+    return EngineSettings(
+        model_fingerprint="echo",
+        vocab_size=max(model.alphabet) + 1,
+        eos_token_ids=model.alphabet[:1],
+        max_running=sizes.max_running,
+        max_waiting=sizes.max_waiting,
+        chunk_tokens=sizes.chunk_tokens,
+        num_in_flight=sizes.num_in_flight,
+        pinned_quota_pages=sizes.pinned_quota_pages,
+        memory=MemoryPolicy(sizes.memory_check),
+        speculation=Speculation(sizes.num_drafts, sizes.drafter),
+    )
+
+
+def _device(config: SimConfig, model: EchoModel, history: EngineHistory) -> EchoRunner:
+    sizes = config.sizes
+    shape = PoolShape(
+        num_pages=sizes.num_pages + 1,
+        page_size=sizes.page_size,
+        num_rows=sizes.num_rows,
+        row_pages=pages_for(sizes.max_context_len, sizes.page_size),
+    )
+    return EchoRunner(
+        shape,
+        salt_of=history.salt_of,
+        model=model,
+        truth_of=history.truth_of,
+        draft_skill=sizes.draft_skill,
+    )

@@ -1,0 +1,151 @@
+"""The real cache with eyes: it counts what happened inside, and can be made to run out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from cache.errors import OutOfPages, OutOfRows
+from cache.ledger import Ledger
+from cache.pages import Allocation
+from cache.radix import LockReceipt, MatchResult, PagesByPool, RadixCache, RadixNode
+from cache.session_cache import SessionAwareCache
+from cache.spec import CacheSpec, Capacity
+from cache.types import Holder, PoolName, SessionId, TableWrite, Tokens, TurnId
+from cache.views import TurnLoan
+
+Strikes = Callable[[str], bool]
+"""Whether a fault strikes at a site, asked each time that it could."""
+
+
+class WatchedTree(RadixCache):
+    """Counts what shapes the tree."""
+
+    __slots__ = ("reached",)
+
+    def __init__(
+        self, page_size: int, ledgers: Mapping[PoolName, Ledger], reached: Counter[str]
+    ) -> None:
+        super().__init__(page_size, ledgers)
+        self.reached = reached
+
+    def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
+        """See `RadixCache`."""
+        self.reached["match"] += match.matched_len > 0
+        return super().advance(receipt, match)
+
+    def insert(
+        self, receipt: LockReceipt, tokens: Tokens, pages: Mapping[PoolName, Sequence[int]]
+    ) -> PagesByPool:
+        """See `RadixCache`."""
+        found = super().insert(receipt, tokens, pages)
+        self.reached["publish"] += 1
+        self.reached["publish duplicate"] += any(found.values())
+        return found
+
+    def take_back(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
+        """See `RadixCache`."""
+        taken = super().take_back(receipt, to_len, holder)
+        self.reached["published pages taken back"] += any(taken.values())
+        return taken
+
+    def evict(self, pool: PoolName, num_pages: int) -> PagesByPool:
+        """See `RadixCache`."""
+        evicted = super().evict(pool, num_pages)
+        self.reached["evict"] += any(evicted.values())
+        return evicted
+
+    def _split(self, node: RadixNode, length: int) -> RadixNode:
+        self.reached["node split"] += 1
+        self.reached["locked node split"] += node.lock_count > 0
+        return super()._split(node, length)
+
+
+class WatchedCache(SessionAwareCache):
+    """`touched`: sessions whose pages changed hands since somebody looked."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        capacity: Capacity,
+        *,
+        pinned_quota_pages: int,
+        allocation: Allocation,
+        strikes: Strikes,
+        reached: Counter[str],
+    ) -> None:
+        super().__init__(
+            spec, capacity, pinned_quota_pages=pinned_quota_pages, allocation=allocation
+        )
+        self.reached = reached
+        self.touched: dict[SessionId, None] = {}
+        self._strikes = strikes
+        self._of_turn: dict[TurnId, SessionId] = {}
+        tree = WatchedTree(spec.page_size, self.stores.ledgers, reached)
+        self.stores = dataclasses.replace(self.stores, tree=tree)
+
+    def begin_turn(
+        self,
+        session_id: SessionId,
+        turn_id: TurnId,
+        *,
+        base_len: int,
+        new_tokens: Sequence[int] | Tokens,
+        now: float,
+        max_reuse_len: int | None = None,
+    ) -> TurnLoan:
+        """See `SessionAwareCache`."""
+        if self._strikes("alloc_row"):
+            self.reached["fault alloc_row"] += 1
+            raise OutOfRows("injected")
+        loan = super().begin_turn(
+            session_id,
+            turn_id,
+            base_len=base_len,
+            new_tokens=new_tokens,
+            now=now,
+            max_reuse_len=max_reuse_len,
+        )
+        self._of_turn[turn_id] = session_id
+        self.touched[session_id] = None
+        return loan
+
+    def grow(self, turn_id: TurnId, to_len: int) -> list[TableWrite]:
+        """See `SessionAwareCache`."""
+        if self._strikes("alloc_page"):
+            self.reached["fault alloc_page"] += 1
+            raise OutOfPages("injected")
+        return super().grow(turn_id, to_len)
+
+    def end_turn(self, turn_id: TurnId, keep_len: int, *, now: float) -> list[TableWrite]:
+        """See `SessionAwareCache`."""
+        self._let_go(turn_id)
+        return super().end_turn(turn_id, keep_len, now=now)
+
+    def discard(self, turn_id: TurnId, *, now: float) -> None:
+        """See `SessionAwareCache`."""
+        self._let_go(turn_id)
+        self.reached["discard"] += 1
+        super().discard(turn_id, now=now)
+
+    def retract(self, turn_id: TurnId, *, now: float) -> Tokens:
+        """See `SessionAwareCache`."""
+        self._let_go(turn_id)
+        self.reached["retract"] += 1
+        return super().retract(turn_id, now=now)
+
+    def cool(self, session_id: SessionId) -> None:
+        """See `SessionAwareCache`."""
+        self.touched[session_id] = None
+        self.reached["cool"] += 1
+        super().cool(session_id)
+
+    def close(self, session_id: SessionId) -> bool:
+        """See `SessionAwareCache`."""
+        is_gone = super().close(session_id)
+        self.reached["close deferred"] += not is_gone
+        return is_gone
+
+    def _let_go(self, turn_id: TurnId) -> None:
+        self.touched[self._of_turn.pop(turn_id)] = None
