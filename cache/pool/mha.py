@@ -111,6 +111,14 @@ class MhaPool:
         """
         return self._sides.narrow(3, first_slot, num_slots).unbind(0)
 
+    def page(self, page: int, num_slots: int) -> Tensor:
+        """A view of the first slots of one page in every layer.
+
+        Returns:
+            [layers, 2, kv_heads, num_slots, head_dim], K before V.
+        """
+        return self._storage[:, :, :, page, :num_slots]
+
     def gather(self, layer: int, pages: Tensor) -> Tensor:
         """Copy whole pages of one layer together.
 

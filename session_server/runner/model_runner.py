@@ -15,7 +15,7 @@ from cache.pool.mha import MhaPool
 from cache.pool.page_table import PageTable
 from cache.spec import CacheSpec, Capacity
 from cache.types import pages_for
-from session_server.core.batch import Batch, PendingStep, StepResult
+from session_server.core.batch import Batch, PendingStep
 from session_server.models.decoder import Decoder
 from session_server.runner.draft_model import DraftModel, without_wanted_drafts
 from session_server.runner.inputs import ForwardInputs, InputBuilder
@@ -28,6 +28,7 @@ from session_server.runner.outputs import (
     failed_step,
 )
 from session_server.runner.paged_decoder import BackendName, PagedDecoder
+from session_server.runner.probe import probe_holds
 from session_server.runner.sampler import Sampler
 from session_server.runner.verification import verify
 
@@ -99,10 +100,11 @@ class ModelRunner:
             with torch.inference_mode():
                 if self._model.pool.device.type == "cuda":
                     return EventStep.record(batch.step, lambda: self._execute(batch))
-                rows = self._execute(batch).results()
+                outputs = self._execute(batch)
+                result = outputs.result(batch.step, time.perf_counter() - started)
         except (RuntimeError, MemoryError, IndexError) as error:
             return failed_step(batch.step, error, time.perf_counter() - started)
-        return FinishedStep(StepResult(batch.step, rows, time.perf_counter() - started))
+        return FinishedStep(result)
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
@@ -124,6 +126,8 @@ class ModelRunner:
         for row in batch.rows:
             if row.sampling is not None:
                 self._sampler.start(row.row, row.sampling)
+        if batch.probe is not None:
+            return StepOutputs((), probe_holds=probe_holds(batch.probe, self._model, self._table))
         if not batch.rows:
             return StepOutputs(())
         inputs, hidden = self._forward(batch)

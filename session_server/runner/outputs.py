@@ -37,6 +37,7 @@ class StepOutputs:
     """Results of one forward. `sampled`, `scored`, `unsampled` are indices into `rows`.
 
     `scores`: per scored row, its blocks in order. `finite`: bool [n], per unsampled row.
+    `probe_holds`: bool scalar, for a batch with a probe.
     """
 
     rows: tuple[BatchRow, ...]
@@ -46,6 +47,7 @@ class StepOutputs:
     sampled_rows: SampledRows | None = None
     scores: list[list[DeviceLogprobs]] = field(default_factory=list)
     finite: Tensor | None = None
+    probe_holds: Tensor | None = None
 
     def start_copies(self) -> None:
         """Queue the copies to pinned host memory behind the forward; does not wait.
@@ -63,6 +65,12 @@ class StepOutputs:
             )
         self.scores = [[block.map(_pinned) for block in blocks] for blocks in self.scores]
         self.finite = None if self.finite is None else _pinned(self.finite)
+        self.probe_holds = None if self.probe_holds is None else _pinned(self.probe_holds)
+
+    def result(self, step: int, elapsed_s: float) -> StepResult:
+        """The result of the step. Waits for tensors that are still on a device."""
+        verdict = None if self.probe_holds is None else bool(self.probe_holds)
+        return StepResult(step, self.results(), elapsed_s, probe_holds=verdict)
 
     def results(self) -> tuple[RowResult, ...]:
         """One result per row of the batch. Waits for tensors that are still on a device."""
@@ -145,7 +153,7 @@ class EventStep:
         try:
             self._finished.synchronize()
             elapsed_s = self._started.elapsed_time(self._finished) / 1e3
-            return StepResult(self._step, self._outputs.results(), elapsed_s)
+            return self._outputs.result(self._step, elapsed_s)
         except RuntimeError as error:
             return failed_step(self._step, error, 0.0).wait()
 
