@@ -106,7 +106,6 @@ NOT_APPLICABLE = MappingProxyType(
         "D5": "nothing transfers KV in the background: there is one stream and no second tier",
         "A3": "nothing copies KV in the background: there is one stream and no second tier",
         "A9": "there is no host tier: a cold session is computed again from its tokens",
-        "A10": "every layer kind served today can be rewound to any length",
         "A11": "pages are not cleared, so no stride can be wrong: their users write first",
         "A17": "there is no window pool yet",
         "G2": "there is no window pool yet",
