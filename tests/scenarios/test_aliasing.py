@@ -7,8 +7,8 @@ from cache.types import SlotState, TurnId
 from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason
 from session_server.engine.settings import Drafter, Speculation
+from session_server.sim.echo import VOCAB_SIZE
 from tests.engine.bench import POOL, Bench, Stage
-from tests.engine.echo_runner import VOCAB_SIZE
 from tests.mutants.defences import GUESSES_WITHOUT_A_WAY_BACK
 from tests.mutants.in_books import DELTA_IS_A_VIEW, PADDING_ROW_IS_FREE
 from tests.mutants.in_leases import (
@@ -281,8 +281,11 @@ def test_a15_a_rolled_back_chunk_is_not_under_the_next_turn() -> None:
         bench.settle()
         assert bench.cache.slot(session_id).committed_len > base_len
         bench.step(cancel(f"gone {name}", None))
-        other = history[:base_len] + distinct(base_len, 6)
-        bench.run(bench.submit_command(session_id, name, other[base_len:], base_len=base_len))
+        # The turn after it builds on one token less still.
+        other = history[: base_len - 1] + distinct(base_len, 6)
+        bench.run(
+            bench.submit_command(session_id, name, other[base_len - 1 :], base_len=base_len - 1)
+        )
         bench.expect(name, other)
         history = other + tuple(bench.tokens(name))
     bench.close_all()
