@@ -138,8 +138,7 @@ class SessionManager:
         return await self._link.start(self.on_event)
 
     async def stop(self) -> None:
-        """Stop the engine and the tokenising threads; after `drain`."""
-        self._flow.stop()
+        """Stop the engine; after `drain`."""
         await self._link.stop()
 
     def open(self, owner: str, request: OpenRequest) -> SessionView:
@@ -220,6 +219,14 @@ class SessionManager:
         session = self._sessions.get(owner, session_id)
         self._close(session, reason)
         return session.view()
+
+    async def encode(self, text: str, *, add_bos: bool) -> tuple[int, ...]:
+        """Token ids of raw text, a long one's off the event loop.
+
+        Raises:
+            TokenizeFailed, ServerBusy
+        """
+        return await self._flow.tokenising.encode(text, add_bos=add_bos)
 
     async def submit(self, owner: str, session_id: str, request: TurnRequest) -> TurnView:
         """Accept a turn, or refuse it by raising with nothing changed.

@@ -105,13 +105,14 @@ class RequestTrees:
         """
         # Counts as use of the session, which itself never runs a turn.
         self._manager.update(owner, session_id)
+        new = await self._ids(request.input, is_first=point.rid is None)
         nodes = self._trees.setdefault(self._manager.journal(owner, session_id), {})
         parent = await self._parent(owner, nodes, point)
         if rid in nodes:
             raise TurnConflict("a request of this session has that rid", param="rid")
         if len(nodes) >= MAX_NODES:
             raise QuotaExceeded(f"a session has at most {MAX_NODES} requests")
-        context = self._context(parent, point, request.input)
+        context = self._context(parent, point, new)
         branch_id = self._manager.open(owner, OpenRequest(single_turn=True)).session_id
         journal = self._manager.journal(owner, branch_id)
         nodes[rid] = _Node(rid, parent, context, branch_id, journal)
@@ -161,9 +162,8 @@ class RequestTrees:
             nodes.pop(node.rid, None)
 
     def _context(
-        self, parent: _Node | None, point: BranchPoint, turn_input: TurnInput
+        self, parent: _Node | None, point: BranchPoint, new: Sequence[int]
     ) -> tuple[int, ...]:
-        new = self._ids(turn_input, is_first=parent is None)
         if parent is None:
             return tuple(new)
         if new and new[0] == self._manager.text.bos_token_id:
@@ -181,12 +181,12 @@ class RequestTrees:
             )
         return context
 
-    def _ids(self, turn_input: TurnInput, *, is_first: bool) -> Sequence[int]:
+    async def _ids(self, turn_input: TurnInput, *, is_first: bool) -> Sequence[int]:
         match turn_input:
             case TokenInput(token_ids=token_ids):
                 return token_ids
             case TextInput(text=text):
-                return self._manager.text.tokenizer.encode_control(text, add_bos=is_first)
+                return await self._manager.encode(text, add_bos=is_first)
             case ChatInput():
                 raise UnsupportedOperation("such a request takes text or token ids")
             case _:

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
-from session_server.core.errors import SessionServerError, TokenizeFailed
+from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
 from session_server.core.session_events import ChatInput, TextInput, TurnRequest
 from session_server.sessions.prompt import Prompt, PromptState, build_prompt
 from session_server.sessions.quotas import SessionLimits
 from session_server.text.model_text import ModelText
 
-_NUM_THREADS: Final = 2
+NUM_THREADS: Final = 2
+"""Large inputs that are tokenised at the same time."""
+
+MAX_LOST_THREADS: Final = 6
+"""Threads that may be given up because their input hangs the tokenizer; each may cost a core."""
 
 PromptOutcome = Prompt | SessionServerError
 
+_T = TypeVar("_T")
+
+_FAILED: Final = "the input could not be tokenised"
+
+_logger: Final = logging.getLogger("session_server.sessions")
+
 
 class Tokenising:
-    """Builds prompts; `tokenizers` gives up the interpreter lock while it encodes."""
+    """Builds prompts; `tokenizers` gives up the interpreter lock while it encodes.
+
+    Large inputs get a thread each. No pool: a thread that hangs can be given up, and does not
+    keep the process from ending.
+    """
 
     def __init__(self, text: ModelText, limits: SessionLimits) -> None:
         self._text = text
         self._limits = limits
-        self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenise")
+        self._free_threads = asyncio.Semaphore(NUM_THREADS)
+        self._num_lost = 0
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def stop(self) -> None:
-        """Release the threads."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def build(
         self, state: PromptState, request: TurnRequest, later: Callable[[PromptOutcome], None]
@@ -43,29 +56,66 @@ class Tokenising:
             request.input,
             generate=request.sampling.max_tokens > 0,
         )
-        if self._is_large(state, request):
-            task = asyncio.get_running_loop().create_task(self._build_aside(build, later))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            return None
-        try:
-            return build()
-        except SessionServerError as error:
-            return error
+        if not self._is_large(state, request):
+            return _outcome_of(build)
+        task = asyncio.get_running_loop().create_task(self._build_aside(build, later))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return None
+
+    async def encode(self, text: str, *, add_bos: bool) -> tuple[int, ...]:
+        """Ids of text that may name control tokens.
+
+        Raises:
+            TokenizeFailed, ServerBusy
+        """
+        encode = partial(self._text.tokenizer.encode_control, text, add_bos=add_bos)
+        is_large = len(text) > self._limits.inline_input_chars
+        outcome = await self._aside(encode) if is_large else _outcome_of(encode)
+        if isinstance(outcome, SessionServerError):
+            raise outcome
+        return tuple(outcome)
 
     async def _build_aside(
         self, build: Callable[[], Prompt], later: Callable[[PromptOutcome], None]
     ) -> None:
-        outcome: PromptOutcome = TokenizeFailed("the input could not be tokenised")
+        outcome: PromptOutcome = TokenizeFailed(_FAILED)
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._executor, build)
-            outcome = await asyncio.wait_for(future, self._limits.tokenize_deadline_s)
-        except TimeoutError:
-            outcome = TokenizeFailed("the input takes too long to tokenise", param="input")
-        except SessionServerError as error:
-            outcome = error
+            outcome = await self._aside(build)
         finally:
             later(outcome)
+
+    async def _aside(self, work: Callable[[], _T]) -> _T | SessionServerError:
+        if self._num_lost >= MAX_LOST_THREADS:
+            return ServerBusy("too many inputs hang the tokenizer")
+        try:
+            async with asyncio.timeout(self._limits.tokenize_deadline_s), self._free_threads:
+                return await self._on_thread(work)
+        except TimeoutError:
+            return TokenizeFailed("the input takes too long to tokenise", param="input")
+
+    async def _on_thread(self, work: Callable[[], _T]) -> _T | SessionServerError:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[_T | SessionServerError] = loop.create_future()
+
+        def run() -> None:
+            outcome = _outcome_of(work)
+            with contextlib.suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(self._arrive, done, outcome)
+
+        threading.Thread(target=run, name="tokenise", daemon=True).start()
+        try:
+            return await done
+        finally:
+            self._num_lost += done.cancelled()
+
+    def _arrive(
+        self, done: asyncio.Future[_T | SessionServerError], outcome: _T | SessionServerError
+    ) -> None:
+        if done.cancelled():
+            self._num_lost -= 1
+        else:
+            done.set_result(outcome)
 
     def _is_large(self, state: PromptState, request: TurnRequest) -> bool:
         """Whether tokenising would hold up the event loop."""
@@ -79,3 +129,14 @@ class Tokenising:
             case _:
                 size = 0
         return size > self._limits.inline_input_chars
+
+
+def _outcome_of(work: Callable[[], _T]) -> _T | SessionServerError:
+    try:
+        return work()
+    except SessionServerError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - one input must not end the engine or a thread
+        # What the error says may hold what the client wrote.
+        _logger.error("an input was not tokenised error=%s", type(error).__name__)
+        return TokenizeFailed(_FAILED)

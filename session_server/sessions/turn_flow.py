@@ -19,7 +19,6 @@ from session_server.core.errors import (
     EngineUnavailable,
     SessionNotFound,
     SessionServerError,
-    TokenizeFailed,
     wire_error,
 )
 from session_server.core.events import (
@@ -113,13 +112,9 @@ class TurnFlow:
         self._clock = clock
         self._salts = salts
         self._sent: dict[TurnId, tuple[Session, Turn]] = {}
-        self._tokenising = Tokenising(text, limits)
+        self.tokenising = Tokenising(text, limits)
         self.on_idle: Callable[[Session], None] = _ignore
         self.counts = TurnCounts()
-
-    def stop(self) -> None:
-        """Release the tokenising threads."""
-        self._tokenising.stop()
 
     def enqueue(self, session: Session, turn: Turn) -> None:
         """Put a turn last in its session's line, and start it when it is also first."""
@@ -251,13 +246,9 @@ class TurnFlow:
                 self._on_prompt(session, turn, outcome)
                 self.advance(session)
 
-        # Whatever goes wrong, a turn that is live here must not stay so for ever.
-        outcome: PromptOutcome | None = TokenizeFailed("the input could not be tokenised")
-        try:
-            outcome = self._tokenising.build(session.transcript.state(), turn.request, later)
-        finally:
-            if outcome is not None:
-                self._on_prompt(session, turn, outcome)
+        outcome = self.tokenising.build(session.transcript.state(), turn.request, later)
+        if outcome is not None:
+            self._on_prompt(session, turn, outcome)
 
     def _on_prompt(self, session: Session, turn: Turn, outcome: PromptOutcome) -> None:
         if isinstance(outcome, SessionServerError):

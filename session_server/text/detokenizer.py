@@ -17,7 +17,7 @@ MAX_HELD_TOKENS: Final = 16
 
 
 class Detokenizer:
-    """Incremental decoding of one answer.
+    """Incremental decoding of one answer; never raises, whatever the tokens are.
 
     The pieces joined are `tokenizer.decode` of all tokens whenever that is valid UTF-8.
     """
@@ -30,7 +30,13 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """Text that this token completes, maybe none."""
-        text = self._stream.step(self._tokenizer.pipeline, token_id)
+        try:
+            text = self._stream.step(self._tokenizer.pipeline, token_id)
+        except BaseException:  # noqa: BLE001 - `tokenizers` raises the bare class, or panics
+            # With byte fallback an invalid byte turns text before it, already given out, into
+            # U+FFFD (vllm#17448). What was given stays; what was held begins anew.
+            self._held.append(token_id)
+            return self.flush()
         if text is not None:
             self._held.clear()
             return str(text)
@@ -42,7 +48,10 @@ class Detokenizer:
         """What was held back, with U+FFFD for bytes that never became a character."""
         if not self._held:
             return ""
-        text = self._tokenizer.decode(self._held, skip_special_tokens=self._skip)
+        try:
+            text = self._tokenizer.decode(self._held, skip_special_tokens=self._skip)
+        except BaseException:  # noqa: BLE001 - as above
+            text = "\ufffd"
         self._held.clear()
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         return text

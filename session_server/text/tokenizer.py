@@ -76,7 +76,7 @@ class Tokenizer:
         `add_bos` runs the checkpoint's post-processor, which adds what it adds (mostly a BOS).
 
         Raises:
-            TokenizeFailed: the text is not encodable (lone surrogates).
+            TokenizeFailed: the text is not encodable (lone surrogates), or the tokenizer broke.
         """
         return _encode(self._control, text, add_bos=add_bos)
 
@@ -84,7 +84,7 @@ class Tokenizer:
         """Ids of a user's text: no id is ever that of a control token.
 
         Raises:
-            TokenizeFailed: the text is not encodable (lone surrogates).
+            TokenizeFailed: the text is not encodable (lone surrogates), or the tokenizer broke.
         """
         return _encode(self._content, text, add_bos=False)
 
@@ -165,3 +165,5 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_bos: bool) -> lis
         return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_bos)[0].ids)
     except (TypeError, ValueError) as error:
         raise TokenizeFailed("the text is not valid Unicode", param="input") from error
+    except BaseException as error:  # a panic in Rust is no `Exception`
+        raise TokenizeFailed("the tokenizer failed", param="input") from error

@@ -41,7 +41,10 @@ POOL = PoolName("full")
 
 @dataclass(frozen=True)
 class Stage:
-    """Sizes of one bench. `num_pages` does not count the padding page."""
+    """Sizes of one bench. `num_pages` does not count the padding page; `vocab_size` bounds inputs,
+
+    answers are below `VOCAB_SIZE`.
+    """
 
     num_pages: int = 64
     page_size: int = 4
@@ -51,6 +54,7 @@ class Stage:
     max_running: int = 8
     num_in_flight: int = 2
     max_waiting: int = 1024
+    vocab_size: int = VOCAB_SIZE
     pinned_quota_pages: int = 0
     speculation: Speculation = field(default_factory=Speculation)
     memory_check: MemoryCheck = MemoryCheck.STRICT
@@ -99,7 +103,7 @@ class Bench:
         )
         self.settings = EngineSettings(
             model_fingerprint="echo",
-            vocab_size=VOCAB_SIZE,
+            vocab_size=stage.vocab_size,
             eos_token_ids=(EOS,),
             max_running=stage.max_running,
             max_waiting=stage.max_waiting,

@@ -10,7 +10,7 @@ from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
-from session_server.sim.echo import EOS, VOCAB_SIZE
+from session_server.sim.echo import EOS
 from tests.engine.bench import Bench, Stage
 
 
@@ -104,7 +104,7 @@ class HandEngine:
             epoch=self._epoch,
             max_context_len=stage.max_context_len,
             max_turn_len=self.bench.engine.max_turn_len,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=stage.vocab_size,
             eos_token_ids=(EOS,),
             page_size=stage.page_size,
             num_pages=stage.num_pages,

@@ -25,6 +25,8 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "part kept, or nothing",
         "duplicate submit": "same id and body: the same turn; same id, other body: `turn_conflict`",
         "second turn while one runs": "`session_busy`, or it waits in line; the first goes on",
+        "tokenizer raises or hangs": "`tokenize_failed` for that turn, within its deadline; nobody "
+        "else waits; invalid bytes of an answer become U+FFFD",
         "NaN or Inf in the logits": "that row's turn fails with `numerical_error`, nobody else's",
         "device error": "every turn of the forward is tried once more alone; failing again is "
         "`device_failed`",

@@ -31,9 +31,16 @@ History = tuple[int, ...]
 
 
 def folded(
-    entries: Iterable[SessionEntry], requests: Mapping[str, TurnRequest], salt: str
+    entries: Iterable[SessionEntry],
+    requests: Mapping[str, TurnRequest],
+    salt: str,
+    *,
+    truth: History = (),
 ) -> History:
-    """The history that a journal tells, its grammar and its answers checked."""
+    """The history that a journal tells, its grammar and its answers checked.
+
+    Of inputs that are no token ids, `truth` (the manager's history) says what became of them.
+    """
     history: History = ()
     created: dict[str, list[int]] = {}
     ended: set[str] = set()
@@ -53,8 +60,12 @@ def folded(
                 assert turn_id in created.keys() - ended, f"{turn_id} ended twice"
                 ended.add(turn_id)
                 request = requests[turn_id]
-                assert isinstance(request.input, TokenInput), "exact inputs only"
-                prompt = history + request.input.token_ids
+                if isinstance(request.input, TokenInput):
+                    prompt = history + request.input.token_ids
+                elif _is_kept(entry):
+                    prompt = truth[: entry.outcome.usage.input_tokens]
+                else:
+                    continue
                 _check_answer(created[turn_id], prompt, request, salt)
                 if _is_kept(entry):
                     _check_outcome(entry.outcome, created[turn_id], prompt)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +19,7 @@ from session_server.core.errors import (
 from session_server.core.session_events import TextInput, TurnCancelled, TurnCompleted
 from session_server.sessions import request_tree
 from session_server.sessions.request_tree import Branch, BranchPoint, RequestTrees
+from session_server.text.tokenizer import Tokenizer
 from tests.sessions.world import OWNER, World, turn
 
 
@@ -191,6 +194,26 @@ def test_text_gets_a_bos_only_where_a_conversation_begins(world: World, tree: Tr
     world.do(both())
     contexts = [each.tokens for each in world.engine.seen if isinstance(each, SubmitTurn)]
     assert contexts[1].count(world.text.bos_token_id) == 1
+
+
+def test_a_long_text_is_encoded_off_the_event_loop(
+    world: World, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[str]()
+    encode = Tokenizer.encode_control
+
+    def encode_and_note(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return encode(tokenizer, text, add_bos=add_bos)
+
+    monkeypatch.setattr(Tokenizer, "encode_control", encode_and_note)
+    for name, text in (("short", "Hi"), ("long", "quick" * 900)):
+        request = replace(turn("only", (1,)), input=TextInput(text))
+        world.do(
+            tree.trees.submit(OWNER, tree.session, rid=name, point=BranchPoint(), request=request)
+        )
+        world.engine.run()
+    assert threads == ["MainThread", "tokenise"]
 
 
 def test_a_tree_is_bounded_and_goes_with_its_session(

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+import tokenizers
 from hypothesis import given, settings
+from tokenizers import decoders, models
 
 from session_server.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
 from session_server.text.stops import StopMatcher
@@ -24,7 +26,41 @@ def stream(tokenizer: Tokenizer, ids: Iterable[int], *, skip: bool = True) -> li
     return [*(detokenizer.feed(token) for token in ids), detokenizer.flush()]
 
 
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Bytes the way SentencePiece models have them: a run of them is text, or all U+FFFD."""
+    names = [f"<0x{value:02X}>" for value in range(256)] + ["a", "b", "\u2581"]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    path = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return Tokenizer(path)
+
+
 class TestDetokenizer:
+    def test_an_invalid_byte_behind_given_text_does_not_end_the_answer(
+        self, byte_fallback: Tokenizer
+    ) -> None:
+        """vllm#17448: the decoder takes back what it gave, and `DecodeStream` raises."""
+        letter = byte_fallback.encode_content("é")
+        ids = [*letter, 0xFF, *byte_fallback.encode_content("ab")]
+        assert byte_fallback.decode(ids) == "\ufffd\ufffd\ufffdab"
+        assert "".join(stream(byte_fallback, ids)) == "é\ufffdab"
+
+    @given(ids=st.lists(st.sampled_from([0xC3, 0xA9, 0xFF, 0x41, 256, 257, 258]), max_size=30))
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    def test_bytes_in_any_order_give_text(self, byte_fallback: Tokenizer, ids: list[int]) -> None:
+        whole = byte_fallback.decode(ids)
+        joined = "".join(stream(byte_fallback, ids))
+        assert joined.count("a") == ids.count(256)
+        assert joined.count("b") == ids.count(257)
+        if "\ufffd" not in whole:
+            assert joined == whole
+
     @given(text=st.text(max_size=30))
     @settings(max_examples=200, deadline=None, derandomize=True)
     def test_pieces_joined_are_the_text(self, tokenizer: Tokenizer, text: str) -> None:
