@@ -39,8 +39,8 @@ class Span:
 class AttentionMeta:
     """Who attends to what in one forward.
 
-    `spans` in flat order, without gaps; single-token spans come first, the shortest context
-    first. `slots`: int64 [tokens], where each token's K and V go.
+    `spans` in flat order, without gaps; those of the fewest tokens come first, among equals the
+    shortest context. `slots`: int64 [tokens], where each token's K and V go.
     """
 
     spans: tuple[Span, ...]

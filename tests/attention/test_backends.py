@@ -16,7 +16,12 @@ from cache.pool.page_table import PageTable
 from cache.spec import LayerGroup, LayerKind
 from cache.types import PoolName, RowId, TableWrite, pages_for
 from session_server.attention.base import AttentionMeta, BackendFactory, Span
-from session_server.attention.cpu import MAX_PADDED_BYTES, MIN_VIEW_BYTES, CpuBackend
+from session_server.attention.cpu import (
+    MAX_FOLDED_TOKENS,
+    MAX_PADDED_BYTES,
+    MIN_VIEW_BYTES,
+    CpuBackend,
+)
 from session_server.attention.reference import ReferenceBackend
 
 POOL = PoolName("full")
@@ -45,8 +50,8 @@ class World:
         self.random = Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.page_size = page_size
-        # Single tokens come first, the shortest context first: the order a runner makes.
-        self.rows = sorted(rows, key=lambda row: (row.num_tokens > 1, row.start))
+        # Fewest tokens first, among equals the shortest context: the order a runner makes.
+        self.rows = sorted(rows, key=lambda row: (row.num_tokens, row.start))
         pages = self._place()
         num_pages = max(max(p) for p in pages) + 2
         group = LayerGroup(
@@ -128,6 +133,28 @@ CASES = {
     "a chunk on long runs and crumbs": [Row((BIG + 3) * 16 - 1, 17, (2, BIG, 3))],
     "a first chunk of one token beside a chunk": [Row(0, 1, (1,)), Row(0, 5, (1,))],
     "padded rows": [Row(3, 1, (1,)), Row(50, 1, (2, 2)), Row(0, 1, (1,)), Row(90, 1, (6,))],
+    "a few tokens, nothing before": [Row(0, 5, (1,))],
+    "a few tokens on one run": [Row(70, 5, (5,))],
+    "a few tokens over a page boundary": [Row(46, 4, (3, 1))],
+    "a few tokens on crumbs": [Row(75, 3, (2, 1, 1, 2, 1))],
+    "a few tokens on long runs": [Row((2 * BIG + 1) * 16 - 3, 2, (BIG, BIG, 1))],
+    "a few tokens, long runs and crumbs": [Row((2 * BIG + 4) * 16 - 9, 4, (1, BIG, 2, BIG, 1))],
+    "the most and one more than are folded": [
+        Row(30, MAX_FOLDED_TOKENS, (3, 1)),
+        Row(5, MAX_FOLDED_TOKENS, (2,)),
+        Row(30, MAX_FOLDED_TOKENS + 1, (3, 1)),
+        Row(5, MAX_FOLDED_TOKENS + 1, (2,)),
+    ],
+    "padded rows of one, of three and of five tokens": [
+        Row(3, 1, (1,)),
+        Row(50, 1, (2, 2)),
+        Row(0, 3, (1,)),
+        Row(PADDED_LEN - 3, 3, (PADDED_LEN // 16,)),
+        Row(PADDED_LEN - 2, 3, (PADDED_LEN // 16, 1)),
+        Row(61, 5, (3, 2)),
+        Row(11, 5, (1,)),
+        Row(12, 5, (1, 1)),
+    ],
     "padded, single and chunk": [
         Row(5, 1, (1,)),
         Row(20, 1, (1, 1)),
@@ -146,13 +173,13 @@ def test_a_backend_computes_softmax_attention(backend: BackendFactory, name: str
     assert_exact(world, backend)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_batches_are_exact_at_any_page_size(seed: int) -> None:
     random = Random(seed)
     page_size = random.choice([1, 3, 8, 64])
     rows = []
     for _ in range(random.randint(1, 6)):
-        num_tokens = random.choice([1, 1, 1, 2, 9, 70])
+        num_tokens = random.choice([1, 1, 1, 2, 2, 5, 5, 9, 70])
         start = random.choice([0, 1, page_size, random.randint(0, 300)])
         left, runs = pages_for(start + num_tokens, page_size), []
         while left:
@@ -163,7 +190,8 @@ def test_random_batches_are_exact_at_any_page_size(seed: int) -> None:
 
 
 def test_rows_do_not_see_what_other_holders_left_in_their_pages() -> None:
-    rows = [Row(3, 1, (2,)), Row(20, 1, (2,)), Row(5, 9, (2,))]
+    few = [Row(3, 1, (2,)), Row(20, 1, (2,)), Row(5, 4, (2,)), Row(18, 4, (2,)), Row(7, 2, (2,))]
+    rows = [*few, Row(5, MAX_FOLDED_TOKENS + 1, (3,))]
     world = World(rows, page_size=16)
     beyond = torch.cat(
         [slots[span.end :] for slots, span in zip(world.slots, world.meta.spans, strict=True)]
