@@ -16,10 +16,10 @@ _MIN_CAPACITY = 8
 class IntBuffer:
     """Growable int32 array, amortised O(new) appends."""
 
-    __slots__ = ("_data", "_length")
+    __slots__ = ("_data", "_length", "_readable")
 
     def __init__(self, values: Sequence[int] | NDArray[np.int32] = ()) -> None:
-        self._data = np.array(values, dtype=np.int32)
+        self._hold(np.array(values, dtype=np.int32))
         self._length = len(self._data)
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class IntBuffer:
         if end > len(self._data):
             data = np.empty(max(end, 2 * len(self._data), _MIN_CAPACITY), dtype=np.int32)
             data[: self._length] = self._data[: self._length]
-            self._data = data
+            self._hold(data)
         self._data[self._length : end] = values
         self._length = end
 
@@ -46,6 +46,11 @@ class IntBuffer:
         Valid until the next `append` or `truncate`; copy what must live longer.
         """
         stop = self._length if end is None else min(end, self._length)
-        view = self._data[start:stop]
-        view.flags.writeable = False
-        return view
+        return self._readable[start:stop]
+
+    def _hold(self, data: NDArray[np.int32]) -> None:
+        # Slices of a read-only array are read-only: marking each of them would cost more than
+        # slicing.
+        self._data = data
+        self._readable = data.view()
+        self._readable.flags.writeable = False

@@ -60,7 +60,7 @@ class LiveView:
         return self.cache.stores.rows.num_free
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LiveIdle:
     """An `IdleSession`."""
 
@@ -68,7 +68,7 @@ class LiveIdle:
     num_pages: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LiveRunning:
     """A `RunningTurn`. Its numbers are taken once, since a plan asks for them several times."""
 
@@ -84,7 +84,7 @@ class LiveRunning:
         return min(self.cache.retractable_pages(self.turn_id).values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LiveWaiting:
     """A `WaitingTurn`."""
 

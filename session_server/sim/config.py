@@ -109,7 +109,7 @@ def draw_config(seed: int) -> SimConfig:
         seed=seed,
         front=front,
         num_ops=draws.pick("num_ops", (200, 600, 1500)),
-        audit_every=draws.pick("audit_every", (1, 8, 16, 32, 64, 64)),
+        audit_every=draws.pick("audit_every", (1, 16, 16, *(64,) * 13)),
         sizes=_draw_sizes(draws),
         habits=_draw_habits(draws),
         faults=_draw_faults(draws, front),
