@@ -1,13 +1,15 @@
 """The engine's own process: reads commands from an inherited socket, writes events to it.
 
-It ends when told to, when its parent is gone, when a bug escapes, and when a step hangs; it never
-outlives the server and never answers signals meant for the server.
+It ends when told to, when its parent is gone and when a bug escapes; one that hangs is ended by its
+supervisor. It never outlives the server and never answers signals meant for the server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
+import queue
 import signal
 import socket
 import sys
@@ -20,7 +22,7 @@ from typing import Final
 from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.events import EngineDied, EngineEvent
 from session_server.engine.loop import EngineAssembly, EngineLoop
-from session_server.engine.transport import Codec, FrameBuffer, TransportError
+from session_server.engine.transport import Codec, FrameBuffer
 
 READ_BYTES: Final = 1 << 18
 
@@ -31,7 +33,6 @@ EXIT_OK: Final = 0
 EXIT_UNUSABLE: Final = 2
 EXIT_BUG: Final = 70
 EXIT_ORPHANED: Final = 71
-EXIT_STALLED: Final = 72
 
 
 class CannotStart(Exception):
@@ -46,17 +47,16 @@ Raises:
 """
 
 
-def serve_engine(fd: int, build: EngineFactory, *, stall_limit_s: float = 300.0) -> int:
-    """Serve the socket `fd` until its peer says `Shutdown` or is gone; gives the exit code.
-
-    `stall_limit_s`: a step that takes longer ends the process, with every thread's stack on
-    stderr; the supervisor starts another.
-    """
+def serve_engine(fd: int, build: EngineFactory) -> int:
+    """Serve the socket `fd` until its peer says `Shutdown` or is gone; gives the exit code."""
+    # A supervisor that finds no progress aborts: then every thread's stack goes to stderr, which
+    # needs neither the interpreter lock nor a thread that still runs.
+    faulthandler.enable()
     # Ctrl-C and a service manager's SIGTERM reach the whole group; only the server decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=fd) as connection:
-        return _Child(connection).serve(build, stall_limit_s)
+        return _Child(connection).serve(build)
 
 
 class _Child:
@@ -66,7 +66,7 @@ class _Child:
         self._buffer = FrameBuffer()
         self._loop: EngineLoop | None = None
 
-    def serve(self, build: EngineFactory, stall_limit_s: float) -> int:
+    def serve(self, build: EngineFactory) -> int:
         settings = self._read_settings()
         if settings is None:
             return EXIT_ORPHANED
@@ -76,9 +76,6 @@ class _Child:
             assembly = build(settings)
             self._loop = EngineLoop(assembly, self._emit)
             self._emit([assembly.ready])
-            threading.Thread(
-                target=self._watch, args=(stall_limit_s,), name="engine-watchdog", daemon=True
-            ).start()
             self._loop.run()
         except (BrokenPipeError, ConnectionResetError):
             return EXIT_ORPHANED
@@ -103,10 +100,11 @@ class _Child:
             while data := self._socket.recv(READ_BYTES):
                 for payload in self._buffer.feed(data):
                     self._post(self._codec.command(payload))
-        except (OSError, TransportError):
+        except BaseException:  # noqa: BLE001 - whatever it was, nothing more is heard
             traceback.print_exc()
         if self._loop is not None:
-            self._loop.post(Shutdown())
+            with contextlib.suppress(queue.Full):
+                self._loop.post(Shutdown(), block=False)
             time.sleep(ORPHAN_GRACE_S)
         # Nobody is left to hear why; a half-built or stuck engine is not worth waiting for.
         os._exit(EXIT_ORPHANED)
@@ -117,13 +115,6 @@ class _Child:
 
     def _emit(self, events: list[EngineEvent]) -> None:
         self._socket.sendall(self._codec.events_frame(events))
-
-    def _watch(self, stall_limit_s: float) -> None:
-        assert self._loop is not None
-        while self._loop.stalled_s() < stall_limit_s:
-            time.sleep(min(1.0, stall_limit_s / 4))
-        faulthandler.dump_traceback(sys.stderr)
-        os._exit(EXIT_STALLED)
 
     def _last_words(self, message: str) -> None:
         try:

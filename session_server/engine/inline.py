@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -14,6 +17,7 @@ from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
 from session_server.engine.loop import EngineAssembly, EngineLoop
+from session_server.engine.watchdog import STALL_LIMIT_S, Watchdog
 
 STOP_TIMEOUT_S: Final = 10.0
 """How long the step in flight may take to finish at the end."""
@@ -26,12 +30,18 @@ _LOG: Final = logging.getLogger(__name__)
 class InlineEngine:
     """An `EngineClient` whose engine shares this process.
 
-    It is not restarted: a bug that ended the thread may have damaged the process around it.
+    It is not restarted: a bug that ended the thread may have damaged the process around it, and a
+    thread that hangs cannot be ended (`stall_limit_s`: how long no turn may move).
     `failed` then resolves with the reason, and the server should leave with an error.
     """
 
-    def __init__(self, build: Callable[[], EngineAssembly]) -> None:
+    def __init__(
+        self, build: Callable[[], EngineAssembly], *, stall_limit_s: float = STALL_LIMIT_S
+    ) -> None:
         self._build = build
+        self._stall_limit_s = stall_limit_s
+        self._watchdog = Watchdog()
+        self._watch: asyncio.Task[None] | None = None
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self._listener: EventListener | None = None
@@ -51,23 +61,28 @@ class InlineEngine:
         self._loop = EngineLoop(assembly, self._emit)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self._watch = asyncio.create_task(self._give_up_when_stalled(), name="engine-watchdog")
         return assembly.ready
 
     def send(self, command: EngineCommand) -> None:
         """See `EngineClient.send`."""
-        if self._loop is None or self._thread is None or not self._thread.is_alive():
+        is_alive = self._thread is not None and self._thread.is_alive()
+        if self._loop is None or not is_alive or self._is_given_up:
             raise EngineUnavailable("the engine is not running")
         try:
             self._loop.post(command, block=False)
         except queue.Full as error:
             raise EngineUnavailable("the engine's inbox is full") from error
+        self._watchdog.sent(command)
 
     async def stop(self) -> None:
         """See `EngineClient.stop`."""
         if self._loop is None or self._thread is None:
             return
-        if self._thread.is_alive():
-            self._loop.post(Shutdown())
+        if self._watch is not None:
+            self._watch.cancel()
+        with contextlib.suppress(queue.Full):
+            self._loop.post(Shutdown(), block=False)
         # A step that hangs is not waited for: the thread is a daemon and ends with the process.
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
@@ -84,15 +99,31 @@ class InlineEngine:
 
     def _deliver(self, events: list[EngineEvent]) -> None:
         assert self._listener is not None
-        for event in events:
-            self._listener(event)
+        if self._is_given_up:
+            return
+        try:
+            for event in events:
+                self._watchdog.heard(event)
+                self._listener(event)
+        except Exception as error:  # noqa: BLE001 - the rest was not heard and would be waited for
+            _LOG.exception("what the engine said was not understood")
+            self._die(f"{type(error).__name__}: {error}")
+
+    async def _give_up_when_stalled(self) -> None:
+        await self._watchdog.stalled(self._stall_limit_s)
+        faulthandler.dump_traceback(sys.stderr)
+        self._die(f"the engine moved no turn for {self._stall_limit_s:g} s")
+
+    @property
+    def _is_given_up(self) -> bool:
+        return self.failed is not None and self.failed.done()
 
     def _die(self, message: str) -> None:
         assert self._listener is not None
         assert self.failed is not None
-        self._listener(EngineDied(message=message, will_restart=False))
-        if not self.failed.done():
+        if not self._is_given_up:
             self.failed.set_result(message)
+            self._listener(EngineDied(message=message, will_restart=False))
 
     def _call(self, function: Callable[[_T], None], argument: _T) -> None:
         assert self._server is not None

@@ -60,9 +60,7 @@ class EngineLoop:
         self._emit = emit
         self._clock = clock
         self._inbox: queue.Queue[EngineCommand | StepResult | DeviceCrash] = queue.Queue(MAX_INBOX)
-        self._progress_s = clock()
         self._next_audit_s = clock()
-        self._is_waiting_for_work = True
 
     def post(self, command: EngineCommand, *, block: bool = True) -> None:
         """Queue one command, from any thread.
@@ -71,10 +69,6 @@ class EngineLoop:
             queue.Full: `MAX_INBOX` commands wait already and `block` is False.
         """
         self._inbox.put(command, block=block)
-
-    def stalled_s(self) -> float:
-        """Seconds since anything moved while there was something to do; 0 when idle."""
-        return 0.0 if self._is_waiting_for_work else self._clock() - self._progress_s
 
     def run(self) -> None:
         """Step until `Shutdown` has been obeyed.
@@ -100,13 +94,8 @@ class EngineLoop:
     def _drain(self, *, is_blocked: bool) -> tuple[list[EngineCommand], list[StepResult]]:
         commands: list[EngineCommand] = []
         results: list[StepResult] = []
-        self._progress_s = self._clock()
-        if is_blocked:
-            self._is_waiting_for_work = not self._engine.is_in_flight
-            if (item := self._wait()) is not None:
-                self._sort(item, commands, results)
-            self._progress_s = self._clock()
-            self._is_waiting_for_work = False
+        if is_blocked and (item := self._wait()) is not None:
+            self._sort(item, commands, results)
         while len(commands) + len(results) < MAX_ITEMS_PER_STEP:
             try:
                 item = self._inbox.get_nowait()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineReady
 from session_server.engine.transport import Codec, FrameBuffer, TransportError, frame
+from session_server.engine.watchdog import STALL_LIMIT_S, Watchdog
 
 MAX_UNSENT_BYTES: Final = 256 << 20
 """Commands an engine may leave unread before it counts as unavailable."""
@@ -29,13 +32,17 @@ DEATH_PATIENCE_S: Final = 1.0
 """How long a child that let go of its socket may take to end; its clients wait to be told."""
 
 
+_LOG: Final = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
     """How to run the child.
 
     `argv`: its command line, to which the number of the inherited socket is appended; it must
     call `serve_engine` with that number. `settings`: the first frame, opaque here. A failure is
-    a death within `stable_s` of the last start; after `max_failures` in a row it is given up.
+    a death within `stable_s` of the last start; after `max_failures` in a row it is given up. An
+    engine that has turns and moves none of them for `stall_limit_s` is ended.
     """
 
     argv: tuple[str, ...]
@@ -45,6 +52,7 @@ class ProcessSettings:
     backoff_first_s: float = 0.5
     backoff_max_s: float = 30.0
     stable_s: float = 60.0
+    stall_limit_s: float = STALL_LIMIT_S
     max_failures: int = 5
 
 
@@ -78,6 +86,7 @@ class EngineProcess:
         self.failed = asyncio.get_running_loop().create_future()
         ready = await self._spawn()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        self._supervisor.add_done_callback(self._on_unsupervised)
         return ready
 
     def send(self, command: EngineCommand) -> None:
@@ -118,7 +127,11 @@ class EngineProcess:
         clock = asyncio.get_running_loop().time
         while self._life is not None:
             started_s = clock()
-            reason = await self._life.lost
+            watch = asyncio.create_task(self._life.watch(self._settings.stall_limit_s))
+            try:
+                reason = await self._life.lost
+            finally:
+                watch.cancel()
             life, self._life = self._life, None
             await life.end(DEATH_PATIENCE_S)
             if self._is_stopping:
@@ -149,6 +162,14 @@ class EngineProcess:
         if not will_restart and not self.failed.done():
             self.failed.set_result(message)
 
+    def _on_unsupervised(self, supervisor: asyncio.Task[None]) -> None:
+        """Nobody would start the next engine: the server must hear of that."""
+        assert self.failed is not None
+        error = None if supervisor.cancelled() else supervisor.exception()
+        if error is not None and not self.failed.done():
+            _LOG.error("the engine's supervisor broke", exc_info=error)
+            self.failed.set_result(f"its supervisor broke: {type(error).__name__}: {error}")
+
     def _backoff_s(self) -> float:
         exponent = min(self._num_failures - 1, 32)
         return min(self._settings.backoff_first_s * 2.0**exponent, self._settings.backoff_max_s)
@@ -166,6 +187,7 @@ class _Life(asyncio.Protocol):
         self._codec = Codec()
         self._buffer = FrameBuffer()
         self._transport: asyncio.WriteTransport | None = None
+        self._watchdog = Watchdog()
         self._last_words = "the engine process ended without a word"
 
     @classmethod
@@ -193,6 +215,15 @@ class _Life(asyncio.Protocol):
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise EngineUnavailable("the engine does not take commands")
         transport.write(self._codec.command_frame(command))
+        self._watchdog.sent(command)
+
+    async def watch(self, stall_limit_s: float) -> None:
+        """End the child once it makes no progress: it first says where its threads are."""
+        await self._watchdog.stalled(stall_limit_s)
+        self._last_words = f"the engine moved no turn for {stall_limit_s:g} s"
+        self.process.send_signal(signal.SIGABRT)
+        await asyncio.sleep(DEATH_PATIENCE_S)
+        self.process.kill()  # one that is stopped hears nothing else
 
     async def end(self, patience_s: float) -> None:
         """Wait for the child to leave by itself, close the socket it lives by, then kill it."""
@@ -221,6 +252,7 @@ class _Life(asyncio.Protocol):
                         case EngineDied(message=message):
                             self._last_words = message
                         case _:
+                            self._watchdog.heard(event)
                             self._listener(event)
         except TransportError as error:
             self._last_words = str(error)

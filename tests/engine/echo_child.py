@@ -1,4 +1,4 @@
-"""The program of a test engine's process: echo_child.py STALL_LIMIT_S FD."""
+"""The program of a test engine's process: echo_child.py FD."""
 
 from __future__ import annotations
 
@@ -11,5 +11,4 @@ from session_server.engine.child import serve_engine
 from tests.engine.live_echo import assemble
 
 if __name__ == "__main__":
-    _, stall_limit_s, fd = sys.argv
-    sys.exit(serve_engine(int(fd), assemble, stall_limit_s=float(stall_limit_s)))
+    sys.exit(serve_engine(int(sys.argv[1]), assemble))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 
@@ -20,6 +21,9 @@ BUG_TOKEN = 31
 
 HANG_TOKEN = 30
 """A prompt that begins with it never comes back."""
+
+GRIP_TOKEN = 29
+"""A prompt that begins with it never comes back, and lets no other thread run."""
 
 
 class LiveStage(msgspec.Struct, frozen=True):
@@ -75,6 +79,8 @@ class LiveEcho:
                 raise RuntimeError("a bug on purpose")
             if first == HANG_TOKEN:
                 time.sleep(3600)
+            if first == GRIP_TOKEN:
+                ctypes.PyDLL(None).sleep(3600)  # C, called with the interpreter lock held
         with self._lock:
             self._runner.launch(batch)
         if self._stage.is_device:

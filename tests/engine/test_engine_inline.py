@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,15 +13,23 @@ import pytest
 from cache.types import TurnId
 from session_server.core.commands import CancelTurn, ReportMemory
 from session_server.core.errors import EngineUnavailable
-from session_server.core.events import FinishReason, MemoryReported, TokensProduced, TurnFinished
+from session_server.core.events import (
+    EngineDied,
+    EngineEvent,
+    FinishReason,
+    MemoryReported,
+    TokensProduced,
+    TurnFinished,
+)
 from session_server.engine.inline import InlineEngine
 from session_server.sim.echo import replay
-from tests.engine.live_echo import BUG_TOKEN, LiveStage, assemble
+from tests.engine import live_echo
+from tests.engine.live_echo import BUG_TOKEN, HANG_TOKEN, LiveStage, assemble
 from tests.engine.server_side import ServerSide, submit
 
 
-def engine(stage: LiveStage) -> InlineEngine:
-    return InlineEngine(lambda: assemble(msgspec.msgpack.encode(stage)))
+def engine(stage: LiveStage, **options: float) -> InlineEngine:
+    return InlineEngine(lambda: assemble(msgspec.msgpack.encode(stage)), **options)
 
 
 @pytest.mark.parametrize("is_device", [False, True])
@@ -85,6 +95,51 @@ def test_a_bug_ends_the_engine_and_the_server_is_told() -> None:
         await client.stop()
         with pytest.raises(EngineUnavailable):
             submit(client, "u", (1, 2))
+
+    asyncio.run(scenario())
+
+
+def test_a_device_that_hangs_is_given_up_and_what_it_says_later_is_not_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    way_out = threading.Event()
+    monkeypatch.setattr(live_echo, "time", SimpleNamespace(sleep=lambda s: s and way_out.wait()))
+
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(LiveStage(), stall_limit_s=0.2)
+        await client.start(server.hear)
+        submit(client, "t", (HANG_TOKEN, 1))
+        death = await server.death()
+        assert "moved no turn" in death.message
+        assert not death.will_restart
+        with pytest.raises(EngineUnavailable):
+            submit(client, "u", (1, 2))
+        way_out.set()
+        await client.stop()
+        assert isinstance(server.events[-1], EngineDied)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_does_not_understand_an_event_gives_the_engine_up() -> None:
+    """Events behind it in one step would be lost, and turns wait for ever."""
+
+    async def scenario() -> None:
+        heard: list[EngineEvent] = []
+
+        def hear(event: EngineEvent) -> None:
+            heard.append(event)
+            if isinstance(event, TokensProduced):
+                raise RuntimeError("a bug of the listener")
+
+        client = engine(LiveStage())
+        await client.start(hear)
+        submit(client, "t", (1, 2))
+        assert client.failed is not None
+        async with asyncio.timeout(60):
+            assert "a bug of the listener" in await client.failed
+        assert isinstance(heard[-1], EngineDied)
+        await client.stop()
 
     asyncio.run(scenario())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -30,16 +31,14 @@ from session_server.engine.transport import (
     frame,
 )
 from session_server.sim.echo import replay
-from tests.engine.live_echo import BUG_TOKEN, HANG_TOKEN, LiveStage
+from tests.engine.live_echo import BUG_TOKEN, GRIP_TOKEN, HANG_TOKEN, LiveStage
 from tests.engine.server_side import ServerSide, submit
 
 CHILD = str(Path(__file__).with_name("echo_child.py"))
 
 
-def engine(
-    stage: LiveStage | None = None, *, stall_limit_s: float = 60.0, **changes: object
-) -> EngineProcess:
-    argv = (sys.executable, CHILD, str(stall_limit_s))
+def engine(stage: LiveStage | None = None, **changes: object) -> EngineProcess:
+    argv = (sys.executable, CHILD)
     settings = msgspec.msgpack.encode(stage or LiveStage())
     options = {"backoff_first_s": 0.05, "stop_timeout_s": 5.0} | changes
     return EngineProcess(
@@ -169,14 +168,109 @@ def test_a_bug_in_the_engine_ends_its_process_with_its_last_words() -> None:
     asyncio.run(scenario())
 
 
-def test_a_step_that_hangs_ends_the_process_so_that_another_can_serve() -> None:
+@pytest.mark.parametrize("token", [HANG_TOKEN, GRIP_TOKEN])
+def test_a_device_that_hangs_ends_the_engine_though_it_is_still_asked_and_answers(
+    token: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What counts is turns that move: a loop that runs, or answers, is no progress."""
+
     async def scenario() -> None:
-        server, client = ServerSide(), engine(stall_limit_s=2.0)
+        server, client = ServerSide(), engine(stall_limit_s=1.0)
         await client.start(server.hear)
-        submit(client, "t", (HANG_TOKEN, 1))
+        assert await server.turn(client, "before", (1, 2))
+        submit(client, "t", (token, 1))
+
+        async def ask() -> None:
+            while True:
+                with contextlib.suppress(EngineUnavailable):
+                    client.send(ReportMemory(request_id=1))
+                await asyncio.sleep(0.05)
+
+        asking = asyncio.create_task(ask())
         death = await server.death()
-        assert "exit code 72" in death.message
+        assert "moved no turn for 1 s" in death.message
         await server.revival()
+        asking.cancel()
+        assert await server.turn(client, "after", (1, 2))
+        await client.stop()
+
+    asyncio.run(scenario())
+    # The engine said where each of its threads was.
+    assert "live_echo.py" in capfd.readouterr().err
+
+
+def test_an_engine_that_is_stopped_while_it_has_turns_is_replaced() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(LiveStage(forward_s=0.01), stall_limit_s=1.0)
+        await client.start(server.hear)
+        submit(client, "t", (1, 2), max_tokens=300)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        death = await server.death()
+        assert "exit code -9" in death.message
+        await server.revival()
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_engine_may_be_silent() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(stall_limit_s=0.2)
+        await client.start(server.hear)
+        await asyncio.sleep(0.6)
+        await server.turn(client, "t", (1, 2))
+        await asyncio.sleep(0.6)
+        assert not any(isinstance(event, EngineDied) for event in server.events)
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+DEAF = """
+import sys
+sys.path.insert(0, {root!r})
+from session_server.engine.child import serve_engine
+from session_server.engine.transport import Codec
+from tests.engine.live_echo import assemble
+
+def broken(codec, payload):
+    raise KeyError("a bug of the reader")
+
+Codec.command = broken
+sys.exit(serve_engine(int(sys.argv[1]), assemble))
+"""
+
+
+def test_an_engine_whose_reader_breaks_does_not_live_on_deaf() -> None:
+    async def scenario() -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        argv = (sys.executable, "-c", DEAF.format(root=root))
+        server = ServerSide()
+        client = EngineProcess(ProcessSettings(argv, msgspec.msgpack.encode(LiveStage())))
+        await client.start(server.hear)
+        submit(client, "t", (1, 2))
+        async with asyncio.timeout(60):
+            assert (await server.death()).will_restart
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_supervisor_that_breaks_is_heard() -> None:
+    async def scenario() -> None:
+        client = engine()
+
+        def hear(event: object) -> None:
+            if isinstance(event, EngineDied):
+                raise RuntimeError("a bug of the listener")
+
+        await client.start(hear)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        assert client.failed is not None
+        async with asyncio.timeout(60):
+            assert "supervisor" in await client.failed
         await client.stop()
 
     asyncio.run(scenario())

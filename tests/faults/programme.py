@@ -30,6 +30,10 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "NaN or Inf in the logits": "that row's turn fails with `numerical_error`, nobody else's",
         "device error": "every turn of the forward is tried once more alone; failing again is "
         "`device_failed`",
+        "worker thread death": "every turn ends with `engine_unavailable` or "
+        "`engine_restarting`; the engine is rebuilt, or the server leaves with an error",
+        "engine stall": "an engine that has turns and moves none of them for its limit says "
+        "where its threads are and is ended like one that died",
         "worker process death": "running turns fail with `engine_restarting`, waiting ones wait, "
         "sessions go on from their tokens",
     }
