@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from tests.oracle.checkpoints import FAMILIES, write_checkpoint
+from tests.oracle.talks import Reference
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -23,3 +25,21 @@ def _one_thread() -> Iterator[None]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     return {family: write_checkpoint(family, root / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def references(checkpoints: Mapping[str, Path]) -> Mapping[str, Reference]:
+    """The reference of every family: a full forward without a cache."""
+
+    def reference(directory: Path) -> Reference:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+        def logits(tokens: list[int]) -> torch.Tensor:
+            with torch.no_grad():
+                return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+        return logits
+
+    return {family: reference(directory) for family, directory in checkpoints.items()}
