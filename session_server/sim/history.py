@@ -352,8 +352,10 @@ class EngineHistory:
             raise Broken(Layer.SHADOW, f"{event} counts its outputs wrong")
         if turn.session is not None:
             turn.session.held = (turn.prompt + tuple(turn.outputs))[:kept_len]
-            # An output is there only when everything before it is computed.
-            is_kept = is_natural or (num_said > 0 and kept_len >= len(turn.prompt))
+            # An output is there only when everything before it is computed; a retracted turn has
+            # its outputs and computes all that again.
+            is_whole = num_said > 0 and event.num_retractions == 0
+            is_kept = is_natural or (is_whole and kept_len >= len(turn.prompt))
             turn.session.resident_len = kept_len - 1 if is_kept else 0
 
     def _check_natural_end(self, turn: EngineTurn, event: TurnFinished) -> None:
