@@ -63,7 +63,7 @@ class TurnRequest:
     """One turn as a client asked for it. Equal requests with one `turn_id` are one turn.
 
     `queue` False refuses (SessionBusy) instead of waiting behind a running turn.
-    `on_disconnect`: what `web` does when the last reader goes.
+    `on_disconnect`: what `web` does when the last reader goes; no part of what is asked for.
     """
 
     turn_id: str

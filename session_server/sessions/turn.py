@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from session_server.core.errors import SessionServerError
@@ -85,5 +85,9 @@ class Turn:
 
 
 def fingerprint(request: TurnRequest) -> bytes:
-    """Equal for equal requests; what an ended turn keeps of a body that may be large."""
-    return hashlib.blake2b(repr(request).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    """Equal for equal requests; what an ended turn keeps of a body that may be large.
+
+    What happens when the asker goes is about the asker and differs by surface: it does not count.
+    """
+    asked = repr(replace(request, on_disconnect="detach"))
+    return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from session_server.protocol.errors import ErrorResponse
@@ -163,11 +164,14 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     """uvicorn's WebSocket protocol that does not wait for a peer that reads nothing."""
 
     async def send(self, message: Any) -> None:
-        """Send; a handshake refused with a whole response is complete too.
+        """Send to a peer that is still there; a handshake refused with a whole response is
+        complete too.
 
         uvicorn thinks otherwise, and would log an error whenever a client asks for a session that
-        is gone.
+        is gone; it also goes on writing to a socket that has failed, until it is told.
         """
+        if self.transport.is_closing():
+            raise ClientDisconnected
         await super().send(message)
         if self.initial_response is not None and self.close_sent:
             self.handshake_complete = True

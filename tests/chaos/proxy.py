@@ -120,6 +120,10 @@ class ChaosProxy:
             link.cancel()
         await asyncio.gather(*self._links, return_exceptions=True)
 
+    def fate(self, number: int) -> Fate:
+        """What is going to happen to connection `number`."""
+        return Fate.of(self.weather, self.seed, number)
+
     @property
     def num_open(self) -> int:
         """Connections that are carried, swallowed or said again now."""
@@ -139,7 +143,7 @@ class ChaosProxy:
     async def _carry(self, client: _End) -> None:
         self.did["connections"] += 1
         number = self.did["connections"]
-        fate = Fate.of(self.weather, self.seed, number)
+        fate = self.fate(number)
         server = await self._dial()
         up = _Flow(self, "up", fate, Decisions(self.seed, number, "up"))
         down = _Flow(self, "down", fate, Decisions(self.seed, number, "down"))
@@ -187,8 +191,8 @@ async def _run(*flows: Coroutine[None, None, None]) -> Fault | None:
         async with asyncio.TaskGroup() as group:
             for flow in flows:
                 group.create_task(flow)
-    except* ConnectionError:
-        how = Fault.RESET  # one end did it; the other is told the same
+    except* OSError:
+        how = Fault.RESET  # one end is gone; the other is told the same
     except* _Struck as struck:
         error = struck.exceptions[0]
         assert isinstance(error, _Struck)

@@ -277,6 +277,19 @@ async def test_the_same_turn_twice_is_one_turn_and_another_body_a_conflict(this:
 
 
 @served()
+async def test_a_turn_is_the_same_turn_on_every_surface(this: Served) -> None:
+    """Whose default for `on_disconnect` differs: that is about the reader, not about the turn."""
+    fields = turn(turn_id="t1", input_ids=[7])
+    async with this.socket() as wire:
+        await wire.send("turn.create", **fields)
+        told = await wire.until("turn.completed")
+        path = f"/v1/sessions/{wire.hello['session_id']}/turns"
+        again = await this.http.post(path, json=fields)
+    assert again.status_code == 200, again.text
+    assert again.json()["item"] == told["item"]
+
+
+@served()
 async def test_a_turn_a_fault_ended_answers_with_that_fault(this: Served) -> None:
     session_id = await this.open()
     this.is_held = True
