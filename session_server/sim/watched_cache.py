@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from cache.errors import OutOfPages, OutOfRows
+from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.ledger import Ledger
 from cache.pages import Allocation
 from cache.radix import LockReceipt, MatchResult, PagesByPool, RadixCache, RadixNode
 from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity
-from cache.types import Holder, PoolName, SessionId, TableWrite, Tokens, TurnId
-from cache.views import TurnLoan
+from cache.types import (
+    Holder,
+    Namespace,
+    PoolName,
+    Retention,
+    SessionId,
+    SlotState,
+    TableWrite,
+    Tokens,
+    TurnId,
+    pages_for,
+)
+from cache.views import SlotView, TurnLoan
 
 Strikes = Callable[[str], bool]
 """Whether a fault strikes at a site, asked each time that it could."""
@@ -82,8 +94,22 @@ class WatchedCache(SessionAwareCache):
         self.touched: dict[SessionId, None] = {}
         self._strikes = strikes
         self._of_turn: dict[TurnId, SessionId] = {}
+        self._pinned_quota_pages = pinned_quota_pages
         tree = WatchedTree(spec.page_size, self.stores.ledgers, reached)
         self.stores = dataclasses.replace(self.stores, tree=tree)
+
+    def open(
+        self,
+        session_id: SessionId,
+        *,
+        namespace: Namespace,
+        tokens: Sequence[int] | Tokens = (),
+        retention: Retention = Retention.RECLAIMABLE,
+    ) -> None:
+        """See `SessionAwareCache`."""
+        is_pinned = retention is Retention.PINNED
+        with self._pinning(session_id, max(1, len(tokens)) if is_pinned else 0):
+            super().open(session_id, namespace=namespace, tokens=tokens, retention=retention)
 
     def begin_turn(
         self,
@@ -99,14 +125,16 @@ class WatchedCache(SessionAwareCache):
         if self._strikes("alloc_row"):
             self.reached["fault alloc_row"] += 1
             raise OutOfRows("injected")
-        loan = super().begin_turn(
-            session_id,
-            turn_id,
-            base_len=base_len,
-            new_tokens=new_tokens,
-            now=now,
-            max_reuse_len=max_reuse_len,
-        )
+        is_pinned = self.slot(session_id).retention is Retention.PINNED
+        with self._pinning(session_id, base_len + len(new_tokens) if is_pinned else 0):
+            loan = super().begin_turn(
+                session_id,
+                turn_id,
+                base_len=base_len,
+                new_tokens=new_tokens,
+                now=now,
+                max_reuse_len=max_reuse_len,
+            )
         self._of_turn[turn_id] = session_id
         self.touched[session_id] = None
         return loan
@@ -146,6 +174,27 @@ class WatchedCache(SessionAwareCache):
         is_gone = super().close(session_id)
         self.reached["close deferred"] += not is_gone
         return is_gone
+
+    @contextmanager
+    def _pinning(self, session_id: SessionId, num_tokens: int) -> Iterator[None]:
+        """A pinned session asks for room for `num_tokens` (0: it is not pinned): the answer is
+        what counting everybody's pages says."""
+        page_size, others = self.stores.page_size, list[SlotView]()
+        if num_tokens:
+            others = [s for s in self.slots() if s.session_id != session_id]
+            others = [s for s in others if s.retention is Retention.PINNED]
+        num_pages = sum(slot.allocated_len // page_size for slot in others)
+        num_rows = sum(slot.state is not SlotState.COLD for slot in others)
+        is_over = num_pages + pages_for(num_tokens, page_size) > self._pinned_quota_pages
+        is_over = num_tokens > 0 and (is_over or num_rows >= self.stores.rows.num_rows - 1)
+        try:
+            yield
+        except PinQuotaExceeded:
+            if not is_over:
+                raise AuditFailed(f"{session_id} was refused a pin that has room") from None
+            raise
+        if is_over:
+            raise AuditFailed(f"{session_id} was pinned beyond the quota")
 
     def _let_go(self, turn_id: TurnId) -> None:
         self.touched[self._of_turn.pop(turn_id)] = None
