@@ -266,7 +266,7 @@ class TurnFlow:
         except SessionServerError as error:
             self._refuse(session, turn, error)
             return
-        turn.running = self._running_for(session, turn, prompt)
+        turn.running = self._running_for(session, turn, prompt, sampling=sampling)
         turn.phase = TurnPhase.RUNNING
         self._accept(session, turn, 0)
         self._sent[turn.engine_id] = (session, turn)
@@ -287,9 +287,11 @@ class TurnFlow:
             self._quotas.charge_input(session.owner, len(prompt.tokens), now_s=self._clock())
             turn.is_charged = True
 
-    def _running_for(self, session: Session, turn: Turn, prompt: Prompt) -> Running:
+    def _running_for(
+        self, session: Session, turn: Turn, prompt: Prompt, *, sampling: SamplingParams
+    ) -> Running:
+        """`sampling`: as the engine is told it, clipped to the room there is."""
         assert self._link.ready is not None
-        sampling = turn.request.sampling
         end_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             end_ids.update(self._link.ready.eos_token_ids)

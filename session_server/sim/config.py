@@ -48,12 +48,15 @@ class Sizes:
     pinned_quota_pages: int
     allocation: Allocation
     memory_check: MemoryCheck
+    share_prefixes: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
     """Clients. Rates are weights among the operations; `shared` is per mille of prompts that begin
-    like another session's, `patient` per mille of moments at which only the device moves."""
+    like another session's, `patient` per mille of moments at which only the device moves.
+    `inline_chars`, `journal_entries`: limits of sessions; `socket_frames`: see `Socket`.
+    """
 
     num_sessions: int
     num_owners: int
@@ -71,6 +74,9 @@ class Habits:
     flush: int
     report: int
     net: int
+    inline_chars: int
+    journal_entries: int
+    socket_frames: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class FaultRates:
     engine_death: int
     net_drop: int
     net_stall: int
-    tokenizer_raise: int
+    tokenizer_slow: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ class SimConfig:
 def draw_config(seed: int) -> SimConfig:
     """What the simulation of this seed is like."""
     draws = Draws(seed)
-    front = Front.DIRECT
+    front = Front.WIRE if draws.below("front", 3) == 0 else Front.DIRECT
     return SimConfig(
         seed=seed,
         front=front,
@@ -168,6 +174,7 @@ def _draw_sizes(draws: Draws) -> Sizes:
         pinned_quota_pages=draws.pick("pinned_quota_pages", (0, 0, num_pages // 3)),
         allocation=draws.pick("allocation", allocations),
         memory_check=draws.pick("memory_check", checks),
+        share_prefixes=draws.pick("share_prefixes", (True, True, False)),
     )
 
 
@@ -192,6 +199,9 @@ def _draw_habits(draws: Draws) -> Habits:
         flush=rate("flush", 0, 2, 20),
         report=rate("report", 0, 2, 10),
         net=rate("net", 0, 30, 120),
+        inline_chars=draws.pick("inline_chars", (4, 4096)),
+        journal_entries=draws.pick("journal_entries", (64, 100, 1000)),
+        socket_frames=draws.pick("socket_frames", (2, 8, 64)),
     )
 
 
@@ -209,5 +219,5 @@ def _draw_faults(draws: Draws, front: Front) -> FaultRates:
         engine_death=rate("engine_death", 1, 3) if is_wire else 0,
         net_drop=rate("net_drop", 5, 20) if is_wire else 0,
         net_stall=rate("net_stall", 5, 20) if is_wire else 0,
-        tokenizer_raise=rate("tokenizer_raise", 20) if is_wire else 0,
+        tokenizer_slow=rate("tokenizer_slow", 100) if is_wire else 0,
     )

@@ -159,9 +159,9 @@ class EchoRunner:
         assert not (batch.rows and batch.probe), "a probe goes alone"
         self._queue.append(batch)
 
-    def next_launch(self) -> Batch:
+    def next_launch(self) -> Batch | None:
         """The launch that `execute` will carry out."""
-        return self._queue[0]
+        return self._queue[0] if self._queue else None
 
     def execute(self) -> StepResult:
         """Carry out the oldest launch.

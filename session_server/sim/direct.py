@@ -7,6 +7,7 @@ what the engine holds with it. Commands wait in an inbox for the next step, as t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,6 +28,7 @@ from session_server.core.events import EngineEvent, SessionRefused, TurnFailed, 
 from session_server.core.sampling import SamplingParams
 from session_server.sim.config import SimConfig
 from session_server.sim.draws import Draws, mix
+from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
 from session_server.sim.stage import Stage
 from session_server.sim.trace import Op
@@ -62,14 +64,13 @@ class ServerSession:
 class DirectWorld:
     """Applies operations. What refers to a session or turn that is not there does nothing."""
 
-    def __init__(self, config: SimConfig, draws: Draws, stage: Stage) -> None:
-        self._config = config
-        self._draws = draws
+    def __init__(self, config: SimConfig, draws: Draws, reached: Counter[str]) -> None:
         self._inbox: list[EngineCommand] = []
         self._turns: dict[TurnId, ServerSession] = {}
         self._closing: set[SessionId] = set()
         self._num_requests = 0
-        self.stage = stage
+        model = EchoModel(num_repeats=config.sizes.num_repeats)
+        self.stage = Stage(config, model, draws, reached)
         self.sessions: dict[SessionId, ServerSession] = {}
         self._verbs: dict[str, Callable[[Op], None]] = {
             "open": self._open,
@@ -86,6 +87,16 @@ class DirectWorld:
             "execute": self._execute,
         }
 
+    @property
+    def num_steps(self) -> int:
+        """Engine steps so far."""
+        return self.stage.num_steps
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing moves before a command comes."""
+        return not (self._inbox or self.stage.history.live or self.stage.num_launched)
+
     def apply(self, op: Op) -> None:
         """Do one operation."""
         self._verbs[op["op"]](op)
@@ -101,30 +112,19 @@ class DirectWorld:
         self.rest()
         stage.check_empty()
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def rest(self) -> None:
         """Step as the engine's loop does, until nothing is left to do."""
         stage = self.stage
-        faults = stage.device.faults
-        faults.nan_turns.clear()
-        faults.poison_turns.clear()
-        faults.fail_steps.clear()
-        stage.is_calm = True
-        budget = self._rest_budget()
+        stage.calm()
         self._advance(0)
-        while not stage.is_blocked or stage.num_launched:
+        for _ in range(stage.rest_budget):
+            if stage.is_blocked and not stage.num_launched:
+                return
             self._advance(1 if stage.is_blocked else 0)
-            budget -= 1
-            if budget < 0:
-                raise Broken(Layer.LIVENESS, f"still live: {sorted(stage.history.live)}")
-        if stage.history.live:
-            raise Broken(Layer.LIVENESS, f"waits for ever: {sorted(stage.history.live)}")
-        stage.is_calm = False
-
-    def _rest_budget(self) -> int:
-        """Steps within which everything live must end, with room for retractions."""
-        max_len = self.stage.engine.max_turn_len
-        num_turns = len(self.stage.history.live) + len(self._inbox)
-        return 100 + 12 * max_len * num_turns
+        raise Broken(Layer.LIVENESS, f"still live: {sorted(stage.history.live)}")
 
     # Operations
 
@@ -240,40 +240,14 @@ class DirectWorld:
         self._inbox.append(ReportMemory(request_id=self._request_id(), full=op["full"]))
 
     def _step(self, op: Op) -> None:
-        fault = op.get("fault")
-        if fault is not None:
-            self._inject(fault, op["which"])
+        if "fault" in op:
+            self.stage.inject(op["fault"], op["which"])
         self._advance(op["results"])
 
     def _execute(self, op: Op) -> None:
         del op
         if len(self.stage.device):
             self.stage.execute()
-
-    def _inject(self, fault: str, which: int) -> None:
-        """Let the next launch that the device carries out go wrong."""
-        device = self.stage.device
-        if not len(device):
-            return
-        launch = device.next_launch()
-        if not launch.rows:
-            return
-        turn_id = launch.rows[which % len(launch.rows)].turn_id
-        turns = self.stage.history.live
-        self.stage.reached[f"fault {fault}"] += 1
-        if fault == "device_raise":
-            device.faults.fail_steps.add(launch.step)
-            for row in launch.rows:
-                if row.turn_id in turns:
-                    turns[row.turn_id].faults.add("device_failed")
-        elif fault == "device_nan":
-            device.faults.nan_turns.add(turn_id)
-            if turn_id in turns:
-                turns[turn_id].faults.add("numerical_error")
-        else:
-            device.faults.poison_turns.add(turn_id)
-            for turn in turns.values():
-                turn.faults.add("device_failed")
 
     # The engine
 
@@ -302,8 +276,6 @@ class DirectWorld:
     def _end(self, session: ServerSession, event: TurnFinished | TurnFailed) -> None:
         turn, session.live = session.live, None
         assert turn is not None, "a turn the server waits for"
-        self.stage.device.faults.nan_turns.discard(event.turn_id)
-        self.stage.device.faults.poison_turns.discard(event.turn_id)
         outputs = self.stage.history.turns[event.turn_id].outputs
         if isinstance(event, TurnFailed):
             return
@@ -357,6 +329,8 @@ class DirectOps:
         return self._draws.weighted("op", self._makers, self._weights)() or self._device_op()
 
     def _device_op(self) -> Op:
+        if self._world.is_resting and (news := self._submit()) is not None:
+            return news
         draws, faults = self._draws, self._config.faults
         what = draws.below("device op", 16)
         if what == 0:

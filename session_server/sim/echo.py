@@ -30,6 +30,7 @@ def mix_pair(token: int, position: int) -> int:
 @dataclass(frozen=True, slots=True)
 class EchoModel:
     """What the fake model says. `alphabet`: the token ids it knows to say; the first ends a turn.
+    Ids from `vocab_size` on are none.
 
     `num_repeats` of 4 tokens follow from the token before alone, so that an answer repeats itself
     and guessing from history is worth something.
@@ -37,6 +38,7 @@ class EchoModel:
 
     alphabet: tuple[int, ...] = tuple(range(VOCAB_SIZE))
     num_repeats: int = 0
+    vocab_size: int = VOCAB_SIZE
 
     def choose(self, total: int, position: int, seed: int, last: int) -> int:
         """The token at `position` after cells that sum to `total`, the last of token `last`."""

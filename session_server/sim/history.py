@@ -172,6 +172,7 @@ class EngineHistory:
         root = name_value(session.salt) if session is not None else 0
         truth = Truth(self._model, root, prompt, seed)
         turn = EngineTurn(command, session, prompt, truth)
+        self.reached["turn"] += 1
         turn.refusals = frozenset(filter(None, (self._refusal(command, session),)))
         turn.must_fail = bool(turn.refusals)
         if self._is_full():

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from session_server.sim.config import SimConfig, draw_config
+from session_server.sim.config import Front, SimConfig, draw_config
 from session_server.sim.direct import DirectOps, DirectWorld
 from session_server.sim.draws import Draws
 from session_server.sim.failure import Broken, Layer, SimFailure
-from session_server.sim.stage import Stage
+from session_server.sim.loop import Deadlock
 from session_server.sim.trace import Op, Trace
+from session_server.sim.wire import WireOps, WireWorld
 
 _SITES_SEED: Final = 0x51
 """Told apart from the draws that made the configuration."""
@@ -44,12 +45,34 @@ def run(seed: int, *, max_steps: int | None = None) -> Report:
 
 def simulate(config: SimConfig, *, max_steps: int | None = None) -> Report:
     """Simulate one configuration. See `run`."""
-    return _Simulation(config).play(None, max_steps)
+    simulation = _Simulation(config)
+    return simulation.play(simulation.drawn_ops(), max_steps)
 
 
 def replay(trace: Trace) -> Report:
     """Do again what a trace says, with the same phases behind it. See `run`."""
-    return _Simulation(trace.config).play(iter(trace.ops), None)
+    return _Simulation(trace.config).play(trace.ops, None)
+
+
+class World(Protocol):
+    """A front: it does operations, and comes to its end."""
+
+    @property
+    def num_steps(self) -> int:
+        """Engine steps so far."""
+        ...
+
+    def apply(self, op: Op) -> None:
+        """Do one operation."""
+        ...
+
+    def finish(self) -> None:
+        """Let everything end, close, empty, and compare with the beginning."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything, also after a failure."""
+        ...
 
 
 class _Simulation:
@@ -57,45 +80,51 @@ class _Simulation:
 
     def __init__(self, config: SimConfig) -> None:
         self._trace = Trace(config)
-        draws = Draws(config.seed ^ _SITES_SEED << 48)
         self._reached: Counter[str] = Counter()
-        self._stage = Stage(config, draws, self._reached)
-        self._world = DirectWorld(config, draws, self._stage)
-        self._ops = DirectOps(config, draws, self._world)
+        self._draws = Draws(config.seed ^ _SITES_SEED << 48)
+        self._world: World
+        self._next_op: Callable[[], Op]
+        if config.front is Front.WIRE:
+            wire = WireWorld(config, self._draws, self._reached)
+            self._world, self._next_op = wire, WireOps(config, self._draws, wire).next
+        else:
+            direct = DirectWorld(config, self._draws, self._reached)
+            self._world, self._next_op = direct, DirectOps(config, self._draws, direct).next
 
-    def play(self, ops: Iterator[Op] | None, max_steps: int | None) -> Report:
+    def play(self, ops: Iterable[Op], max_steps: int | None) -> Report:
         """Load, then rest, close and empty."""
         try:
-            self._load(ops, max_steps)
+            for op in ops:
+                if max_steps is not None and self._world.num_steps >= max_steps:
+                    break
+                self._trace.ops.append(op)
+                self._world.apply(op)
             self._world.finish()
         except Broken as error:
             raise self._failure(error.layer, error.message) from error
+        except Deadlock as error:
+            raise self._failure(Layer.LIVENESS, str(error)) from error
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             raise self._failure(Layer.CRASH, message) from error
+        finally:
+            self._world.close()
         return self._report()
 
-    def _load(self, ops: Iterator[Op] | None, max_steps: int | None) -> None:
-        config, stage, world = self._trace.config, self._stage, self._world
-        draw: Callable[[], Op | None] = self._ops.next if ops is None else lambda: next(ops, None)
-        num_ops = config.num_ops if ops is None else None
-        while num_ops is None or len(self._trace.ops) < num_ops:
-            op = draw()
-            if op is None or (max_steps is not None and stage.num_steps >= max_steps):
-                return
-            self._trace.ops.append(op)
-            world.apply(op)
+    def drawn_ops(self) -> Iterator[Op]:
+        """As many operations as the configuration says."""
+        return (self._next_op() for _ in range(self._trace.config.num_ops))
 
     def _failure(self, layer: Layer, message: str) -> SimFailure:
-        return SimFailure(layer, self._stage.num_steps, message, self._trace)
+        return SimFailure(layer, self._world.num_steps, message, self._trace)
 
     def _report(self) -> Report:
         reached = self._reached
         return Report(
             seed=self._trace.config.seed,
             config=self._trace.config,
-            steps=self._stage.num_steps,
-            turns=len(self._stage.history.turns),
+            steps=self._world.num_steps,
+            turns=reached["turn"],
             aborts=_total(reached, "cancelled in "),
             closes=_total(reached, "close i"),
             faults=_total(reached, "fault "),

@@ -14,11 +14,11 @@ from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName, pages_for
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
-from session_server.core.events import EngineEvent, TurnFinished
+from session_server.core.events import EngineEvent, TurnFailed, TurnFinished
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
 from session_server.sim.config import SimConfig
-from session_server.sim.device import ContentMismatch, EchoRunner, PoolShape
+from session_server.sim.device import ContentMismatch, EchoRunner, Faults, PoolShape
 from session_server.sim.draws import Draws
 from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
@@ -35,7 +35,9 @@ class Stage:
     pages every `audit_every` steps, and every event. What does not hold raises `Broken`.
     """
 
-    def __init__(self, config: SimConfig, draws: Draws, reached: Counter[str]) -> None:
+    def __init__(
+        self, config: SimConfig, model: EchoModel, draws: Draws, reached: Counter[str]
+    ) -> None:
         sizes = config.sizes
         self._config = config
         self._draws = draws
@@ -50,7 +52,6 @@ class Stage:
             strikes=self._strikes,
             reached=reached,
         )
-        model = EchoModel(num_repeats=sizes.num_repeats)
         settings = _settings(config, model)
         self.engine = Engine(self.cache, settings)
         self.history = EngineHistory(settings, model, self.engine.max_turn_len, reached)
@@ -66,9 +67,9 @@ class Stage:
         return len(self.device) + len(self._results)
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether nothing can happen any more although turns are live."""
-        return self.is_blocked and not self.num_launched and bool(self.history.live)
+    def rest_budget(self) -> int:
+        """Steps within which everything live has to end, retractions and all."""
+        return 100 + 12 * self.engine.max_turn_len * len(self.history.live)
 
     def execute(self) -> None:
         """Let the device carry out its oldest launch; the result comes later."""
@@ -100,7 +101,39 @@ class Stage:
         if outcome.batch is not None:
             self.device.launch(outcome.batch)
         self._note_progress(outcome, is_news=bool(commands or results))
+        for event in outcome.events:
+            if isinstance(event, TurnFinished | TurnFailed):
+                self.device.faults.nan_turns.discard(event.turn_id)
+                self.device.faults.poison_turns.discard(event.turn_id)
         return outcome
+
+    def inject(self, fault: str, which: int) -> None:
+        """Let the launch that the device carries out next go wrong: all of it ("device_raise"),
+        or one of its rows, now ("device_nan") or until its turn ends ("device_poison").
+        """
+        device, turns = self.device, self.history.live
+        launch = device.next_launch()
+        if launch is None or not launch.rows:
+            return
+        self.reached[f"fault {fault}"] += 1
+        turn_id = launch.rows[which % len(launch.rows)].turn_id
+        if fault == "device_nan":
+            device.faults.nan_turns.add(turn_id)
+            if turn_id in turns:
+                turns[turn_id].faults.add("numerical_error")
+            return
+        if fault == "device_raise":
+            device.faults.fail_steps.add(launch.step)
+        else:
+            device.faults.poison_turns.add(turn_id)
+        # Who meets a failed launch twice fails; a poisonous turn may meet everybody.
+        for turn in turns.values():
+            turn.faults.add("device_failed")
+
+    def calm(self) -> None:
+        """No more faults."""
+        self.is_calm = True
+        self.device.faults = Faults()
 
     def audit(self) -> None:
         """Recount every page."""
@@ -154,6 +187,8 @@ class Stage:
 
     def _note_progress(self, outcome: StepOutcome, *, is_news: bool) -> None:
         self.is_blocked = outcome.is_blocked
+        if self.is_blocked and not self.num_launched and self.history.live:
+            raise Broken(Layer.LIVENESS, f"nothing moves, and waits: {sorted(self.history.live)}")
         is_idle = not (is_news or outcome.batch or outcome.is_blocked)
         self._num_idle = self._num_idle + 1 if is_idle else 0
         if self._num_idle > MAX_IDLE_STEPS:
@@ -164,7 +199,7 @@ def _settings(config: SimConfig, model: EchoModel) -> EngineSettings:
     sizes = config.sizes
     return EngineSettings(
         model_fingerprint="echo",
-        vocab_size=max(model.alphabet) + 1,
+        vocab_size=model.vocab_size,
         eos_token_ids=model.alphabet[:1],
         max_running=sizes.max_running,
         max_waiting=sizes.max_waiting,

@@ -1,0 +1,157 @@
+"""The whole server in memory: the real application over the real sessions, on a virtual loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from session_server.config import Settings, model_directory
+from session_server.core.sampling import SamplingParams
+from session_server.metrics.prometheus import ServerMetrics
+from session_server.sessions.journal import JournalLimits
+from session_server.sessions.manager import SessionManager
+from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.salts import TenantSalts
+from session_server.sim.config import SimConfig
+from session_server.sim.draws import Draws
+from session_server.sim.echo import EchoModel
+from session_server.sim.failure import Broken, Layer
+from session_server.sim.hosted_engine import HostedEngine
+from session_server.sim.loop import VirtualLoop
+from session_server.sim.network import Application, Socket
+from session_server.sim.stage import Stage
+from session_server.text.model_text import ModelText, load_model_text
+from session_server.web.app import create_app
+from session_server.web.services import AppServices, ModelCard, WebSettings, digest_of
+
+LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDE"
+SEND_TIMEOUT_S: Final = 10.0
+TOKENIZE_DEADLINE_S: Final = 5.0
+_SECRET: Final = b"a simulated secret"
+
+
+@functools.cache
+def embedded_text() -> ModelText:
+    """Tokenizer and template of the embedded model."""
+    return load_model_text(model_directory(Settings().model))
+
+
+def wire_model(num_repeats: int) -> EchoModel:
+    """The fake model over the embedded model's letters and its end of turn."""
+    text = embedded_text()
+    letters = (text.tokenizer.encode_content(letter)[0] for letter in LETTERS)
+    eos = min(text.eos_token_ids)
+    return EchoModel((eos, *letters), num_repeats, text.tokenizer.vocab_size)
+
+
+class SimServer:
+    """Application, sessions and engine of one simulation. `loop` runs only when told to."""
+
+    def __init__(self, config: SimConfig, draws: Draws, reached: Counter[str]) -> None:
+        self._config = config
+        self._draws = draws
+        self.loop = VirtualLoop(self._work_s)
+        self.keys = [f"key-{index}" for index in range(config.habits.num_owners)]
+        self.model = wire_model(config.sizes.num_repeats)
+        self.salts = TenantSalts(_SECRET, share_prefixes=config.sizes.share_prefixes)
+        self.engine = HostedEngine(lambda: Stage(config, self.model, draws, reached), reached)
+        self.sessions = SessionManager(
+            self.engine,
+            embedded_text(),
+            salts=self.salts,
+            limits=SessionLimits(
+                default_ttl_s=120.0,
+                max_queued_turns=2,
+                inline_input_chars=config.habits.inline_chars,
+                tokenize_deadline_s=TOKENIZE_DEADLINE_S,
+                journal=JournalLimits(max_entries=config.habits.journal_entries, max_age_s=300.0),
+            ),
+            clock=self.loop.time,
+        )
+        self.loop.run_until_complete(self.sessions.start())
+        self.app: Application = create_app(self._services())
+        self.sockets: list[Socket] = []
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks that have not ended, those of connections included."""
+        return len(asyncio.all_tasks(self.loop))
+
+    def connect(self, session_id: str, key: str, query: dict[str, str]) -> Socket:
+        """A new connection to a session."""
+        socket = Socket(self.loop, capacity=self._config.habits.socket_frames)
+        self.sockets = [each for each in self.sockets if not each.is_over]
+        self.sockets.append(socket)
+        socket.open(self.app, session_id, key=key, query=query)
+        return socket
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Let the loop do this next."""
+        self.loop.call_soon(action)
+
+    def run(self, seconds: float = 0.0) -> None:
+        """Let time pass, run what is ready, and see that nothing of it crashed."""
+        self.loop.advance(seconds)
+        self._check_errors()
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, as the application's own tick would notice it."""
+        self.run(seconds)
+        self.do(self.sessions.tick)
+        self.run()
+
+    def check_empty(self) -> None:
+        """Nothing is left of all that clients did: sessions, turns, tasks, timers, connections."""
+        self.sockets = [socket for socket in self.sockets if not socket.is_over]
+        stats = self.sessions.stats()
+        left = {
+            "sessions": stats.sessions,
+            "live turns": stats.live_turns,
+            "queued turns": stats.queued_turns,
+            "connections": len(self.sockets),
+            "tasks": self.num_tasks,
+        }
+        if any(left.values()):
+            raise Broken(Layer.AUDIT, f"not given back: {left}")
+
+    def close(self) -> None:
+        """End whatever still runs, and the loop."""
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.drain()
+        self.loop.run_until_complete(self.sessions.stop())
+        self.loop.close()
+
+    def _check_errors(self) -> None:
+        if self.loop.errors:
+            raise self.loop.errors[0]
+
+    def _work_s(self) -> float:
+        """Tokenising aside takes a moment, and now and then longer than is waited for."""
+        is_slow = self._draws.happens("tokenizer_slow", self._config.faults.tokenizer_slow)
+        return 2 * TOKENIZE_DEADLINE_S if is_slow else 0.01
+
+    def _services(self) -> AppServices:
+        text = embedded_text()
+        return AppServices(
+            sessions=self.sessions,
+            metrics=ServerMetrics(now_s=self.loop.time),
+            model=ModelCard(
+                name="echo",
+                path="echo",
+                vocab_size=text.tokenizer.vocab_size,
+                max_context=self._config.sizes.max_context_len,
+                created_s=0,
+                token_text=lambda token: text.tokenizer.decode([token]),
+                defaults=SamplingParams(),
+            ),
+            settings=WebSettings(
+                key_digests=tuple(map(digest_of, self.keys)),
+                max_queued_turns=2,
+                send_timeout_s=SEND_TIMEOUT_S,
+            ),
+            now_s=self.loop.time,
+        )

@@ -1,0 +1,216 @@
+"""A session as a sequential model: what its journal may say, entry by entry.
+
+The shadow reads the journal as it is written and knows what the client asked for. It keeps the
+history that the client must believe in, and what every entry said, so that a client's frames can
+be held against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from session_server.core.session_events import (
+    SessionClosed,
+    SessionEntry,
+    SessionStateChanged,
+    TurnCancelled,
+    TurnCompleted,
+    TurnCreated,
+    TurnDelta,
+    TurnEnd,
+    TurnFailedEntry,
+    TurnProgress,
+)
+from session_server.sessions.journal import JournalEntry
+from session_server.sim.echo import EchoModel, Truth
+from session_server.sim.failure import Broken, Layer
+
+
+@dataclass(frozen=True, slots=True)
+class SimText:
+    """Text of the simulated vocabulary: what a token adds to an answer, how a prompt is encoded."""
+
+    pieces: Mapping[int, str]
+    encode: Callable[[str], list[int]]
+
+
+@dataclass(slots=True)
+class AskedTurn:
+    """A turn the client asked for, and what was told of it."""
+
+    frame: Mapping[str, Any]
+    outputs: list[int] = field(default_factory=list)
+    text: str = ""
+    created_seq: int | None = None
+    end: TurnEnd | None = None
+
+    def sampling(self, name: str, default: Any) -> Any:
+        """One sampling option as the client sent it."""
+        return self.frame["sampling"].get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a shadow must know of the server. `allowed`: codes by which a turn may fail, which grow
+    with the faults that were injected."""
+
+    model: EchoModel
+    text: SimText
+    max_turn_len: int
+    allowed: set[str]
+    reached: Counter[str]
+
+
+class SessionShadow:
+    """Reads one session's journal. Every check raises `Broken`.
+
+    `tokens`: the history as the client was told it. `log`: what was said, by sequence number.
+    """
+
+    def __init__(self, world: World, root: int) -> None:
+        self._world = world
+        self._root = root
+        self.tokens: list[int] = []
+        self.asked: dict[str, AskedTurn] = {}
+        self.order: list[str] = []
+        self.log: dict[int, SessionEntry] = {}
+        self.seq = 0
+        self.closed_by: str | None = None
+
+    @property
+    def live(self) -> list[str]:
+        """Turns that were accepted and have not ended, oldest first."""
+        return [turn_id for turn_id in self.order if self.asked[turn_id].end is None]
+
+    def ask(self, turn_id: str, frame: Mapping[str, Any]) -> None:
+        """The client sends a turn; it may be accepted, refused, or lost on the way."""
+        self.asked.setdefault(turn_id, AskedTurn(frame))
+
+    def read(self, found: JournalEntry) -> None:
+        """The next entry of the journal."""
+        if found.seq != self.seq + 1:
+            raise Broken(Layer.PROTOCOL, f"entry {found.seq} follows entry {self.seq}")
+        if self.closed_by is not None:
+            raise Broken(Layer.PROTOCOL, f"{found.entry} after the end of the session")
+        self.seq = found.seq
+        self.log[found.seq] = found.entry
+        match found.entry:
+            case TurnCreated():
+                self._created(found.entry)
+            case TurnProgress(turn_id=turn_id, processed=processed, cached=cached, total=total):
+                self._unfinished(turn_id, found.entry)
+                # Less may be there than before: a retracted turn computes its prompt again.
+                if not 0 <= max(cached, processed) <= total:
+                    raise Broken(Layer.PROTOCOL, f"{found.entry}")
+            case TurnDelta(turn_id=turn_id, text=text, token_ids=token_ids):
+                turn = self._unfinished(turn_id, found.entry)
+                turn.text += text
+                turn.outputs.extend(token_ids)
+            case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
+                self._ended(self._unfinished(found.entry.turn_id, found.entry), found.entry)
+            case SessionStateChanged(state=state, reason=reason):
+                self._world.reached[f"session {state}: {reason}"] += 1
+            case SessionClosed(reason=reason):
+                self._closed(reason)
+            case _:
+                pass
+
+    def _created(self, entry: TurnCreated) -> None:
+        turn = self.asked.get(entry.turn_id)
+        if turn is None or turn.created_seq is not None:
+            raise Broken(Layer.PROTOCOL, f"{entry}: nobody asked, or it was created before")
+        turn.created_seq = self.seq
+        self.order.append(entry.turn_id)
+        self._world.reached["turn accepted"] += 1
+        self._world.reached["turn waited behind another"] += entry.position > 0
+
+    def _unfinished(self, turn_id: str, entry: SessionEntry) -> AskedTurn:
+        turn = self.asked.get(turn_id)
+        if turn is None or turn.created_seq is None or turn.end is not None:
+            raise Broken(Layer.PROTOCOL, f"{entry} of a turn that does not run")
+        return turn
+
+    def _closed(self, reason: str) -> None:
+        self.closed_by = reason
+        self._world.reached[f"session closed: {reason}"] += 1
+        if self.live:
+            raise Broken(Layer.PROTOCOL, f"the session closed, {self.live} never ended")
+
+    def _ended(self, turn: AskedTurn, end: TurnEnd) -> None:
+        turn.end = end
+        outcome, reached = end.outcome, self._world.reached
+        is_kept = isinstance(end, TurnCompleted) or (
+            isinstance(end, TurnCancelled) and end.kept_partial
+        )
+        match end:
+            case TurnCompleted(reason=reason, matched=matched):
+                kind = "stop string" if isinstance(matched, str) else reason
+                reached[f"turn completed: {kind}"] += 1
+            case TurnCancelled(reason=reason):
+                verb = "keeps" if is_kept and outcome.token_ids else "keeps nothing"
+                reached[f"turn cancelled by {reason}, {verb}"] += 1
+            case TurnFailedEntry(code=code):
+                reached[f"turn failed: {code}"] += 1
+                if code not in self._world.allowed:
+                    raise Broken(Layer.SHADOW, f"{end.turn_id} failed: {code}: {end.message}")
+        if not is_kept:
+            if outcome.token_ids or outcome.text or outcome.usage.output_tokens:
+                raise Broken(Layer.SHADOW, f"a turn that leaves nothing left {outcome}")
+            return
+        if list(outcome.token_ids) != turn.outputs or outcome.text != turn.text:
+            raise Broken(Layer.SHADOW, f"{outcome} is not what was told: {turn.outputs}")
+        self._commit(turn, end)
+
+    def _commit(self, turn: AskedTurn, end: TurnEnd) -> None:
+        """Ask the model what it says to this history, and take the answer into it."""
+        context = [*self.tokens, *self._input(turn)]
+        outcome, outputs = end.outcome, turn.outputs
+        usage = outcome.usage
+        if isinstance(end, TurnCancelled) and usage.input_tokens == 0:
+            return  # it never ran
+        if usage.input_tokens != len(context) or usage.output_tokens != len(outputs):
+            raise Broken(Layer.SHADOW, f"{usage}: {len(context)} in, {len(outputs)} out")
+        if not 0 <= usage.cached_tokens < len(context):
+            raise Broken(Layer.SHADOW, f"{usage}: a forward needs a query")
+        truth = Truth(self._world.model, self._root, context, turn.sampling("seed", 0))
+        said = truth.context(len(context) + len(outputs))[len(context) :]
+        if said != outputs:
+            raise Broken(Layer.SHADOW, f"{end.turn_id} said {outputs}, the history gives {said}")
+        if isinstance(end, TurnCompleted):
+            self._check_completed(turn, end, len(context))
+        self.tokens = context + outputs
+
+    def _input(self, turn: AskedTurn) -> list[int]:
+        ids: list[int] | None = turn.frame.get("input_ids")
+        return ids if ids is not None else self._world.text.encode(turn.frame["text"])
+
+    def _check_completed(self, turn: AskedTurn, end: TurnCompleted, context_len: int) -> None:
+        """It ended where it had to."""
+        outputs, pieces = turn.outputs, self._world.text.pieces
+        num_wanted = turn.sampling("max_tokens", 0) if turn.frame.get("generate", True) else 0
+        max_tokens = min(num_wanted, self._world.max_turn_len - context_len)
+        ends = set(turn.sampling("stop_token_ids", ()))
+        ends |= set() if turn.sampling("ignore_eos", None) else set(self._world.model.alphabet[:1])
+        stops, min_tokens = (
+            turn.sampling("stop", ()),
+            min(turn.sampling("min_tokens", 0), max_tokens),
+        )
+        text, found, is_end = "", list[str](), False
+        for count, token in enumerate(outputs, 1):
+            if found or is_end:
+                raise Broken(Layer.SHADOW, f"{end} went on past {found or 'its end'}")
+            is_end = token in ends and count >= min_tokens
+            text += "" if is_end else pieces.get(token, "")
+            found = [stop for stop in stops if stop in text]
+        if found:
+            is_right = end.reason == "stop" and end.matched in found
+        elif is_end:
+            is_right = (end.reason, end.matched) == ("stop", outputs[-1])
+        else:
+            is_right = (end.reason, end.matched) == ("length", None) and len(outputs) == max_tokens
+            is_right &= text == turn.text
+        if not is_right:
+            raise Broken(Layer.SHADOW, f"{end} after {text!r}, {max_tokens} tokens were wanted")
