@@ -9,13 +9,12 @@ from cache.radix import LockReceipt, MatchResult, RadixCache
 from session_server.sim import SimFailure, run
 
 
-def first_failure(seeds: range) -> SimFailure:
-    for seed in seeds:
-        try:
-            run(seed)
-        except SimFailure as failure:
-            return failure
-    raise AssertionError("nothing was found")
+def failure_of(seed: int) -> SimFailure | None:
+    try:
+        run(seed)
+    except SimFailure as failure:
+        return failure
+    return None
 
 
 def test_a_seed_says_everything_twice_the_same() -> None:
@@ -33,9 +32,10 @@ def test_a_step_limit_still_lets_everything_end_and_counts_the_pages() -> None:
 def test_a_bug_put_in_is_found_and_replayable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail that is dropped instead of released (sglang#22862)."""
     monkeypatch.setattr(KVLease, "_drop_private", lambda self, num_kept: None)
-    failure = first_failure(range(20))
-    assert failure.layer in {"ledger", "pair", "audit"}
-    assert failure.trace.ops
+    failures = [failure for seed in range(20) if (failure := failure_of(seed)) is not None]
+    assert {failure.layer for failure in failures} <= {"ledger", "pair", "audit", "crash"}
+    assert len(failures) > 10
+    assert all(failure.trace.ops for failure in failures)
 
 
 def test_corrupt_content_is_named_by_row_position_and_page(
@@ -50,12 +50,8 @@ def test_corrupt_content_is_named_by_row_position_and_page(
         return {pool: pages[::-1] for pool, pages in advance(self, receipt, match).items()}
 
     monkeypatch.setattr(RadixCache, "advance", shuffled)
-    layers = set()
-    for seed in range(12):
-        with pytest.raises(SimFailure) as found:
-            run(seed)
-        layers.add(found.value.layer)
-        if found.value.layer == "content":
-            assert "position" in found.value.message
-            assert "page" in found.value.message
-    assert layers
+    failures = [failure for seed in range(12) if (failure := failure_of(seed)) is not None]
+    messages = [failure.message for failure in failures if failure.layer == "content"]
+    assert len(failures) > 6
+    assert messages
+    assert all("position" in message and "page" in message for message in messages)
