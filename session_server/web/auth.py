@@ -51,7 +51,7 @@ def header_key(connection: HTTPConnection) -> str | None:
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 
-def authorize(connection: HTTPConnection) -> str | None:
+async def authorize(connection: HTTPConnection) -> str | None:
     """The owner who asks; None on the few routes that are open.
 
     Raises:

@@ -28,7 +28,9 @@ class Call:
         return self.services.sessions
 
 
-def call_of(connection: HTTPConnection, owner: Annotated[str | None, Depends(authorize)]) -> Call:
+async def call_of(
+    connection: HTTPConnection, owner: Annotated[str | None, Depends(authorize)]
+) -> Call:
     """The call behind a connection that was authorised."""
     assert owner is not None, "only public routes have no owner"
     return make_call(connection, owner)

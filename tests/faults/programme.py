@@ -19,6 +19,10 @@ WANTED: Final = 100
 
 EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "disconnect mid-turn": "the turn runs on, or is cancelled with what was delivered, as its "
+        "client chose; the next turn continues from exactly there",
+        "reconnect, resume": "exactly what was missed, or the state in its place; the newest "
+        "connection has the session, the one before closes with 4409",
         "close in prefill or decode": "the turn is cancelled and told so, the session's last entry "
         "follows; a second close is the first one",
         "abort storm": "one terminal entry each, neighbours undisturbed, exactly the delivered "

@@ -8,12 +8,13 @@ import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
 from fastapi import FastAPI
 
 from session_server.config import ModelSettings, model_directory
+from session_server.core.engine_client import EngineClient
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
@@ -41,12 +42,26 @@ def model_text() -> ModelText:
     return load_model_text(model_directory(ModelSettings()))
 
 
+class SteppedEngine(EngineClient, Protocol):
+    """An engine on the event loop's thread: a step when asked for one, events when asked for."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def step(self) -> object: ...
+
+    def deliver(self) -> object: ...
+
+
+EngineT = TypeVar("EngineT", bound=SteppedEngine)
+
+
 @dataclass
-class Served:
+class Served(Generic[EngineT]):
     """One running server and its levers. With `is_held` the engine takes no steps."""
 
     url: str
-    engine: PaperEngine
+    engine: EngineT
     sessions: SessionManager
     services: AppServices
     server: DrainingServer
@@ -133,11 +148,22 @@ def served(
 
 
 @contextlib.asynccontextmanager
-async def serving(*, limits: SessionLimits | None = None, **settings: Any) -> AsyncIterator[Served]:
+async def serving(
+    *, limits: SessionLimits | None = None, **settings: Any
+) -> AsyncIterator[Served[PaperEngine]]:
     """A server inside the block."""
     engine = PaperEngine(vocab_size=1536, eos_ids=(4,), next_token=lambda context: WORD)
-    metrics = ServerMetrics(now_s=time.monotonic)
     manager = SessionManager(engine, model_text(), salts=TenantSalts(bytes(32)), limits=limits)
+    async with serving_over(engine, manager, **settings) as this:
+        yield this
+
+
+@contextlib.asynccontextmanager
+async def serving_over(
+    engine: EngineT, manager: SessionManager, **settings: Any
+) -> AsyncIterator[Served[EngineT]]:
+    """A server of these sessions over this engine inside the block."""
+    metrics = ServerMetrics(now_s=time.monotonic)
     ready = await manager.start()
     services = AppServices(
         sessions=manager,
@@ -148,7 +174,7 @@ async def serving(*, limits: SessionLimits | None = None, **settings: Any) -> As
             vocab_size=ready.vocab_size,
             max_context=ready.max_context_len,
             created_s=1,
-            token_text=lambda token_id: model_text().tokenizer.decode([token_id]),
+            token_text=lambda token_id: manager.text.tokenizer.decode([token_id]),
         ),
         settings=replace(WebSettings(port=0), **settings),
     )

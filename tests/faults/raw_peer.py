@@ -1,0 +1,126 @@
+"""A peer that speaks TCP and no more: sends what it is given, reads as much as it wants, vanishes.
+
+It lives on the server's own event loop and lets the engine take a step only when nothing is left to
+read, so that every byte the peer has seen stands for one moment of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+SILENT_ROUNDS = 40
+"""Rounds of the event loop without a byte, the engine at rest: nothing more will come."""
+
+
+class RawPeer:
+    """One connection; what it has received so far is in `received`."""
+
+    def __init__(self, connection: socket.socket, step: Callable[[], bool]) -> None:
+        self._socket = connection
+        self._step = step
+        self.received = bytearray()
+
+    async def send(self, payload: bytes) -> None:
+        """Send all of it."""
+        await asyncio.get_running_loop().sock_sendall(self._socket, payload)
+
+    async def read_to(self, num_bytes: int) -> bool:
+        """Have `num_bytes` received in all; False when fewer ever come."""
+        return await self._read(num_bytes, lambda: len(self.received) >= num_bytes)
+
+    async def read_until(self, mark: bytes, *, at_most: int = 1 << 30) -> bool:
+        """Have received this somewhere in the first `at_most` bytes; False when it never comes."""
+        await self._read(at_most, lambda: mark in self.received or len(self.received) >= at_most)
+        return mark in self.received
+
+    async def _read(self, num_bytes: int, is_enough: Callable[[], bool]) -> bool:
+        num_silent = 0
+        while not is_enough():
+            try:
+                data = self._socket.recv(num_bytes - len(self.received))
+            except BlockingIOError:
+                num_silent = 0 if num_silent % 4 == 3 and self._step() else num_silent + 1
+                if num_silent > SILENT_ROUNDS:
+                    return False
+                await asyncio.sleep(0)
+                continue
+            except ConnectionError:
+                return False
+            if not data:
+                return False
+            num_silent = 0
+            self.received += data
+        return True
+
+    def vanish(self, *, hard: bool) -> None:
+        """Go: with a reset, or like a peer that says goodbye."""
+        if hard:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+
+
+def upgrade(session_id: str, query: str = "") -> bytes:
+    """The head of a WebSocket handshake."""
+    key = base64.b64encode(bytes(16)).decode()
+    return (
+        f"GET /v1/sessions/{session_id}/ws{query} HTTP/1.1\r\nHost: localhost\r\n"
+        f"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: {key}\r\n"
+        "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Protocol: kvsession.v1\r\n\r\n"
+    ).encode()
+
+
+def text_frame(message: dict[str, Any]) -> bytes:
+    """A masked text frame of JSON; the mask is zero, and so the same bytes each time."""
+    return raw_frame(json.dumps(message).encode())
+
+
+def raw_frame(payload: bytes, *, opcode: int = 1, final: bool = True, reserved: int = 0) -> bytes:
+    """A masked frame of any payload; `reserved`: the bits that no extension was agreed for."""
+    first = (0x80 if final else 0) | reserved << 4 | opcode
+    if len(payload) < 126:
+        head = struct.pack(">BB", first, 0x80 | len(payload))
+    elif len(payload) < 1 << 16:
+        head = struct.pack(">BBH", first, 0x80 | 126, len(payload))
+    else:
+        head = struct.pack(">BBQ", first, 0x80 | 127, len(payload))
+    return head + bytes(4) + payload
+
+
+def post(path: str, body: dict[str, Any], *, accept: str = "application/json") -> bytes:
+    """A request with a JSON body."""
+    payload = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Accept: {accept}\r\nContent-Length: {len(payload)}\r\n\r\n"
+    )
+    return head.encode() + payload
+
+
+def frames_in(received: bytes) -> list[dict[str, Any]]:
+    """The JSON frames a WebSocket server has sent behind its handshake; a close is of type `close`,
+
+    with its `code`.
+    """
+    _, _, rest = bytes(received).partition(b"\r\n\r\n")
+    frames: list[dict[str, Any]] = []
+    while len(rest) >= 2:
+        length, start = rest[1], 2
+        if length == 126:
+            length, start = int.from_bytes(rest[2:4], "big"), 4
+        elif length == 127:
+            length, start = int.from_bytes(rest[2:10], "big"), 10
+        if len(rest) < start + length:
+            break
+        payload, opcode = rest[start : start + length], rest[0] & 0x0F
+        if opcode == 1:
+            frames.append(json.loads(payload))
+        elif opcode == 8:
+            frames.append({"type": "close", "code": int.from_bytes(payload[:2], "big")})
+        rest = rest[start + length :]
+    return frames

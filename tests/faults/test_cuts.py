@@ -1,0 +1,114 @@
+"""A connection is cut at every byte of an exchange, in both directions; the next turn follows."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from session_server.core.session_events import TurnCancelled, TurnCompleted
+from tests.faults.points import Points, injects
+from tests.faults.raw_peer import post, text_frame, upgrade
+from tests.faults.rig import SEED, turn
+from tests.faults.wired import Wired, wired
+
+IDS = (5, 6, 7, 8, 9, 10)
+CUT = turn("cut", *IDS, max_tokens=3)
+BODY: dict[str, Any] = {
+    "turn_id": "cut",
+    "input_ids": IDS,
+    "sampling": {"max_tokens": 3, "seed": SEED, "ignore_eos": True},
+}
+HEAD = upgrade("s")
+ON_DISCONNECT = ("detach", "cancel")
+ACCEPTS = ("application/json", "text/event-stream")
+
+
+def frame(on_disconnect: str) -> bytes:
+    """The turn as a frame."""
+    return text_frame({"type": "turn.create", "on_disconnect": on_disconnect, **BODY})
+
+
+async def check(server: Wired, cut: int, on_disconnect: str) -> bool:
+    """What became of the turn is what was asked for; gives whether the server had taken it."""
+    if cut % 3:
+        await server.rounds()  # else the next turn comes before the server has noticed
+    end = (await server.assert_recovered("s", {"cut": CUT})).get("cut")
+    if end is not None and on_disconnect == "detach":
+        assert isinstance(end, TurnCompleted)
+    if end is not None and not isinstance(end, TurnCompleted):
+        assert isinstance(end, TurnCancelled)
+        assert (end.reason, end.kept_partial) == ("disconnected", True)
+    return end is not None
+
+
+@injects("disconnect mid-turn", "every byte a WebSocket client sends", points=370)
+async def test_a_client_may_go_at_any_byte_it_sends(points: Points) -> None:
+    num_taken = 0
+    async with wired() as server:
+        for cut in range(len(HEAD) + len(frame("detach")) + 1):
+            server.open("s")
+            on_disconnect = ON_DISCONNECT[cut % 2]
+            peer = await server.peer()
+            await peer.send(HEAD[:cut])
+            if cut > len(HEAD):
+                assert await peer.read_until(b"session.opened")
+                await peer.send(frame(on_disconnect)[: cut - len(HEAD)])
+            await server.rounds(cut % 5)
+            peer.vanish(hard=cut % 4 > 1)
+            num_taken += await check(server, cut, on_disconnect)
+            points.strike()
+    assert num_taken, "the exchange was never whole"
+
+
+@injects("disconnect mid-turn", "every byte a WebSocket client reads", points=1300)
+async def test_a_client_may_go_at_any_byte_it_reads(points: Points) -> None:
+    async with wired() as server:
+        for cut in itertools.count():
+            server.open("s")
+            on_disconnect = ON_DISCONNECT[cut % 2]
+            peer = await server.peer()
+            await peer.send(HEAD)
+            is_greeted = await peer.read_until(b"session.opened", at_most=cut)
+            if is_greeted:
+                await peer.send(frame(on_disconnect))
+            is_cut = await peer.read_to(cut)
+            peer.vanish(hard=cut % 4 > 1)
+            is_taken = await check(server, cut, on_disconnect)
+            if not is_cut:
+                break
+            points.strike()
+    assert is_taken, "the exchange was never whole"
+
+
+@injects("disconnect mid-turn", "every third byte of a request for JSON or events", points=160)
+async def test_a_client_of_plain_http_may_go_at_any_byte_it_sends(points: Points) -> None:
+    num_taken = 0
+    async with wired() as server:
+        for accept in ACCEPTS:
+            request = post("/v1/sessions/s/turns", BODY, accept=accept)
+            for cut in (*range(0, len(request), 3), len(request)):
+                server.open("s")
+                peer = await server.peer()
+                await peer.send(request[:cut])
+                await server.rounds(cut % 5 if cut < len(request) else 12)
+                peer.vanish(hard=cut % 4 > 1)
+                num_taken += await check(server, cut, "cancel")
+                points.strike()
+    assert num_taken == len(ACCEPTS), "a request counts when it is whole"
+
+
+@injects("disconnect mid-turn", "every seventh byte of an answer in JSON or events", points=250)
+async def test_a_client_of_plain_http_may_go_at_any_byte_it_reads(points: Points) -> None:
+    async with wired() as server:
+        for accept in ACCEPTS:
+            request = post("/v1/sessions/s/turns", BODY, accept=accept)
+            for cut in itertools.count(1, 7):
+                server.open("s")
+                peer = await server.peer()
+                await peer.send(request)
+                is_cut = await peer.read_to(cut)
+                peer.vanish(hard=cut % 4 > 1)
+                assert await check(server, cut, "cancel")
+                if not is_cut:
+                    break
+                points.strike()
