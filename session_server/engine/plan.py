@@ -5,8 +5,8 @@ not a copy; tests pass frozen fakes.
 
 There is no prefill and no decode here: a turn has positions that are not computed yet, and the
 plan gives each turn a number of them (the phase-free scheduling known from vLLM v1). A turn that
-lacks one position always gets it, so a long prompt never stalls those that stream. What longer
-needs share is split max-min fairly, so one long prompt does not hold up others' first tokens.
+lacks one position always gets it, so a long prompt never stalls those that stream. How longer
+needs share the rest is `shares.py`: long prompts do not hold up others' first tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cache.types import SessionId, TurnId, pages_for
+from session_server.engine.shares import fair_shares, share_len
 
-MAX_SHARES: Final = 8
-"""Long needs that share one forward; more would make every first token late."""
+MAX_OVERTAKINGS: Final = 64
+"""Short turns that may pass a turn that waits for pages, before nobody does."""
 
 
 class RunningTurn(Protocol):
@@ -74,6 +75,11 @@ class WaitingTurn(Protocol):
 
     @property
     def session_id(self) -> SessionId: ...
+
+    @property
+    def num_overtakings(self) -> int:
+        """Turns that have passed it while it waited for pages."""
+        ...
 
     def quote(self) -> AdmissionQuote:
         """Price of admission now; may match the whole history of a cold session."""
@@ -158,7 +164,8 @@ class StepPlan:
 
     `admit` names waiting turns that also appear in `work`. `refuse`: a turn that cannot proceed
     although nothing runs and nothing more can be taken; it must end, or all would wait for ever.
-    `blocked`: the first turn left waiting, and why.
+    `blocked`: the first turn left waiting, and why. `num_overtakings`: how many of `admit` passed
+    it.
     """
 
     cool: tuple[SessionId, ...]
@@ -167,6 +174,7 @@ class StepPlan:
     work: tuple[Work, ...]
     refuse: TurnId | None
     blocked: tuple[TurnId, BlockReason] | None
+    num_overtakings: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -178,8 +186,9 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     """Decide what one forward computes and who gives up pages for it.
 
     Running turns go first, oldest first; they may take pages from idle sessions and then from
-    the youngest running turn. Waiting turns take what is left, strictly in order, and may cool
-    idle sessions too, but admission never causes a retraction.
+    the youngest running turn. Waiting turns take what is left, in order, and may cool idle
+    sessions too, but admission never causes a retraction. Turns that this forward brings to their
+    next token may pass one that cannot come yet; one that waits for pages they pass only so often.
 
     Nothing is taken in vain: who cannot get enough takes nothing, except the one turn whose
     progress everybody's depends on. Cooling sessions that share a prefix may free more than was
@@ -192,27 +201,6 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     planner.top_up()
     planner.offer_drafts()
     return planner.finish()
-
-
-def fair_shares(needs: Sequence[int], budget: int, *, first: Sequence[int]) -> list[int]:
-    """Max-min fair split of `budget` tokens.
-
-    At most `MAX_SHARES` needs compete: the indices in `first`, in that order, then the smallest,
-    which are satisfied soonest. What they leave goes to the others in order.
-    """
-    shares = [0] * len(needs)
-    chosen = [i for i in dict.fromkeys(first) if i < len(needs)]
-    rest = (i for i in range(len(needs)) if i not in first)
-    chosen = [*chosen, *sorted(rest, key=lambda i: needs[i])][: min(MAX_SHARES, budget)]
-    left = budget
-    for rank, i in enumerate(sorted(chosen, key=lambda i: needs[i])):
-        shares[i] = min(needs[i], left // (len(chosen) - rank))
-        left -= shares[i]
-    for i, need in enumerate(needs):
-        extra = min(need - shares[i], left)
-        shares[i] += extra
-        left -= extra
-    return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,16 +228,40 @@ class _Planner:
 
     def share_tokens(self) -> None:
         """Give every turn its number of tokens, pages aside."""
-        single = [t for t in self._running if t.num_uncomputed == 1]
         long = [t for t in self._running if t.num_uncomputed > 1]
         self._candidates = list(self._quoted_candidates())
-        needs = [t.num_uncomputed for t in long]
-        needs += [c.quote.num_uncomputed for c in self._candidates]
+        self._share(long, self._candidates)
+        # Who cannot come for want of a place does not compete for tokens either. Long turns leave
+        # half of the places to those that are soon done.
+        num_long = sum(self._shares[t.turn_id] < t.num_uncomputed for t in long)
+        may_be_long = self._partly_met()[: max(0, max(1, self._limits.num_turns // 2) - num_long)]
+        comers = [c for c in self._candidates if self._is_met(c) or c in may_be_long]
+        del comers[self._num_free_places() :]
+        if len(comers) < len(self._candidates):
+            self._share(long, comers)
+        self._shares.update((t.turn_id, 1) for t in self._running if t.num_uncomputed == 1)
+
+    def _share(self, long: Sequence[RunningTurn], comers: Sequence[_Candidate]) -> None:
+        needs = [t.num_uncomputed for t in long] + [c.quote.num_uncomputed for c in comers]
         # The oldest of each line always has a share, so no line stands still.
         shares = fair_shares(needs, self._tokens, first=(0, len(long)))
-        ids = [t.turn_id for t in long] + [c.turn.turn_id for c in self._candidates]
+        ids = [t.turn_id for t in long] + [c.turn.turn_id for c in comers]
         self._shares = dict(zip(ids, shares, strict=True))
-        self._shares.update((t.turn_id, 1) for t in single)
+
+    def _partly_met(self) -> list[_Candidate]:
+        """Those that this forward begins and does not finish: the first of the line, then the
+        shortest.
+        """
+        found = [c for c in self._candidates if self._shares[c.turn.turn_id] > 0]
+        return sorted(
+            (c for c in found if not self._is_met(c)),
+            key=lambda c: (c != self._candidates[0], c.quote.num_uncomputed),
+        )
+
+    def _is_met(self, candidate: _Candidate) -> bool:
+        """Whether this forward brings it to its next token."""
+        share = self._shares.get(candidate.turn.turn_id, 0)
+        return share == candidate.quote.num_uncomputed
 
     def claim_for_running(self) -> None:
         """Pages for running turns, oldest first; the youngest may lose theirs."""
@@ -266,22 +278,55 @@ class _Planner:
             index += 1
 
     def admit_waiting(self) -> None:
-        """Waiting turns, strictly in order; the first that cannot come stops the line."""
+        """Waiting turns in order. The first that cannot come stops the line, but for those that
+        may pass it.
+        """
+        plan, num_passes = self._plan, 0
         for candidate in self._candidates:
-            reason = self._try_admit(candidate)
-            if reason is not None:
-                self._plan.blocked = (candidate.turn.turn_id, reason)
-                return
-        rest = itertools.islice(self._view.waiting, len(self._candidates), None)
-        if (left := next(rest, None)) is not None:
-            is_full = len(self._running) + len(self._candidates) >= self._limits.num_turns
-            self._plan.blocked = (
-                left.turn_id,
-                BlockReason.TURNS if is_full else BlockReason.TOKENS,
-            )
+            if plan.blocked is None:
+                reason = self._try_admit(candidate)
+                if reason is not None:
+                    plan.blocked = (candidate.turn.turn_id, reason)
+                    num_passes = self._num_passes(candidate.turn, reason)
+            elif num_passes > plan.num_overtakings and self._may_pass(candidate, plan.blocked[1]):
+                reason = self._try_admit(candidate)
+                plan.num_overtakings += reason is None
+                if reason is BlockReason.PAGES:
+                    break  # whoever is next would look for them in vain, and looking is dear
+        if plan.blocked is None:
+            rest = itertools.islice(self._view.waiting, len(self._candidates), None)
+            if (left := next(rest, None)) is not None:
+                is_full = self._num_free_places() == 0
+                plan.blocked = (
+                    left.turn_id,
+                    BlockReason.TURNS if is_full else BlockReason.TOKENS,
+                )
+
+    def _may_pass(self, candidate: _Candidate, reason: BlockReason) -> bool:
+        """Whoever has tokens may pass one that has none; one that waits for pages, only those that
+        are soon idle, so that their pages can be taken back.
+        """
+        return reason is BlockReason.TOKENS or self._is_met(candidate)
+
+    def _num_passes(self, turn: WaitingTurn, reason: BlockReason) -> int:
+        """How many may pass a turn that cannot come. Tokens come to it with the next forwards;
+        pages do not while others keep taking them, and never by themselves when nothing runs.
+        """
+        match reason:
+            case BlockReason.TOKENS:
+                return len(self._candidates)
+            case BlockReason.PAGES if self._running or self._work:
+                return max(0, MAX_OVERTAKINGS - turn.num_overtakings)
+            case _:
+                return 0
+
+    def _num_free_places(self) -> int:
+        return self._limits.num_turns - len(self._running) - len(self._plan.admit)
 
     def top_up(self) -> None:
-        """Tokens that those in line could not use go to running turns, without taking pages."""
+        """Tokens that those in line could not use go to running turns that need no pages for them
+        but free ones, and then to those that were admitted with pages for all they lack.
+        """
         for turn in self._running:
             done = self._work.get(turn.turn_id, 0)
             extra = min(turn.num_uncomputed - done, self._tokens)
@@ -293,6 +338,12 @@ class _Planner:
                 self._pages -= needed
                 self._tokens -= extra
                 self._work[turn.turn_id] = done + extra
+        for candidate in self._candidates:
+            turn_id = candidate.turn.turn_id
+            if turn_id in self._work:
+                extra = candidate.quote.num_uncomputed - self._work[turn_id]
+                self._work[turn_id] += min(extra, self._tokens)
+                self._tokens -= min(extra, self._tokens)
 
     def offer_drafts(self) -> None:
         """Guesses, on tokens and pages that are left: none costs anybody anything."""
@@ -322,17 +373,20 @@ class _Planner:
             work=tuple(Work(t, n, self._drafts.get(t, 0)) for t, n in self._work.items()),
             refuse=self._stuck_turn(),
             blocked=parts.blocked,
+            num_overtakings=parts.num_overtakings,
         )
 
     def _quoted_candidates(self) -> Iterator[_Candidate]:
-        """As many as the tokens could serve: a quote may cost a match of a whole history."""
-        room = max(0, self._limits.num_turns - len(self._running))
-        num_needed = 0
-        for rank, turn in enumerate(itertools.islice(self._view.waiting, room)):
-            if rank >= MAX_SHARES and num_needed >= self._limits.num_tokens:
+        """As many as this forward could serve: a quote may cost a match of a whole history."""
+        if len(self._running) >= self._limits.num_turns:
+            return
+        short_len, num_short = share_len(self._limits.num_tokens), 0
+        for turn in itertools.islice(self._view.waiting, self._limits.num_turns):
+            if num_short >= self._limits.num_tokens:
                 return
             candidate = _Candidate(turn, turn.quote())
-            num_needed += candidate.quote.num_uncomputed
+            num_needed = candidate.quote.num_uncomputed
+            num_short += num_needed if num_needed <= short_len else 0
             yield candidate
 
     def _try_admit(self, candidate: _Candidate) -> BlockReason | None:
@@ -341,7 +395,9 @@ class _Planner:
             return BlockReason.RETRACTED
         if turn.session_id in self._plan.cool:
             return BlockReason.PAGES  # its quote is void; the next plan prices it anew
-        num_tokens = min(self._shares[turn.turn_id], self._tokens)
+        if self._num_free_places() == 0:
+            return BlockReason.TURNS
+        num_tokens = min(self._shares.get(turn.turn_id, 0), self._tokens)
         if num_tokens == 0:
             return BlockReason.TOKENS
         # Room for the whole context, or two long prompts would evict each other in turns. A
@@ -414,6 +470,8 @@ class _Planner:
         if is_enough or not (self._running or self._work):
             self._pages, self._rows = pages, rows
             self._plan.cool += [session.session_id for session in cooled]
+        else:
+            self._idle = itertools.chain(cooled, self._idle)
         return is_enough
 
     def _stuck_turn(self) -> TurnId | None:
@@ -434,3 +492,4 @@ class _PlanParts:
         self.retract: list[TurnId] = []
         self.admit: list[TurnId] = []
         self.blocked: tuple[TurnId, BlockReason] | None = None
+        self.num_overtakings = 0

@@ -14,7 +14,7 @@ from session_server.core.errors import QuotaExceeded, SessionServerError
 from session_server.core.events import SessionCooled, TurnStarted
 from session_server.engine.batching import make_row
 from session_server.engine.outbox import Outbox
-from session_server.engine.plan import StepPlan
+from session_server.engine.plan import BlockReason, StepPlan
 from session_server.engine.stats import Counters
 from session_server.engine.turn import Turn, TurnState
 from session_server.engine.view import max_reuse
@@ -103,6 +103,8 @@ class Scheduler:
                 applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))
             elif turn.turn_id in admitted:
                 self._retract(turn, now_s, applied)
+        if plan.blocked is not None and plan.blocked[1] is BlockReason.PAGES:
+            self._turns[plan.blocked[0]].clock.num_overtakings += plan.num_overtakings
         return applied
 
     def _cool(self, session_ids: Iterable[SessionId], applied: Applied) -> None:

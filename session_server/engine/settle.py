@@ -105,7 +105,7 @@ class Settler:
                 prompt_tokens=turn.prompt_len,
                 cached_tokens=turn.cached_len,
                 num_outputs=num_kept,
-                num_retractions=turn.num_retractions,
+                num_retractions=turn.clock.num_retractions,
                 timings=turn.clock.timings(now_s),
             )
         )

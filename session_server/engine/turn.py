@@ -68,7 +68,10 @@ class Admission:
 
 @dataclass(slots=True)
 class TurnClock:
-    """When things happened to a turn, in the seconds that `Engine.step` is given."""
+    """When things happened to a turn, in the seconds that `Engine.step` is given, and how often.
+
+    `num_overtakings`: turns that passed it while it waited for pages.
+    """
 
     submitted_s: float
     admitted_s: float | None = None
@@ -76,6 +79,8 @@ class TurnClock:
     first_token_s: float | None = None
     forward_s: float = 0.0
     num_steps: int = 0
+    num_retractions: int = 0
+    num_overtakings: int = 0
 
     def timings(self, now_s: float) -> TurnTimings:
         """The durations so far; a stage that was not reached lasts until now or took no time."""
@@ -112,7 +117,6 @@ class Turn:
     outputs: list[int] = field(default_factory=list)
     scores: list[TokenLogprob] = field(default_factory=list)
     num_admissions: int = 0
-    num_retractions: int = 0
     cached_len: int = 0
     guess_len: int = 0
 
@@ -213,7 +217,7 @@ class Turn:
         """Back to waiting; outputs and scores stay, KV does not."""
         self._move(TurnState.WAITING)
         self.admission = None
-        self.num_retractions += 1
+        self.clock.num_retractions += 1
 
     def finish(self) -> None:
         """The end; nothing follows."""

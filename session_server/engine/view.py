@@ -101,6 +101,11 @@ class LiveWaiting:
         """See `WaitingTurn`."""
         return self.turn.request.session_id
 
+    @property
+    def num_overtakings(self) -> int:
+        """See `WaitingTurn`."""
+        return self.turn.clock.num_overtakings
+
     def quote(self) -> AdmissionQuote:
         """O(1) for a parked session; a cold one is matched against the tree."""
         slot = self.cache.slot(self.session_id)

@@ -149,7 +149,7 @@ class Chaos:
         history = document[: self.random.choice([0, 0, 7, 16, 33])]
         self.bench.salts[session_id] = salt
         session = ServerSession(session_id, salt, history, len(history))
-        session.is_pinned = self.stage.pinned_quota_pages > 0 and self.random.random() < 0.4
+        session.is_pinned = self.stage.pinned_quota_pages > 0 and self.random.random() < 0.6
         self.sessions[session_id] = session
         self._send(
             OpenSession(

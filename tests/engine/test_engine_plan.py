@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from cache.types import SessionId, TurnId, pages_for
 from session_server.engine.plan import (
+    MAX_OVERTAKINGS,
     AdmissionQuote,
     BlockReason,
     Limits,
     StepPlan,
-    fair_shares,
     plan_step,
 )
 
@@ -35,6 +35,7 @@ class FakeWaiting:
     turn_id: TurnId
     session_id: SessionId
     price: AdmissionQuote
+    num_overtakings: int = 0
 
     def quote(self) -> AdmissionQuote:
         return self.price
@@ -95,11 +96,49 @@ def test_a_hog_shares_its_forward_with_those_who_come_after_it() -> None:
     assert plan.admit == ("short", "long")
 
 
-def test_nobody_overtakes_a_turn_that_waits_for_pages() -> None:
+def test_behind_a_turn_that_waits_for_pages_only_those_come_that_are_soon_done() -> None:
+    line = (waiting("big", 40), waiting("long", 17), waiting("short", 3), waiting("late", 2))
+    view = FakeView(
+        running=(running("r", 1, spare=1),), waiting=line, num_headroom_pages=2, num_free_rows=9
+    )
+    plan = plan_step(view, LIMITS)
+    assert plan.blocked == ("big", BlockReason.PAGES)
+    assert (plan.admit, plan.num_overtakings) == (("short", "late"), 2)
+
+
+def test_a_turn_that_waits_for_pages_is_passed_only_so_often() -> None:
+    big = replace(waiting("big", 40), num_overtakings=MAX_OVERTAKINGS - 1)
+    view = FakeView(
+        running=(running("r", 1, spare=1),),
+        waiting=(big, waiting("one", 2), waiting("two", 2)),
+        num_headroom_pages=9,
+    )
+    assert plan_step(view, LIMITS).admit == ("one",)
+    tired = replace(big, num_overtakings=MAX_OVERTAKINGS)
+    assert plan_step(replace(view, waiting=(tired, *view.waiting[1:])), LIMITS).admit == ()
+
+
+def test_nobody_passes_when_nothing_runs_that_could_give_pages() -> None:
     view = FakeView(waiting=(waiting("big", 40), waiting("small", 1)), num_headroom_pages=9)
-    plan = plan_step(replace(view, running=(running("r", 1, spare=1),)), LIMITS)
+    plan = plan_step(replace(view, is_in_flight=True), LIMITS)
     assert plan.admit == ()
     assert plan.blocked == ("big", BlockReason.PAGES)
+
+
+def test_long_turns_leave_half_of_the_places_to_those_that_are_soon_done() -> None:
+    hogs = tuple(running(f"hog{i}", 1000, spare=1000) for i in range(4))
+    line = (waiting("fifth", 1000, context=9), waiting("short", 2), waiting("sixth", 1000))
+    view = FakeView(running=hogs, waiting=line, num_headroom_pages=99, num_free_rows=9)
+    plan = plan_step(view, LIMITS)
+    assert plan.admit == ("short",)
+    assert plan.blocked == ("fifth", BlockReason.TOKENS)
+    assert sum(work_of(plan).values()) == LIMITS.num_tokens
+
+
+def test_a_turn_behind_more_long_ones_than_a_forward_serves_is_seen() -> None:
+    line = (*(waiting(f"hog{i}", 1000, context=9) for i in range(7)), waiting("short", 2))
+    view = FakeView(waiting=line, num_headroom_pages=999, num_free_rows=9)
+    assert plan_step(view, LIMITS).admit == ("hog0", "hog1", "hog2", "hog3", "short")
 
 
 def test_admission_cools_the_least_recently_used_and_never_retracts() -> None:
@@ -201,18 +240,6 @@ def test_guesses_get_what_is_left_and_never_take_a_page() -> None:
     assert drafts_of(replace(short, num_headroom_pages=2)) == {"f": 4, "g": 6}
     assert drafts_of(replace(short, num_headroom_pages=2), 37) == {"f": 4, "g": 3}
     assert drafts_of(replace(short, num_headroom_pages=2), 30) == {}, "prompts come first"
-
-
-@given(
-    needs=st.lists(st.integers(2, 400), max_size=20),
-    budget=st.integers(1, 300),
-)
-def test_shares_spend_the_budget_and_never_exceed_a_need(needs: list[int], budget: int) -> None:
-    shares = fair_shares(needs, budget, first=(0, len(needs) // 2))
-    assert sum(shares) == min(budget, sum(needs))
-    assert all(0 <= share <= need for share, need in zip(shares, needs, strict=True))
-    if needs:
-        assert shares[0] >= min(needs[0], max(1, budget // 8))
 
 
 # A world of sessions that share prefixes, for progress

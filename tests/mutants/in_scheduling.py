@@ -196,8 +196,8 @@ QUEUE_IS_OVERTAKEN = Mutant(
     "systematic",
     Edit(
         "session_server.engine.plan:_Planner.admit_waiting",
-        "self._plan.blocked = (candidate.turn.turn_id, reason)\n                return",
-        "self._plan.blocked = (candidate.turn.turn_id, reason)\n                continue",
+        "elif num_passes > plan.num_overtakings and self._may_pass(candidate, plan.blocked[1]):",
+        "else:",
     ),
 )
 
@@ -206,15 +206,15 @@ PROMPTS_STOP_STREAMS = Mutant(
     "sglang#32549, #34058 (X6)",
     Edit(
         "session_server.engine.plan:_Planner.share_tokens",
-        "self._shares.update((t.turn_id, 1) for t in single)",
-        "self._shares.update((t.turn_id, 1) for t in single if not long)",
+        "for t in self._running if t.num_uncomputed == 1)",
+        "for t in self._running if t.num_uncomputed == 1 and not long)",
     ),
 )
 
 OLDEST_HAS_NO_SHARE = Mutant(
     "Short needs are served first, so that a long prompt waits while they keep coming.",
     "vllm#53130 (X9)",
-    Edit("session_server.engine.plan:_Planner.share_tokens", "first=(0, len(long))", "first=()"),
+    Edit("session_server.engine.plan:_Planner._share", "first=(0, len(long))", "first=()"),
 )
 
 QUEUE_LATCHES_FULL = Mutant(
@@ -222,9 +222,8 @@ QUEUE_LATCHES_FULL = Mutant(
     "sglang#35537 (S6)",
     Edit(
         "session_server.engine.plan:_Planner._quoted_candidates",
-        "room = max(0, self._limits.num_turns - len(self._running))",
-        "room = max(0, self._limits.num_turns - len(self._running))\n"
-        "        if any(t.num_uncomputed > 1 for t in self._running):\n            return",
+        "if len(self._running) >= self._limits.num_turns:",
+        "if any(t.num_uncomputed > 1 for t in self._running):",
     ),
 )
 

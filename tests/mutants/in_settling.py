@@ -223,7 +223,7 @@ SCORES_START_OVER = Mutant(
     Edit(
         "session_server.engine.turn:Turn.next_score_position",
         "wanted_from + len(self.scores) - 1",
-        "wanted_from + len(self.scores) * (self.num_retractions == 0) - 1",
+        "wanted_from + len(self.scores) * (self.clock.num_retractions == 0) - 1",
     ),
 )
 

@@ -10,21 +10,27 @@ from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason, SessionGone
 from session_server.engine.settings import Drafter, Speculation
 from tests.engine.bench import Bench, Stage
-from tests.mutants.in_turns import (
+from tests.mutants.guards import (
     CANCEL_BY_PREFIX,
-    CANCEL_KEEPS_UNDELIVERED,
     CANCEL_WAITS_FOR_THE_DEVICE,
     COOLS_WHAT_IS_LENT,
-    DUPLICATE_IS_A_SECOND_TURN,
-    FREES_UNDER_A_TURN,
-    GUESSES_OUTLIVE_THEIR_TURN,
-    LATE_RESULT_COUNTS,
     LAUNCH_SHARES_HISTORY,
     LIMIT_OUTLIVES_ITS_TURN,
-    QUEUED_CANCEL_KEEPS_MARKER,
     REFUSAL_CLEARS_MARKER,
     SAMPLER_OUTLIVES_ITS_TURN,
     STOP_KEEPS_OVERSHOOT,
+)
+from tests.mutants.in_leases import (
+    CLOSE_FREES_AT_ONCE,
+    OVERSHOOT_STAYS,
+)
+from tests.mutants.in_scheduling import (
+    SENT_TWICE_RUNS_TWICE,
+    SESSION_STAYS_BUSY,
+)
+from tests.mutants.in_settling import (
+    CANCEL_KEEPS_INPUT,
+    CANCEL_KEEPS_UNHEARD,
 )
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
@@ -45,7 +51,7 @@ def test_r1_neither_a_rejected_turn_nor_the_one_after_it_disturbs_the_first() ->
     bench.close_all()
 
 
-@scenario("R2", QUEUED_CANCEL_KEEPS_MARKER)
+@scenario("R2", SESSION_STAYS_BUSY)
 def test_r2_a_turn_cancelled_in_the_queue_frees_its_session_for_the_next() -> None:
     bench = Bench(Stage(max_running=1))
     busy, queued = bench.open("busy"), bench.open("queued")
@@ -58,7 +64,7 @@ def test_r2_a_turn_cancelled_in_the_queue_frees_its_session_for_the_next() -> No
     bench.close_all()
 
 
-@scenario("R3", CANCEL_KEEPS_UNDELIVERED, LATE_RESULT_COUNTS)
+@scenario("R3", CANCEL_KEEPS_UNHEARD, CANCEL_KEEPS_INPUT)
 def test_r3_cancel_at_any_step_and_an_immediate_next_turn_sees_the_exact_history() -> None:
     for page_size in (1, 4, 16):
         for num_in_flight in (1, 2):
@@ -90,7 +96,7 @@ def cancel_and_go_on(stage: Stage, num_steps: int, num_kept: int | None) -> None
     bench.close_all()
 
 
-@scenario("R4", DUPLICATE_IS_A_SECOND_TURN)
+@scenario("R4", SENT_TWICE_RUNS_TWICE)
 def test_r4_a_turn_id_that_is_sent_twice_is_one_turn() -> None:
     bench = Bench()
     session_id = bench.open("s")
@@ -121,7 +127,7 @@ def test_r5_a_session_that_got_busy_after_it_was_chosen_is_not_cooled() -> None:
     bench.close_all()
 
 
-@scenario("R6", FREES_UNDER_A_TURN)
+@scenario("R6", CLOSE_FREES_AT_ONCE)
 def test_r6_a_session_can_be_closed_at_any_step_and_twice() -> None:
     for num_steps in range(8):
         bench = Bench(Stage(chunk_tokens=7))
@@ -141,7 +147,7 @@ def test_r6_a_session_can_be_closed_at_any_step_and_twice() -> None:
         bench.close_all()
 
 
-@scenario("R6", FREES_UNDER_A_TURN)
+@scenario("R6", CLOSE_FREES_AT_ONCE)
 def test_r6_the_cache_defers_a_close_and_a_second_one_changes_nothing() -> None:
     bench = Bench()
     session_id = bench.open("s")
@@ -220,7 +226,7 @@ def test_r12_a_stop_string_found_while_later_tokens_are_in_flight_cuts_the_histo
     bench.close_all()
 
 
-@scenario("R12", CANCEL_WAITS_FOR_THE_DEVICE, GUESSES_OUTLIVE_THEIR_TURN)
+@scenario("R12", CANCEL_WAITS_FOR_THE_DEVICE, OVERSHOOT_STAYS)
 def test_r12_a_cancel_while_guesses_are_verified_frees_the_session_at_once() -> None:
     for num_kept in (None, 0, 99):
         bench = Bench(Stage(speculation=Speculation(4, Drafter.MODEL)))

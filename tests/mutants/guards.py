@@ -1,4 +1,7 @@
-"""Bugs in the life of a turn: intake, scheduler, settling, batches."""
+"""Guards of the stories: what keeps each from ending badly, taken away.
+
+The bugs that the gate hunts with random programs are in the other files; stories use both.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,6 @@ REFUSAL_CLEARS_MARKER = Mutant(
         "session_server.engine.intake:Intake._refuse",
         "held_len = 0\n",
         "held_len = 0\n        self._scheduler._of_session.pop(command.session_id, None)\n",
-    ),
-)
-
-QUEUED_CANCEL_KEEPS_MARKER = Mutant(
-    "A turn that ends while it waits stays its session's turn.",
-    "sglang#31765, #31767, #40251 (R2)",
-    Edit(
-        "session_server.engine.scheduler:Scheduler.remove",
-        "del self._of_session[turn.request.session_id]",
-        "turn.state is TurnState.WAITING or self._of_session.pop(turn.request.session_id)",
-    ),
-)
-
-CANCEL_KEEPS_UNDELIVERED = Mutant(
-    "A cancelled turn keeps every token the engine has, not those the client was given.",
-    "sglang#36475, #36552 (R3)",
-    Edit(
-        "session_server.engine.settle:Settler.finish",
-        "num_kept = min(num_outputs, len(turn.outputs))",
-        "num_kept = len(turn.outputs)",
-    ),
-)
-
-LATE_RESULT_COUNTS = Mutant(
-    "The result of a launch is applied to whichever turn has its session now.",
-    "sglang#36475 (R3), #36926 (L6)",
-    Edit(
-        "session_server.engine.scheduler:Scheduler.find_incarnation",
-        "turn = self._turns.get(row.turn_id)",
-        "turn = next((t for t in self.running if t.borrowed.row == row.row), None)",
-    ),
-)
-
-DUPLICATE_IS_A_SECOND_TURN = Mutant(
-    "A turn that is sent twice is taken for another one.",
-    "vllm#23697, #27987 (R4)",
-    Edit(
-        "session_server.engine.intake:Intake._submit",
-        "return  # sent twice: the first goes on",
-        "pass",
     ),
 )
 
@@ -114,26 +77,6 @@ CANCEL_WAITS_FOR_THE_DEVICE = Mutant(
     ),
 )
 
-GUESSES_OUTLIVE_THEIR_TURN = Mutant(
-    "Pages bought for guesses that nobody has verified stay with the session.",
-    "sglang#21875, #22897 (L1), am17an/llama.cpp#20 (R12)",
-    Edit(
-        "cache.lease:KVLease.rewind",
-        "self._drop_private(pages_for(target, self._stores.page_size) - self._protected_pages)",
-        "pass",
-    ),
-)
-
-REUSES_WHOLE_CONTEXT = Mutant(
-    "A match may cover the whole prompt.",
-    "sglang#22684 (G6)",
-    Edit(
-        "cache.session_cache:SessionAwareCache.begin_turn",
-        "min(context_len - 1,",
-        "min(context_len,",
-    ),
-)
-
 RECOMPUTES_HISTORY = Mutant(
     "A turn computes its whole context, though its session has the KV.",
     "vllm#52471 (E5)",
@@ -176,16 +119,6 @@ RESULTS_WAIT_FOR_THE_QUEUE = Mutant(
     ),
 )
 
-ONE_NAMESPACE_FOR_ALL = Mutant(
-    "KV of all tenants is kept in one namespace.",
-    "CVE-2025-46570 (C5)",
-    Edit(
-        "session_server.engine.intake:Intake._open",
-        "Namespace(command.tenant_salt, settings.model_fingerprint)",
-        "Namespace('', settings.model_fingerprint)",
-    ),
-)
-
 SESSIONS_WITHOUT_END = Mutant(
     "The engine opens as many sessions as it is asked for.",
     "sglang#27024 (E4)",
@@ -216,12 +149,65 @@ COOLS_WHAT_IS_LENT = Mutant(
     ),
 )
 
-FREES_UNDER_A_TURN = Mutant(
-    "A close frees what a running turn still uses.",
-    "sglang#40250, #21875 (R6)",
+PARTIAL_PAGE_IS_PUBLISHED = Mutant(
+    "A page that is not full is published with the others.",
+    "sglang#20070 (G1)",
     Edit(
-        "cache.session_cache:SessionAwareCache.close",
-        "if slot.is_active:",
-        "if False:",
+        "cache.lease:KVLease.publish",
+        "num_pages = self.computed_len // stores.page_size - start",
+        "num_pages = pages_for(self.computed_len, stores.page_size) - start",
+    ),
+)
+
+QUOTE_ROUNDS_UP = Mutant(
+    "A parked session's last page is priced as if it had to be bought again.",
+    "sglang#20070 (G1)",
+    Edit(
+        "session_server.engine.view:LiveWaiting.quote",
+        "return self._quote(reuse_len, -reuse_len % page_size,",
+        "return self._quote(reuse_len, 0 * page_size,",
+    ),
+)
+
+IDLE_KV_IS_PINNED = Mutant(
+    "Sessions that nobody uses keep their KV while others wait for pages.",
+    "sglang#27024 (X1)",
+    Edit(
+        "session_server.engine.view:LiveView.idle",
+        "for session in self.cache.idle_sessions():",
+        "for session in ():",
+    ),
+)
+
+WAITING_KEEPS_KV = Mutant(
+    "A turn that waits keeps the KV of its session from those that could run.",
+    "vllm#49439 (X3)",
+    Edit(
+        "session_server.engine.view:LiveView.idle",
+        "for session in self.cache.idle_sessions():",
+        "waiting = {turn.request.session_id for turn in self.waiting_turns}\n"
+        "        for session in (s for s in self.cache.idle_sessions() "
+        "if s.session_id not in waiting):",
+    ),
+)
+
+FIRST_COME_TAKES_ALL = Mutant(
+    "The tokens of a forward go to whoever came first.",
+    "sglang#34623, ATOM#1835 (X7)",
+    Edit(
+        "session_server.engine.plan:_Planner._share",
+        "first=(0, len(long)))",
+        "first=())\n        left = self._tokens\n        for i, need in enumerate(needs):\n"
+        "            shares[i] = min(need, left)\n            left -= shares[i]",
+    ),
+)
+
+HOG_KEEPS_THE_DOOR = Mutant(
+    "While a prompt takes chunks, nobody is looked at who does not fit into what it leaves.",
+    "vllm#53130 (X9)",
+    Edit(
+        "session_server.engine.plan:_Planner._quoted_candidates",
+        "if len(self._running) >= self._limits.num_turns:",
+        "if sum(t.num_uncomputed for t in self._running) >= self._limits.num_tokens:",
     ),
 )

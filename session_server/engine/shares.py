@@ -1,0 +1,54 @@
+"""Who gets how many tokens of one forward: a pure function, and the fairness of the scheduler.
+
+Every need gets at least its share, `budget // MAX_SHARES` (or all of it, when that is less), or at
+least half of the forward goes to needs that are no larger. So a turn waits for turns that are
+sooner done than itself, and never for a long one, however long it is and however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+MAX_SHARES: Final = 8
+"""Long needs that share one forward; more would make every first token late."""
+
+
+def share_len(budget: int) -> int:
+    """What a need can count on."""
+    return max(1, budget // MAX_SHARES)
+
+
+def fair_shares(needs: Sequence[int], budget: int, *, first: Sequence[int]) -> list[int]:
+    """Split `budget` tokens.
+
+    Small needs are met whole, from the smallest on, as long as each asks for no more than an even
+    split among `MAX_SHARES` would give it. The rest is split max-min fairly over as many of the
+    others as can have a share: the indices in `first`, in that order, then the smallest, which are
+    satisfied soonest. What they leave goes to the others in order.
+
+    Args:
+        needs: tokens that each could use.
+        budget: tokens of the forward.
+        first: needs that have their share in any case, if the budget has one for each.
+    """
+    kept = {i: min(needs[i], share_len(budget)) for i in first if i < len(needs)}
+    order = sorted(range(len(needs)), key=lambda i: needs[i])
+    shares, num_met, left = [0] * len(needs), 0, budget
+    for rank, i in enumerate(order):
+        even_split = left // min(len(order) - rank, MAX_SHARES)
+        kept_for_others = sum(kept.values()) - kept.get(i, 0)
+        if needs[i] > min(even_split, left - kept_for_others):
+            break
+        kept.pop(i, None)
+        shares[i], num_met = needs[i], rank + 1
+        left -= needs[i]
+    chosen = list(dict.fromkeys([*kept, *order[num_met:]]))[: left // share_len(budget)]
+    for rank, i in enumerate(sorted(chosen, key=lambda i: needs[i])):
+        shares[i] = min(needs[i], left // (len(chosen) - rank))
+        left -= shares[i]
+    for i, need in enumerate(needs):
+        extra = min(need - shares[i], left)
+        shares[i] += extra
+        left -= extra
+    return shares
