@@ -1,4 +1,4 @@
-"""Every seeded bug by its name."""
+"""Every seeded bug by its name, and those that no simulation can find."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Final
 
-from tests.mutants import in_books, in_leases, in_radix, in_scheduling, in_sessions, in_settling
+from tests.mutants import (
+    in_books,
+    in_leases,
+    in_radix,
+    in_scheduling,
+    in_sessions,
+    in_settling,
+)
 from tests.mutants.mutant import Mutant
 
 
@@ -20,5 +27,8 @@ def _named(*modules: ModuleType) -> dict[str, Mutant]:
 
 
 MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
-    _named(in_books, in_radix, in_leases, in_scheduling, in_sessions, in_settling)
+    _named(in_books, in_radix, in_leases, in_scheduling, in_settling, in_sessions)
 )
+
+SURVIVORS: Final[Mapping[str, str]] = MappingProxyType({})
+"""Bugs that the simulator is not expected to find, and why."""

@@ -9,7 +9,7 @@ from session_server.core.events import FinishReason
 from session_server.engine.settings import Drafter, Speculation
 from session_server.sim.echo import VOCAB_SIZE
 from tests.engine.bench import POOL, Bench, Stage
-from tests.mutants.defences import GUESSES_WITHOUT_A_WAY_BACK
+from tests.mutants.guards import GUESSES_WITHOUT_A_WAY_BACK
 from tests.mutants.in_books import DELTA_IS_A_VIEW, PADDING_ROW_IS_FREE
 from tests.mutants.in_leases import (
     CANCELLED_PROMPT_IS_PUBLISHED,

@@ -10,7 +10,7 @@ from cache.pages import PageAllocator
 from cache.types import Holder
 from session_server.core.events import FinishReason, TurnFailed, TurnFinished
 from tests.engine.bench import POOL, Bench, Stage
-from tests.mutants.defences import DOUBLE_FREE_PASSES, SENTINEL_PASSES
+from tests.mutants.guards import DOUBLE_FREE_PASSES, SENTINEL_PASSES
 from tests.mutants.in_books import PADDING_PAGE_IS_FREE
 from tests.mutants.in_leases import LAST_TOKEN_IS_PUBLISHED, LENT_PAGES_STAY_HELD
 from tests.mutants.in_scheduling import CANCELLED_TURN_IS_FOUND

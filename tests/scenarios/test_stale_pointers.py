@@ -8,7 +8,7 @@ from cache.checker import audit
 from cache.errors import AuditFailed
 from tests.cache.two_sessions import ALICE, PROMPT, A, B, C, make_world, run_turn
 from tests.engine.bench import Bench, Stage
-from tests.mutants.defences import SECOND_UNLOCK_PASSES
+from tests.mutants.guards import SECOND_UNLOCK_PASSES
 from tests.mutants.in_radix import (
     EVICTION_IGNORES_LOCKS,
     LOCK_SKIPS_ITSELF,
