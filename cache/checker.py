@@ -7,6 +7,7 @@ that session and go on, while tests raise.
 level 0   every step        O(pools)       accounts sum to the pool
 level 1   end of a turn     O(that slot)   the pair check: lock path + private pages = row
 level 2   idle, on demand   O(pages)       all slots, all pages, all locks, all rows
+level 3   sampled           one page       the content itself, read by the device: `cache.content`
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache.errors import AuditFailed
-from cache.lease import KVLease, KVStores
+from cache.lease import KVLease
 from cache.ledger import Accounts
 from cache.radix import RadixNode
 from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
+from cache.stores import KVStores
 from cache.types import (
     NULL_PAGE,
     NULL_ROW,

@@ -8,15 +8,9 @@ content is valid. Lengths are derived from those, so they cannot disagree with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from cache.components import Component
 from cache.errors import AuditFailed
-from cache.ledger import Ledger
-from cache.pages import PageAllocator
-from cache.radix import LockReceipt, PagesByPool, RadixCache
-from cache.req_to_token import ReqToTokenPool
+from cache.radix import LockReceipt, PagesByPool
+from cache.stores import KVStores
 from cache.types import (
     Holder,
     Namespace,
@@ -27,22 +21,6 @@ from cache.types import (
     Tokens,
     pages_for,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class KVStores:
-    """The structures that hold every page, row and published token of one server.
-
-    `quarantined`: per pool, the pages that are never used again.
-    """
-
-    page_size: int
-    components: tuple[Component, ...]
-    ledgers: Mapping[PoolName, Ledger]
-    allocators: Mapping[PoolName, PageAllocator]
-    rows: ReqToTokenPool
-    tree: RadixCache
-    quarantined: Mapping[PoolName, list[int]]
 
 
 class KVLease:
@@ -202,7 +180,7 @@ class KVLease:
         """
         stores = self._stores
         for pool in self._private:
-            stores.rows.clear(pool, self.row, 0, self.num_pages)
+            stores.rows.clear(pool, self.row, 0, stores.rows.row_pages)
         condemned = stores.tree.condemn(self.receipt)
         for pool, private in self._private.items():
             stores.ledgers[pool].transfer(len(private), self.holder, Holder.QUARANTINE)

@@ -61,7 +61,7 @@ class PageAllocator:
         if num_pages > self.num_free:
             raise OutOfPages(f"wanted {num_pages} pages, {self.num_free} free")
         pages = self._free.take(num_pages, after)
-        if len(pages) != num_pages or not self._is_free[pages].all():
+        if len(set(pages)) != num_pages or not self._is_free[pages].all():
             raise AuditFailed(f"{self.ledger.pool}: the free list named a page that is held")
         self._is_free[pages] = False
         self.ledger.transfer(num_pages, Holder.FREE, holder)
@@ -180,13 +180,15 @@ class _Extents:
             heapq.heapify(self._largest)
 
     def _remove(self, start: int) -> int:
-        length = self._length_at.pop(start)
-        del self._start_before[start + length]
+        length = self._length_at.pop(start, 0)
+        if self._start_before.pop(start + length, None) != start:
+            raise AuditFailed("the starts and the ends of free extents disagree")
         return length
 
     def _find_largest(self) -> tuple[int, int]:
-        while True:
+        while self._largest:
             negated, start = self._largest[0]
             if self._length_at.get(start) == -negated:
                 return start, -negated
             heapq.heappop(self._largest)
+        raise AuditFailed("nothing is free, though the ledger says so")

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-from cache.components import components_of
 from cache.errors import (
     HistoryMismatch,
     NamespaceMismatch,
@@ -25,14 +25,14 @@ from cache.errors import (
     SlotBusy,
     UnknownSession,
 )
-from cache.lease import KVLease, KVStores
-from cache.ledger import Accounts, Ledger
-from cache.pages import Allocation, PageAllocator
+from cache.lease import KVLease
+from cache.ledger import Accounts
+from cache.pages import Allocation
 from cache.pinned_quota import PinnedQuota
-from cache.radix import MatchResult, RadixCache
-from cache.req_to_token import ReqToTokenPool
+from cache.radix import MatchResult
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
+from cache.stores import KVStores
 from cache.types import (
     Holder,
     Namespace,
@@ -88,19 +88,9 @@ class SessionAwareCache:
                 reclaimed; smaller than the pool, or nobody else could run.
             allocation: which free page goes next; see `cache.pages`.
         """
-        components = components_of(spec)
-        pools = [component.pool for component in components]
-        ledgers = {pool: Ledger(pool, capacity.num_pages[pool]) for pool in pools}
-        row_pages = pages_for(capacity.max_context_len, spec.page_size)
-        self.stores = KVStores(
-            page_size=spec.page_size,
-            components=components,
-            ledgers=ledgers,
-            allocators={pool: PageAllocator(ledgers[pool], allocation) for pool in pools},
-            rows=ReqToTokenPool(capacity.num_rows, row_pages, pools),
-            tree=RadixCache(spec.page_size, ledgers),
-            quarantined={pool: [] for pool in pools},
-        )
+        self._empty_stores = partial(KVStores.empty, spec, capacity, allocation)
+        self.stores = self._empty_stores()
+        ledgers = self.stores.ledgers
         if not 0 <= pinned_quota_pages < min(ledger.num_pages for ledger in ledgers.values()) - 1:
             raise ValueError(f"a pinned quota of {pinned_quota_pages} pages leaves none to others")
         self.max_context_len = capacity.max_context_len
@@ -377,6 +367,30 @@ class SessionAwareCache:
         slot.move_to(SlotState.COLD)
         self._count_pinned(slot)
 
+    def rebuild(self) -> list[SlotView]:
+        """Begin the books again from zero: for when they are wrong and no session is to blame.
+
+        No book is trusted. Histories are the truth and stay; every loan ends with the history as
+        it was before its turn, closing sessions go, all others are cold and nothing is published.
+        What was in quarantine stays there.
+
+        Returns:
+            The sessions that had KV, as they were.
+        """
+        resident = [view for view in self.slots() if view.state is not SlotState.COLD]
+        for turn in self._turns.values():
+            turn.slot.tokens.truncate(turn.base_len)
+        self._turns.clear()
+        slots = self._slots.items()
+        self._slots = {name: slot for name, slot in slots if slot.state is not SlotState.CLOSING}
+        for slot in self._slots.values():
+            slot.forget_kv()
+        for idle in self._idle.values():
+            idle.clear()
+        self._pinned = PinnedQuota(self._pinned.quota_pages, self._pinned.num_rows)
+        self.stores = self._empty_stores(self.stores.quarantined)
+        return resident
+
     # Answers
 
     def __contains__(self, session_id: SessionId) -> bool:
@@ -431,11 +445,11 @@ class SessionAwareCache:
         Raises:
             UnknownSession: there is none.
         """
-        return _view(self._slot(session_id), self.stores)
+        return SlotView.of(self._slot(session_id), self.stores.ledgers)
 
     def slots(self) -> Iterator[SlotView]:
         """All sessions; O(sessions), for reports."""
-        return (_view(slot, self.stores) for slot in self._slots.values())
+        return (SlotView.of(slot, self.stores.ledgers) for slot in self._slots.values())
 
     def tokens(self, session_id: SessionId, start: int = 0, end: int | None = None) -> Tokens:
         """A copy of [start, end) of a session's tokens, a running turn's included."""
@@ -536,20 +550,3 @@ def _refuse_beyond(slot: SessionSlot, length: int) -> None:
         raise HistoryMismatch(
             f"session {slot.session_id} holds {len(slot.tokens)} tokens, not {length}"
         )
-
-
-def _view(slot: SessionSlot, stores: KVStores) -> SlotView:
-    lease = slot.lease
-    return SlotView(
-        session_id=slot.session_id,
-        namespace=slot.namespace,
-        retention=slot.retention,
-        state=slot.state,
-        borrower=slot.borrower,
-        num_tokens=len(slot.tokens),
-        protected_len=slot.cache_protected_len,
-        committed_len=slot.kv_committed_len,
-        allocated_len=slot.kv_allocated_len,
-        private_pages={pool: lease.num_private(pool) if lease else 0 for pool in stores.ledgers},
-        last_used_s=slot.last_used_s,
-    )

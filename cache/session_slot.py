@@ -118,6 +118,12 @@ class SessionSlot:
             self.lease.park()
             self.move_to(SlotState.PARKED)
 
+    def forget_kv(self) -> None:
+        """Be cold and idle, whatever the state was: for books that are begun again."""
+        self.lease = None
+        self.borrower = None
+        self.state = SlotState.COLD
+
     def move_to(self, state: SlotState) -> None:
         """Change state, along the transition table."""
         assert state in TRANSITIONS[self.state], f"{self.state.name} -> {state.name}"

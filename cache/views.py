@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from cache.session_slot import SessionSlot
 from cache.types import (
     Namespace,
     PoolName,
@@ -70,3 +71,21 @@ class SlotView:
     allocated_len: int
     private_pages: Mapping[PoolName, int]
     last_used_s: float
+
+    @classmethod
+    def of(cls, slot: SessionSlot, pools: Iterable[PoolName]) -> SlotView:
+        """A slot as it is now, with its pages in each of `pools`."""
+        lease = slot.lease
+        return cls(
+            session_id=slot.session_id,
+            namespace=slot.namespace,
+            retention=slot.retention,
+            state=slot.state,
+            borrower=slot.borrower,
+            num_tokens=len(slot.tokens),
+            protected_len=slot.cache_protected_len,
+            committed_len=slot.kv_committed_len,
+            allocated_len=slot.kv_allocated_len,
+            private_pages={pool: lease.num_private(pool) if lease else 0 for pool in pools},
+            last_used_s=slot.last_used_s,
+        )

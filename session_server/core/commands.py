@@ -82,10 +82,12 @@ class FlushCache(Command, frozen=True, tag=True, kw_only=True):
 
 
 class ReportMemory(Command, frozen=True, tag=True, kw_only=True):
-    """Ask for a `MemoryReported`; `full` runs the level-2 audit between two steps."""
+    """Ask for a `MemoryReported`; `full` runs the level-2 audit between two steps, `trace` adds
+    the steps before the first violation."""
 
     request_id: int
     full: bool = False
+    trace: bool = False
 
 
 class Shutdown(Command, frozen=True, tag=True, kw_only=True):

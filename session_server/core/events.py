@@ -178,17 +178,69 @@ class SessionPages(msgspec.Struct, frozen=True, kw_only=True):
     private_pages: dict[str, int]
 
 
+class TracedRow(msgspec.Struct, frozen=True):
+    """One row of a launch: positions [start, start + num_tokens) of a turn's context."""
+
+    turn_id: TurnId
+    row: int
+    start: int
+    num_tokens: int
+
+
+class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step of the engine did. `commands` are their kinds, `settled` the launches whose
+    results it took in; then the plan's decisions, and what was launched.
+    """
+
+    step: int
+    now_s: float
+    commands: tuple[str, ...]
+    settled: tuple[int, ...]
+    cooled: tuple[SessionId, ...]
+    retracted: tuple[TurnId, ...]
+    admitted: tuple[TurnId, ...]
+    refused: TurnId | None
+    launched: int | None
+    is_probe: bool
+    rows: tuple[TracedRow, ...]
+
+
+class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the memory checker has done since the engine started.
+
+    `runs` by level; `violations` in all, the texts of the most recent ones in `recent`.
+    `quarantined_sessions`, the most recent ones, lost their KV, `rebuilds` dropped everybody's;
+    together they cost `reprefill_tokens` to compute again. `probes` were answered by the device,
+    the last one `last_probe_ago_s` ago (None: none yet). `cost_share`: what checks and probes take
+    of the engine's time.
+    """
+
+    runs: dict[str, int]
+    violations: int = 0
+    recent: tuple[str, ...] = ()
+    quarantined_sessions: tuple[SessionId, ...] = ()
+    rebuilds: int = 0
+    reprefill_tokens: int = 0
+    probes: int = 0
+    last_probe_ago_s: float | None = None
+    cost_share: float = 0.0
+
+    @property
+    def num_runs(self) -> int:
+        """Checks of any level."""
+        return sum(self.runs.values())
+
+
 class MemoryReported(Event, frozen=True, tag=True, kw_only=True):
-    """Answer to `ReportMemory`. `violations` lists texts of the most recent ones."""
+    """Answer to `ReportMemory`. `trace`: the steps before the first violation, if asked for."""
 
     request_id: int
     pools: dict[str, PoolReport]
     rows: int
     rows_free: int
     sessions: tuple[SessionPages, ...]
-    check_runs: int
-    check_violations: int
-    violations: tuple[str, ...]
+    checks: CheckerReport
+    trace: tuple[TracedStep, ...] = ()
 
 
 class CacheFlushed(Event, frozen=True, tag=True, kw_only=True):

@@ -7,35 +7,28 @@ serves, runs in the simulator and replays a recording.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
 from cache.types import TurnId
-from session_server.core.batch import Batch, StepResult
-from session_server.core.commands import (
-    EngineCommand,
-)
-from session_server.core.errors import (
-    InternalInconsistency,
-    ServerBusy,
-)
-from session_server.core.events import (
-    EngineEvent,
-    SessionCooled,
-)
+from session_server.core.batch import Batch, BatchRow, Probe, StepResult
+from session_server.core.commands import EngineCommand
+from session_server.core.errors import ServerBusy
+from session_server.core.events import EngineEvent
 from session_server.engine.drafting import Drafting
+from session_server.engine.flight import Flight
+from session_server.engine.guard import MemoryGuard
 from session_server.engine.intake import Intake
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
-from session_server.engine.plan import Limits, plan_step
+from session_server.engine.plan import Limits, StepPlan, plan_step
 from session_server.engine.reporting import Reporter
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.settings import EngineSettings
 from session_server.engine.settle import Settler
 from session_server.engine.stats import Counters
-from session_server.engine.turn import TurnState
 from session_server.engine.view import LiveView
 
 
@@ -54,26 +47,45 @@ class StepOutcome:
 class Engine:
     """All turns of one device."""
 
-    def __init__(self, cache: SessionAwareCache, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        cache: SessionAwareCache,
+        settings: EngineSettings,
+        *,
+        stopwatch: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """
+        Args:
+            cache: where the turns' KV is; the engine alone changes it.
+            settings: limits and identities.
+            stopwatch: seconds, to report what the memory checks take; nothing is decided by it.
+        """
         self._cache = cache
         self._settings = settings
         self._outbox = Outbox()
         self.counters = Counters()
         self._scheduler = Scheduler(cache, self._outbox, self.counters)
-        self._memory = MemoryWatch(cache, settings.memory.check)
         self._drafting = Drafting(cache, settings.speculation)
+        self._flight = Flight(settings.num_in_flight)
+        watch = MemoryWatch(cache, settings.memory, stopwatch)
         self._settler = Settler(
             settings,
             cache=cache,
             scheduler=self._scheduler,
             outbox=self._outbox,
             counters=self.counters,
-            memory=self._memory,
+            memory=watch,
         )
-        self._launched: deque[Batch] = deque()
-        self._num_launches = 0
+        self._guard = MemoryGuard(
+            cache,
+            watch,
+            scheduler=self._scheduler,
+            settler=self._settler,
+            outbox=self._outbox,
+            counters=self.counters,
+        )
         self._reporter = Reporter(
-            cache, self._outbox, self._scheduler, counters=self.counters, memory=self._memory
+            cache, self._outbox, self._scheduler, counters=self.counters, memory=watch
         )
         self._intake = Intake(
             settings,
@@ -81,7 +93,7 @@ class Engine:
             scheduler=self._scheduler,
             settler=self._settler,
             outbox=self._outbox,
-            memory=self._memory,
+            memory=self._guard,
         )
 
     @property
@@ -92,17 +104,17 @@ class Engine:
     @property
     def is_in_flight(self) -> bool:
         """Whether a launch is not settled."""
-        return bool(self._launched)
+        return len(self._flight) > 0
 
     @property
     def has_left(self) -> bool:
         """Whether `Shutdown` was obeyed and the last launch is settled."""
-        return self._intake.is_leaving and not self._launched
+        return self._intake.is_leaving and not self._flight
 
     @property
     def is_audit_due(self) -> bool:
         """Whether the engine is idle and has worked since its last full audit."""
-        return not self._scheduler and not self._launched and self._memory.is_audit_due
+        return not self._scheduler and not self._flight and self._guard.is_audit_due
 
     def step(
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
@@ -114,49 +126,79 @@ class Engine:
             commands: in the order they were sent.
             results: of launched batches, in the order of their launches.
         """
+        self._guard.begin_step(now_s, commands, results)
         for result in results:
-            self._settler.settle(self._launched.popleft(), result, now_s)
+            self._settle(result, now_s)
         for command in commands:
-            self._intake.obey(command, now_s)
-        batch, is_blocked = self._launch(now_s)
-        self._check_memory(now_s)
+            self._obey(command, now_s)
+        plan, batch = self._launch(now_s)
+        has_repaired = self._guard.end_step(now_s, plan, batch)
         self._reporter.report(now_s, has_worked=bool(results or batch))
+        has_planned = batch is not None or (plan is not None and not plan.is_empty)
+        is_blocked = self._flight.is_full or not (has_planned or has_repaired)
         return StepOutcome(self._outbox.take_events(), batch, is_blocked)
 
     def audit_idle(self) -> None:
-        """Recount all memory in a moment of rest, see `is_audit_due`; the next step acts on it."""
-        self._memory.audit_all()
+        """Recount all memory in a moment of rest, see `is_audit_due`; the next step acts on it, and
+        has the device look at a page."""
+        self._guard.audit_all()
+        self._guard.prober.owe()
+
+    def _settle(self, result: StepResult, now_s: float) -> None:
+        launch = self._flight.land()
+        try:
+            if launch.probe is None:
+                self._settler.settle(launch, result, now_s)
+            else:
+                self._guard.prober.settle(result, now_s)
+        except AuditFailed as error:
+            self._guard.recover(error, now_s)
+
+    def _obey(self, command: EngineCommand, now_s: float) -> None:
+        try:
+            self._intake.obey(command, now_s)
+        except AuditFailed as error:
+            self._guard.recover(error, now_s)
+            self._intake.obey(command, now_s)
 
     # Launching
 
-    def _launch(self, now_s: float) -> tuple[Batch | None, bool]:
-        """The next batch, if there is one to launch, and whether to wait for news."""
-        if self._intake.is_leaving or not self._scheduler:
-            return None, True
-        if len(self._launched) >= self._settings.num_in_flight:
-            return None, True
+    def _launch(self, now_s: float) -> tuple[StepPlan | None, Batch | None]:
+        """The next plan, if one can be made, and the batch it gives, if there is one to launch."""
         suspects = self._settler.suspects
-        if suspects and self._launched:
-            return None, True
+        if self._intake.is_leaving or self._flight.is_full or (suspects and self._flight):
+            return None, None
+        if not suspects and (probe := self._next_probe(now_s)) is not None:
+            return None, self._flight.launch((), self._outbox.take_writes(), probe)
+        if not self._scheduler:
+            return None, None
         # A suspect is launched alone: nobody else runs, waits or is asked to give.
         running = suspects[:1] if suspects else self._scheduler.running
         waiting = () if suspects else self._scheduler.waiting
         self._drafting.guess(running)
         view = LiveView(self._cache, running, waiting, self.is_in_flight)
         plan = plan_step(view, self._limits)
+        try:
+            rows = self._apply(plan, now_s)
+        except AuditFailed as error:
+            self._guard.recover(error, now_s)
+            return plan, None
+        return plan, self._flight.launch(rows, self._outbox.take_writes()) if rows else None
+
+    def _next_probe(self, now_s: float) -> Probe | None:
+        return self._guard.prober.choose(
+            now_s, is_working=bool(self._scheduler), num_launches=self._flight.num_launches
+        )
+
+    def _apply(self, plan: StepPlan, now_s: float) -> list[BatchRow]:
         applied = self._scheduler.apply(plan, now_s)
         for session_id in applied.let_go:
-            self._memory.touch(session_id)
+            self._guard.touch(session_id)
         for turn, error in applied.refused:
             self._settler.fail(turn, error, now_s)
         if plan.refuse is not None:
             self._give_up(plan.refuse, now_s)
-        if not applied.rows:
-            return None, plan.is_empty
-        self._num_launches += 1
-        batch = Batch(self._num_launches, tuple(applied.rows), self._outbox.take_writes())
-        self._launched.append(batch)
-        return batch, len(self._launched) >= self._settings.num_in_flight
+        return applied.rows
 
     def _give_up(self, turn_id: TurnId, now_s: float) -> None:
         """Nothing runs, nothing can be taken, and this turn does not fit: it must not hang.
@@ -179,18 +221,3 @@ class Engine:
             num_turns=self._settings.max_running,
             page_size=self._cache.stores.page_size,
         )
-
-    # Memory
-
-    def _check_memory(self, now_s: float) -> None:
-        self._memory.check_step()
-        for session_id in self._memory.take_doubtful():
-            if session_id not in self._cache:
-                continue
-            turn = self._scheduler.turn_of(session_id)
-            was_running = turn is not None and turn.state is TurnState.RUNNING
-            self._cache.quarantine(session_id, now=now_s)
-            self._outbox.emit(SessionCooled(session_id=session_id))
-            if turn is not None and was_running:
-                error = InternalInconsistency("the memory checker found this turn's KV wrong")
-                self._settler.forget(turn, error)

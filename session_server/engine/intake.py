@@ -45,7 +45,7 @@ from session_server.core.events import (
     TurnFailed,
 )
 from session_server.core.sampling import TokenLogprob
-from session_server.engine.memory import MemoryWatch
+from session_server.engine.guard import MemoryGuard
 from session_server.engine.outbox import Outbox
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.settings import EngineSettings
@@ -64,7 +64,7 @@ class Intake:
         scheduler: Scheduler,
         settler: Settler,
         outbox: Outbox,
-        memory: MemoryWatch,
+        memory: MemoryGuard,
     ) -> None:
         self._settings = settings
         self._cache = cache
@@ -98,10 +98,10 @@ class Intake:
                 self._close(session_id, now_s)
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
-            case ReportMemory(request_id=request_id, full=full):
+            case ReportMemory(request_id=request_id, full=full, trace=trace):
                 if full:
                     self._memory.audit_all()
-                self._outbox.emit(self._memory.report(request_id))
+                self._outbox.emit(self._memory.report(request_id, now_s, with_trace=trace))
             case Shutdown():
                 self.is_leaving = True
 
@@ -222,6 +222,7 @@ class Intake:
             resident = [s.session_id for s in self._cache.slots() if s.state is SlotState.PARKED]
             self._cache.flush()
             for session_id in resident:
+                self._memory.touch(session_id)
                 self._outbox.emit(SessionCooled(session_id=session_id))
         self._outbox.emit(CacheFlushed(request_id=request_id, done=is_idle))
 

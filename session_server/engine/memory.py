@@ -1,50 +1,90 @@
 """When the books are checked, and what is remembered of it.
 
-The checks themselves are `cache.checker`; here is only policy: the cheap one every step, a pair
-check of every session that changed hands, the full recount in moments of rest or on demand.
+The checks themselves are `cache.checker` and `cache.content`; here is only policy: the cheap one
+every step, a pair check of every session that changed hands, the full recount in moments of rest or
+on demand, content as the device reports it. What to do about a violation is `engine.guard`'s.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from cache.checker import Violation, find_violations
 from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
 from cache.types import SessionId
-from cache.views import SlotView
-from session_server.core.events import MemoryReported, PoolReport, SessionPages
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.settings import MemoryCheck, MemoryPolicy
+from session_server.engine.trace import StepTrace
 
 MAX_REMEMBERED: Final = 32
 """Texts of violations kept for reports; the count goes on."""
 
+NUM_LOGGED_STEPS: Final = 8
+"""Steps before the first violation that go to the log; a report has all that are remembered."""
+
+LEVELS: Final = (0, 1, 2, 3)
+
 _LOG: Final = logging.getLogger(__name__)
 
 
-class MemoryWatch:
-    """Runs the checker at its three levels.
-
-    `num_runs`, `num_violations`: totals. STRICT recounts everything at every step and raises
-    `AuditFailed`; WARN counts, logs and names the sessions in doubt; OFF checks on demand only.
+@dataclass(frozen=True, slots=True)
+class Doubts:
+    """What violations leave in doubt: the KV of these sessions; or the books as a whole, where
+    `are_books_lost` tells whether a recount that finds nothing would still not clear them.
     """
 
-    def __init__(self, cache: SessionAwareCache, mode: MemoryCheck) -> None:
+    session_ids: tuple[SessionId, ...] = ()
+    are_books_in_doubt: bool = False
+    are_books_lost: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.session_ids) or self.are_books_in_doubt
+
+
+class MemoryWatch:
+    """Runs the checker at its levels, counts and remembers.
+
+    `runs`: by level; `num_violations`: in all. STRICT recounts everything at every step and raises
+    `AuditFailed`; WARN counts, logs and keeps what is in doubt; OFF checks on demand only.
+    `spent_s`: time of all but probes, by `stopwatch` (seconds), which feeds a figure and decides
+    nothing.
+    """
+
+    def __init__(
+        self, cache: SessionAwareCache, policy: MemoryPolicy, stopwatch: Callable[[], float]
+    ) -> None:
         self._cache = cache
-        self._mode = mode
-        self._texts: deque[str] = deque(maxlen=MAX_REMEMBERED)
-        self._touched: set[SessionId] = set()
-        self._doubtful: dict[SessionId, None] = {}
-        self._has_changed = False
-        self.num_runs = 0
+        self.policy = policy
+        self.stopwatch = stopwatch
+        self.spent_s = 0.0
+        self.trace = StepTrace()
+        self.texts: deque[str] = deque(maxlen=MAX_REMEMBERED)
+        self.runs: Counter[int] = Counter(dict.fromkeys(LEVELS, 0))
         self.num_violations = 0
+        self.doubts = Doubts()
+        self._touched: set[SessionId] = set()
+        self._has_changed = False
+
+    @property
+    def mode(self) -> MemoryCheck:
+        """What is done with a violation."""
+        return self.policy.check
+
+    @property
+    def num_runs(self) -> int:
+        """Checks of any level."""
+        return self.runs.total()
 
     @property
     def is_audit_due(self) -> bool:
         """Whether sessions changed hands since the last full recount."""
-        return self._has_changed and self._mode is not MemoryCheck.OFF
+        return self._has_changed and self.mode is not MemoryCheck.OFF
 
     def touch(self, session_id: SessionId) -> None:
         """A session was lent, given back, cooled or closed: look at it at the end of the step."""
@@ -54,79 +94,63 @@ class MemoryWatch:
     def check_step(self) -> None:
         """Level 0 and the sessions touched, once per step; everything in STRICT mode."""
         touched, self._touched = self._touched, set()
-        match self._mode:
+        match self.mode:
             case MemoryCheck.OFF:
                 return
             case MemoryCheck.STRICT:
-                self._note(find_violations(self._cache, 2))
+                self._note(2, find_violations(self._cache, 2))
             case MemoryCheck.WARN:
-                self._note(find_violations(self._cache, 0))
+                self._note(0, find_violations(self._cache, 0))
                 for session_id in touched:
                     if session_id in self._cache:
-                        self._note(find_violations(self._cache, 1, session_id))
+                        self._note(1, find_violations(self._cache, 1, session_id))
 
     def audit_all(self) -> None:
         """Level 2: recount every page from the structures that hold it. O(pages + sessions)."""
         self._has_changed = False
-        self._note(find_violations(self._cache, 2))
+        self._note(2, find_violations(self._cache, 2))
 
-    def take_doubtful(self) -> list[SessionId]:
-        """Sessions named by violations since the last call, each once."""
-        doubtful, self._doubtful = list(self._doubtful), {}
-        return doubtful
+    def note_content(self, violations: Sequence[Violation]) -> None:
+        """Level 3: what the device found when it looked at a page."""
+        self._note(3, violations)
+        if any(violation.session_id is None for violation in violations):
+            # The page is somewhere in the tree, where no recount shows what it holds.
+            self._lose_books()
 
-    def report(self, request_id: int) -> MemoryReported:
-        """The books as they are. O(sessions)."""
-        rows, page_size = self._cache.stores.rows, self._cache.stores.page_size
-        return MemoryReported(
-            request_id=request_id,
-            pools=self._pool_reports(),
-            rows=rows.num_rows,
-            rows_free=rows.num_free,
-            sessions=tuple(_session_pages(slot, page_size) for slot in self._cache.slots()),
-            check_runs=self.num_runs,
-            check_violations=self.num_violations,
-            violations=tuple(self._texts),
+    def note_failure(self, error: AuditFailed) -> None:
+        """A verb of the cache found the books wrong in its middle: whatever it left half done, no
+        recount shows."""
+        self._note(0, [Violation(str(error))])
+        self._lose_books()
+
+    def take_doubts(self) -> Doubts:
+        """What is in doubt since the last call."""
+        doubts, self.doubts = self.doubts, Doubts()
+        return doubts
+
+    def _lose_books(self) -> None:
+        self.doubts = Doubts(self.doubts.session_ids, are_books_in_doubt=True, are_books_lost=True)
+
+    def _note(self, level: int, violations: Sequence[Violation]) -> None:
+        self.runs[level] += 1
+        if not violations:
+            return
+        self._remember(violations)
+        if self.mode is MemoryCheck.STRICT:
+            raise AuditFailed("; ".join(violation.text for violation in violations))
+        named = [v.session_id for v in violations if v.session_id is not None]
+        self.doubts = Doubts(
+            tuple(dict.fromkeys((*self.doubts.session_ids, *named))),
+            are_books_in_doubt=self.doubts.are_books_in_doubt or len(named) < len(violations),
+            are_books_lost=self.doubts.are_books_lost,
         )
 
-    def _pool_reports(self) -> dict[str, PoolReport]:
-        page_size = self._cache.stores.page_size
-        return {
-            str(pool): PoolReport(
-                pages=accounts.pages,
-                page_size=page_size,
-                free=accounts.free,
-                reserved=accounts.reserved,
-                tree_evictable=accounts.tree_evictable,
-                tree_protected=accounts.tree_protected,
-                session_held=accounts.session_held,
-                active=accounts.active,
-                fenced=accounts.fenced,
-                spill=accounts.spill,
-                quarantine=accounts.quarantine,
-            )
-            for pool, accounts in self._cache.accounts().items()
-        }
-
-    def _note(self, violations: list[Violation]) -> None:
-        self.num_runs += 1
+    def _remember(self, violations: Sequence[Violation]) -> None:
+        if self.num_violations == 0:
+            self.trace.freeze()
+            for step in self.trace.frozen(NUM_LOGGED_STEPS):
+                _LOG.error("memory check: before it %s", msgspec.json.encode(step).decode())
+        self.num_violations += len(violations)
         for violation in violations:
-            self.num_violations += 1
-            self._texts.append(violation.text)
+            self.texts.append(violation.text)
             _LOG.error("memory check: %s", violation.text)
-            if violation.session_id is not None:
-                self._doubtful[violation.session_id] = None
-        if violations and self._mode is MemoryCheck.STRICT:
-            raise AuditFailed("; ".join(violation.text for violation in violations))
-
-
-def _session_pages(slot: SlotView, page_size: int) -> SessionPages:
-    private = {str(pool): num_pages for pool, num_pages in slot.private_pages.items()}
-    return SessionPages(
-        session_id=slot.session_id,
-        state=slot.state.name.lower(),
-        tokens=slot.num_tokens,
-        committed_len=slot.committed_len,
-        protected_pages=dict.fromkeys(private, slot.protected_len // page_size),
-        private_pages=private,
-    )

@@ -1,12 +1,14 @@
-"""When the server hears the engine's figures."""
+"""When the server hears the engine's figures, and how its books are shown."""
 
 from __future__ import annotations
 
 import math
 from typing import Final
 
+from cache.ledger import Accounts
 from cache.session_cache import SessionAwareCache
-from session_server.core.events import EngineStats
+from cache.views import SlotView
+from session_server.core.events import EngineStats, PoolReport, SessionPages
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
 from session_server.engine.scheduler import Scheduler
@@ -74,3 +76,33 @@ class Reporter:
             check_runs=self._memory.num_runs,
             check_violations=self._memory.num_violations,
         )
+
+
+def pool_report(accounts: Accounts, page_size: int) -> PoolReport:
+    """One pool's accounts as the server hears of them."""
+    return PoolReport(
+        pages=accounts.pages,
+        page_size=page_size,
+        free=accounts.free,
+        reserved=accounts.reserved,
+        tree_evictable=accounts.tree_evictable,
+        tree_protected=accounts.tree_protected,
+        session_held=accounts.session_held,
+        active=accounts.active,
+        fenced=accounts.fenced,
+        spill=accounts.spill,
+        quarantine=accounts.quarantine,
+    )
+
+
+def session_pages(slot: SlotView, page_size: int) -> SessionPages:
+    """One session's holdings as the server hears of them."""
+    private = {str(pool): num_pages for pool, num_pages in slot.private_pages.items()}
+    return SessionPages(
+        session_id=slot.session_id,
+        state=slot.state.name.lower(),
+        tokens=slot.num_tokens,
+        committed_len=slot.committed_len,
+        protected_pages=dict.fromkeys(private, slot.protected_len // page_size),
+        private_pages=private,
+    )

@@ -80,6 +80,13 @@ class Scheduler:
         del self._of_session[turn.request.session_id]
         turn.finish()
 
+    def take_off(self, turn: Turn) -> None:
+        """Let a running turn wait again, whose KV the cache has let go."""
+        self.running.remove(turn)
+        turn.retract()
+        self._insert(self.waiting, turn)
+        self._counters.retractions += 1
+
     def apply(self, plan: StepPlan, now_s: float) -> Applied:
         """Carry out a plan: cool, retract, admit, and turn work into rows.
 
@@ -117,10 +124,7 @@ class Scheduler:
     def _retract(self, turn: Turn, now_s: float, applied: Applied) -> None:
         uncommitted = self._cache.retract(turn.turn_id, now=now_s)
         assert len(uncommitted) == turn.known_len - turn.request.base_len
-        self.running.remove(turn)
-        turn.retract()
-        self._insert(self.waiting, turn)
-        self._counters.retractions += 1
+        self.take_off(turn)
         applied.let_go.append(turn.request.session_id)
 
     def _grow(self, turn: Turn, to_len: int) -> bool:

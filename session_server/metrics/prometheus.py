@@ -216,8 +216,8 @@ class _Engine:
         for pool, report in event.pools.items():
             for account in _ACCOUNTS:
                 self.pages.labels(pool, account).set(getattr(report, account))
-        self.totals.labels("check_runs").set(event.check_runs)
-        self.violations.set(event.check_violations)
+        self.totals.labels("check_runs").set(event.checks.num_runs)
+        self.violations.set(event.checks.violations)
 
 
 class _Sockets:

@@ -112,8 +112,8 @@ def memory_body(report: MemoryReported) -> MemoryBody:
         rows_free=report.rows_free,
         sessions=report.sessions,
         checks=CheckCounts(
-            runs=report.check_runs,
-            violations=report.check_violations,
-            recent=report.violations,
+            runs=report.checks.num_runs,
+            violations=report.checks.violations,
+            recent=report.checks.recent,
         ),
     )

@@ -137,8 +137,8 @@ class EngineLink:
         if self.stats is not None:
             self.stats = msgspec.structs.replace(
                 self.stats,
-                check_runs=report.check_runs,
-                check_violations=report.check_violations,
+                check_runs=report.checks.num_runs,
+                check_violations=report.checks.violations,
             )
 
     async def _ask(

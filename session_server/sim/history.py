@@ -26,6 +26,7 @@ from session_server.core.commands import (
 from session_server.core.events import (
     CacheFlushed,
     EngineEvent,
+    EngineStats,
     FinishReason,
     MemoryReported,
     PrefillProgressed,
@@ -256,6 +257,9 @@ class EngineHistory:
                     self._on_flushed(event)
                 case MemoryReported():
                     self._on_report(event)
+                case EngineStats(check_violations=found):
+                    if found:
+                        raise Broken(Layer.AUDIT, f"the engine's checker found {found} violations")
                 case _:
                     pass
         if self._owed:
@@ -429,8 +433,8 @@ class EngineHistory:
     def _on_report(self, event: MemoryReported) -> None:
         self._pay("report", event.request_id)
         self.reached["report"] += 1
-        if event.check_violations:
-            raise Broken(Layer.AUDIT, f"the engine found: {'; '.join(event.violations)}")
+        if event.checks.violations:
+            raise Broken(Layer.AUDIT, f"the engine found: {'; '.join(event.checks.recent)}")
         for name, pool in event.pools.items():
             parts = [pool.free, pool.reserved, pool.tree_evictable, pool.tree_protected]
             parts += [pool.session_held, pool.active, pool.fenced, pool.spill, pool.quarantine]

@@ -7,13 +7,33 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cache import AuditFailed, SessionId, audit, find_violations
-from cache.lease import KVLease
-from cache.radix import RadixNode
-from cache.types import Holder, PageId
+from cache import AuditFailed, SessionAwareCache, SessionId, audit, find_violations
+from cache.types import Holder
+from tests.cache.damage import (
+    LENT,
+    PARKED,
+    detach_a_locked_node,
+    fall_behind_the_lock,
+    forget_active_pages,
+    forget_the_borrower,
+    free_a_held_page,
+    hang_a_node_under_another_key,
+    hold_a_row_of_another,
+    invent_a_free_page,
+    leak_a_row,
+    list_a_free_page_twice,
+    lock_once_too_often,
+    lose_a_free_page,
+    lose_a_lock,
+    lose_a_private_page,
+    misbook_a_page,
+    point_a_row_elsewhere,
+    publish_other_tokens,
+    run_ahead_of_the_history,
+    share_a_page,
+    write_the_padding_row,
+)
 from tests.cache.kv_world import NAMESPACES, POOL, World, make_cache
-
-PARKED, LENT = SessionId("parked"), SessionId("lent")
 
 
 @pytest.fixture
@@ -29,82 +49,7 @@ def world() -> World:
     return world
 
 
-def lease_of(world: World, session_id: SessionId) -> KVLease:
-    (slot,) = world.cache.inspect_slots(session_id)
-    assert slot.lease is not None
-    return slot.lease
-
-
-def node_of(world: World, session_id: SessionId) -> RadixNode:
-    return world.cache.stores.tree.path(lease_of(world, session_id).receipt)[-1]
-
-
-def lose_a_private_page(world: World) -> None:
-    lease_of(world, LENT)._private[POOL].pop()
-
-
-def share_a_page(world: World) -> None:
-    lease_of(world, LENT)._private[POOL][0] = lease_of(world, PARKED)._private[POOL][0]
-
-
-def free_a_held_page(world: World) -> None:
-    world.cache.stores.allocators[POOL]._free.give([lease_of(world, LENT)._private[POOL][0]])
-
-
-def misbook_a_page(world: World) -> None:
-    world.cache.stores.ledgers[POOL].transfer(1, Holder.ACTIVE, Holder.SESSION_HELD)
-
-
-def lose_a_lock(world: World) -> None:
-    node_of(world, LENT).lock_count -= 1
-
-
-def lock_once_too_often(world: World) -> None:
-    node_of(world, PARKED).lock_count += 1
-
-
-def detach_a_locked_node(world: World) -> None:
-    node = node_of(world, LENT)
-    assert node.parent is not None
-    del node.parent.children[node.key]
-
-
-def hang_a_node_under_another_key(world: World) -> None:
-    node = node_of(world, LENT)
-    assert node.parent is not None
-    node.parent.children[b"other"] = node.parent.children.pop(node.key)
-
-
-def publish_other_tokens(world: World) -> None:
-    node_of(world, PARKED).tokens._data[3] += 1
-
-
-def point_a_row_elsewhere(world: World) -> None:
-    lease = lease_of(world, PARKED)
-    world.cache.stores.rows.repoint(POOL, lease.row, 0, [PageId(30)])
-
-
-def write_the_padding_row(world: World) -> None:
-    world.cache.stores.rows._tables[POOL][0, 0] = 9
-
-
-def leak_a_row(world: World) -> None:
-    world.cache.stores.rows.alloc()
-
-
-def run_ahead_of_the_history(world: World) -> None:
-    lease_of(world, PARKED).computed_len = 8
-
-
-def fall_behind_the_lock(world: World) -> None:
-    lease_of(world, PARKED).computed_len = 3
-
-
-def forget_the_borrower(world: World) -> None:
-    next(world.cache.inspect_slots(LENT)).borrower = None
-
-
-BREAKS: list[tuple[Callable[[World], None], str]] = [
+BREAKS: list[tuple[Callable[[SessionAwareCache], None], str]] = [
     (lose_a_private_page, "with none"),
     (share_a_page, "two holders"),
     (free_a_held_page, "two holders"),
@@ -120,14 +65,21 @@ BREAKS: list[tuple[Callable[[World], None], str]] = [
     (run_ahead_of_the_history, "ahead of a history"),
     (fall_behind_the_lock, "protected, committed, allocated"),
     (forget_the_borrower, "borrower None"),
+    (lose_a_free_page, "do not sum"),
+    (invent_a_free_page, "do not sum"),
+    (forget_active_pages, "the ledger says"),
+    (list_a_free_page_twice, "two holders"),
+    (hold_a_row_of_another, "the lease holds"),
 ]
 
 
 @pytest.mark.parametrize(
     ("damage", "text"), BREAKS, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_the_audit_names(world: World, damage: Callable[[World], None], text: str) -> None:
-    damage(world)
+def test_the_audit_names(
+    world: World, damage: Callable[[SessionAwareCache], None], text: str
+) -> None:
+    damage(world.cache)
     with pytest.raises(AuditFailed, match=text):
         audit(world.cache)
 
@@ -140,21 +92,21 @@ def test_checking_changes_nothing(world: World) -> None:
 
 
 def test_a_violation_names_the_session_to_quarantine(world: World) -> None:
-    point_a_row_elsewhere(world)
+    point_a_row_elsewhere(world.cache)
     assert {v.session_id for v in find_violations(world.cache, 1)} == {PARKED}
     world.quarantine(PARKED)
     audit(world.cache)
 
 
 def test_level_1_looks_at_the_one_slot_it_is_asked_for(world: World) -> None:
-    point_a_row_elsewhere(world)
+    point_a_row_elsewhere(world.cache)
     assert find_violations(world.cache, 1, LENT) == []
     assert find_violations(world.cache, 1, PARKED)
     assert find_violations(world.cache, 1, SessionId("gone")) == []
 
 
 def test_level_0_sees_the_sums_alone(world: World) -> None:
-    point_a_row_elsewhere(world)
+    point_a_row_elsewhere(world.cache)
     assert find_violations(world.cache, 0) == []
     world.cache.stores.ledgers[POOL]._accounts[Holder.FREE] += 1
     assert find_violations(world.cache, 0)

@@ -346,9 +346,9 @@ class Chaos:
                 assert session_id in self.bench.salts
             case CacheFlushed(done=done):
                 self.reached["flush done" if done else "flush refused"] += 1
-            case MemoryReported(check_violations=check_violations, pools=pools):
+            case MemoryReported(checks=checks, pools=pools):
                 self.reached["report"] += 1
-                assert check_violations == 0
+                assert checks.violations == 0
                 for pool in pools.values():
                     parts = [pool.free, pool.reserved, pool.tree_evictable, pool.tree_protected]
                     parts += [pool.session_held, pool.active, pool.quarantine]

@@ -76,7 +76,7 @@ def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps() -> None:
         client.send(ReportMemory(request_id=7))
         report = await server.until(lambda e: isinstance(e, MemoryReported))
         assert isinstance(report, MemoryReported)
-        assert report.check_violations == 0
+        assert report.checks.violations == 0
         await client.stop()
 
     asyncio.run(scenario())

@@ -39,8 +39,8 @@ def test_a_violation_costs_its_session_the_kv_and_nobody_else_anything() -> None
     assert bench.failed("a").code == "internal_inconsistency"
     assert SessionCooled(session_id=sick) in bench.events
     report = next(e for e in bench.events if isinstance(e, MemoryReported))
-    assert report.check_violations > 0
-    assert any("sick" in text for text in report.violations)
+    assert report.checks.violations > 0
+    assert any("sick" in text for text in report.checks.recent)
     bench.run()
     bench.expect("b", PROMPT[3:])
     bench.run(bench.submit_command(sick, "again", PROMPT))
@@ -94,8 +94,8 @@ def test_checks_are_counted_and_off_means_on_demand_only() -> None:
         bench.run(bench.submit_command(session_id, "t", PROMPT))
         bench.run(ReportMemory(request_id=1, full=True))
         report = next(e for e in bench.events if isinstance(e, MemoryReported))
-        counts[mode] = report.check_runs
-        assert report.check_violations == 0
+        counts[mode] = report.checks.num_runs
+        assert report.checks.violations == 0
         assert report.pools[PoolName("full")].pages == bench.stage.num_pages + 1
         assert [s.session_id for s in report.sessions] == ["s"]
         assert bench.engine.is_audit_due is False

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from session_server.core.events import (
+    CheckerReport,
     EngineDied,
     EngineReady,
     EngineStats,
@@ -65,9 +66,7 @@ REPORT = MemoryReported(
     rows=4,
     rows_free=4,
     sessions=(),
-    check_runs=5,
-    check_violations=1,
-    violations=("x",),
+    checks=CheckerReport(runs={"0": 3, "2": 2}, violations=1, recent=("x",)),
 )
 STATS = EngineStats(
     steps=9,

@@ -142,7 +142,7 @@ RETRACTED_GOES_LAST = Mutant(
     "A retracted turn waits behind everybody, with nothing to say for its age.",
     "systematic",
     Edit(
-        "session_server.engine.scheduler:Scheduler._retract",
+        "session_server.engine.scheduler:Scheduler.take_off",
         "self._insert(self.waiting, turn)",
         "self.waiting.append(turn)",
     ),

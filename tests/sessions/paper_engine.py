@@ -27,6 +27,7 @@ from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import (
     CacheFlushed,
+    CheckerReport,
     EngineDied,
     EngineEvent,
     EngineReady,
@@ -231,9 +232,7 @@ class PaperEngine:
                         rows=1,
                         rows_free=1,
                         sessions=(),
-                        check_runs=1,
-                        check_violations=0,
-                        violations=(),
+                        checks=CheckerReport(runs={"2": 1}),
                     )
                 )
             case Shutdown():

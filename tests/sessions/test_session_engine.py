@@ -12,7 +12,7 @@ from session_server.core.errors import (
     InvalidRequest,
     ServerDraining,
 )
-from session_server.core.events import EngineStats, MemoryReported
+from session_server.core.events import CheckerReport, EngineStats, MemoryReported
 from session_server.core.session_events import (
     ChatInput,
     Message,
@@ -103,9 +103,9 @@ class TestEngine:
                 rows=1,
                 rows_free=1,
                 sessions=(),
-                check_runs=6,
-                check_violations=2,
-                violations=("a page has two holders",),
+                checks=CheckerReport(
+                    runs={"0": 5, "2": 1}, violations=2, recent=("a page has two holders",)
+                ),
             )
         )
         shown = world.manager.stats().engine
@@ -250,7 +250,7 @@ class TestEngine:
             await asyncio.sleep(0)
             world.engine.step()
             world.engine.deliver()
-            assert (await memory).check_violations == 0
+            assert (await memory).checks.violations == 0
             return await flush
 
         assert world.do(ask())

@@ -1,0 +1,73 @@
+"""`KVStores`: the structures that hold every page, row and published token of one server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from cache.components import Component, components_of
+from cache.ledger import Ledger
+from cache.pages import Allocation, PageAllocator
+from cache.radix import RadixCache
+from cache.req_to_token import ReqToTokenPool
+from cache.spec import CacheSpec, Capacity
+from cache.types import NULL_PAGE, Holder, PoolName, pages_for
+
+
+@dataclass(frozen=True, slots=True)
+class KVStores:
+    """`quarantined`: per pool, the pages that are never used again."""
+
+    page_size: int
+    components: tuple[Component, ...]
+    ledgers: Mapping[PoolName, Ledger]
+    allocators: Mapping[PoolName, PageAllocator]
+    rows: ReqToTokenPool
+    tree: RadixCache
+    quarantined: Mapping[PoolName, list[int]]
+
+    @classmethod
+    def empty(
+        cls,
+        spec: CacheSpec,
+        capacity: Capacity,
+        allocation: Allocation,
+        condemned: Mapping[PoolName, Iterable[int]] | None = None,
+    ) -> KVStores:
+        """Stores in which nobody holds anything.
+
+        Args:
+            spec: what layers store; decides page size and pools.
+            capacity: pages per pool and rows.
+            allocation: which free page goes next; see `cache.pages`.
+            condemned: pages that are in quarantine from the start. Taken from books that may be
+                wrong: ids that are no page of the pool, or come twice, are passed over.
+        """
+        components = components_of(spec)
+        pools = [component.pool for component in components]
+        ledgers = {pool: Ledger(pool, capacity.num_pages[pool]) for pool in pools}
+        allocators = {pool: PageAllocator(ledgers[pool], allocation) for pool in pools}
+        row_pages = pages_for(capacity.max_context_len, spec.page_size)
+        quarantined = {
+            pool: _withhold(allocators[pool], (condemned or {}).get(pool, ())) for pool in pools
+        }
+        return cls(
+            page_size=spec.page_size,
+            components=components,
+            ledgers=ledgers,
+            allocators=allocators,
+            rows=ReqToTokenPool(capacity.num_rows, row_pages, pools),
+            tree=RadixCache(spec.page_size, ledgers),
+            quarantined=quarantined,
+        )
+
+
+def _withhold(allocator: PageAllocator, pages: Iterable[int]) -> list[int]:
+    """Move pages of a pool that is all free to quarantine; gives those it was."""
+    ledger = allocator.ledger
+    withheld = sorted({page for page in pages if NULL_PAGE < page < ledger.num_pages})
+    if withheld:
+        taken = allocator.acquire(ledger.num_free, Holder.ACTIVE)
+        allocator.release(set(taken).difference(withheld), Holder.ACTIVE)
+        ledger.transfer(len(withheld), Holder.ACTIVE, Holder.QUARANTINE)
+    return withheld

@@ -1,0 +1,203 @@
+"""What is done about a violation: as little as is safe.
+
+* A session that is named loses its KV: its pages go to quarantine, its tokens stay, its running
+  turn fails with `internal_inconsistency`, its next turn computes the context again. Then every
+  page is recounted.
+* When that does not make the books right, or nobody can be named, they are begun again from zero
+  between two steps, while nothing is admitted: tokens are the truth, so everything is computed
+  again as turns need it. Running turns are retracted and say what they would have said.
+* When a verb of the cache stumbles over wrong books in its middle, the same; but running turns
+  fail, since one of them was half changed.
+
+Nothing here waits for forwards in flight. Their rows are dropped when they settle, because the
+turns have another incarnation or none, and what they still write is written before anything that is
+launched from now on: the device executes in launch order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from cache.errors import AuditFailed
+from cache.session_cache import SessionAwareCache
+from cache.types import SessionId
+from session_server.core.batch import Batch, StepResult
+from session_server.core.commands import EngineCommand
+from session_server.core.errors import InternalInconsistency
+from session_server.core.events import CheckerReport, MemoryReported, SessionCooled
+from session_server.engine.memory import MAX_REMEMBERED, MemoryWatch
+from session_server.engine.outbox import Outbox
+from session_server.engine.plan import StepPlan
+from session_server.engine.probing import Prober
+from session_server.engine.reporting import pool_report, session_pages
+from session_server.engine.scheduler import Scheduler
+from session_server.engine.settings import MemoryCheck
+from session_server.engine.settle import Settler
+from session_server.engine.stats import Counters
+from session_server.engine.turn import TurnState
+
+MAX_REBUILDS: Final = 8
+"""Books that go wrong more often are not mended by beginning them again: the engine ends, and its
+supervisor decides."""
+
+
+class MemoryGuard:
+    """Checks at the end of every step, and acts on what was found.
+
+    `quarantined`: the sessions last named. `num_rebuilds`: times the books were begun again.
+    `num_dropped_tokens`: KV that has to be computed again for both.
+    """
+
+    def __init__(
+        self,
+        cache: SessionAwareCache,
+        watch: MemoryWatch,
+        *,
+        scheduler: Scheduler,
+        settler: Settler,
+        outbox: Outbox,
+        counters: Counters,
+    ) -> None:
+        self._cache = cache
+        self._watch = watch
+        self._scheduler = scheduler
+        self._settler = settler
+        self._outbox = outbox
+        self._counters = counters
+        self.prober = Prober(cache, watch)
+        self.quarantined: deque[SessionId] = deque(maxlen=MAX_REMEMBERED)
+        self.num_rebuilds = 0
+        self.num_dropped_tokens = 0
+
+    @property
+    def is_audit_due(self) -> bool:
+        """Whether sessions changed hands since the last full recount."""
+        return self._watch.is_audit_due
+
+    def touch(self, session_id: SessionId) -> None:
+        """See `MemoryWatch.touch`."""
+        self._watch.touch(session_id)
+
+    def audit_all(self) -> None:
+        """See `MemoryWatch.audit_all`; what it finds is acted on at the end of the step."""
+        self._watch.audit_all()
+
+    def begin_step(
+        self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
+    ) -> None:
+        """Begin the record of a step."""
+        if self._watch.mode is not MemoryCheck.OFF:
+            began_s = self._watch.stopwatch()
+            self._watch.trace.begin_step(now_s, commands, results)
+            self._watch.spent_s += self._watch.stopwatch() - began_s
+
+    def end_step(self, now_s: float, plan: StepPlan | None, batch: Batch | None) -> bool:
+        """End its record, check what it has touched, and repair what is in doubt.
+
+        Returns:
+            Whether anything was repaired: the next plan may find more than the last.
+
+        Raises:
+            AuditFailed: STRICT, or the books cannot be made right.
+        """
+        if self._watch.mode is not MemoryCheck.OFF:
+            began_s = self._watch.stopwatch()
+            self._watch.trace.end_step(plan, batch)
+            self._watch.check_step()
+            self._watch.spent_s += self._watch.stopwatch() - began_s
+        if not self._watch.doubts:
+            return False
+        self._repair(now_s)
+        return True
+
+    def recover(self, error: AuditFailed, now_s: float) -> None:
+        """A verb of the cache raised in its middle.
+
+        Raises:
+            AuditFailed: `error` itself unless violations are to be survived.
+        """
+        if self._watch.mode is not MemoryCheck.WARN:
+            raise error
+        self._watch.note_failure(error)
+        self._watch.take_doubts()
+        self._rebuild(now_s, are_turns_whole=False)
+
+    def report(self, request_id: int, now_s: float, *, with_trace: bool) -> MemoryReported:
+        """The books as they are, and what the checker has done. O(sessions)."""
+        rows, page_size = self._cache.stores.rows, self._cache.stores.page_size
+        return MemoryReported(
+            request_id=request_id,
+            pools={
+                str(pool): pool_report(accounts, page_size)
+                for pool, accounts in self._cache.accounts().items()
+            },
+            rows=rows.num_rows,
+            rows_free=rows.num_free,
+            sessions=tuple(session_pages(slot, page_size) for slot in self._cache.slots()),
+            checks=self._checks(now_s),
+            trace=self._watch.trace.frozen() if with_trace else (),
+        )
+
+    def _checks(self, now_s: float) -> CheckerReport:
+        watch, prober, counters = self._watch, self.prober, self._counters
+        engine_s = counters.host_s + counters.forward_s + prober.forward_s
+        return CheckerReport(
+            runs={str(level): num_runs for level, num_runs in sorted(watch.runs.items())},
+            violations=watch.num_violations,
+            recent=tuple(watch.texts),
+            quarantined_sessions=tuple(self.quarantined),
+            rebuilds=self.num_rebuilds,
+            reprefill_tokens=self.num_dropped_tokens,
+            probes=prober.num_probes,
+            last_probe_ago_s=None if prober.probed_s is None else now_s - prober.probed_s,
+            cost_share=(watch.spent_s + prober.forward_s) / engine_s if engine_s else 0.0,
+        )
+
+    def _repair(self, now_s: float) -> None:
+        doubts = self._watch.take_doubts()
+        if doubts.session_ids:
+            try:
+                for session_id in doubts.session_ids:
+                    self._quarantine(session_id, now_s)
+            except AuditFailed as error:
+                self._watch.note_failure(error)
+            else:
+                self._watch.audit_all()
+            if not self._watch.take_doubts() and not doubts.are_books_lost:
+                return
+        self._rebuild(now_s, are_turns_whole=True)
+
+    def _quarantine(self, session_id: SessionId, now_s: float) -> None:
+        if session_id not in self._cache:
+            return
+        turn = self._scheduler.turn_of(session_id)
+        was_running = turn is not None and turn.state is TurnState.RUNNING
+        self.num_dropped_tokens += self._cache.slot(session_id).committed_len
+        self.quarantined.append(session_id)
+        self._cache.quarantine(session_id, now=now_s)
+        self._outbox.emit(SessionCooled(session_id=session_id))
+        if turn is not None and was_running:
+            error = InternalInconsistency("the memory checker found this turn's KV wrong")
+            self._settler.forget(turn, error)
+
+    def _rebuild(self, now_s: float, *, are_turns_whole: bool) -> None:
+        self.num_rebuilds += 1
+        if self.num_rebuilds > MAX_REBUILDS:
+            raise AuditFailed(f"the books were wrong {self.num_rebuilds} times")
+        for slot in self._cache.rebuild():
+            self.num_dropped_tokens += slot.committed_len
+            if slot.borrower is None or not are_turns_whole:
+                self._outbox.emit(SessionCooled(session_id=slot.session_id))
+        self._outbox.take_writes()  # they are of rows that nobody holds any more
+        self._settler.suspects.clear()
+        for turn in tuple(self._scheduler.running):
+            if are_turns_whole:
+                self._scheduler.take_off(turn)
+            else:
+                error = InternalInconsistency("the books of the memory were found wrong")
+                self._settler.forget(turn, error)
+        self._watch.audit_all()
+        if self._watch.take_doubts():
+            raise AuditFailed("the books are wrong although nobody holds anything")

@@ -1,0 +1,86 @@
+"""Level 3 in service: now and then the device looks whether a page holds what its tokens give."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from cache.content import PageContent, Rotation, blame
+from cache.session_cache import SessionAwareCache
+from session_server.core.batch import Probe, StepResult
+from session_server.engine.memory import MemoryWatch
+from session_server.engine.settings import MemoryCheck
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class Prober:
+    """Says when a batch that is only a probe is launched, and what its verdict means.
+
+    One probe follows every `probe_interval_s` of work, and one every audit of an engine at rest; an
+    idle engine goes on sleeping. A probe is one forward of at most a page of tokens, two never
+    follow each other while turns run, and none is launched while a suspect is retried: a suspect
+    has the device to itself.
+
+    Why a session may be probed while others run, and be used again at once: the device executes in
+    launch order. What was launched before the probe (a forward that overshot the turn's end, the
+    deltas of its last step) is done when the probe reads; what the host decides afterwards (the
+    session's next turn, cooling it, its pages for somebody else) reaches the device by later
+    launches. A parked session's committed positions are in neither. So the probe sees exactly what
+    the host knew when it was launched, whatever happened since.
+
+    `num_probes`, `probed_s`: verdicts, and the time of the last one. `forward_s`: spent on them.
+    """
+
+    def __init__(self, cache: SessionAwareCache, watch: MemoryWatch) -> None:
+        self._cache = cache
+        self._watch = watch
+        self._rotation = Rotation()
+        self._looking_at: PageContent | None = None
+        self._worked_s = 0.0
+        self._working_since_s: float | None = None
+        self._is_owed = False
+        self._num_launches = 0
+        self.num_probes = 0
+        self.probed_s: float | None = None
+        self.forward_s = 0.0
+
+    def owe(self) -> None:
+        """Probe once although nothing works."""
+        self._is_owed = self._watch.mode is not MemoryCheck.OFF
+
+    def choose(self, now_s: float, *, is_working: bool, num_launches: int) -> Probe | None:
+        """The probe that should be launched next, if any; ask before every launch.
+
+        `num_launches`: how many there were before.
+        """
+        if not self._is_due(now_s, is_working=is_working, num_launches=num_launches):
+            return None
+        self._worked_s, self._is_owed = 0.0, False
+        self._num_launches = num_launches + 1
+        content = self._looking_at = self._rotation.next(self._cache)
+        return None if content is None else Probe(content.row, content.start, content.tokens)
+
+    def settle(self, result: StepResult, now_s: float) -> None:
+        """Take in the device's verdict."""
+        content, self._looking_at = self._looking_at, None
+        assert content is not None, "a verdict follows a probe"
+        self.forward_s += result.forward_s
+        if result.error is not None:
+            # Whether the device works is for turns to find out; the page was not looked at.
+            _LOG.warning("memory check: the device refused a probe: %s", result.error)
+            return
+        self.num_probes += 1
+        self.probed_s = now_s
+        self._watch.note_content([] if result.probe_holds else blame(self._cache, content))
+
+    def _is_due(self, now_s: float, *, is_working: bool, num_launches: int) -> bool:
+        if self._working_since_s is not None:
+            self._worked_s += now_s - self._working_since_s
+        self._working_since_s = now_s if is_working else None
+        if self._watch.mode is MemoryCheck.OFF or self._looking_at is not None:
+            return False
+        if not is_working:
+            return self._is_owed
+        interval_s = self._watch.policy.probe_interval_s
+        return self._worked_s >= interval_s and num_launches > self._num_launches

@@ -1,0 +1,110 @@
+"""Ways to break the structures of a cache behind its back, for two sessions of it."""
+
+from __future__ import annotations
+
+from cache import SessionAwareCache, SessionId
+from cache.lease import KVLease
+from cache.radix import RadixNode
+from cache.types import Holder, PageId
+from tests.cache.kv_world import POOL
+
+PARKED, LENT = SessionId("parked"), SessionId("lent")
+"""Each with a published edge and a private page."""
+
+
+def lease_of(cache: SessionAwareCache, session_id: SessionId) -> KVLease:
+    (slot,) = cache.inspect_slots(session_id)
+    assert slot.lease is not None
+    return slot.lease
+
+
+def node_of(cache: SessionAwareCache, session_id: SessionId) -> RadixNode:
+    return cache.stores.tree.path(lease_of(cache, session_id).receipt)[-1]
+
+
+def lose_a_private_page(cache: SessionAwareCache) -> None:
+    lease_of(cache, LENT)._private[POOL].pop()
+
+
+def share_a_page(cache: SessionAwareCache) -> None:
+    lease_of(cache, LENT)._private[POOL][0] = lease_of(cache, PARKED)._private[POOL][0]
+
+
+def free_a_held_page(cache: SessionAwareCache) -> None:
+    cache.stores.allocators[POOL]._free.give([lease_of(cache, LENT)._private[POOL][0]])
+
+
+def misbook_a_page(cache: SessionAwareCache) -> None:
+    cache.stores.ledgers[POOL].transfer(1, Holder.ACTIVE, Holder.SESSION_HELD)
+
+
+def lose_a_lock(cache: SessionAwareCache) -> None:
+    node_of(cache, LENT).lock_count -= 1
+
+
+def lock_once_too_often(cache: SessionAwareCache) -> None:
+    node_of(cache, PARKED).lock_count += 1
+
+
+def detach_a_locked_node(cache: SessionAwareCache) -> None:
+    node = node_of(cache, LENT)
+    assert node.parent is not None
+    del node.parent.children[node.key]
+
+
+def hang_a_node_under_another_key(cache: SessionAwareCache) -> None:
+    node = node_of(cache, LENT)
+    assert node.parent is not None
+    node.parent.children[b"other"] = node.parent.children.pop(node.key)
+
+
+def publish_other_tokens(cache: SessionAwareCache) -> None:
+    node_of(cache, PARKED).tokens._data[3] += 1
+
+
+def point_a_row_elsewhere(cache: SessionAwareCache) -> None:
+    lease = lease_of(cache, PARKED)
+    cache.stores.rows.repoint(POOL, lease.row, 0, [PageId(30)])
+
+
+def write_the_padding_row(cache: SessionAwareCache) -> None:
+    cache.stores.rows._tables[POOL][0, 0] = 9
+
+
+def leak_a_row(cache: SessionAwareCache) -> None:
+    cache.stores.rows.alloc()
+
+
+def run_ahead_of_the_history(cache: SessionAwareCache) -> None:
+    lease_of(cache, PARKED).computed_len = 8
+
+
+def fall_behind_the_lock(cache: SessionAwareCache) -> None:
+    lease_of(cache, PARKED).computed_len = 3
+
+
+def forget_the_borrower(cache: SessionAwareCache) -> None:
+    next(cache.inspect_slots(LENT)).borrower = None
+
+
+def lose_a_free_page(cache: SessionAwareCache) -> None:
+    cache.stores.ledgers[POOL]._accounts[Holder.FREE] -= 1
+
+
+def invent_a_free_page(cache: SessionAwareCache) -> None:
+    cache.stores.ledgers[POOL]._accounts[Holder.FREE] += 1
+
+
+def forget_active_pages(cache: SessionAwareCache) -> None:
+    accounts = cache.stores.ledgers[POOL]._accounts
+    accounts[Holder.FREE] += accounts[Holder.ACTIVE]
+    accounts[Holder.ACTIVE] = 0
+
+
+def list_a_free_page_twice(cache: SessionAwareCache, index: int = -1) -> None:
+    allocator = cache.stores.allocators[POOL]
+    allocator._free.give([int(allocator.free_pages()[index])])
+
+
+def hold_a_row_of_another(cache: SessionAwareCache) -> None:
+    lease_of(cache, LENT).row = lease_of(cache, PARKED).row
