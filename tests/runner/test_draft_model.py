@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from cache.types import RowId, TableWrite
+from session_server.core.batch import BatchRow
 from session_server.core.sampling import SamplingParams
 from session_server.models.config import FULL_POOL
 from session_server.models.decoder import Decoder
 from session_server.runner.paged_decoder import BackendName
 from tests.oracle.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.runner.drafting import (
+    MAX_LEN,
     Guess,
     Request,
     Said,
@@ -165,6 +167,26 @@ def test_rows_may_want_different_numbers_of_drafts(
     assert {row: set(heard.accepted[:-1]) for row, heard in said.items()} == {
         row: {row % (NUM_DRAFTS + 1)} - {0} for row in said
     }
+
+
+def test_a_row_that_wants_fewer_drafts_writes_nothing_behind_them(target: Decoder) -> None:
+    """What the table says beyond a row's end may be somebody else's pages by now."""
+    requests = {row: Request(random_prompt(12, row)) for row in (1, 2)}
+    plain = run_turns(new_rows(target, page_size=1), requests, num=12)
+    rows = new_rows(target, page_size=1, draft=target)
+    rows.run(*(rows.row(row, request.prompt) for row, request in requests.items()))
+    history_of_other = np.arange(MAX_LEN + 1, MAX_LEN + 11, dtype=np.int32)
+    stale = TableWrite(FULL_POOL, RowId(1), 14, history_of_other)
+    rows.runner.launch(rows.batch(writes=(stale,))).wait()
+
+    def guessing(row: int, num_said: int, num_drafts: int) -> BatchRow:
+        last = np.array(plain[row].tokens[num_said - 1 : num_said], dtype=np.int32)
+        return rows.row(row, last, start=11 + num_said, drafts=num_drafts)
+
+    short, long = rows.run(guessing(1, 1, 1), guessing(2, 1, 4))
+    assert (len(short.token_ids), len(long.token_ids)) == (2, 5)
+    (result,) = rows.run(guessing(2, 6, 4))
+    assert list(result.token_ids) == plain[2].tokens[6:11]
 
 
 def test_nan_in_the_draft_model_is_only_a_bad_guess(

@@ -16,7 +16,9 @@ from cache.types import Tokens
 from session_server.core.batch import ScoreRange
 from session_server.core.sampling import SamplingParams
 from session_server.models.decoder import Decoder
+from session_server.runner.outputs import SampledRows, StepOutputs
 from session_server.runner.paged_decoder import BackendName
+from session_server.runner.verification import Draw
 from tests.oracle.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.runner.distribution import assert_distributed
 from tests.runner.drafting import (
@@ -161,11 +163,14 @@ def test_a_prompt_may_end_in_guesses(decoder: Decoder) -> None:
 
 
 def test_the_token_before_the_guesses_may_be_unseen(decoder: Decoder) -> None:
-    prompt = random_prompt(8, 5)
-    plain = run_turns(new_rows(decoder), {1: Request(prompt)}, num=8)
+    # What is greedy and never said twice depends on the very last token.
+    params = SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)
+    request = Request(random_prompt(8, 5), params)
+    plain = run_turns(new_rows(decoder), {1: request}, num=8)
     rows = new_rows(decoder)
-    rows.run(rows.row(1, prompt))
+    rows.run(rows.row(1, request.prompt, params=params))
     truth = np.array(plain[1].tokens, dtype=np.int32)
+    assert len(set(plain[1].tokens)) == len(truth), "a repeated token would prove nothing"
     (first,) = rows.run(rows.row(1, None, start=8, drafts=truth[1:4]))
     assert list(first.token_ids) == plain[1].tokens[1:5]
     # What was accepted last is what a launch ahead goes on from.
@@ -220,6 +225,24 @@ def test_nan_in_a_guess_fails_its_row_alone(tmp_path: Path) -> None:
     first, failed, third = rows.run(healthy[0], sick, healthy[1])
     assert (first, third) == expected
     assert (failed.finite, failed.token_ids, failed.logprobs) == (False, (), ())
+
+
+def test_one_choice_that_is_not_finite_fails_its_row_right_or_wrong(decoder: Decoder) -> None:
+    """Attention spreads NaN over the whole row; an overflow behind it need not."""
+    draws = (Draw(1, 5, num_tokens=3), Draw(2, 9, num_tokens=2))
+    outputs = SampledRows(
+        draws=draws,
+        tokens=torch.tensor([4, 5, 6, 7, 8]),
+        finite=torch.tensor([True, True, False, True, True]),
+        wants=[False, False],
+        num_top=[0, 0],
+        logprobs=None,
+        num_right=torch.tensor([0, 1]),
+    )
+    rows = tuple(new_rows(decoder).row(draw.row, random_prompt(5, 1)) for draw in draws)
+    sick, well = StepOutputs(rows, sampled=(0, 1), sampled_rows=outputs).results()
+    assert (sick.finite, sick.token_ids) == (False, ())
+    assert (well.finite, well.token_ids) == (True, (7, 8))
 
 
 def _prompts(num: int) -> dict[int, Tokens]:
