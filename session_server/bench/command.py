@@ -1,7 +1,8 @@
 """Measure what a session costs: ratios taken in one run, as tables, JSON and plots.
 
-  sessions   does a turn's overhead stay flat, are idle sessions free, is admission flat
-  kept       the next turn on a kept session against resending the conversation
+  sessions     does a turn's overhead stay flat, are idle sessions free, is admission flat
+  kept         the next turn on a kept session against resending the conversation
+  speculation  answers with guesses from the session's own text against those without
 
 Shared machines are noisy: quote ratios of one run, and run twice before believing one.
 """
@@ -27,6 +28,7 @@ from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
 from session_server.bench.plots import plot_growth
+from session_server.bench.speculation import SpeculationWorkload, measure_speculation
 
 Figures = dict[str, Any]
 Measure = Callable[[argparse.Namespace, Progress], Figures]
@@ -119,10 +121,36 @@ def _show_kept(report: Figures, console: Console) -> None:
     console.print(table)
 
 
+def _measure_speculation(_: argparse.Namespace, progress: Progress) -> Figures:
+    load = SpeculationWorkload()
+    task = progress.add_task("visits", total=load.num_visits)
+    return measure_speculation(load, on_visit=lambda: progress.advance(task))
+
+
+def _show_speculation(report: Figures, console: Console) -> None:
+    for workload, by_drafts in report["workloads"].items():
+        table = Table(title=f"{workload}: n-gram guesses, medians of {report['num_rounds']} rounds")
+        columns = ("drafts", "tokens / forward", "tokens / s", "speed ratio", "range", "different")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for num_drafts, figure in by_drafts.items():
+            low, high = figure["speed_ratio_range"]
+            table.add_row(
+                num_drafts,
+                f"{figure['tokens_per_forward']:.2f}",
+                f"{figure['tokens_per_s']:.0f}",
+                f"{figure['speed_ratio']:.2f}",
+                f"{low:.2f}-{high:.2f}",
+                str(figure["different_answers"]),
+            )
+        console.print(table)
+
+
 BENCHMARKS: Final[Mapping[str, Benchmark]] = MappingProxyType(
     {
         "sessions": Benchmark(_measure_sessions, _show_sessions),
         "kept": Benchmark(_measure_kept, _show_kept),
+        "speculation": Benchmark(_measure_speculation, _show_speculation),
     }
 )
 

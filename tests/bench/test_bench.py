@@ -11,6 +11,7 @@ from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
 from session_server.bench.plots import plot_growth
+from session_server.bench.speculation import WORKLOADS, SpeculationWorkload, measure_speculation
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 
@@ -46,6 +47,23 @@ def test_the_three_ways_to_send_a_next_turn_are_measured_in_turns() -> None:
     figures = measure_kept(load, on_turn=lambda: done.append(1))
     assert len(done) == len(WAYS)
     assert set(figures["histories"]["64"]["median_ms"]) == set(WAYS)
+
+
+@pytest.mark.timeout(200)
+def test_guessing_servers_give_the_answers_of_one_that_does_not() -> None:
+    visits = []
+    load = SpeculationWorkload(
+        drafts=(4,), num_rounds=1, num_sessions=2, num_turns=4, num_repeated=48
+    )
+    figures = measure_speculation(load, on_visit=lambda: visits.append(1))["workloads"]
+    assert len(visits) == load.num_visits
+    assert set(figures) == set(WORKLOADS)
+    for by_drafts in figures.values():
+        plain, guessed = by_drafts["0"], by_drafts["4"]
+        assert plain["tokens_per_forward"] <= 1.0 < guessed["tokens_per_forward"]
+        assert plain["speed_ratio"] == 1.0
+        assert guessed["num_outputs"] == plain["num_outputs"]
+        assert guessed["different_answers"] == 0
 
 
 def test_host_benchmarks_time_the_real_engine() -> None:
