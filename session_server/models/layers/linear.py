@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MIN_PACKED_ELEMENTS: Final = 1 << 18
-"""Below this size a weight stays in cache and the 13 us a oneDNN call costs outweigh packing."""
+MIN_PACKED_ELEMENTS: Final = 1 << 17
+"""Below this size a weight stays in cache and the 13 us a oneDNN call costs outweigh packing. At
+192 -> 1024, one row takes 28 us packed and 25 plain, five rows 37 and 56."""
 
 
 class Linear(Protocol):
