@@ -57,6 +57,7 @@ class CloseCode(enum.IntEnum):
 
     DONE = 1000
     UNSUPPORTED_DATA = 1003
+    NOT_TEXT = 1007
     POLICY = 1008
     TOO_BIG = 1009
     INTERNAL = 1011

@@ -21,6 +21,7 @@ from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from session_server.protocol.errors import ErrorResponse
+from session_server.protocol.session_protocol import CloseCode
 from session_server.web.refusals import HttpRefusal, JsonResponse
 from session_server.web.services import WebSettings
 
@@ -175,6 +176,21 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         await super().send(message)
         if self.initial_response is not None and self.close_sent:
             self.handshake_complete = True
+
+    def send_receive_event_to_app(self) -> None:
+        """Hand a message on; one that is not UTF-8 closes with 1007.
+
+        uvicorn does the same, and writes an error with a stack into the log: any client could.
+        """
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                self.frames = []
+                self.conn.send_close(CloseCode.NOT_TEXT)
+                self.handle_parser_exception()
+                return
+        super().send_receive_event_to_app()
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         """The handler is done; what the peer has not taken soon is dropped."""

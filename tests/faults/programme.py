@@ -23,6 +23,10 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "client chose; the next turn continues from exactly there",
         "reconnect, resume": "exactly what was missed, or the state in its place; the newest "
         "connection has the session, the one before closes with 4409",
+        "malformed JSON, UTF-8": "an error frame and the connection lives, or a 4xx; bytes that "
+        "are no text, or no frame, close with 1002, 1003, 1007 or 1009; never an error in the log",
+        "huge message": "1009 or 413 from the first byte beyond the bound, by announcement or as "
+        "it grows; nothing is ever decompressed",
         "close in prefill or decode": "the turn is cancelled and told so, the session's last entry "
         "follows; a second close is the first one",
         "abort storm": "one terminal entry each, neighbours undisturbed, exactly the delivered "

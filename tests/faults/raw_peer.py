@@ -9,13 +9,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import socket
 import struct
 from collections.abc import Callable
 from typing import Any
 
 SILENT_ROUNDS = 40
-"""Rounds of the event loop without a byte, the engine at rest: nothing more will come."""
+"""Rounds of the event loop without a byte, the engine at rest: probably nothing more will come."""
+
+PAUSE_S = 0.01
+"""On a busy machine even loopback may take a while, so silence is believed after some pauses."""
+
+FEW_PAUSES = 2
+MANY_PAUSES = 3000
 
 
 class RawPeer:
@@ -32,31 +39,51 @@ class RawPeer:
 
     async def read_to(self, num_bytes: int) -> bool:
         """Have `num_bytes` received in all; False when fewer ever come."""
-        return await self._read(num_bytes, lambda: len(self.received) >= num_bytes)
+        return await self._read(num_bytes, lambda: len(self.received) >= num_bytes, FEW_PAUSES)
 
-    async def read_until(self, mark: bytes, *, at_most: int = 1 << 30) -> bool:
+    async def read_until(
+        self, mark: bytes, *, at_most: int = 1 << 30, max_pauses: int = MANY_PAUSES
+    ) -> bool:
         """Have received this somewhere in the first `at_most` bytes; False when it never comes."""
-        await self._read(at_most, lambda: mark in self.received or len(self.received) >= at_most)
+
+        def is_enough() -> bool:
+            return mark in self.received or len(self.received) >= at_most
+
+        await self._read(at_most, is_enough, max_pauses)
         return mark in self.received
 
-    async def _read(self, num_bytes: int, is_enough: Callable[[], bool]) -> bool:
-        num_silent = 0
+    async def _read(self, num_bytes: int, is_enough: Callable[[], bool], max_pauses: int) -> bool:
+        num_silent = num_pauses = 0
         while not is_enough():
             try:
                 data = self._socket.recv(num_bytes - len(self.received))
             except BlockingIOError:
                 num_silent = 0 if num_silent % 4 == 3 and self._step() else num_silent + 1
-                if num_silent > SILENT_ROUNDS:
+                is_pausing = num_silent > SILENT_ROUNDS
+                num_pauses += is_pausing
+                if num_pauses > max_pauses:
                     return False
-                await asyncio.sleep(0)
+                await asyncio.sleep(PAUSE_S if is_pausing else 0)
                 continue
             except ConnectionError:
                 return False
             if not data:
                 return False
-            num_silent = 0
+            num_silent = num_pauses = 0
             self.received += data
         return True
+
+    async def response(self) -> tuple[int, bytes]:
+        """The next whole response of plain HTTP, taken out of `received`: its status and body."""
+        assert await self.read_until(b"\r\n\r\n"), bytes(self.received)
+        head, _, _ = bytes(self.received).partition(b"\r\n\r\n")
+        found = re.search(rb"content-length: (\d+)", head)
+        assert found is not None, head
+        end = len(head) + 4 + int(found[1])
+        assert await self.read_to(end)
+        body = bytes(self.received[len(head) + 4 : end])
+        del self.received[:end]
+        return int(head.split(b" ", 2)[1]), body
 
     def vanish(self, *, hard: bool) -> None:
         """Go: with a reset, or like a peer that says goodbye."""
@@ -94,12 +121,16 @@ def raw_frame(payload: bytes, *, opcode: int = 1, final: bool = True, reserved: 
 
 def post(path: str, body: dict[str, Any], *, accept: str = "application/json") -> bytes:
     """A request with a JSON body."""
-    payload = json.dumps(body).encode()
+    return request("POST", path, json.dumps(body).encode(), accept=accept)
+
+
+def request(method: str, path: str, body: bytes, *, accept: str = "application/json") -> bytes:
+    """A request whose body says it is JSON."""
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Accept: {accept}\r\nContent-Length: {len(payload)}\r\n\r\n"
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Accept: {accept}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    return head.encode() + payload
+    return head.encode() + body
 
 
 def frames_in(received: bytes) -> list[dict[str, Any]]:

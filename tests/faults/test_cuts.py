@@ -18,7 +18,7 @@ BODY: dict[str, Any] = {
     "input_ids": IDS,
     "sampling": {"max_tokens": 3, "seed": SEED, "ignore_eos": True},
 }
-HEAD = upgrade("s")
+HEAD_BYTES = len(upgrade("s0000"))
 ON_DISCONNECT = ("detach", "cancel")
 ACCEPTS = ("application/json", "text/event-stream")
 
@@ -28,11 +28,18 @@ def frame(on_disconnect: str) -> bytes:
     return text_frame({"type": "turn.create", "on_disconnect": on_disconnect, **BODY})
 
 
+def new_session(server: Wired, cut: int) -> str:
+    """A session for this cut alone; all names are of one length, and so all exchanges."""
+    name = f"s{cut:04}"
+    server.open(name)
+    return name
+
+
 async def check(server: Wired, cut: int, on_disconnect: str) -> bool:
     """What became of the turn is what was asked for; gives whether the server had taken it."""
     if cut % 3:
         await server.rounds()  # else the next turn comes before the server has noticed
-    end = (await server.assert_recovered("s", {"cut": CUT})).get("cut")
+    end = (await server.assert_recovered(f"s{cut:04}", {"cut": CUT})).get("cut")
     if end is not None and on_disconnect == "detach":
         assert isinstance(end, TurnCompleted)
     if end is not None and not isinstance(end, TurnCompleted):
@@ -45,14 +52,14 @@ async def check(server: Wired, cut: int, on_disconnect: str) -> bool:
 async def test_a_client_may_go_at_any_byte_it_sends(points: Points) -> None:
     num_taken = 0
     async with wired() as server:
-        for cut in range(len(HEAD) + len(frame("detach")) + 1):
-            server.open("s")
+        for cut in range(HEAD_BYTES + len(frame("detach")) + 1):
+            head = upgrade(new_session(server, cut))
             on_disconnect = ON_DISCONNECT[cut % 2]
             peer = await server.peer()
-            await peer.send(HEAD[:cut])
-            if cut > len(HEAD):
+            await peer.send(head[:cut])
+            if cut > len(head):
                 assert await peer.read_until(b"session.opened")
-                await peer.send(frame(on_disconnect)[: cut - len(HEAD)])
+                await peer.send(frame(on_disconnect)[: cut - len(head)])
             await server.rounds(cut % 5)
             peer.vanish(hard=cut % 4 > 1)
             num_taken += await check(server, cut, on_disconnect)
@@ -64,10 +71,10 @@ async def test_a_client_may_go_at_any_byte_it_sends(points: Points) -> None:
 async def test_a_client_may_go_at_any_byte_it_reads(points: Points) -> None:
     async with wired() as server:
         for cut in itertools.count():
-            server.open("s")
+            head = upgrade(new_session(server, cut))
             on_disconnect = ON_DISCONNECT[cut % 2]
             peer = await server.peer()
-            await peer.send(HEAD)
+            await peer.send(head)
             is_greeted = await peer.read_until(b"session.opened", at_most=cut)
             if is_greeted:
                 await peer.send(frame(on_disconnect))
@@ -85,12 +92,14 @@ async def test_a_client_of_plain_http_may_go_at_any_byte_it_sends(points: Points
     num_taken = 0
     async with wired() as server:
         for accept in ACCEPTS:
-            request = post("/v1/sessions/s/turns", BODY, accept=accept)
-            for cut in (*range(0, len(request), 3), len(request)):
-                server.open("s")
+            num_bytes = len(turn_request("s0000", accept))
+            for cut in (*range(0, num_bytes, 3), num_bytes):
+                name = new_session(server, cut)
                 peer = await server.peer()
-                await peer.send(request[:cut])
-                await server.rounds(cut % 5 if cut < len(request) else 12)
+                await peer.send(turn_request(name, accept)[:cut])
+                await server.rounds(cut % 5)
+                if cut == num_bytes:
+                    await server.this.until(lambda name=name: server.find(name, "cut") is not None)
                 peer.vanish(hard=cut % 4 > 1)
                 num_taken += await check(server, cut, "cancel")
                 points.strike()
@@ -101,14 +110,17 @@ async def test_a_client_of_plain_http_may_go_at_any_byte_it_sends(points: Points
 async def test_a_client_of_plain_http_may_go_at_any_byte_it_reads(points: Points) -> None:
     async with wired() as server:
         for accept in ACCEPTS:
-            request = post("/v1/sessions/s/turns", BODY, accept=accept)
             for cut in itertools.count(1, 7):
-                server.open("s")
                 peer = await server.peer()
-                await peer.send(request)
+                await peer.send(turn_request(new_session(server, cut), accept))
                 is_cut = await peer.read_to(cut)
                 peer.vanish(hard=cut % 4 > 1)
                 assert await check(server, cut, "cancel")
                 if not is_cut:
                     break
                 points.strike()
+
+
+def turn_request(session_id: str, accept: str) -> bytes:
+    """The turn over plain HTTP."""
+    return post(f"/v1/sessions/{session_id}/turns", BODY, accept=accept)

@@ -57,6 +57,7 @@ class Wired:
         """A new connection; without `steps` the engine does not move while it waits."""
         connection = socket.socket()
         connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.this.port))
         return RawPeer(connection, self.step if steps else lambda: False)
 
