@@ -58,7 +58,7 @@ class ReqToTokenPool:
         """
         if not self._is_held[row]:
             raise AuditFailed(f"row {row} is not held")
-        if any(table[row].any() for table in self._tables.values()):
+        if any(np.count_nonzero(table[row]) for table in self._tables.values()):
             raise AuditFailed(f"row {row} is freed while it names pages")
         self._is_held[row] = False
         self._free_rows.append(row)
@@ -72,7 +72,7 @@ class ReqToTokenPool:
             AuditFailed: an entry is live, or lies past the row: it would be lost silently.
         """
         entries = self._entries(pool, row, start, len(pages))
-        if (entries != NULL_PAGE).any():
+        if np.count_nonzero(entries):
             raise AuditFailed(f"row {row} of {pool}: a live entry would be overwritten")
         entries[:] = pages
         return TableWrite(pool, row, start, entries.copy())
@@ -86,7 +86,7 @@ class ReqToTokenPool:
             AuditFailed: an entry is empty, or lies past the row.
         """
         entries = self._entries(pool, row, start, len(pages))
-        if (entries == NULL_PAGE).any():
+        if np.count_nonzero(entries) < len(entries):
             raise AuditFailed(f"row {row} of {pool}: an empty entry cannot be re-pointed")
         entries[:] = pages
         return TableWrite(pool, row, start, entries.copy())

@@ -3,19 +3,22 @@
 A `Batch` is frozen ints and arrays. Rows name their KV by (row, start, length); the page table
 deltas the forward needs travel with it and are applied in launch order, so a page freed while an
 earlier launch still reads it is first written by a later one.
+
+These values are made anew in every step. As `msgspec` structs they cost a tenth of what frozen
+dataclasses do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from cache.types import RowId, TableWrite, Tokens, TurnId
 from session_server.core.sampling import SamplingParams, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingStart:
+class SamplingStart(msgspec.Struct, frozen=True, gc=False):
     """Sent with the first row of an admission: what the sampler must remember of a turn.
 
     `prompt_len`: position of the turn's first output, so that a position alone says how many
@@ -30,8 +33,7 @@ class SamplingStart:
     outputs: Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRange:
+class ScoreRange(msgspec.Struct, frozen=True, gc=False):
     """Wanted: logprobs of prompt tokens.
 
     The logits at position start + i score `targets[i]` (the token at start + i + 1). `targets`:
@@ -43,8 +45,7 @@ class ScoreRange:
     num_top: int
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRow:
+class BatchRow(msgspec.Struct, frozen=True, gc=False):
     """One turn's share of a forward: positions [start, start + num_tokens).
 
     The last `num_drafts` of them hold guesses that this forward verifies; what comes before is
@@ -75,8 +76,7 @@ class BatchRow:
     drafts: Tokens | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(msgspec.Struct, frozen=True, gc=False):
     """Wanted: is what a page of a parked session holds what its tokens give?
 
     The runner computes positions [start, start + len(tokens)) of `row` once more, from the KV
@@ -89,8 +89,7 @@ class Probe:
     tokens: Tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """One forward. `step` numbers launches from 1; results come back in the same order.
 
     A batch with a `probe` has no rows.
@@ -102,8 +101,7 @@ class Batch:
     probe: Probe | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(msgspec.Struct, frozen=True, gc=False):
     """What one row gave. `token_ids`: for a sampled row the right drafts and one id more, so 1 to
     1 + num_drafts of them; none otherwise. KV is valid up to the last right draft. `logprobs`: one
     per token id, or empty.
@@ -119,8 +117,7 @@ class RowResult:
     finite: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Outcome of one launch: `rows` in the order of the batch, `forward_s` its duration.
 
     `error` is set when the device failed and nothing of the batch may be trusted. `probe_holds`:

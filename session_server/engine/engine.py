@@ -8,7 +8,8 @@ serves, runs in the simulator and replays a recording.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
@@ -32,8 +33,7 @@ from session_server.engine.stats import Counters
 from session_server.engine.view import LiveView
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class StepOutcome(msgspec.Struct, frozen=True, gc=False):
     """What one step gave. `batch` must be launched, in the order of the steps.
 
     `is_blocked`: stepping again makes no difference until a command or a result arrives.

@@ -14,8 +14,9 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
+
+import msgspec
 
 from cache.types import SessionId, TurnId, pages_for
 from session_server.engine.shares import fair_shares, share_len
@@ -51,8 +52,7 @@ class RunningTurn(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionQuote:
+class AdmissionQuote(msgspec.Struct, frozen=True, gc=False):
     """What admitting a waiting turn would cost.
 
     `num_uncomputed`: positions to compute before its next token. `num_context`: positions it
@@ -131,8 +131,7 @@ class SchedulerView(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True, gc=False):
     """Bounds of one forward: `num_tokens` of long needs, `num_turns` running at a time."""
 
     num_tokens: int
@@ -149,8 +148,7 @@ class BlockReason(enum.Enum):
     RETRACTED = "retracted"
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, gc=False):
     """`num_tokens` further positions of one turn, and `num_drafts` guesses behind them."""
 
     turn_id: TurnId
@@ -158,8 +156,7 @@ class Work:
     num_drafts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """Carried out in this order: cool, retract, admit, work.
 
     `admit` names waiting turns that also appear in `work`. `refuse`: a turn that cannot proceed
@@ -203,8 +200,7 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     return planner.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(msgspec.Struct, frozen=True, gc=False):
     turn: WaitingTurn
     quote: AdmissionQuote
 

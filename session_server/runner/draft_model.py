@@ -10,9 +10,8 @@ distribution agrees, the likelier both choose the same token, sampled or greedy.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from cache.pool.page_table import PageTable

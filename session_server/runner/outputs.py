@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from session_server.core.batch import BatchRow, RowResult, StepResult
@@ -78,7 +79,7 @@ class StepOutputs:
         results = [empty] * len(self.rows)
         if self.finite is not None:
             for index, is_finite in zip(self.unsampled, self.finite.tolist(), strict=True):
-                results[index] = replace(empty, finite=is_finite)
+                results[index] = structs.replace(empty, finite=is_finite)
         if self.sampled_rows is not None:
             for index, result in zip(
                 self.sampled, _sampled_results(self.sampled_rows), strict=True
@@ -92,7 +93,7 @@ class StepOutputs:
                 scores += block.to_host([wish.num_top] * len(block.chosen))
             is_finite = all(s.logprob is not None and math.isfinite(s.logprob) for s in scores)
             results[index] = (
-                replace(results[index], scores=tuple(scores))
+                structs.replace(results[index], scores=tuple(scores))
                 if is_finite
                 else RowResult((), (), tuple(scores), finite=False)
             )

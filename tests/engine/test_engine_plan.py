@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cache.types import SessionId, TurnId, pages_for
 from session_server.engine.plan import (
@@ -81,7 +82,7 @@ def work_of(plan: StepPlan) -> dict[str, int]:
 def test_a_turn_that_lacks_one_position_gets_it_whatever_the_budget() -> None:
     streams = tuple(running(f"d{i}", 1, spare=1) for i in range(6))
     hog = running("hog", 1000, spare=1000)
-    plan = plan_step(FakeView(running=(hog, *streams)), replace(LIMITS, num_tokens=2))
+    plan = plan_step(FakeView(running=(hog, *streams)), structs.replace(LIMITS, num_tokens=2))
     assert work_of(plan) == {"hog": 2} | {f"d{i}": 1 for i in range(6)}
 
 
@@ -187,7 +188,7 @@ def test_nothing_is_taken_in_vain() -> None:
         running=(running("a", 1, spare=1), running("b", 40), running("c", 1, spare=1, held=2)),
         idle_sessions=(FakeIdle(SessionId("s"), 1),),
     )
-    plan = plan_step(view, replace(LIMITS, num_tokens=64))
+    plan = plan_step(view, structs.replace(LIMITS, num_tokens=64))
     assert (plan.cool, plan.retract) == ((), ())
     assert work_of(plan) == {"a": 1, "c": 1}
 
@@ -230,7 +231,7 @@ def test_guesses_get_what_is_left_and_never_take_a_page() -> None:
     hog = running("hog", 30, spare=30)
 
     def drafts_of(view: FakeView, num_tokens: int = 64) -> dict[str, int]:
-        plan = plan_step(view, replace(LIMITS, num_tokens=num_tokens))
+        plan = plan_step(view, structs.replace(LIMITS, num_tokens=num_tokens))
         assert (plan.cool, plan.retract) == ((), ())
         return {work.turn_id: work.num_drafts for work in plan.work if work.num_drafts}
 
