@@ -21,13 +21,15 @@ from typing import Final, Self
 _READY: Final = re.compile(r"listening on (http://\S+)")
 _TAIL_LINES: Final = 40
 
+SERVE: Final = (sys.executable, "-m", "session_server", "serve")
+
 
 class ServerFailed(Exception):
     """The server process did not come up; the message ends with its last lines."""
 
 
 class LocalServer:
-    """Context manager: `session-server serve --port 0` with further flags.
+    """Context manager: `session-server serve --port 0` with further flags, or a program like it.
 
     `url` is where it listens, without a trailing slash. On exit it gets SIGTERM, drains, and is
     killed only if it does not leave; `returncode` tells how it went.
@@ -37,10 +39,11 @@ class LocalServer:
         self,
         flags: Sequence[str] = (),
         *,
+        program: Sequence[str] = SERVE,
         start_timeout_s: float = 180.0,
         on_line: Callable[[str], None] | None = None,
     ) -> None:
-        self._flags = tuple(flags)
+        self._argv = (*program, "--port", "0", *flags)
         self._start_timeout_s = start_timeout_s
         self._on_line = on_line
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -65,9 +68,8 @@ class LocalServer:
         return "\n".join(self._tail)
 
     def __enter__(self) -> Self:
-        argv = [sys.executable, "-m", "session_server", "serve", "--port", "0", *self._flags]
         self._process = subprocess.Popen(  # noqa: S603 - our own argv, no shell
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+            self._argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
         )
         threading.Thread(target=self._read_lines, daemon=True).start()
         deadline = time.monotonic() + self._start_timeout_s
@@ -91,16 +93,19 @@ class LocalServer:
 
     def stop(self, *, timeout_s: float = 30.0) -> int:
         """SIGTERM, wait, and at last SIGKILL. Returns the exit status; idempotent."""
-        process = self._process
-        assert process is not None, "the server was not started"
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        assert self._process is not None, "the server was not started"
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        return self.wait(timeout_s=timeout_s)
+
+    def wait(self, *, timeout_s: float = 30.0) -> int:
+        """Wait for it to leave by itself, and at last SIGKILL. Returns the exit status."""
+        assert self._process is not None, "the server was not started"
         try:
-            process.wait(timeout=timeout_s)
+            return self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return process.returncode
+            self._process.kill()
+            return self._process.wait()
 
     def _read_lines(self) -> None:
         assert self._process is not None

@@ -2,7 +2,8 @@
 
 uvicorn alone closes every WebSocket with 1012 the moment it is told to stop. Here the first
 SIGTERM or SIGINT drains: no new work, `session.draining` to every reader, running turns get
-`drain_s`, then sockets close with 1012. The second signal skips what is left of that.
+`drain_s`, then sockets close with 1012. A second signal leaves running turns no more time: they are
+cut short, and everybody is told. A third leaves at once.
 """
 
 from __future__ import annotations
@@ -72,14 +73,18 @@ async def serve(
         print(f"listening on {url}", file=ready, flush=True)
 
     server = DrainingServer(config_for(app, services), say_ready)
-    stop = asyncio.Event()
-    with _signals(stop, server):
-        drainer = asyncio.create_task(drain_when(stop, app, services, server))
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    with _signals(stop, hurry, server):
+        drainers = (
+            asyncio.create_task(drain_when(stop, app, services, server), name="drain"),
+            asyncio.create_task(hasten_when(hurry, services), name="hasten"),
+        )
         try:
             await server.serve(sockets=[listener])
         finally:
-            drainer.cancel()
-            await asyncio.gather(drainer, return_exceptions=True)
+            for drainer in drainers:
+                drainer.cancel()
+            await asyncio.gather(*drainers, return_exceptions=True)
             listener.close()
 
 
@@ -124,6 +129,12 @@ async def drain_when(
         server.should_exit = True
 
 
+async def hasten_when(hurry: asyncio.Event, services: AppServices) -> None:
+    """Wait for `hurry`; end the turns that a drain waits for."""
+    await hurry.wait()
+    await services.sessions.drain(0.0)
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket, not listening yet; port 0 takes a free one.
 
@@ -145,12 +156,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _signals(stop: asyncio.Event, server: uvicorn.Server) -> Iterator[None]:
+def _signals(stop: asyncio.Event, hurry: asyncio.Event, server: uvicorn.Server) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
-        if stop.is_set():
+        if hurry.is_set():
             server.should_exit = server.force_exit = True
+        elif stop.is_set():
+            hurry.set()
         stop.set()
 
     for number in _SIGNALS:

@@ -12,7 +12,7 @@ import pytest
 from session_server.core.ids import TurnId
 from session_server.engine.settings import MemoryCheck
 from tests.chaos.decisions import Decisions
-from tests.chaos.inline_server import InlineServer, inline_server
+from tests.chaos.in_process import InProcess, WatchedEngine, in_process, watched_engine
 from tests.engine.live_echo import LiveStage
 from tests.web.wire_client import Wire, open_wire
 
@@ -22,7 +22,7 @@ NUM_ABORTS = 12
 SAMPLING = {"temperature": 0, "max_tokens": 380, "ignore_eos": True}
 SGLANG_SAMPLING = {"temperature": 0, "max_new_tokens": 380, "ignore_eos": True}
 
-Way = Callable[[InlineServer, str, Decisions], Awaitable[None]]
+Way = Callable[[InProcess, str, Decisions], Awaitable[None]]
 
 
 def words(chance: Decisions) -> list[int]:
@@ -39,49 +39,45 @@ async def running(wire: Wire, chance: Decisions, **fields: Any) -> None:
         await wire.receive()
 
 
-async def by_message(this: InlineServer, session_id: str, chance: Decisions) -> None:
+async def by_message(this: InProcess, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance)
         await wire.send("turn.cancel", turn_id="t", keep_partial=chance.happens(0.5))
         await wire.until("turn.cancelled")
 
 
-async def by_closing_over_the_socket(
-    this: InlineServer, session_id: str, chance: Decisions
-) -> None:
+async def by_closing_over_the_socket(this: InProcess, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance)
         await wire.send("session.close")
         assert await wire.close_code() == 4410
 
 
-async def by_a_lost_socket(this: InlineServer, session_id: str, chance: Decisions) -> None:
+async def by_a_lost_socket(this: InProcess, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance, on_disconnect="cancel")
         wire.socket.transport.abort()
 
 
-async def by_rest(this: InlineServer, session_id: str, chance: Decisions) -> None:
+async def by_rest(this: InProcess, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance)
         path = f"/v1/sessions/{session_id}/turns/t/cancel"
         assert (await this.http.post(path, json={})).status_code == 200
 
 
-async def by_deleting_the_session(this: InlineServer, session_id: str, chance: Decisions) -> None:
+async def by_deleting_the_session(this: InProcess, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance)
         assert (await this.http.delete(f"/v1/sessions/{session_id}")).status_code == 200
 
 
-async def by_leaving_an_event_stream(
-    this: InlineServer, session_id: str, chance: Decisions
-) -> None:
+async def by_leaving_an_event_stream(this: InProcess, session_id: str, chance: Decisions) -> None:
     body = {"input_ids": words(chance), "sampling": SAMPLING}
     await leave_stream(this, f"/v1/sessions/{session_id}/turns", body, chance)
 
 
-async def by_leaving_a_request(this: InlineServer, session_id: str, chance: Decisions) -> None:
+async def by_leaving_a_request(this: InProcess, session_id: str, chance: Decisions) -> None:
     body = {"input_ids": words(chance), "sampling": SAMPLING}
     request = asyncio.create_task(this.http.post(f"/v1/sessions/{session_id}/turns", json=body))
     while (await this.http.get(f"/v1/sessions/{session_id}")).json()["running_turn"] is None:
@@ -90,7 +86,7 @@ async def by_leaving_a_request(this: InlineServer, session_id: str, chance: Deci
     await asyncio.gather(request, return_exceptions=True)
 
 
-async def by_aborting_a_rid(this: InlineServer, session_id: str, chance: Decisions) -> None:
+async def by_aborting_a_rid(this: InProcess, session_id: str, chance: Decisions) -> None:
     body = generation(session_id, chance) | {"rid": "mine", "stream": False}
     request = asyncio.create_task(this.http.post("/generate", json=body))
     while (await this.http.get(f"/v1/sessions/{session_id}")).json()["running_turn"] is None:
@@ -100,7 +96,7 @@ async def by_aborting_a_rid(this: InlineServer, session_id: str, chance: Decisio
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def by_leaving_sglangs_stream(this: InlineServer, session_id: str, chance: Decisions) -> None:
+async def by_leaving_sglangs_stream(this: InProcess, session_id: str, chance: Decisions) -> None:
     await leave_stream(this, "/generate", generation(session_id, chance), chance)
 
 
@@ -110,9 +106,7 @@ def generation(session_id: str, chance: Decisions) -> dict[str, Any]:
     return {"input_ids": words(chance), "sampling_params": SGLANG_SAMPLING, **params}
 
 
-async def leave_stream(
-    this: InlineServer, path: str, body: dict[str, Any], chance: Decisions
-) -> None:
+async def leave_stream(this: InProcess, path: str, body: dict[str, Any], chance: Decisions) -> None:
     """Read a few events, and hang up."""
     wanted = chance.between(1, 12)
     headers = {"accept": "text/event-stream"}
@@ -144,12 +138,13 @@ def test_an_abort_reaches_the_scheduler_within_two_steps(way: Way, is_device: bo
     async def test() -> None:
         nonlocal launched_before
         stage = LiveStage(0.001, is_device=is_device, memory_check=MemoryCheck.WARN)
-        async with inline_server(stage) as this:
+        engine = watched_engine(stage)
+        async with in_process(engine) as this:
             others = [asyncio.create_task(bystander(this, n)) for n in range(NUM_BYSTANDERS)]
             for number in range(NUM_ABORTS):
-                turn_id = await abort(this, way, Decisions(1, way.__name__, number))
-                late[this.engine.late_launches(turn_id)] += 1
-                launched_before += this.engine.cancelled_after[turn_id] > 0
+                turn_id = await abort(this, engine, way, Decisions(1, way.__name__, number))
+                late[engine.late_launches(turn_id)] += 1
+                launched_before += engine.cancelled_after[turn_id] > 0
             for other in others:
                 other.cancel()
             ends = await asyncio.gather(*others, return_exceptions=True)
@@ -161,21 +156,21 @@ def test_an_abort_reaches_the_scheduler_within_two_steps(way: Way, is_device: bo
     assert launched_before >= NUM_ABORTS // 4, "turns ran when they were aborted"
 
 
-async def abort(this: InlineServer, way: Way, chance: Decisions) -> TurnId:
+async def abort(this: InProcess, engine: WatchedEngine, way: Way, chance: Decisions) -> TurnId:
     """Abort a turn of a session of its own; the engine's name of the turn, once it has ended."""
     session_id = (await this.http.post("/v1/sessions", json={})).json()["id"]
-    before = set(this.engine.cancelled_after)
+    before = set(engine.cancelled_after)
     await way(this, session_id, chance)
-    while not (found := set(this.engine.cancelled_after) - before):
+    while not (found := set(engine.cancelled_after) - before):
         await asyncio.sleep(0.001)
     (turn_id,) = found
-    while turn_id not in this.engine.ended:
+    while turn_id not in engine.ended:
         await asyncio.sleep(0.001)
     await this.http.delete(f"/v1/sessions/{session_id}")
     return turn_id
 
 
-async def bystander(this: InlineServer, number: int) -> None:
+async def bystander(this: InProcess, number: int) -> None:
     """Runs turns beside the aborted ones; none of them is disturbed."""
     chance, count = Decisions(2, number), 0
     async with open_wire(this.url) as wire:

@@ -1,13 +1,15 @@
-"""The whole server in this process: a fake device on the engine's thread, every launch seen."""
+"""The whole server in this process, over an engine with a fake device: on a thread or a process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -15,11 +17,12 @@ import msgspec
 from session_server.config import ModelSettings, Settings, model_directory
 from session_server.core.batch import Batch, PendingStep, Runner
 from session_server.core.commands import CancelTurn, EngineCommand
-from session_server.core.engine_client import EventListener
+from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.events import EngineEvent, EngineReady, TurnFinished
 from session_server.core.ids import TurnId
 from session_server.engine.inline import InlineEngine
 from session_server.engine.loop import EngineAssembly
+from session_server.engine.process import EngineProcess, ProcessSettings
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.manager import SessionManager
 from session_server.web.app import create_app
@@ -79,26 +82,18 @@ class WatchedEngine:
 
 
 @dataclass
-class InlineServer:
+class InProcess:
     """One running server."""
 
     url: str
     http: httpx.AsyncClient
     sessions: SessionManager
-    engine: WatchedEngine
 
 
 @contextlib.asynccontextmanager
-async def inline_server(stage: LiveStage) -> AsyncIterator[InlineServer]:
-    """A server inside the block, wired as `session-server serve` wires it."""
-    launches: Counter[TurnId] = Counter()
-
-    def build() -> EngineAssembly:
-        assembly = assemble(msgspec.msgpack.encode(stage))
-        return replace(assembly, runner=LaunchCounter(assembly.runner, launches))
-
+async def in_process(engine: EngineClient) -> AsyncIterator[InProcess]:
+    """A server inside the block, wired as `session-server serve` wires it, over this engine."""
     settings = Settings()
-    engine = WatchedEngine(InlineEngine(build), launches)
     manager = make_manager(settings, engine, model_text())
     ready = await manager.start()
     directory = model_directory(ModelSettings())
@@ -112,8 +107,33 @@ async def inline_server(stage: LiveStage) -> AsyncIterator[InlineServer]:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         async with http_client(url) as http:
-            yield InlineServer(url, http, manager, engine)
+            yield InProcess(url, http, manager)
     finally:
         server.should_exit = True
         await serving
         await manager.stop()
+
+
+def watched_engine(stage: LiveStage) -> WatchedEngine:
+    """An engine on a thread, over the fake device that `stage` describes."""
+    launches: Counter[TurnId] = Counter()
+
+    def build() -> EngineAssembly:
+        assembly = assemble(msgspec.msgpack.encode(stage))
+        return replace(assembly, runner=LaunchCounter(assembly.runner, launches))
+
+    return WatchedEngine(InlineEngine(build), launches)
+
+
+def mortal_engine(stage: LiveStage) -> EngineProcess:
+    """The same engine in a child process, which is started again at once whenever it dies."""
+    argv = (sys.executable, str(Path(__file__).parents[1] / "engine" / "echo_child.py"))
+    return EngineProcess(
+        ProcessSettings(
+            argv,
+            msgspec.msgpack.encode(stage),
+            backoff_first_s=0.01,
+            backoff_max_s=0.05,
+            max_failures=1_000_000,
+        )
+    )

@@ -1,0 +1,30 @@
+"""`session-server serve` over the echo engine: a real server and engine process, quick to start.
+
+As a module it gives `echo_server`; as a program it is the server.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from session_server import cli, wiring
+from session_server.local_server import LocalServer
+from tests.chaos.in_process import mortal_engine
+from tests.engine.live_echo import LiveStage
+
+PROGRAM = (sys.executable, "-m", "tests.chaos.echo_server", "serve")
+FORWARD_S = 0.003
+
+
+def echo_server(
+    flags: Sequence[str] = (), *, on_line: Callable[[str], None] | None = None
+) -> LocalServer:
+    """A server process whose answers `replay` can tell."""
+    return LocalServer(["--log-level", "warning", *flags], program=PROGRAM, on_line=on_line)
+
+
+if __name__ == "__main__":
+    stage = LiveStage(forward_s=FORWARD_S, is_device=True)
+    wiring.make_engine = lambda settings: mortal_engine(stage)
+    sys.exit(cli.main(sys.argv[1:]))

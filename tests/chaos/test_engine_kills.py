@@ -1,0 +1,173 @@
+"""`kill -9` of the engine, again and again, in the middle of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from session_server.sessions.turn import TurnPhase
+from session_server.sim.echo import replay
+from tests.chaos.decisions import Decisions
+from tests.chaos.in_process import InProcess, in_process, mortal_engine
+from tests.engine.live_echo import LiveStage
+from tests.web.wire_client import Wire, open_wire
+
+NUM_KILLS = 40
+NUM_TALKERS = 10
+MAX_TOKENS = 400
+"""Of a session's history; then another one is opened."""
+
+ENDS = ("turn.completed", "turn.cancelled", "turn.failed")
+
+
+class Talker:
+    """Talks without pause, and knows every token of its session by its own reckoning."""
+
+    def __init__(self, this: InProcess, number: int, saw: Counter[str]) -> None:
+        self.this = this
+        self.chance = Decisions(3, number)
+        self.saw = saw
+        self.is_leaving = False
+        self.history: list[int] = []
+        self._count = 0
+
+    async def run(self) -> None:
+        """One session after the other, until told to leave."""
+        while not self.is_leaving:
+            self.history = []
+            async with open_wire(self.this.url) as wire:
+                hello = await wire.receive()
+                while not self.is_leaving and len(self.history) < MAX_TOKENS:
+                    await self._some_turns(wire)
+                view = (await self.this.http.get(f"/v1/sessions/{hello['session_id']}")).json()
+                assert view["tokens"] == len(self.history)
+                await wire.send("session.close")
+                assert await wire.close_code() == 4410
+                self.saw["sessions closed"] += 1
+
+    async def _some_turns(self, wire: Wire) -> None:
+        """One to three turns in line, the first of them perhaps cancelled."""
+        bodies = [self._body() for _ in range(self.chance.between(1, 3))]
+        for body in bodies:
+            await wire.send("turn.create", **body)
+        if self.chance.happens(0.4):
+            for _ in range(self.chance.between(1, 8)):
+                if (await wire.receive())["type"] in ENDS:
+                    break
+            keep = self.chance.happens(0.5)
+            await wire.send("turn.cancel", turn_id=bodies[0]["turn_id"], keep_partial=keep)
+        for body in bodies:
+            self._learn(body, await self._end_of(wire, body["turn_id"]))
+
+    async def _end_of(self, wire: Wire, turn_id: str) -> dict[str, Any]:
+        """The one terminal frame of the turn, heard before or to come."""
+        heard = [f for f in wire.frames if f["type"] in ENDS and f["turn_id"] == turn_id]
+        while not heard:
+            frame = await wire.receive()
+            self.saw["frames"] += 1
+            if frame["type"] == "error":
+                assert frame["error"]["code"] == "turn_not_active", frame
+            elif frame["type"] in ENDS and frame["turn_id"] == turn_id:
+                heard = [frame]
+        assert len(heard) == 1, heard
+        return heard[0]
+
+    def _learn(self, body: dict[str, Any], end: dict[str, Any]) -> None:
+        """The turn ended so; what the history must be now."""
+        self.saw[end["type"]] += 1
+        if end["type"] == "turn.failed":
+            assert end["error"]["code"] == "engine_restarting", end
+            assert end["retryable"] is True
+            return
+        context = [*self.history, *body["input_ids"]]
+        answer = end["item"]["token_ids"]
+        num_tokens = len(answer)
+        seed = body["sampling"]["seed"]
+        assert answer == replay("a", context, seed=seed, max_new=num_tokens), "another history"
+        if end["type"] == "turn.completed":
+            assert num_tokens == body["sampling"]["max_tokens"]
+        if end["usage"]["input_tokens"]:  # else it was cancelled in line
+            assert end["usage"]["input_tokens"] == len(context)
+        if end["type"] == "turn.completed" or end["kept_partial"]:
+            self.history = [*context, *answer]
+
+    def _body(self) -> dict[str, Any]:
+        self._count += 1
+        max_tokens, seed = self.chance.between(1, 30), self.chance.below(1000)
+        sampling = {"max_tokens": max_tokens, "seed": seed, "ignore_eos": True}
+        input_ids = [self.chance.between(1, 28) for _ in range(self.chance.between(1, 12))]
+        return {"turn_id": f"t{self._count}", "input_ids": input_ids, "sampling": sampling}
+
+
+def phases(this: InProcess) -> Counter[str]:
+    """How many turns are in which phase now."""
+    found: Counter[str] = Counter()
+    for session in this.sessions._sessions:
+        for turn in session.turns():
+            running = turn.running
+            if turn.phase is TurnPhase.RUNNING and running is not None:
+                found["decode" if running.answer.token_ids else "prefill"] += 1
+            else:
+                found[turn.phase.name.lower()] += 1
+    return found
+
+
+def engine_pids() -> list[int]:
+    """Engines of this process, the one that is still starting among them."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    children = [int(pid) for task in tasks for pid in task.read_text().split()]
+    engines = []
+    for pid in children:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        engines += [pid] if b"echo_child" in line else []
+    return engines
+
+
+def test_an_engine_killed_at_any_moment_costs_its_running_turns_and_nothing_else() -> None:
+    saw: Counter[str] = Counter()
+    struck: Counter[str] = Counter()
+
+    async def test() -> None:
+        engine = mortal_engine(LiveStage(forward_s=0.004, is_device=True))
+        async with in_process(engine) as this:
+            talkers = [Talker(this, number, saw) for number in range(NUM_TALKERS)]
+            talks = [asyncio.create_task(talker.run()) for talker in talkers]
+            chance = Decisions(4)
+            while struck["kills"] < NUM_KILLS:
+                if chance.happens(0.8):  # the others strike an engine that starts
+                    while engine.pid is None:
+                        await asyncio.sleep(0.005)
+                    wanted = saw["frames"] + chance.magnitude(400)
+                    while saw["frames"] < wanted:
+                        await asyncio.sleep(0.001)
+                    if chance.happens(0.3):
+                        while not phases(this)["ending"]:
+                            await asyncio.sleep(0)
+                else:
+                    await asyncio.sleep(chance.share() / 2)
+                struck.update(phases(this))
+                for pid in engine_pids():
+                    struck["kills"] += 1
+                    struck["kills of a starting engine"] += pid != engine.pid
+                    os.kill(pid, signal.SIGKILL)
+            for talker in talkers:
+                talker.is_leaving = True
+            await asyncio.gather(*talks)
+            assert this.sessions.stats().live_turns == this.sessions.stats().sessions == 0
+            report = (await this.http.get("/v1/admin/memory", params={"full": 1})).json()
+            assert report["checks"]["violations"] == 0
+            assert report["sessions"] == []
+            assert all(pool["active"] == 0 for pool in report["pools"].values())
+
+    asyncio.run(asyncio.wait_for(test(), 280))
+    print(dict(struck), dict(saw))
+    assert min(struck[phase] for phase in ("waiting", "prefill", "decode")) >= NUM_KILLS // 4
+    assert struck["ending"] >= 2, "cancels that the engine did not live to confirm"
+    assert struck["kills of a starting engine"] >= 2
+    assert saw["turn.failed"] >= NUM_KILLS // 4
+    assert saw["turn.completed"] >= NUM_KILLS
+    assert saw["turn.cancelled"] >= NUM_KILLS // 4
