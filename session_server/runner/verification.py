@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True, gc=False):
     """One row's choices in one forward: tokens of positions [position, position + num_tokens).
 
     All but the last of them have a draft, the token that the forward took for granted there.
