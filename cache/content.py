@@ -1,23 +1,25 @@
 """Level 3 of the memory check, the part of the books: which page is looked at, and who is to blame.
 
-Looking is the device's work (`core.batch.Probe`). Here pages of parked sessions are chosen, and a
-verdict of "wrong" is turned into violations.
+Looking is the device's work (`core.batch.Probe`). Here pages are chosen, and a verdict of "wrong"
+is turned into violations.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cache.checker import Violation
 from cache.session_cache import SessionAwareCache
+from cache.session_slot import SessionSlot
 from cache.types import PoolName, RowId, SessionId, SlotState, Tokens, pages_for
 
 
 @dataclass(frozen=True, slots=True)
 class PageContent:
-    """What a page of a parked session has to hold: KV of `tokens`, at positions from `start` on.
+    """What a page of a session has to hold: KV of `tokens`, at positions from `start` on.
 
     `tokens`: int32 [n], a whole page of them or the valid part of the last one. `pages`: where
     they lie, per pool.
@@ -42,10 +44,16 @@ class Rotation:
     def __init__(self) -> None:
         self._round = -1
         self._left: Iterator[SessionId] = iter(())
+        self._suspects: deque[tuple[int, Mapping[PoolName, int]]] = deque()
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether pages wait that a fault elsewhere has put in doubt."""
+        return bool(self._suspects)
 
     def next(self, cache: SessionAwareCache) -> PageContent | None:
-        """The next page to look at; None when no parked session has any."""
-        content = self._next_of_round(cache)
+        """The next page to look at; None when there is none."""
+        content = self._next_suspect(cache) or self._next_of_round(cache)
         if content is None:
             self._round += 1
             slots = cache.inspect_slots()
@@ -54,58 +62,68 @@ class Rotation:
             content = self._next_of_round(cache)
         return content
 
+    def blame(self, cache: SessionAwareCache, content: PageContent) -> list[Violation]:
+        """What it means that a page holds something else.
+
+        Every session that has the page at the same place has the same pages before it and reads
+        the same wrong content, so every one of them is in doubt. When none has it any more, it may
+        still be published: then nobody is named. A wrong page makes those after it look wrong, too:
+        earlier pages that sessions not named share are looked at next.
+        """
+        index = content.start // cache.stores.page_size
+        end = content.start + len(content.tokens)
+        text = f"positions {content.start} to {end} hold other KV than their tokens give"
+        named = _holders(cache, index, content.pages)
+        if not named:
+            return [Violation(f"{content.session_id}, gone meanwhile: {text}")]
+        for earlier in range(index):
+            pages = _pages_at(cache, named[0], earlier)
+            if len(_holders(cache, earlier, pages)) > len(named):
+                self._suspects.append((earlier, pages))
+        return [Violation(f"{slot.session_id}: {text}", slot.session_id) for slot in named]
+
+    def _next_suspect(self, cache: SessionAwareCache) -> PageContent | None:
+        while self._suspects:
+            index, pages = self._suspects.popleft()
+            for slot in _holders(cache, index, pages):
+                if (index + 1) * cache.stores.page_size <= slot.cache_protected_len:
+                    return _content(cache, slot, index)
+        return None
+
     def _next_of_round(self, cache: SessionAwareCache) -> PageContent | None:
+        page_size = cache.stores.page_size
         for session_id in self._left:
-            num_pages = _num_parked_pages(cache, session_id)
-            if num_pages:
-                index = (self._round + zlib.crc32(session_id.encode())) % num_pages
-                return content_of(cache, session_id, index)
+            for slot in cache.inspect_slots(session_id):
+                num_pages = pages_for(slot.kv_committed_len, page_size)
+                if slot.state is SlotState.PARKED and num_pages:
+                    index = (self._round + zlib.crc32(session_id.encode())) % num_pages
+                    return _content(cache, slot, index)
         return None
 
 
-def content_of(cache: SessionAwareCache, session_id: SessionId, index: int) -> PageContent:
-    """Page `index` of a parked session."""
-    (slot,) = cache.inspect_slots(session_id)
-    lease, stores = slot.lease, cache.stores
-    assert slot.state is SlotState.PARKED, "nobody writes the pages of a parked session"
-    assert lease is not None
-    start = index * stores.page_size
-    end = min(start + stores.page_size, lease.computed_len)
-    return PageContent(
-        session_id=session_id,
-        row=lease.row,
-        start=start,
-        tokens=slot.tokens.copy(start, end),
-        pages={pool: int(stores.rows.entries(pool, lease.row)[index]) for pool in stores.ledgers},
-    )
+def _content(cache: SessionAwareCache, slot: SessionSlot, index: int) -> PageContent:
+    """Page `index` of a slot: of a parked one, or a published page, which nobody writes either."""
+    assert slot.lease is not None
+    start = index * cache.stores.page_size
+    end = min(start + cache.stores.page_size, slot.kv_committed_len)
+    tokens, pages = slot.tokens.copy(start, end), _pages_at(cache, slot, index)
+    return PageContent(slot.session_id, slot.lease.row, start, tokens, pages)
 
 
-def blame(cache: SessionAwareCache, content: PageContent) -> list[Violation]:
-    """What it means that a page holds something else.
+def _pages_at(cache: SessionAwareCache, slot: SessionSlot, index: int) -> Mapping[PoolName, int]:
+    assert slot.lease is not None
+    rows, row = cache.stores.rows, slot.lease.row
+    return {pool: int(rows.entries(pool, row)[index]) for pool in cache.stores.ledgers}
 
-    Every session that has the page at the same place has the same tokens before it and reads the
-    same wrong content, so every one of them is in doubt. When none has it any more, it may still be
-    published: then nobody is named.
-    """
-    stores, index = cache.stores, content.start // cache.stores.page_size
-    end = content.start + len(content.tokens)
-    text = f"positions {content.start} to {end} hold other KV than their tokens give"
-    holders = [
-        slot.session_id
+
+def _holders(
+    cache: SessionAwareCache, index: int, pages: Mapping[PoolName, int]
+) -> list[SessionSlot]:
+    """The slots whose row has one of the pages at `index`."""
+    rows = cache.stores.rows
+    return [
+        slot
         for slot in cache.inspect_slots()
         if slot.lease is not None
-        and any(
-            stores.rows.entries(pool, slot.lease.row)[index] == page
-            for pool, page in content.pages.items()
-        )
+        and any(rows.entries(pool, slot.lease.row)[index] == page for pool, page in pages.items())
     ]
-    if not holders:
-        return [Violation(f"{content.session_id}, gone meanwhile: {text}")]
-    return [Violation(f"{name}: {text}", name) for name in holders]
-
-
-def _num_parked_pages(cache: SessionAwareCache, session_id: SessionId) -> int:
-    slot = next(cache.inspect_slots(session_id), None)
-    if slot is None or slot.state is not SlotState.PARKED:
-        return 0
-    return pages_for(slot.kv_committed_len, cache.stores.page_size)

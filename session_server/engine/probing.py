@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from cache.content import PageContent, Rotation, blame
+from cache.content import PageContent, Rotation
 from cache.session_cache import SessionAwareCache
 from session_server.core.batch import Probe, StepResult
 from session_server.engine.memory import MemoryWatch
@@ -17,10 +17,10 @@ _LOG: Final = logging.getLogger(__name__)
 class Prober:
     """Says when a batch that is only a probe is launched, and what its verdict means.
 
-    One probe follows every `probe_interval_s` of work, and one every audit of an engine at rest; an
-    idle engine goes on sleeping. A probe is one forward of at most a page of tokens, two never
-    follow each other while turns run, and none is launched while a suspect is retried: a suspect
-    has the device to itself.
+    One probe follows every `probe_interval_s` of work, and one every audit of an engine at rest,
+    which then goes on sleeping; pages that a fault has put in doubt do not wait. A probe is one
+    forward of at most a page of tokens, two never follow each other while turns run, and none is
+    launched while a suspect is retried: a suspect has the device to itself.
 
     Why a session may be probed while others run, and be used again at once: the device executes in
     launch order. What was launched before the probe (a forward that overshot the turn's end, the
@@ -72,7 +72,9 @@ class Prober:
             return
         self.num_probes += 1
         self.probed_s = now_s
-        self._watch.note_content([] if result.probe_holds else blame(self._cache, content))
+        self._watch.note_content(
+            [] if result.probe_holds else self._rotation.blame(self._cache, content)
+        )
 
     def _is_due(self, now_s: float, *, is_working: bool, num_launches: int) -> bool:
         if self._working_since_s is not None:
@@ -81,6 +83,8 @@ class Prober:
         if self._watch.mode is MemoryCheck.OFF or self._looking_at is not None:
             return False
         if not is_working:
-            return self._is_owed
+            return self._is_owed or self._rotation.is_suspicious
+        if num_launches == self._num_launches:
+            return False
         interval_s = self._watch.policy.probe_interval_s
-        return self._worked_s >= interval_s and num_launches > self._num_launches
+        return self._worked_s >= interval_s or self._rotation.is_suspicious

@@ -172,14 +172,15 @@ class EchoRunner:
         batch = self._queue.popleft()
         for write in batch.table_writes:
             self.memory.point(write)
-        if batch.probe is not None:
-            holds = self._probe(batch.probe)
-            return StepResult(batch.step, (), _FORWARD_S, probe_holds=holds)
         turns = {row.turn_id for row in batch.rows}
         if batch.step in self.faults.fail_steps or turns & self.faults.poison_turns:
             for row in batch.rows:
                 self._scribble(row)
             return StepResult(batch.step, (), _FORWARD_S, error="injected")
+        if batch.probe is not None:
+            self.reached["probe"] += 1
+            holds = self._probe(batch.probe)
+            return StepResult(batch.step, (), _FORWARD_S, probe_holds=holds)
         return StepResult(batch.step, tuple(map(self._run, batch.rows)), _FORWARD_S)
 
     def _run(self, row: BatchRow) -> RowResult:

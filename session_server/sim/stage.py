@@ -26,6 +26,9 @@ from session_server.sim.history import EngineHistory
 from session_server.sim.watched_cache import WatchedCache
 
 POOL: Final = PoolName("full")
+PROBE_INTERVAL_S: Final = 0.3
+"""Work between two probes, by the virtual clock: a few in every run."""
+
 MAX_IDLE_STEPS: Final = 64
 """Steps in a row that may promise more without launching anything."""
 
@@ -206,7 +209,7 @@ def _settings(config: SimConfig, model: EchoModel) -> EngineSettings:
         chunk_tokens=sizes.chunk_tokens,
         num_in_flight=sizes.num_in_flight,
         pinned_quota_pages=sizes.pinned_quota_pages,
-        memory=MemoryPolicy(sizes.memory_check),
+        memory=MemoryPolicy(sizes.memory_check, PROBE_INTERVAL_S),
         speculation=Speculation(sizes.num_drafts, sizes.drafter),
     )
 

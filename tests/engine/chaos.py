@@ -102,6 +102,7 @@ class Chaos:
         self.reached["shortfall"] += counters.shortfalls
         self.reached["right draft"] += counters.accepted_tokens
         self.reached["wrong draft"] += counters.draft_tokens - counters.accepted_tokens
+        self.reached["probe"] += self.bench.engine._guard.prober.num_probes
         self.reached["publish duplicate"] += self.bench.cache.num_repoints
 
     # Acting

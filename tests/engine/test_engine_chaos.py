@@ -54,6 +54,7 @@ INTERESTING = (
     "failed invalid_request",
     "failed quota_exceeded",
     "pin refused",
+    "probe",
 )
 
 
@@ -64,7 +65,12 @@ def test_every_turn_says_what_it_would_say_alone(num_in_flight: int, num_drafts:
     for name, stage in STAGES.items():
         for seed in range(4):
             speculation = Speculation(num_drafts, Drafter.NGRAM if seed % 2 else Drafter.MODEL)
-            one = replace(stage, num_in_flight=num_in_flight, speculation=speculation)
+            one = replace(
+                stage,
+                num_in_flight=num_in_flight,
+                speculation=speculation,
+                probe_interval_s=0.1 if seed % 2 else 10.0,
+            )
             chaos = Chaos(seed, one, reached)
             try:
                 chaos.run(num_actions=300)

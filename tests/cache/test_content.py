@@ -1,0 +1,141 @@
+"""Which pages are looked at, in which order, and who is blamed."""
+
+from __future__ import annotations
+
+from cache import SessionId, find_violations
+from cache.content import PageContent, Rotation
+from tests.cache.kv_world import POOL, World, make_cache
+from tests.cache.two_sessions import ALICE, BOB, A, B, C, run_turn
+
+LENGTHS = {A: 5, B: 9, C: 30}
+
+
+def make_parked() -> World:
+    """Three sessions of different lengths, each with another first token."""
+    world = World(make_cache(4, num_pages=60), 4)
+    for number, (session_id, length) in enumerate(LENGTHS.items()):
+        world.open(session_id, ALICE)
+        run_turn(world, session_id, [number, *([1] * (length - 1))])
+    return world
+
+
+def pages_of(world: World, session_id: SessionId) -> list[int]:
+    view = world.cache.slot(session_id)
+    (slot,) = world.cache.inspect_slots(session_id)
+    assert slot.lease is not None
+    return [
+        int(page)
+        for page in world.cache.stores.rows.entries(POOL, slot.lease.row)[: view.allocated_len // 4]
+    ]
+
+
+def look(rotation: Rotation, world: World) -> PageContent:
+    content = rotation.next(world.cache)
+    assert content is not None
+    return content
+
+
+def test_a_round_takes_one_page_of_every_session() -> None:
+    world, rotation = make_parked(), Rotation()
+    for _ in range(4):
+        assert [look(rotation, world).session_id for _ in LENGTHS] == list(LENGTHS)
+
+
+def test_no_page_is_left_out_and_each_is_what_it_says() -> None:
+    world, rotation = make_parked(), Rotation()
+    longest = max(len(pages_of(world, session_id)) for session_id in LENGTHS)
+    seen = set()
+    for _ in range(longest * len(LENGTHS)):
+        content = look(rotation, world)
+        history = world.cache.tokens(content.session_id)
+        end = min(content.start + 4, world.cache.slot(content.session_id).committed_len)
+        assert content.tokens.tolist() == history[content.start : end].tolist()
+        assert content.pages == {POOL: pages_of(world, content.session_id)[content.start // 4]}
+        seen.add(content.pages[POOL])
+    assert seen == {page for session_id in LENGTHS for page in pages_of(world, session_id)}
+
+
+def test_who_is_lent_cold_or_gone_is_passed_over() -> None:
+    world, rotation = make_parked(), Rotation()
+    assert look(rotation, world).session_id == A
+    world.begin(B, [2])
+    world.cache.cool(C)
+    assert look(rotation, world).session_id == A
+    world.cache.close(A)
+    assert rotation.next(world.cache) is None
+
+
+def test_the_same_cache_is_looked_at_in_the_same_order() -> None:
+    world = make_parked()
+    one, two = Rotation(), Rotation()
+    for _ in range(50):
+        first, second = look(one, world), look(two, world)
+        assert (first.session_id, first.start) == (second.session_id, second.start)
+
+
+def sharing_world() -> World:
+    """A and B share two pages, A and C one; each ends in a page of its own."""
+    world = World(make_cache(4, num_pages=60), 4)
+    shared = [0, 1, 2, 0, 1, 1, 2, 2]
+    for session_id, tokens in (
+        (A, [*shared, 0, 0, 0, 0]),
+        (B, [*shared, 1, 1, 1, 1]),
+        (C, [*shared[:4], 2, 2, 2, 2]),
+    ):
+        world.open(session_id, ALICE)
+        run_turn(world, session_id, tokens)
+    world.open(SessionId("stranger"), BOB)
+    run_turn(world, SessionId("stranger"), shared)
+    return world
+
+
+def content_at(world: World, session_id: SessionId, index: int) -> PageContent:
+    rotation = Rotation()
+    while True:
+        content = look(rotation, world)
+        if (content.session_id, content.start) == (session_id, 4 * index):
+            return content
+
+
+def test_everybody_with_the_page_is_blamed_and_nobody_else() -> None:
+    world = sharing_world()
+    for index, expected in ((0, {A, B, C}), (1, {A, B}), (2, {A})):
+        found = Rotation().blame(world.cache, content_at(world, A, index))
+        assert {violation.session_id for violation in found} == expected
+        assert all(f"positions {4 * index} to" in violation.text for violation in found)
+
+
+def test_what_others_share_before_it_is_looked_at_next() -> None:
+    world = sharing_world()
+    rotation = Rotation()
+    content = content_at(world, A, 2)
+    assert not rotation.is_suspicious
+    for violation in rotation.blame(world.cache, content):
+        assert violation.session_id is not None
+        world.cache.quarantine(violation.session_id, now=0.0)
+    pages = pages_of(world, B)[:2]
+    for start, page in zip((0, 4), pages, strict=True):
+        assert rotation.is_suspicious
+        suspect = look(rotation, world)
+        assert (suspect.start, suspect.pages) == (start, {POOL: page})
+        assert suspect.session_id in {B, C}
+    assert not rotation.is_suspicious
+    assert find_violations(world.cache, 2) == []
+
+
+def test_a_suspect_that_nobody_holds_any_more_is_dropped() -> None:
+    world = sharing_world()
+    rotation = Rotation()
+    rotation.blame(world.cache, content_at(world, A, 2))
+    for session_id in (A, B, C):
+        world.cache.cool(session_id)
+    assert look(rotation, world).session_id == "stranger"
+    assert not rotation.is_suspicious
+
+
+def test_a_page_that_nobody_has_is_nobodys_fault() -> None:
+    world = sharing_world()
+    content = content_at(world, B, 2)
+    world.cache.close(B)
+    (violation,) = Rotation().blame(world.cache, content)
+    assert violation.session_id is None
