@@ -33,7 +33,8 @@ STALL_S: Final = 10.0
 """An HTTP peer that takes nothing of what it is owed for so long is cut, bytes and all."""
 
 LINGER_S: Final = 5.0
-"""A WebSocket whose peer reads nothing is cut this long after its handler has returned."""
+"""A WebSocket whose peer reads nothing is cut this long after its handler has returned, or after a
+ping has found no answer."""
 
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST: Final = re.compile(r"^(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253})(?::\d{1,5})?$")
@@ -195,6 +196,11 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
                 self.handle_parser_exception()
                 return
         super().send_receive_event_to_app()
+
+    def keepalive_timeout(self) -> None:
+        """The peer answers no ping: nothing it is still owed is waited for."""
+        super().keepalive_timeout()
+        self.loop.call_later(LINGER_S, self.transport.abort)
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
         """The handler is done; what the peer has not taken soon is dropped."""

@@ -21,12 +21,26 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "disconnect mid-turn": "the turn runs on, or is cancelled with what was delivered, as its "
         "client chose; the next turn continues from exactly there",
+        "slow reader": "its frames are merged, then it is let go with 1013 or cut; no turn waits "
+        "for it, and it may resume",
+        "half-open TCP": "a peer that answers no ping is closed with 1011; its session stays, its "
+        "turn runs on or is cancelled as asked",
+        "slow handshake, slow body": "408, or 4401, and the connection is closed; drops buy no "
+        "time",
         "reconnect, resume": "exactly what was missed, or the state in its place; the newest "
         "connection has the session, the one before closes with 4409",
         "malformed JSON, UTF-8": "an error frame and the connection lives, or a 4xx; bytes that "
         "are no text, or no frame, close with 1002, 1003, 1007 or 1009; never an error in the log",
         "huge message": "1009 or 413 from the first byte beyond the bound, by announcement or as "
         "it grows; nothing is ever decompressed",
+        "KV pool exhausted": "parked sessions are cooled, the youngest turns go back to waiting, "
+        "and everybody gets the exact answer",
+        "turn that can never fit": "`context_too_long` with the numbers, at submit; the session is "
+        "as before",
+        "too many sessions, connections, turns": "429 or 503 for the one too many; those within "
+        "the bound go on, and a place that comes free is taken",
+        "SIGTERM": "nothing new is taken, waiting turns end, running ones get their time and then "
+        "keep what they have, every session is told and closed",
         "close in prefill or decode": "the turn is cancelled and told so, the session's last entry "
         "follows; a second close is the first one",
         "abort storm": "one terminal entry each, neighbours undisturbed, exactly the delivered "

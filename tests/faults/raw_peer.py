@@ -37,6 +37,20 @@ class RawPeer:
         """Send all of it."""
         await asyncio.get_running_loop().sock_sendall(self._socket, payload)
 
+    async def drip(self, payload: bytes, size: int, *, pause_s: float) -> bool:
+        """Send `size` bytes at a time until the server answers or closes; whether it ever did."""
+        for start in range(0, len(payload), size):
+            try:
+                await self.send(payload[start : start + size])
+                await asyncio.sleep(pause_s)
+                self.received += self._socket.recv(1 << 16)
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                return True
+            return True
+        return False
+
     async def read_to(self, num_bytes: int) -> bool:
         """Have `num_bytes` received in all; False when fewer ever come."""
         return await self._read(num_bytes, lambda: len(self.received) >= num_bytes, FEW_PAUSES)

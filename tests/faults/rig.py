@@ -169,6 +169,10 @@ class Rig:
         for session_id in self.requests:
             self.manager.close(OWNER, session_id)
         self.requests.clear()
+        self.assert_empty()
+
+    def assert_empty(self) -> None:
+        """With every session closed nothing is left: no turn, no quota, no page."""
         self.rest()
         flush = self.loop.create_task(self.manager.flush())
         self.spin()

@@ -53,13 +53,25 @@ class Wired:
         engine.deliver()
         return was_busy
 
-    async def peer(self, *, steps: bool = True) -> RawPeer:
+    async def peer(self, *, steps: bool = True, receive_buffer: int | None = None) -> RawPeer:
         """A new connection; without `steps` the engine does not move while it waits."""
         connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.this.port))
         return RawPeer(connection, self.step if steps else lambda: False)
+
+    def narrow(self, send_buffer: int) -> None:
+        """From now on the kernel holds little of what peers do not read."""
+        for listener in self.this.server.servers[0].sockets:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+
+    def num_bytes_owed(self) -> int:
+        """What connections have written and the kernel has not taken."""
+        connections = self.this.server.server_state.connections
+        return sum(one.transport.get_write_buffer_size() for one in connections)
 
     def open(self, session_id: str) -> None:
         """A session without a socket."""
