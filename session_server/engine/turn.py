@@ -119,6 +119,10 @@ class Turn:
     num_admissions: int = 0
     cached_len: int = 0
     guess_len: int = 0
+    _input: Tokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._input = np.array(self.request.tokens, dtype=np.int32)
 
     @property
     def turn_id(self) -> TurnId:
@@ -172,8 +176,10 @@ class Turn:
         return guess.num_drafts if guess is not None and self.num_uncomputed == 1 else 0
 
     def uncommitted_tokens(self) -> Tokens:
-        """int32 [n]: everything after `base_len`, input then output."""
-        return np.array((*self.request.tokens, *self.outputs), dtype=np.int32)
+        """int32 [n]: everything after `base_len`, input then output. Asked for in every plan while
+        the turn waits, so its input is converted once.
+        """
+        return np.concatenate((self._input, np.array(self.outputs, dtype=np.int32)))
 
     def samples_at(self, end: int) -> bool:
         """Whether a row that ends at `end` chooses the next token."""
