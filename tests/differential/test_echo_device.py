@@ -1,0 +1,125 @@
+"""108 configurations say the same, token by token: overlap x guesses x page x chunk x sharing.
+
+On the device whose answers are a function of all the KV it read, and against a straight replay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from cache.errors import CacheError
+from cache.session_cache import SessionAwareCache
+from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
+from cache.types import PoolName
+from session_server.engine.settings import (
+    Drafter,
+    EngineSettings,
+    MemoryCheck,
+    MemoryPolicy,
+    Speculation,
+)
+from session_server.sim.device import EchoRunner, PoolShape
+from session_server.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
+from tests.differential.player import CONFIGS, NUM_TOGETHER, Config, Player
+from tests.differential.traces import PlannedSession, Size, make_trace
+from tests.mutants import in_books, in_leases, in_radix, in_settling
+from tests.mutants.mutant import Mutant
+
+NUM_TURNS = 1_000
+POOL_TOKENS = 192
+MAX_CONTEXT_LEN = 128
+MODEL = EchoModel(num_repeats=2)
+POOL = PoolName("full")
+
+
+@cache
+def trace() -> list[PlannedSession]:
+    """The one trace that every configuration plays."""
+    return make_trace("s", NUM_TURNS, vocab_size=VOCAB_SIZE, size=Size())
+
+
+@cache
+def expected() -> dict[str, tuple[int, ...]]:
+    """What each turn says on an infinite machine, alone."""
+    answers = {}
+    for session in trace():
+        history = session.opening
+        for turn in session.turns:
+            prompt = history[: len(history) - turn.num_dropped] + turn.tokens
+            sampling = turn.sampling
+            said = replay(
+                "all", prompt, seed=sampling["seed"], max_new=sampling["max_tokens"], model=MODEL
+            )
+            stops = {*sampling["stop_token_ids"], *(() if sampling["ignore_eos"] else (EOS,))}
+            first = next((i + 1 for i, token in enumerate(said) if token in stops), len(said))
+            answers[turn.name] = tuple(said[:first][: turn.num_kept])
+            history = prompt + answers[turn.name]
+    return answers
+
+
+def play(config: Config, num_sessions: int | None = None) -> Player:
+    """The trace (or its beginning) in one configuration, on a pool too small for all of it."""
+    group = LayerGroup(POOL, LayerKind.FULL, (0,), 1, 1, 4)
+    num_pages = POOL_TOKENS // config.page_size + 1
+    capacity = Capacity({POOL: num_pages}, NUM_TOGETHER + 2, MAX_CONTEXT_LEN)
+    settings = EngineSettings(
+        model_fingerprint="echo",
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        max_running=6,
+        chunk_tokens=config.chunk_tokens,
+        num_in_flight=2 if config.overlap else 1,
+        speculation=Speculation(config.num_drafts, Drafter.MODEL),
+        memory=MemoryPolicy(MemoryCheck.WARN),
+    )
+    row_pages = -(-MAX_CONTEXT_LEN // config.page_size)
+    shape = PoolShape(num_pages, config.page_size, capacity.num_rows, row_pages)
+    runner = EchoRunner(shape, salt_of=lambda _: "all", model=MODEL)
+    cache = SessionAwareCache(CacheSpec((group,), config.page_size), capacity)
+    player = Player(config, cache, settings, runner)
+    player.play(trace()[:num_sessions])
+    return player
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_every_configuration_says_the_same(page_size: int) -> None:
+    reached: Counter[str] = Counter()
+    for config in CONFIGS:
+        if config.page_size != page_size:
+            continue
+        player = play(config)
+        assert player.answers == expected(), config
+        assert (player.reached["right guesses"] > 0) == (config.num_drafts > 0)
+        reached += player.reached
+    assert reached["turns"] == NUM_TURNS * len(CONFIGS) // 3
+    missing = {"retractions", "coolings", "wrong guesses", "overshoots"} - set(reached)
+    assert not missing, reached
+
+
+def test_the_configurations_are_a_hundred_and_eight() -> None:
+    assert len(set(CONFIGS)) == 108
+    assert NUM_TURNS * len(CONFIGS) >= 100_000
+
+
+@pytest.mark.parametrize(
+    ("bug", "config"),
+    [
+        (in_radix.FIRST_PAGE_IS_ENOUGH, Config(False, 0, 4, 64, share_prefixes=True)),
+        (in_books.DELTA_IS_A_VIEW, Config(True, 0, 4, 7, share_prefixes=False)),
+        (in_settling.REJECTED_GUESSES_COUNT, Config(False, 4, 16, 64, share_prefixes=False)),
+        (in_settling.WRITES_ARE_REVERSED, Config(False, 0, 1, 1, share_prefixes=False)),
+        (in_leases.CUT_HISTORY_KEEPS_KV, Config(False, 2, 1, 7, share_prefixes=True)),
+    ],
+)
+def test_a_bug_is_seen(bug: Mutant, config: Config) -> None:
+    with bug.apply(), pytest.raises((AssertionError, CacheError)):
+        check_beginning(config)
+
+
+def check_beginning(config: Config) -> None:
+    """The first sessions of the trace say what they say alone."""
+    player = play(config, num_sessions=60)
+    assert player.answers == {name: expected()[name] for name in player.answers}

@@ -1,0 +1,144 @@
+"""The same traces on a real model in fp32, greedy and sampled, in configurations that have every
+pair of settings somewhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import astuple
+from functools import cache
+from itertools import combinations, zip_longest
+from pathlib import Path
+
+import pytest
+import torch
+
+from cache.session_cache import SessionAwareCache
+from session_server.core.batch import Batch, StepResult
+from session_server.engine.settings import (
+    Drafter,
+    EngineSettings,
+    MemoryCheck,
+    MemoryPolicy,
+    Speculation,
+)
+from session_server.runner.capacity import MemoryLimits
+from session_server.runner.loader import RunnerOptions, load_runner
+from session_server.runner.model_runner import ModelRunner
+from tests.differential.player import CONFIGS, NUM_TOGETHER, Config, Player
+from tests.differential.traces import PlannedSession, Size, make_trace
+from tests.oracle.checkpoints import VOCAB_SIZE, WEIGHT_STD, write_checkpoint
+
+NUM_TURNS = 100
+SMALLEST_MARGIN = 1e-4
+"""Log-probability by which a greedy choice must lead: batch shapes change it by 1e-6."""
+
+PLAIN = Config(overlap=False, num_drafts=0, page_size=16, chunk_tokens=64, share_prefixes=False)
+SIZE = Size(num_inputs=(1, 9), num_outputs=(1, 16))
+
+Pair = tuple[int, object, int, object]
+
+
+class LateDevice:
+    """A runner that computes a launch only when asked for its result."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._queue: deque[Batch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def launch(self, batch: Batch) -> None:
+        self._queue.append(batch)
+
+    def execute(self) -> StepResult:
+        return self._runner.launch(self._queue.popleft()).wait()
+
+
+def pairs_of(config: Config) -> set[Pair]:
+    """Every two settings of a configuration."""
+    return {(i, a, k, b) for (i, a), (k, b) in combinations(enumerate(astuple(config)), 2)}
+
+
+def covering() -> list[Config]:
+    """Configurations, greedily chosen, that have every pair of settings somewhere."""
+    missing = set().union(*map(pairs_of, CONFIGS))
+    chosen = []
+    while missing:
+        best = max(CONFIGS, key=lambda config: len(missing & pairs_of(config)))
+        chosen.append(best)
+        missing -= pairs_of(best)
+    return chosen
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("qwen3", tmp_path_factory.mktemp("tiny") / "qwen3", std=WEIGHT_STD)
+
+
+@cache
+def trace() -> tuple[PlannedSession, ...]:
+    """One half greedy, the other sampled; the seeds are the turns' own."""
+    greedy = {"temperature": 0.0, "logprobs": True, "top_logprobs": 2}
+    sampled = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1}
+    half = NUM_TURNS // 2
+    first = make_trace("greedy", half, vocab_size=VOCAB_SIZE, size=SIZE, **greedy)
+    second = make_trace("sampled", half, vocab_size=VOCAB_SIZE, size=SIZE, **sampled)
+    pairs = zip_longest(first, second)
+    return tuple(session for pair in pairs for session in pair if session is not None)
+
+
+def play(config: Config, checkpoint: Path) -> Player:
+    """The trace in one configuration. Two guesses come from the history, four from the model."""
+    drafter = Drafter.MODEL if config.num_drafts == 4 else Drafter.NGRAM
+    loaded = load_runner(
+        checkpoint,
+        RunnerOptions(
+            page_size=config.page_size,
+            num_rows=NUM_TOGETHER + 2,
+            device="cpu",
+            max_context_len=256,
+            draft=checkpoint if drafter is Drafter.MODEL else None,
+            memory=MemoryLimits(max_total_tokens=288),
+        ),
+    )
+    settings = EngineSettings(
+        model_fingerprint="tiny",
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(2,),
+        max_running=6,
+        chunk_tokens=config.chunk_tokens,
+        num_in_flight=2 if config.overlap else 1,
+        speculation=Speculation(config.num_drafts, drafter),
+        memory=MemoryPolicy(MemoryCheck.STRICT),
+    )
+    cache = SessionAwareCache(loaded.spec, loaded.plan.capacity)
+    player = Player(config, cache, settings, LateDevice(loaded.runner))
+    player.play(trace())
+    return player
+
+
+def test_every_configuration_says_the_same(checkpoint: Path) -> None:
+    configs = covering()
+    assert set().union(*map(pairs_of, configs)) == set().union(*map(pairs_of, CONFIGS))
+    plain = play(PLAIN, checkpoint)
+    assert min(plain.margins) > SMALLEST_MARGIN, "a tie in fp32 would say nothing about sessions"
+    reached = plain.reached
+    for config in configs:
+        player = play(config, checkpoint)
+        assert player.answers == plain.answers, config
+        assert (player.reached["right guesses"] > 0) == (config.num_drafts > 0), config
+        reached += player.reached
+    assert reached["turns"] >= 1_000
+    missing = {"retractions", "coolings", "wrong guesses", "overshoots"} - set(reached)
+    assert not missing, reached
