@@ -1,4 +1,4 @@
-"""The command line: `session-server serve | chat | demo | bench | inspect | doctor`.
+"""The command line: `session-server serve | chat | demo | bench | sim | inspect | doctor`.
 
 A command's module is imported when it is the one asked for, so `--help` answers at once and
 `chat` does not load torch.
@@ -38,6 +38,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "chat": Command("session_server.chat", "talk to a server in the terminal"),
         "demo": Command("session_server.demo.command", "show and check what this server does"),
         "bench": Command("session_server.bench.command", "measure what a session costs"),
+        "sim": Command("session_server.sim.command", "simulate the server and check every step"),
         "inspect": Command("session_server.inspector", "sessions and memory of a running server"),
         "doctor": Command("session_server.doctor", "what this machine has, and what is wrong"),
     }

@@ -19,7 +19,6 @@ from session_server.core.session_events import (
     Outcome,
     SessionClosed,
     SessionEntry,
-    SessionUpdated,
     TurnCancelled,
     TurnCompleted,
     TurnDelta,
@@ -27,7 +26,6 @@ from session_server.core.session_events import (
 )
 
 _ENTRY_BYTES = 200
-_CHAR_BYTES = 4
 _TOKEN_BYTES = 12
 _LOGPROB_BYTES = 100
 
@@ -170,9 +168,6 @@ def _size_of(entry: SessionEntry) -> int:
             return _size_of_outcome(outcome)
         case TurnFailedEntry(outcome=outcome):
             return _size_of_outcome(outcome)
-        case SessionUpdated(metadata=metadata):
-            num_chars = sum(len(key) + len(value) for key, value in metadata.items())
-            return _ENTRY_BYTES + _CHAR_BYTES * num_chars
         case _:
             return _ENTRY_BYTES
 
@@ -187,7 +182,7 @@ def _size(text: str, num_tokens: int, logprobs: tuple[TokenLogprob, ...]) -> int
     num_tops = sum(len(logprob.top) for logprob in logprobs)
     return (
         _ENTRY_BYTES
-        + _CHAR_BYTES * len(text)
+        + 4 * len(text)
         + _TOKEN_BYTES * num_tokens
         + _LOGPROB_BYTES * (len(logprobs) + num_tops)
     )

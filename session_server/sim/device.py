@@ -80,9 +80,7 @@ class EchoMemory:
 
     def page_of(self, row: RowId, position: int) -> int:
         """The page that holds a position."""
-        page = self._table[row][position // self._page_size]
-        assert page != 0, "a forward meets the padding page"
-        return page
+        return self._table[row][position // self._page_size]
 
     def is_page_start(self, position: int) -> bool:
         """Whether a page begins here."""
@@ -106,10 +104,13 @@ class EchoMemory:
 
     def put_chain(self, row: RowId, start: int, tokens: Sequence[int], *, root: int) -> None:
         """Write the cells of tokens from `start` on, after the cell before; `root` is before 0."""
+        cells, pages, page_size = self._cells, self._table[row], self._page_size
         tag = self.cell(row, start - 1) if start else root
         for position, token in enumerate(tokens, start):
             tag = tag_after(tag, token, position)
-            self.put(row, position, tag)
+            page = pages[position // page_size]
+            assert page != 0, "a forward writes the padding page"
+            cells[page][position % page_size] = tag
 
     def damage(self, page: int) -> None:
         """Overwrite a page behind everybody's back: what a probe is there to find."""
@@ -135,7 +136,6 @@ class EchoRunner:
     ) -> None:
         self.memory = EchoMemory(shape)
         self._samplers: dict[RowId, Sampler] = {}
-        self._roots: dict[str, int] = {}
         self._spoilt: set[tuple[TurnId, int]] = set()
         self._salt_of = salt_of
         self._truth_of = truth_of
@@ -185,7 +185,7 @@ class EchoRunner:
 
     def _run(self, row: BatchRow) -> RowResult:
         if row.sampling is not None:
-            root = self._root(self._salt_of(row.turn_id))
+            root = name_value(self._salt_of(row.turn_id))
             self._samplers[row.row] = Sampler(row.sampling.seed, root)
         sampler = self._samplers[row.row]
         if row.turn_id in self.faults.nan_turns:
@@ -264,12 +264,6 @@ class EchoRunner:
         assert len(tokens) == num_sure, "a row brings as many tokens as it says"
         return tokens
 
-    def _root(self, salt: str) -> int:
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._roots[salt] = name_value(salt)
-        return root
-
     def _compare(self, row: BatchRow, values: list[int]) -> None:
         """Everything a row read against what belongs there."""
         if self._truth_of is None or (row.turn_id, row.incarnation) in self._spoilt:
@@ -292,7 +286,7 @@ class EchoRunner:
         """A forward that failed may have written anything where it was to write, and its row's
         sampler remembers nothing of use to the launch behind it.
         """
-        root = self._root(self._salt_of(row.turn_id))
+        root = name_value(self._salt_of(row.turn_id))
         self._samplers[row.row] = Sampler(seed=GARBAGE, root=root, last_token=1)
         self._spoilt.add((row.turn_id, row.incarnation))
         for position in range(row.start, row.start + row.num_tokens):

@@ -7,7 +7,6 @@ what the engine holds with it. Commands wait in an inbox for the next step, as t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,8 +25,8 @@ from session_server.core.commands import (
 )
 from session_server.core.events import EngineEvent, SessionRefused, TurnFailed, TurnFinished
 from session_server.core.sampling import SamplingParams
-from session_server.sim.config import SimConfig
-from session_server.sim.draws import Draws, mix
+from session_server.sim.context import SimContext
+from session_server.sim.draws import mix
 from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
 from session_server.sim.stage import Stage
@@ -64,13 +63,13 @@ class ServerSession:
 class DirectWorld:
     """Applies operations. What refers to a session or turn that is not there does nothing."""
 
-    def __init__(self, config: SimConfig, draws: Draws, reached: Counter[str]) -> None:
+    def __init__(self, context: SimContext) -> None:
         self._inbox: list[EngineCommand] = []
         self._turns: dict[TurnId, ServerSession] = {}
         self._closing: set[SessionId] = set()
         self._num_requests = 0
-        model = EchoModel(num_repeats=config.sizes.num_repeats)
-        self.stage = Stage(config, model, draws, reached)
+        model = EchoModel(num_repeats=context.config.sizes.num_repeats)
+        self.stage = Stage(context, model)
         self.sessions: dict[SessionId, ServerSession] = {}
         self._verbs: dict[str, Callable[[Op], None]] = {
             "open": self._open,
@@ -299,9 +298,10 @@ class DirectWorld:
 class DirectOps:
     """Draws the next operation from the habits of the configuration and the state of the world."""
 
-    def __init__(self, config: SimConfig, draws: Draws, world: DirectWorld) -> None:
+    def __init__(self, context: SimContext, world: DirectWorld) -> None:
+        config = context.config
         self._config = config
-        self._draws = draws
+        self._draws = context.draws
         self._world = world
         self._num_names = 0
         habits = config.habits

@@ -6,6 +6,7 @@ the other sites decide. Nothing here depends on the interpreter's own hashes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Final, TypeVar
 from zlib import crc32
@@ -33,6 +34,7 @@ def mix(*values: int) -> int:
     return state
 
 
+@functools.lru_cache(maxsize=256)
 def name_value(name: str) -> int:
     """A name as a number, the same in every process."""
     return mix(*name.encode())
@@ -52,8 +54,9 @@ class Draws:
         state = self._sites.get(site)
         if state is None:
             state = mix(self._seed, crc32(site.encode()))
-        self._sites[site] = state + _GOLDEN
-        return scramble(state) % bound
+        self._sites[site] = (state + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        return (state ^ (state >> 27)) % bound
 
     def between(self, site: str, first: int, last: int) -> int:
         """A number in [first, last]."""

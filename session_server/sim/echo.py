@@ -11,20 +11,24 @@ from dataclasses import dataclass
 from typing import Final
 
 from session_server.core.sampling import TokenLogprob
-from session_server.sim.draws import mix, name_value, scramble
+from session_server.sim.draws import name_value, scramble
 
 VOCAB_SIZE: Final = 32
 EOS: Final = 0
 
 
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+
+
 def tag_after(before: int, token: int, position: int) -> int:
-    """The tag of a cell from the one before it."""
-    return scramble(before + mix_pair(token, position))
+    """The tag of a cell from the one before it.
 
-
-def mix_pair(token: int, position: int) -> int:
-    """Injective for what a chain meets; a sum or an exclusive or of the two would not be."""
-    return (position << 40 | token + 1) * 0x9E3779B97F4A7C15
+    Another token or another position always gives another tag, which a sum or an exclusive or of
+    the two would not promise.
+    """
+    value = (before + (position << 40 | token + 1) * _GOLDEN) & _MASK
+    return ((value ^ (value >> 29)) * 0xBF58476D1CE4E5B9 + _GOLDEN) & _MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class EchoModel:
 
     def choose(self, total: int, position: int, seed: int, last: int) -> int:
         """The token at `position` after cells that sum to `total`, the last of token `last`."""
-        draw = scramble(total + mix_pair(seed, position))
+        draw = scramble(total + position * _GOLDEN + seed * 0xD1B54A32D192ED03)
         alphabet = self.alphabet
         if draw >> 60 & 3 < self.num_repeats:
             return alphabet[(last * 5 + 3) % len(alphabet)]
@@ -54,15 +58,23 @@ class Truth:
 
     __slots__ = ("_model", "_seed", "_total", "tags", "tokens")
 
-    def __init__(self, model: EchoModel, root: int, prompt: Sequence[int], seed: int) -> None:
+    def __init__(
+        self,
+        model: EchoModel,
+        root: int,
+        prompt: Sequence[int],
+        *,
+        seed: int,
+        known: Sequence[int] = (),
+    ) -> None:
+        """`root` is the namespace; `known` are tags of a beginning of the prompt."""
         self._model = model
         self._seed = seed
-        self._total = 0
         self.tokens = list(prompt)
-        self.tags: list[int] = []
-        tag = root
-        for position, token in enumerate(self.tokens):
-            tag = tag_after(tag, token, position)
+        self.tags = list(known)
+        tag = self.tags[-1] if self.tags else root
+        for position in range(len(self.tags), len(self.tokens)):
+            tag = tag_after(tag, self.tokens[position], position)
             self.tags.append(tag)
         self._total = sum(self.tags)
 
@@ -89,20 +101,20 @@ class Truth:
 
 def score_of(cell: int, target: int) -> float:
     """The "logprob" of a target after the cell of the position before it."""
-    return -float(mix(cell, target) % 1000) / 100.0
+    return -float(tag_after(cell, target, 0) % 1000) / 100.0
 
 
 def replay(
     salt: str, prompt: Sequence[int], *, seed: int, max_new: int, model: EchoModel | None = None
 ) -> list[int]:
     """The first `max_new` outputs of a lone turn on an infinite machine, stopping at nothing."""
-    truth = Truth(model or EchoModel(), name_value(salt), prompt, seed)
+    truth = Truth(model or EchoModel(), name_value(salt), prompt, seed=seed)
     return truth.context(len(prompt) + max_new)[len(prompt) :]
 
 
 def replay_scores(salt: str, prompt: Sequence[int], start: int) -> list[TokenLogprob]:
     """Prompt logprobs from position `start` on, as a lone turn would have them."""
-    tags = Truth(EchoModel(), name_value(salt), prompt, 0).tags
+    tags = Truth(EchoModel(), name_value(salt), prompt, seed=0).tags
     return [
         TokenLogprob(token, score_of(tags[position - 1], token) if position else None)
         for position, token in enumerate(prompt)

@@ -57,12 +57,15 @@ _FAR_BEYOND: Final = 1000
 class EngineSession:
     """One session. The engine holds `held`, all that its last turn left.
 
-    `resident_len`: positions whose KV nothing has taken since.
+    `root` begins its chains; `tags` are known ones of a beginning of `held`. `resident_len`:
+    positions whose KV nothing has taken since.
     """
 
     session_id: SessionId
     salt: str
     held: tuple[int, ...]
+    root: int
+    tags: list[int] = field(default_factory=list)
     live: EngineTurn | None = None
     resident_len: int = 0
 
@@ -158,7 +161,9 @@ class EngineHistory:
         if session_id in self.sessions:
             self._owed["refused", session_id] += 1
             return
-        self.sessions[session_id] = EngineSession(session_id, command.tenant_salt, command.tokens)
+        self.sessions[session_id] = EngineSession(
+            session_id, command.tenant_salt, command.tokens, name_value(command.tenant_salt)
+        )
         if command.pinned:
             self._pinned.add(session_id)
 
@@ -170,8 +175,9 @@ class EngineHistory:
         held = session.held if session is not None else ()
         prompt = held[: command.base_len] + command.tokens
         seed = command.sampling.seed or 0
-        root = name_value(session.salt) if session is not None else 0
-        truth = Truth(self._model, root, prompt, seed)
+        root = session.root if session is not None else 0
+        known = session.tags[: command.base_len] if session is not None else ()
+        truth = Truth(self._model, root, prompt, seed=seed, known=known)
         turn = EngineTurn(command, session, prompt, truth)
         self.reached["turn"] += 1
         turn.refusals = frozenset(filter(None, (self._refusal(command, session),)))
@@ -357,6 +363,8 @@ class EngineHistory:
             raise Broken(Layer.SHADOW, f"{event} counts its outputs wrong")
         if turn.session is not None:
             turn.session.held = (turn.prompt + tuple(turn.outputs))[:kept_len]
+            turn.truth.reach(kept_len)
+            turn.session.tags = turn.truth.tags[:kept_len]
             # An output is there only when everything before it is computed; a retracted turn has
             # its outputs and computes all that again.
             is_whole = num_said > 0 and event.num_retractions == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -15,8 +14,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.sim.config import SimConfig
-from session_server.sim.draws import Draws
+from session_server.sim.context import SimContext
 from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
 from session_server.sim.hosted_engine import HostedEngine
@@ -50,14 +48,14 @@ def wire_model(num_repeats: int) -> EchoModel:
 class SimServer:
     """Application, sessions and engine of one simulation. `loop` runs only when told to."""
 
-    def __init__(self, config: SimConfig, draws: Draws, reached: Counter[str]) -> None:
-        self._config = config
-        self._draws = draws
+    def __init__(self, context: SimContext) -> None:
+        config = context.config
+        self._context = context
         self.loop = VirtualLoop(self._work_s)
         self.keys = [f"key-{index}" for index in range(config.habits.num_owners)]
         self.model = wire_model(config.sizes.num_repeats)
         self.salts = TenantSalts(_SECRET, share_prefixes=config.sizes.share_prefixes)
-        self.engine = HostedEngine(lambda: Stage(config, self.model, draws, reached), reached)
+        self.engine = HostedEngine(lambda: Stage(context, self.model), context.reached)
         self.sessions = SessionManager(
             self.engine,
             embedded_text(),
@@ -82,7 +80,7 @@ class SimServer:
 
     def connect(self, session_id: str, key: str, query: dict[str, str]) -> Socket:
         """A new connection to a session."""
-        socket = Socket(self.loop, capacity=self._config.habits.socket_frames)
+        socket = Socket(self.loop, capacity=self._context.config.habits.socket_frames)
         self.sockets = [each for each in self.sockets if not each.is_over]
         self.sockets.append(socket)
         socket.open(self.app, session_id, key=key, query=query)
@@ -131,7 +129,9 @@ class SimServer:
 
     def _work_s(self) -> float:
         """Tokenising aside takes a moment, and now and then longer than is waited for."""
-        is_slow = self._draws.happens("tokenizer_slow", self._config.faults.tokenizer_slow)
+        is_slow = self._context.draws.happens(
+            "tokenizer_slow", self._context.config.faults.tokenizer_slow
+        )
         return 2 * TOKENIZE_DEADLINE_S if is_slow else 0.01
 
     def _services(self) -> AppServices:
@@ -143,7 +143,7 @@ class SimServer:
                 name="echo",
                 path="echo",
                 vocab_size=text.tokenizer.vocab_size,
-                max_context=self._config.sizes.max_context_len,
+                max_context=self._context.config.sizes.max_context_len,
                 created_s=0,
                 token_text=lambda token: text.tokenizer.decode([token]),
                 defaults=SamplingParams(),

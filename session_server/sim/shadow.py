@@ -175,7 +175,7 @@ class SessionShadow:
             raise Broken(Layer.SHADOW, f"{usage}: {len(context)} in, {len(outputs)} out")
         if not 0 <= usage.cached_tokens < len(context):
             raise Broken(Layer.SHADOW, f"{usage}: a forward needs a query")
-        truth = Truth(self._world.model, self._root, context, turn.sampling("seed", 0))
+        truth = Truth(self._world.model, self._root, context, seed=turn.sampling("seed", 0))
         said = truth.context(len(context) + len(outputs))[len(context) :]
         if said != outputs:
             raise Broken(Layer.SHADOW, f"{end.turn_id} said {outputs}, the history gives {said}")

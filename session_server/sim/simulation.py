@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 from session_server.sim.config import Front, SimConfig, draw_config
+from session_server.sim.context import SimContext
 from session_server.sim.direct import DirectOps, DirectWorld
-from session_server.sim.draws import Draws
 from session_server.sim.failure import Broken, Layer, SimFailure
 from session_server.sim.loop import Deadlock
+from session_server.sim.story import Story
 from session_server.sim.trace import Op, Trace
 from session_server.sim.wire import WireOps, WireWorld
-
-_SITES_SEED: Final = 0x51
-"""Told apart from the draws that made the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,13 @@ def run(seed: int, *, max_steps: int | None = None) -> Report:
 
 def simulate(config: SimConfig, *, max_steps: int | None = None) -> Report:
     """Simulate one configuration. See `run`."""
-    simulation = _Simulation(config)
+    simulation = _Simulation(SimContext.of(config, None))
     return simulation.play(simulation.drawn_ops(), max_steps)
 
 
-def replay(trace: Trace) -> Report:
+def replay(trace: Trace, story: Story | None = None) -> Report:
     """Do again what a trace says, with the same phases behind it. See `run`."""
-    return _Simulation(trace.config).play(trace.ops, None)
+    return _Simulation(SimContext.of(trace.config, story)).play(trace.ops, None)
 
 
 class World(Protocol):
@@ -78,18 +76,17 @@ class World(Protocol):
 class _Simulation:
     """One run: ops come from a generator or from a trace, and are noted as they are done."""
 
-    def __init__(self, config: SimConfig) -> None:
-        self._trace = Trace(config)
-        self._reached: Counter[str] = Counter()
-        self._draws = Draws(config.seed ^ _SITES_SEED << 48)
+    def __init__(self, context: SimContext) -> None:
+        self._context = context
+        self._trace = Trace(context.config)
         self._world: World
         self._next_op: Callable[[], Op]
-        if config.front is Front.WIRE:
-            wire = WireWorld(config, self._draws, self._reached)
-            self._world, self._next_op = wire, WireOps(config, self._draws, wire).next
+        if context.config.front is Front.WIRE:
+            wire = WireWorld(context)
+            self._world, self._next_op = wire, WireOps(context, wire).next
         else:
-            direct = DirectWorld(config, self._draws, self._reached)
-            self._world, self._next_op = direct, DirectOps(config, self._draws, direct).next
+            direct = DirectWorld(context)
+            self._world, self._next_op = direct, DirectOps(context, direct).next
 
     def play(self, ops: Iterable[Op], max_steps: int | None) -> Report:
         """Load, then rest, close and empty."""
@@ -98,6 +95,8 @@ class _Simulation:
                 if max_steps is not None and self._world.num_steps >= max_steps:
                     break
                 self._trace.ops.append(op)
+                if self._context.story is not None:
+                    self._context.story.op(op)
                 self._world.apply(op)
             self._world.finish()
         except Broken as error:
@@ -119,7 +118,7 @@ class _Simulation:
         return SimFailure(layer, self._world.num_steps, message, self._trace)
 
     def _report(self) -> Report:
-        reached = self._reached
+        reached = self._context.reached
         return Report(
             seed=self._trace.config.seed,
             config=self._trace.config,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,11 +18,12 @@ from session_server.core.events import EngineEvent, TurnFailed, TurnFinished
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
 from session_server.sim.config import SimConfig
+from session_server.sim.context import SimContext
 from session_server.sim.device import ContentMismatch, EchoRunner, Faults, PoolShape
-from session_server.sim.draws import Draws
 from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
 from session_server.sim.history import EngineHistory
+from session_server.sim.story import StepRecord
 from session_server.sim.watched_cache import WatchedCache
 
 POOL: Final = PoolName("full")
@@ -38,28 +39,24 @@ class Stage:
     pages every `audit_every` steps, and every event. What does not hold raises `Broken`.
     """
 
-    def __init__(
-        self, config: SimConfig, model: EchoModel, draws: Draws, reached: Counter[str]
-    ) -> None:
-        sizes = config.sizes
-        self._config = config
-        self._draws = draws
+    def __init__(self, context: SimContext, model: EchoModel) -> None:
+        config, sizes = context.config, context.config.sizes
+        self._context = context
         self._results: deque[StepResult] = deque()
         self._num_idle = 0
-        self.reached = reached
         self.cache = WatchedCache(
             CacheSpec((LayerGroup(POOL, LayerKind.FULL, (0,), 1, 1, 4),), sizes.page_size),
             Capacity({POOL: sizes.num_pages + 1}, sizes.num_rows, sizes.max_context_len),
             pinned_quota_pages=sizes.pinned_quota_pages,
             allocation=sizes.allocation,
             strikes=self._strikes,
-            reached=reached,
+            reached=context.reached,
         )
         settings = _settings(config, model)
         self.engine = Engine(self.cache, settings)
-        self.history = EngineHistory(settings, model, self.engine.max_turn_len, reached)
+        self.history = EngineHistory(settings, model, self.engine.max_turn_len, context.reached)
         self.device = _device(config, model, self.history)
-        self.device.reached = reached
+        self.device.reached = context.reached
         self.is_calm = False
         self.is_blocked = True
         self.num_steps = 0
@@ -95,10 +92,14 @@ class Stage:
         self.num_steps += 1
         history = self.history
         history.told(commands, has_results=bool(results))
+        outcome: StepOutcome | None = None
         try:
             outcome = self.engine.step(now_s, commands, results)
         except AuditFailed as error:
             raise Broken(Layer.LEDGER, str(error)) from error
+        finally:
+            if self._context.story is not None:
+                self._context.story.step(self._record(commands, results, outcome))
         history.heard(outcome.events)
         self._check_memory(outcome.events)
         if outcome.batch is not None:
@@ -118,7 +119,7 @@ class Stage:
         launch = device.next_launch()
         if launch is None or not launch.rows:
             return
-        self.reached[f"fault {fault}"] += 1
+        self.history.reached[f"fault {fault}"] += 1
         turn_id = launch.rows[which % len(launch.rows)].turn_id
         if fault == "device_nan":
             device.faults.nan_turns.add(turn_id)
@@ -151,7 +152,7 @@ class Stage:
         headroom = self.cache.headroom()
         left = {
             "pages": accounts.pages - 1 - accounts.free,
-            "rows": self._config.sizes.num_rows - headroom.free_rows,
+            "rows": self._context.config.sizes.num_rows - headroom.free_rows,
             "sessions": len(self.cache),
             "turns": len(self.history.live),
             "namespaces": len(list(self.cache.stores.tree.roots())),
@@ -160,9 +161,24 @@ class Stage:
         if any(left.values()):
             raise Broken(Layer.AUDIT, f"not given back: {left}")
 
+    def _record(
+        self,
+        commands: Sequence[EngineCommand],
+        results: Sequence[StepResult],
+        outcome: StepOutcome | None,
+    ) -> StepRecord:
+        return StepRecord(
+            number=self.num_steps,
+            results=results,
+            commands=commands,
+            batch=outcome.batch if outcome is not None else None,
+            accounts=self.cache.accounts()[POOL],
+            events=outcome.events if outcome is not None else (),
+        )
+
     def _strikes(self, site: str) -> bool:
-        per_mille: int = getattr(self._config.faults, site)
-        return not self.is_calm and self._draws.happens(site, per_mille)
+        per_mille: int = getattr(self._context.config.faults, site)
+        return not self.is_calm and self._context.draws.happens(site, per_mille)
 
     def _check_memory(self, events: Sequence[EngineEvent]) -> None:
         cache = self.cache
@@ -178,7 +194,7 @@ class Stage:
         for event in events:
             if isinstance(event, TurnFinished) and event.session_id in cache:
                 self._check_held(event)
-        if self.num_steps % self._config.audit_every == 0:
+        if self.num_steps % self._context.config.audit_every == 0:
             self.audit()
 
     def _check_held(self, event: TurnFinished) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,17 @@ class Trace:
             OSError: the file cannot be read.
             ValueError: it is not a trace of this version.
         """
-        first, *rest = path.read_text(encoding="utf-8").splitlines()
+        return cls.parse(path.read_text(encoding="utf-8").splitlines())
+
+    @classmethod
+    def parse(cls, lines: Sequence[str]) -> Trace:
+        """The trace of some `lines`.
+
+        Raises:
+            ValueError: they are not a trace of this version.
+        """
         try:
-            return cls(from_json(json.loads(first)["config"]), [json.loads(line) for line in rest])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path.name} is not a trace of this version: {error}") from error
+            first, *rest = (json.loads(line) for line in lines)
+            return cls(from_json(first["config"]), rest)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a trace of this version: {error!r}") from error

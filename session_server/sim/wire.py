@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,8 +18,8 @@ from session_server.core.session_events import TurnEnd
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest
 from session_server.sim.clients import Client
-from session_server.sim.config import SimConfig
-from session_server.sim.draws import Draws, mix, name_value
+from session_server.sim.context import SimContext
+from session_server.sim.draws import mix, name_value
 from session_server.sim.failure import Broken, Layer
 from session_server.sim.server import LETTERS, SEND_TIMEOUT_S, SimServer, embedded_text
 from session_server.sim.shadow import SessionShadow, SimText, World
@@ -50,10 +49,11 @@ class WireWorld:
     """Applies operations. What refers to a client, session or turn that is not there does
     nothing."""
 
-    def __init__(self, config: SimConfig, draws: Draws, reached: Counter[str]) -> None:
+    def __init__(self, context: SimContext) -> None:
+        config, reached = context.config, context.reached
         self._config = config
         self.reached = reached
-        self.server = SimServer(config, draws, reached)
+        self.server = SimServer(context)
         keys = self.server.keys
         self.clients = [
             Client(f"c{index}", keys[index % len(keys)], reached)
@@ -286,9 +286,10 @@ class WireWorld:
 class WireOps:
     """Draws the next operation from the habits of the configuration and the state of the world."""
 
-    def __init__(self, config: SimConfig, draws: Draws, world: WireWorld) -> None:
+    def __init__(self, context: SimContext, world: WireWorld) -> None:
+        config = context.config
         self._config = config
-        self._draws = draws
+        self._draws = context.draws
         self._world = world
         self._num_names = 0
         habits, faults = config.habits, config.faults

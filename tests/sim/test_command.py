@@ -1,0 +1,71 @@
+"""`session-server sim`: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cache.lease import KVLease
+from session_server.cli import main
+
+
+def test_some_seeds_end_well_and_say_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--seeds", "2..6", "--jobs", "1", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["seeds"] == 4
+    assert figures["next_seed"] == 6
+    assert figures["steps"] > figures["wire_steps"] > 0
+    assert figures["coverage"]["publish"] > 0
+
+
+def test_a_number_of_steps_is_enough_to_ask_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--steps", "300", "--jobs", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "steps checked" in said
+    assert "finished length" in said
+
+
+def test_processes_give_what_one_process_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = []
+    for jobs in ("1", "2"):
+        assert main(["sim", "--seeds", "0..10", "--jobs", jobs, "--json"]) == 0
+        figures.append(json.loads(capsys.readouterr().out))
+        del figures[-1]["seconds"], figures[-1]["steps_per_s"]
+    assert figures[0] == figures[1]
+
+
+def test_a_failure_tells_its_story_and_leaves_a_trace_that_fails_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(KVLease, "_drop_private", lambda self, num_kept: None)
+    assert main(["sim", "--seeds", "0..30", "--jobs", "1", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    trace = next(tmp_path.glob("sim-*.jsonl"))
+    assert "settled | told | launched | pages | said" in said
+    assert f"session-server sim --replay {trace}" in said
+    assert len(trace.read_text().splitlines()) < 20
+    assert main(["sim", "--replay", str(trace), "--no-shrink", "--out", str(tmp_path)]) == 1
+    monkeypatch.undo()
+    assert main(["sim", "--replay", str(trace)]) == 0
+
+
+def test_a_trace_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("{}\n")
+    assert main(["sim", "--replay", str(path)]) == 2
+    assert "not a trace" in capsys.readouterr().out
+    assert main(["sim", "--replay", str(tmp_path / "missing")]) == 2
+
+
+@pytest.mark.parametrize("seeds", ["5", "9..3", "-1..3", "a..b"])
+def test_a_range_that_makes_no_sense_is_refused(
+    seeds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["sim", "--seeds", seeds])
+    assert left.value.code == 2
+    assert "--seeds" in capsys.readouterr().err
