@@ -110,7 +110,7 @@ def test_the_configurations_are_a_hundred_and_eight() -> None:
         (in_radix.FIRST_PAGE_IS_ENOUGH, Config(False, 0, 4, 64, share_prefixes=True)),
         (in_books.DELTA_IS_A_VIEW, Config(True, 0, 4, 7, share_prefixes=False)),
         (in_settling.REJECTED_GUESSES_COUNT, Config(False, 4, 16, 64, share_prefixes=False)),
-        (in_settling.WRITES_ARE_REVERSED, Config(False, 0, 1, 1, share_prefixes=False)),
+        (in_leases.HISTORY_IS_NOT_CUT, Config(False, 0, 1, 1, share_prefixes=False)),
         (in_leases.CUT_HISTORY_KEEPS_KV, Config(False, 2, 1, 7, share_prefixes=True)),
     ],
 )
