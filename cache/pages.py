@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache.errors import AuditFailed, OutOfPages
 from cache.ledger import Ledger
@@ -32,8 +31,9 @@ class PageAllocator:
 
     def __init__(self, ledger: Ledger, allocation: Allocation = "extent") -> None:
         self.ledger = ledger
-        self._is_free: NDArray[np.bool_] = np.ones(ledger.num_pages, dtype=np.bool_)
-        self._is_free[NULL_PAGE] = False
+        # One byte per page: most calls name a page or two, for which numpy takes longer.
+        self._is_free = bytearray(b"\x01") * ledger.num_pages
+        self._is_free[NULL_PAGE] = 0
         self._free: _FreePages = (
             _Extents(ledger.num_pages) if allocation == "extent" else _Stack(ledger.num_pages)
         )
@@ -61,9 +61,11 @@ class PageAllocator:
         if num_pages > self.num_free:
             raise OutOfPages(f"wanted {num_pages} pages, {self.num_free} free")
         pages = self._free.take(num_pages, after)
-        if len(set(pages)) != num_pages or not self._is_free[pages].all():
+        is_free = self._is_free
+        if len(set(pages)) != num_pages or not all(is_free[page] for page in pages):
             raise AuditFailed(f"{self.ledger.pool}: the free list named a page that is held")
-        self._is_free[pages] = False
+        for page in pages:
+            is_free[page] = 0
         self.ledger.transfer(num_pages, Holder.FREE, holder)
         return pages
 
@@ -73,15 +75,18 @@ class PageAllocator:
         Raises:
             AuditFailed: one of them is free already, named twice, or the padding page.
         """
-        released = np.sort(np.fromiter(pages, dtype=np.int64))
-        if not len(released):
+        released = sorted(pages)
+        if not released:
             return
-        doubled = (released[1:] == released[:-1]).any()
-        if doubled or released[0] <= NULL_PAGE or self._is_free[released].any():
-            raise AuditFailed(f"{self.ledger.pool}: released a page that was not held")
+        is_free, last = self._is_free, NULL_PAGE
+        for page in released:
+            if page <= last or is_free[page]:
+                raise AuditFailed(f"{self.ledger.pool}: released a page that was not held")
+            last = PageId(page)
         self.ledger.transfer(len(released), holder, Holder.FREE)
-        self._is_free[released] = True
-        self._free.give(released.tolist())
+        for page in released:
+            is_free[page] = 1
+        self._free.give(released)
 
     def free_pages(self) -> Pages:
         """Every free page, ascending, as the free list has them: what an audit compares."""
@@ -109,7 +114,7 @@ class _Stack:
         return [self._stack.pop() for _ in range(num_pages)]
 
     def give(self, pages: list[int]) -> None:
-        self._stack.extend(pages)
+        self._stack += pages
 
     def listed(self) -> Iterable[int]:
         return self._stack

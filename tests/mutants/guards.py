@@ -217,15 +217,19 @@ DOUBLE_FREE_PASSES = Mutant(
     "vllm#42571 (D3)",
     Edit(
         "cache.pages:PageAllocator.release",
-        "if doubled or released[0] <= NULL_PAGE or self._is_free[released].any():",
-        "if released[0] <= NULL_PAGE:",
+        "if page <= last or is_free[page]:",
+        "if page <= NULL_PAGE:",
     ),
 )
 
 SENTINEL_PASSES = Mutant(
     "The padding page, or a page id that is none, can be given back.",
     "sglang#40250 (D4)",
-    Edit("cache.pages:PageAllocator.release", "released[0] <= NULL_PAGE or ", ""),
+    Edit(
+        "cache.pages:PageAllocator.release",
+        "if page <= last or is_free[page]:",
+        "if page == last > NULL_PAGE or is_free[page]:",
+    ),
 )
 
 SECOND_UNLOCK_PASSES = Mutant(

@@ -48,7 +48,7 @@ PADDING_PAGE_IS_FREE = Mutant(
         "self._add(NULL_PAGE + 1, num_pages - NULL_PAGE - 1)",
         "self._add(NULL_PAGE, num_pages)",
     ),
-    Edit("cache.pages:PageAllocator.__init__", "self._is_free[NULL_PAGE] = False", "pass"),
+    Edit("cache.pages:PageAllocator.__init__", "self._is_free[NULL_PAGE] = 0", "pass"),
 )
 
 PADDING_ROW_IS_FREE = Mutant(
