@@ -82,6 +82,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
             speculation=_speculation(settings),
             memory=MemoryPolicy(settings.cache.memory_check, settings.cache.probe_interval_s),
         ),
+        stopwatch=time.perf_counter,
     )
     warm_up(loaded.runner, _speculation(settings))
     gc.freeze()

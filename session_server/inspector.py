@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", help="shown to the server")
     parser.add_argument("--full", action="store_true", help="recount every page first")
     parser.add_argument("--limit", type=int, default=20, help="sessions listed (default: 20)")
+    parser.add_argument(
+        "--trace", action="store_true", help="with --json: the steps before the first violation"
+    )
     parser.add_argument("--json", action="store_true", help="the server's answers, unformatted")
 
 
@@ -53,11 +56,8 @@ def run(args: argparse.Namespace) -> int:
         return 1 if problems else 0
     console.print(pool_table(memory["pools"]))
     console.print(session_table(memory["sessions"], sessions, args.limit))
-    checks = memory["checks"]
-    console.print(
-        f"rows {memory['rows'] - memory['rows_free']} of {memory['rows']} held · "
-        f"{checks['runs']} checks, {checks['violations']} violations"
-    )
+    console.print(f"rows {memory['rows'] - memory['rows_free']} of {memory['rows']} held")
+    console.print(checks_line(memory["checks"]))
     for problem in problems:
         console.print(f"[red]{escape(problem)}[/]")
     return 1 if problems else 0
@@ -76,9 +76,23 @@ def imbalances(memory: Mapping[str, Any]) -> list[str]:
         for name, pool in memory["pools"].items()
         if pool["quarantine"]
     ]
-    if memory["checks"]["violations"]:
-        problems.append(f"the memory checker counted {memory['checks']['violations']} violations")
+    checks = memory["checks"]
+    if checks["violations"]:
+        problems.append(f"the memory checker counted {checks['violations']} violations")
+        problems += [f"  {text}" for text in checks["recent"]]
+    if checks["quarantined_sessions"]:
+        problems.append(f"quarantined sessions: {', '.join(checks['quarantined_sessions'])}")
+    if checks["rebuilds"]:
+        problems.append(f"the books were begun again {checks['rebuilds']} times")
     return problems
+
+
+def checks_line(checks: Mapping[str, Any]) -> str:
+    """How often each level ran, and what that takes."""
+    levels = ", ".join(f"level {level} {runs}" for level, runs in checks["levels"].items())
+    ago_s = checks["last_probe_ago_s"]
+    probed = "" if ago_s is None else f", the last probe {ago_s:.0f} s ago"
+    return f"checks: {levels}{probed} · {checks['cost_share']:.2%} of the engine's time"
 
 
 def pool_table(pools: Mapping[str, Mapping[str, int]]) -> Table:
@@ -118,7 +132,8 @@ def session_table(
 def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     with httpx.Client(base_url=args.url, headers=headers, timeout=30.0, trust_env=False) as client:
-        memory = client.get("/v1/admin/memory", params={"full": 1} if args.full else {})
+        params = {"full": int(args.full), "trace": int(args.trace)}
+        memory = client.get("/v1/admin/memory", params=params)
         memory.raise_for_status()
         sessions = client.get("/v1/sessions", params={"limit": args.limit})
         sessions.raise_for_status()

@@ -33,7 +33,22 @@ def memory(*, violations: int = 0, **accounts: int) -> dict[str, Any]:
         "rows": 4,
         "rows_free": 3,
         "sessions": [held],
-        "checks": {"runs": 7, "violations": violations, "recent": []},
+        "checks": checks(violations),
+    }
+
+
+def checks(violations: int) -> dict[str, Any]:
+    return {
+        "runs": 7,
+        "levels": {"0": 4, "1": 2, "2": 1, "3": 0},
+        "violations": violations,
+        "recent": ["a page has two holders"] * violations,
+        "quarantined_sessions": ["s_2"] * violations,
+        "rebuilds": violations,
+        "reprefill_tokens": 0,
+        "probes": 3,
+        "last_probe_ago_s": 7.4,
+        "cost_share": 0.0042,
     }
 
 
@@ -43,7 +58,10 @@ def memory(*, violations: int = 0, **accounts: int) -> dict[str, Any]:
         (memory(), []),
         (memory(free=9), ["add up to 9"]),
         (memory(free=9, quarantine=1), ["1 pages are quarantined"]),
-        (memory(violations=2), ["2 violations"]),
+        (
+            memory(violations=2),
+            ["2 violations", "two holders", "two holders", "s_2, s_2", "begun again 2 times"],
+        ),
     ],
 )
 def test_what_is_off_is_said_in_words(books: dict[str, Any], words: list[str]) -> None:
@@ -90,7 +108,11 @@ def test_balanced_books_are_shown_and_good(
     answers["/v1/admin/memory"] = memory()
     answers["/v1/sessions"] = {"data": [{"id": "s_1", "turns": 3}]}
     assert inspect(url, *flags) == 0
-    assert "s_1" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "s_1" in shown
+    if "--json" not in flags:
+        assert "level 3 0, the last probe 7 s ago" in shown
+        assert "0.42%" in shown
 
 
 def test_books_that_are_off_are_an_exit_status(served: tuple[str, dict[str, Any]]) -> None:

@@ -37,6 +37,8 @@ _ENGINE_TOTALS: Final = (
     "check_runs",
 )
 
+_CHECKER_TOTALS: Final = ("probes", "rebuilds", "reprefill_tokens")
+
 _ACCOUNTS: Final = (
     "free",
     "reserved",
@@ -196,6 +198,11 @@ class _Engine:
             "Violated memory invariants since the engine started; anything but 0 is a fault.",
             registry=registry,
         )
+        self.check_cost = Gauge(
+            "session_server_memory_check_cost_ratio",
+            "Share of the engine's time that memory checks and probes take.",
+            registry=registry,
+        )
         self.deaths = Counter(
             "session_server_engine_deaths", "Times the engine died.", registry=registry
         )
@@ -216,8 +223,12 @@ class _Engine:
         for pool, report in event.pools.items():
             for account in _ACCOUNTS:
                 self.pages.labels(pool, account).set(getattr(report, account))
-        self.totals.labels("check_runs").set(event.checks.num_runs)
-        self.violations.set(event.checks.violations)
+        checks = event.checks
+        self.totals.labels("check_runs").set(checks.num_runs)
+        for what in _CHECKER_TOTALS:
+            self.totals.labels(what).set(getattr(checks, what))
+        self.check_cost.set(checks.cost_share)
+        self.violations.set(checks.violations)
 
 
 class _Sockets:

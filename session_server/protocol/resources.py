@@ -6,7 +6,13 @@ from typing import Literal
 
 import msgspec
 
-from session_server.core.events import MemoryReported, PoolReport, SessionPages, TurnTimings
+from session_server.core.events import (
+    MemoryReported,
+    PoolReport,
+    SessionPages,
+    TracedStep,
+    TurnTimings,
+)
 from session_server.protocol.errors import ErrorBody
 from session_server.protocol.frames import ConversationItem, ItemBody, UsageBody
 
@@ -81,21 +87,33 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How often the memory was checked, and what was found wrong."""
+    """How often the memory was checked (`levels`: by level), what was found wrong and what was done
+    about it. `cost_share` of the engine's time went to checks and probes.
+    """
 
     runs: int
+    levels: dict[str, int]
     violations: int
     recent: tuple[str, ...]
+    quarantined_sessions: tuple[str, ...]
+    rebuilds: int
+    reprefill_tokens: int
+    probes: int
+    last_probe_ago_s: float | None
+    cost_share: float
 
 
 class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds which page: per pool the accounts, which add up to `pages`; rows; per session."""
+    """Who holds which page: per pool the accounts, which add up to `pages`; rows; per session.
+    `trace`: what the engine did before the first violation, if asked for.
+    """
 
     pools: dict[str, PoolReport]
     rows: int
     rows_free: int
     sessions: tuple[SessionPages, ...]
     checks: CheckCounts
+    trace: tuple[TracedStep, ...]
 
 
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,14 +124,23 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
 
 def memory_body(report: MemoryReported) -> MemoryBody:
     """The engine's report as operators read it."""
+    checks = report.checks
     return MemoryBody(
         pools=report.pools,
         rows=report.rows,
         rows_free=report.rows_free,
         sessions=report.sessions,
         checks=CheckCounts(
-            runs=report.checks.num_runs,
-            violations=report.checks.violations,
-            recent=report.checks.recent,
+            runs=checks.num_runs,
+            levels=checks.runs,
+            violations=checks.violations,
+            recent=checks.recent,
+            quarantined_sessions=checks.quarantined_sessions,
+            rebuilds=checks.rebuilds,
+            reprefill_tokens=checks.reprefill_tokens,
+            probes=checks.probes,
+            last_probe_ago_s=checks.last_probe_ago_s,
+            cost_share=checks.cost_share,
         ),
+        trace=report.trace,
     )

@@ -91,11 +91,11 @@ class EngineLink:
             self._client.send(self._unsent[0])
             self._unsent.popleft()
 
-    async def memory(self, *, full: bool) -> MemoryReported:
+    async def memory(self, *, full: bool, trace: bool = False) -> MemoryReported:
         """Ask for the accounts. Raises EngineUnavailable."""
 
         def command(request_id: int) -> EngineCommand:
-            return ReportMemory(request_id=request_id, full=full)
+            return ReportMemory(request_id=request_id, full=full, trace=trace)
 
         return await self._ask(self._memory, command)
 

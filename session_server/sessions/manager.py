@@ -309,13 +309,13 @@ class SessionManager:
         """Token ids of the session as of the last turn that ended. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).transcript.tokens()
 
-    async def memory(self, *, full: bool = False) -> MemoryReported:
-        """The engine's accounts; `full` runs the level-2 audit between two steps.
+    async def memory(self, *, full: bool = False, trace: bool = False) -> MemoryReported:
+        """The engine's accounts; see `ReportMemory`.
 
         Raises:
             EngineUnavailable: there is no engine, or it does not answer.
         """
-        return await self._link.memory(full=full)
+        return await self._link.memory(full=full, trace=trace)
 
     async def flush(self) -> bool:
         """Cool every session and empty the tree; histories stay. False when turns are live.

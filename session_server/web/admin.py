@@ -28,6 +28,7 @@ from session_server.web.services import AppServices
 router = APIRouter(tags=["operations"])
 
 SCRAPE_TIMEOUT_S = 1.0
+Switch = Annotated[int, Query(ge=0, le=1)]
 
 
 @router.get("/health", responses=answers(StatusBody, "The server works."))
@@ -72,9 +73,13 @@ async def list_models(caller: Caller) -> Response:
 
 
 @router.get("/v1/admin/memory", responses=answers(MemoryBody, "Who holds which page."))
-async def memory(caller: Caller, full: Annotated[int, Query(ge=0, le=1)] = 0) -> Response:
-    """The ledger, per pool and session; `full=1` recounts every page between two steps first."""
-    report = await caller.sessions.memory(full=bool(full))
+async def memory(caller: Caller, full: Switch = 0, trace: Switch = 0) -> Response:
+    """The ledger, per pool and session, and what the memory checker found.
+
+    `full=1` recounts every page between two steps first; `trace=1` adds what the engine did before
+    the first violation: ids, lengths and decisions.
+    """
+    report = await caller.sessions.memory(full=bool(full), trace=bool(trace))
     return JsonResponse(memory_body(report))
 
 

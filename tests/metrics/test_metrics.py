@@ -66,7 +66,9 @@ REPORT = MemoryReported(
     rows=4,
     rows_free=4,
     sessions=(),
-    checks=CheckerReport(runs={"0": 3, "2": 2}, violations=1, recent=("x",)),
+    checks=CheckerReport(
+        runs={"0": 3, "2": 2}, violations=1, recent=("x",), reprefill_tokens=70, cost_share=0.01
+    ),
 )
 STATS = EngineStats(
     steps=9,
@@ -146,6 +148,9 @@ def test_the_accounts_of_a_pool_are_shown_and_add_up() -> None:
     pages = [line for line in lines if line.startswith("session_server_pages{")]
     assert sum(float(line.split()[-1]) for line in pages) == 10
     assert value(metrics, "session_server_engine_total", what="coolings") == 3
+    assert value(metrics, "session_server_engine_total", what="check_runs") == 5
+    assert value(metrics, "session_server_engine_total", what="reprefill_tokens") == 70
+    assert value(metrics, "session_server_memory_check_cost_ratio") == 0.01
     assert value(metrics, "session_server_engine_turns", state="waiting") == 2
 
 

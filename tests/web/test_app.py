@@ -142,8 +142,19 @@ async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
     model = (await this.http.get("/v1/models")).json()["data"][0]
     assert (model["id"], model["max_model_len"]) == ("paper", 4096)
     memory = (await this.http.get("/v1/admin/memory", params={"full": 1})).json()
-    assert memory["checks"] == {"runs": 1, "violations": 0, "recent": []}
-    assert set(memory) == {"pools", "rows", "rows_free", "sessions", "checks"}
+    assert memory["checks"] == {
+        "runs": 1,
+        "levels": {"2": 1},
+        "violations": 0,
+        "recent": [],
+        "quarantined_sessions": [],
+        "rebuilds": 0,
+        "reprefill_tokens": 0,
+        "probes": 0,
+        "last_probe_ago_s": None,
+        "cost_share": 0.0,
+    }
+    assert set(memory) == {"pools", "rows", "rows_free", "sessions", "checks", "trace"}
     await this.open()
     metrics = await this.http.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
