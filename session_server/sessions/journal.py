@@ -19,6 +19,7 @@ from session_server.core.session_events import (
     Outcome,
     SessionClosed,
     SessionEntry,
+    SessionUpdated,
     TurnCancelled,
     TurnCompleted,
     TurnDelta,
@@ -26,6 +27,7 @@ from session_server.core.session_events import (
 )
 
 _ENTRY_BYTES = 200
+_CHAR_BYTES = 4
 _TOKEN_BYTES = 12
 _LOGPROB_BYTES = 100
 
@@ -168,6 +170,9 @@ def _size_of(entry: SessionEntry) -> int:
             return _size_of_outcome(outcome)
         case TurnFailedEntry(outcome=outcome):
             return _size_of_outcome(outcome)
+        case SessionUpdated(metadata=metadata):
+            num_chars = sum(len(key) + len(value) for key, value in metadata.items())
+            return _ENTRY_BYTES + _CHAR_BYTES * num_chars
         case _:
             return _ENTRY_BYTES
 
@@ -182,7 +187,7 @@ def _size(text: str, num_tokens: int, logprobs: tuple[TokenLogprob, ...]) -> int
     num_tops = sum(len(logprob.top) for logprob in logprobs)
     return (
         _ENTRY_BYTES
-        + 4 * len(text)
+        + _CHAR_BYTES * len(text)
         + _TOKEN_BYTES * num_tokens
         + _LOGPROB_BYTES * (len(logprobs) + num_tops)
     )

@@ -174,6 +174,10 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         """
         if self.transport.is_closing():
             raise ClientDisconnected
+        if message["type"] == "websocket.close":
+            # Waiting for a peer that takes nothing would mean to go without a word: the code is
+            # owed behind the rest, to one that wakes up before it is cut.
+            self.writable.set()
         await super().send(message)
         if self.initial_response is not None and self.close_sent:
             self.handshake_complete = True

@@ -338,7 +338,7 @@ class SessionSocket:
                 await self._websocket.send_text(frame)
 
     async def _close(self, code: CloseCode) -> None:
-        # A stalled peer takes no close frame either; GuardedWebSocket cuts it then.
+        # A stalled peer may wake up and read why; if it does not, GuardedWebSocket cuts it.
         with contextlib.suppress(WebSocketDisconnect, TimeoutError, RuntimeError):
             async with asyncio.timeout(1.0):
                 await self._websocket.close(int(code), code.name.lower())

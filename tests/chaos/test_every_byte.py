@@ -12,6 +12,7 @@ from typing import Any
 from tests.chaos.decisions import Decisions
 from tests.chaos.proxy import CALM, ChaosProxy, Direction, Fate, Fault
 from tests.chaos.socket_client import LOST
+from tests.sessions.paper_engine import PaperEngine
 from tests.web.serving import Served, serving
 from tests.web.wire_client import open_wire, turn
 
@@ -64,7 +65,7 @@ async def struck_turn(proxy: AimedProxy, session_id: str, **fields: Any) -> str:
     return kind
 
 
-async def after_it(this: Served, session_id: str, kind: str) -> str:
+async def after_it(this: Served[PaperEngine], session_id: str, kind: str) -> str:
     """The next turn, at once; what must have become of the struck one."""
     async with this.socket(session_id) as wire:
         end = await wire.turn("next", **NEXT)
@@ -83,7 +84,7 @@ async def after_it(this: Served, session_id: str, kind: str) -> str:
 def test_R3_a_line_struck_at_any_byte_leaves_an_exact_history() -> None:
     saw: Counter[str] = Counter()
 
-    async def strike(this: Served, proxy: AimedProxy, blow: Blow | None) -> None:
+    async def strike(this: Served[PaperEngine], proxy: AimedProxy, blow: Blow | None) -> None:
         session_id = await this.open()
         async with this.socket(session_id) as wire:
             await wire.turn("first", **FIRST)

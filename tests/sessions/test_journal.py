@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from session_server.core.session_events import SessionClosed, TurnCreated, TurnDelta
+from session_server.core.session_events import SessionClosed, SessionUpdated, TurnCreated, TurnDelta
 from session_server.sessions.journal import Journal, JournalLimits, OffsetLost
 
 
@@ -48,6 +48,15 @@ def test_bytes_are_bounded_and_the_newest_entry_always_stays() -> None:
         assert journal.num_bytes <= 10_000
     journal.append(delta("x" * 1_000_000))
     assert seqs(journal, 100) == [101]
+
+
+def test_metadata_counts_too() -> None:
+    """At the price of an empty entry, a journal of 1 MiB would be one of 40 MB."""
+    journal = Journal(JournalLimits(max_bytes=100_000))
+    for number in range(1000):
+        metadata = {f"{number}/{key}": "x" * 512 for key in range(16)}
+        journal.append(SessionUpdated(60.0, metadata))
+    assert 1 <= len(seqs(journal, journal.first_seq - 1)) <= 4
 
 
 def test_old_entries_are_forgotten() -> None:
