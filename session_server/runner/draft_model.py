@@ -85,7 +85,7 @@ class DraftModel:
             hidden = self._model.forward(inputs, inputs.wanted)
         for draws, tokens in said:
             # They were guesses; what is said is for the target to choose.
-            self._sampler.remember(draws, tokens, torch.full_like(tokens, -1, dtype=torch.float32))
+            self._sampler.forget(draws, tokens)
         return drafts
 
 

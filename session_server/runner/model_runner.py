@@ -166,7 +166,7 @@ class ModelRunner:
             taken = inputs.token_ids[inputs.wanted[: len(hidden)]]
             tokens = self._sampler.choose(logits, draws, taken)
             verdict = verify(tokens, taken, draws)
-            self._sampler.remember(draws, tokens, verdict.is_kept.float())
+            self._sampler.remember(draws, tokens, verdict.num_right)
             self._last_tokens.index_copy_(0, rows, tokens[verdict.last])
             num_right = verdict.num_right
         wishes = [self._sampler.params(draw.row) for draw in draws]

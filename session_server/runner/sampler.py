@@ -94,22 +94,30 @@ class Sampler:
         return tokens
 
     def remember(
-        self, draws: Sequence[Draw], tokens: Tensor, weights: Tensor | None = None
+        self, draws: Sequence[Draw], tokens: Tensor, num_right: Tensor | None = None
     ) -> None:
         """Count choices as output.
 
         Args:
             draws: as given to `choose`.
             tokens: int64 [n], what it returned.
-            weights: float32 [n], 0 for choices that are void and -1 to take one back; None for 1.
+            num_right: int64 [draws], the first so many drafts of each were right, and what was
+                chosen behind the next one is void; None when every draw chooses one token.
         """
         first = 0
-        for draw in draws:
+        for index, draw in enumerate(draws):
             end = first + draw.num_tokens
             penalty = self._rows[draw.row].penalty
             if penalty is not None:
-                penalty.add_(tokens[first:end], None if weights is None else weights[first:end])
+                penalty.add_(tokens[first:end], None if num_right is None else num_right[index])
             first = end
+
+    def forget(self, draws: Sequence[Draw], tokens: Tensor) -> None:
+        """Take back what `remember` counted of draws of one token each."""
+        for index, draw in enumerate(draws):
+            penalty = self._rows[draw.row].penalty
+            if penalty is not None:
+                penalty.subtract_(tokens[index : index + 1])
 
     def adjusted(
         self, logits: Tensor, draws: Sequence[Draw], inputs: Tensor | None = None
@@ -193,10 +201,20 @@ class _Penalty:
     in_prompt: Tensor
     output_counts: Tensor
 
-    def add_(self, tokens: Tensor, weights: Tensor | None) -> None:
-        """Count output tokens, int64 [n], still unknown to the host; each once, or by weight."""
-        ones = self.output_counts.new_ones(len(tokens)) if weights is None else weights
-        self.output_counts.index_add_(0, tokens, ones)
+    def add_(self, tokens: Tensor, num_right: Tensor | None) -> None:
+        """Count output tokens, int64 [n], still unknown to the host: all, or the first
+        `num_right` + 1 of them.
+        """
+        counts = self.output_counts
+        if num_right is None:
+            weights = counts.new_ones(len(tokens))
+        else:
+            weights = (torch.arange(len(tokens), device=counts.device) <= num_right).to(counts)
+        counts.index_add_(0, tokens, weights)
+
+    def subtract_(self, tokens: Tensor) -> None:
+        """Take back tokens that were counted."""
+        self.output_counts.index_add_(0, tokens, -self.output_counts.new_ones(len(tokens)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,12 +36,11 @@ class Verdict:
     """What became of the drafts, on the device.
 
     `num_right`: int64 [draws]. `last`: int64 [draws], where the last valid choice of each draw
-    stands among all choices. `is_kept`: bool [choices], False for what follows a wrong draft.
+    stands among all choices.
     """
 
     num_right: Tensor
     last: Tensor
-    is_kept: Tensor
 
 
 def verify(choices: Tensor, inputs: Tensor, draws: Sequence[Draw]) -> Verdict:
@@ -59,11 +58,7 @@ def verify(choices: Tensor, inputs: Tensor, draws: Sequence[Draw]) -> Verdict:
     steps = np.arange(lengths.max())
     cells = first[:, None] + np.minimum(steps, lengths[:, None] - 1)
     is_real = steps < lengths[:, None]
-    on_device = torch.from_numpy(np.stack((cells, is_real))).to(choices.device)
-    at, is_draft = on_device[0], on_device[1, :, 1:].bool()
-    is_right = (choices[at[:, :-1]] == inputs[at[:, 1:]]) & is_draft
-    so_far = is_right.cumprod(dim=1)
-    num_right = so_far.sum(dim=1)
-    is_kept = torch.cat((torch.ones_like(at[:, :1]), so_far), dim=1)
-    flat = torch.from_numpy(np.flatnonzero(is_real)).to(choices.device)
-    return Verdict(num_right, at[:, 0] + num_right, is_kept.view(-1)[flat].bool())
+    at, is_draft = torch.from_numpy(np.stack((cells, is_real))).to(choices.device)
+    is_right = (choices[at[:, :-1]] == inputs[at[:, 1:]]) * is_draft[:, 1:]
+    num_right = is_right.cumprod(dim=1).sum(dim=1)
+    return Verdict(num_right, at[:, 0] + num_right)
