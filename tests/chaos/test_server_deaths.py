@@ -18,18 +18,13 @@ import pytest
 from session_server.local_server import LocalServer
 from tests.chaos.decisions import Decisions
 from tests.chaos.echo_server import PROGRAM, echo_server
+from tests.chaos.reckoning import ENDS, echo_turn
 from tests.chaos.rest_client import http_client
 from tests.engine.test_engine_process import is_alive
 from tests.web.wire_client import Wire, open_wire
 
 NUM_CLIENTS = 12
-ENDS = ("turn.completed", "turn.cancelled", "turn.failed")
 EVENTS = {"accept": "text/event-stream"}
-
-
-def body(chance: Decisions, turn_id: str, max_tokens: int) -> dict[str, Any]:
-    sampling = {"max_tokens": max_tokens, "seed": chance.below(99), "ignore_eos": True}
-    return {"turn_id": turn_id, "input_ids": [chance.between(1, 28)], "sampling": sampling}
 
 
 def engine_pids(server_pid: int) -> list[int]:
@@ -45,7 +40,9 @@ async def socket_client(url: str, number: int, saw: Counter[str], ready: asyncio
     async with open_wire(url) as wire:
         await wire.receive()
         for turn_id in ("t0", "t1", "t2"):
-            await wire.send("turn.create", **body(chance, turn_id, chance.between(60, 100)))
+            await wire.send(
+                "turn.create", **echo_turn(chance, turn_id, max_tokens=chance.between(60, 100))
+            )
         await wire.until("turn.delta")
         saw["running"] += 1
         if saw["running"] == NUM_CLIENTS:
@@ -73,7 +70,7 @@ def check_frames(wire: Wire, saw: Counter[str]) -> None:
 
 async def rest_clients(url: str, saw: Counter[str], ready: asyncio.Event) -> None:
     """One request and one stream that run, and one reader of events of a session without turns."""
-    chance = Decisions(6)
+    turn = echo_turn(Decisions(6), "t", max_tokens=200)
     async with http_client(url) as http:
 
         async def opened() -> str:
@@ -81,7 +78,7 @@ async def rest_clients(url: str, saw: Counter[str], ready: asyncio.Event) -> Non
             return f"/v1/sessions/{session_id}"
 
         async def request() -> None:
-            answer = await http.post(f"{await opened()}/turns", json=body(chance, "t", 200))
+            answer = await http.post(f"{await opened()}/turns", json=turn)
             saw[f"request {answer.status_code} {answer.json().get('status')}"] += 1
 
         async def stream(method: str, path: str, **options: Any) -> None:
@@ -91,10 +88,9 @@ async def rest_clients(url: str, saw: Counter[str], ready: asyncio.Event) -> Non
                     kinds += [line.removeprefix("event: ")] if line.startswith("event") else []
             saw[f"stream ended with {kinds[-1]}"] += 1
 
-        session = await opened()
         work = [
             asyncio.create_task(request()),
-            asyncio.create_task(stream("POST", f"{session}/turns", json=body(chance, "t", 200))),
+            asyncio.create_task(stream("POST", f"{await opened()}/turns", json=turn)),
             asyncio.create_task(stream("GET", f"{await opened()}/events")),
         ]
         await ready.wait()
@@ -148,7 +144,7 @@ async def endless_turns(url: str, ready: asyncio.Event) -> None:
 
     async def socket() -> None:
         async with open_wire(url) as wire:
-            await wire.send("turn.create", **body(chance, "t", 400))
+            await wire.send("turn.create", **echo_turn(chance, "t", max_tokens=400))
             for _ in range(20):
                 await wire.until("turn.delta")
             ready.set()
@@ -161,7 +157,7 @@ async def endless_turns(url: str, ready: asyncio.Event) -> None:
             with contextlib.suppress(httpx.TransportError):
                 session_id = (await http.post("/v1/sessions", json={})).json()["id"]
                 path = f"/v1/sessions/{session_id}/turns"
-                await http.post(path, json=body(chance, "t", 400), **options)
+                await http.post(path, json=echo_turn(chance, "t", max_tokens=400), **options)
 
     await asyncio.gather(request(), request(headers=EVENTS), socket())
 
@@ -190,7 +186,7 @@ def test_a_second_signal_under_load_does_not_wait_and_is_no_error() -> None:
 def test_a_signal_while_the_engine_is_away_ends_the_server_all_the_same() -> None:
     async def scenario(server: LocalServer) -> None:
         async with open_wire(server.url) as wire:
-            await wire.send("turn.create", **body(Decisions(8), "t", 400))
+            await wire.send("turn.create", **echo_turn(Decisions(8), "t", max_tokens=400))
             await wire.until("turn.delta")
             for pid in engine_pids(server.pid):
                 os.kill(pid, signal.SIGKILL)

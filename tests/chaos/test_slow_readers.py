@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 
 from session_server.local_server import LocalServer
-from session_server.sim.echo import replay
 from tests.chaos.decisions import Decisions
 from tests.chaos.echo_server import echo_server
 from tests.chaos.load import memory_mib
+from tests.chaos.reckoning import ENDS, Reckoning, echo_turn
 from tests.chaos.rest_client import http_client
 from tests.web.test_websocket import narrow_socket
 from tests.web.wire_client import open_wire
@@ -99,20 +99,16 @@ def metadata(number: int) -> dict[str, str]:
 
 async def other(url: str, number: int, turns: list[int], is_over: asyncio.Event) -> None:
     """Somebody else's conversation, every answer checked."""
-    chance, history, count = Decisions(9, number), list[int](), 0
+    chance, known, count = Decisions(9, number), Reckoning(), 0
     async with open_wire(url) as wire:
         await wire.receive()
-        while not is_over.is_set() and len(history) < 480:
+        while not is_over.is_set() and len(known.tokens) < 480:
             count += 1
-            seed, words = chance.below(99), [chance.between(1, 28)]
-            sampling = {"max_tokens": 3, "seed": seed, "ignore_eos": True}
-            body = {"turn_id": f"t{count}", "input_ids": words, "sampling": sampling}
+            body = echo_turn(chance, f"t{count}", max_tokens=3, max_inputs=1)
             await wire.send("turn.create", **body)
-            end = await wire.until("turn.completed", "turn.cancelled", "turn.failed", "error")
-            answer = replay("a", [*history, *words], seed=seed, max_new=3)
+            end = await wire.until(*ENDS, "error")
             assert end["type"] == "turn.completed", end
-            assert end["item"]["token_ids"] == answer
-            history += [*words, *answer]
+            known.learn(body, end)
             turns.append(number)
     if not is_over.is_set():
         await other(url, number, turns, is_over)
