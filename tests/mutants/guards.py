@@ -247,3 +247,268 @@ GUESSES_WITHOUT_A_WAY_BACK = Mutant(
         "any(True for component in components)",
     ),
 )
+
+REFUSAL_FREES_THE_SESSION = Mutant(
+    "Refusing a turn forgets the one that runs.",
+    "sglang#40250 (R1)",
+    Edit(
+        "session_server.sessions.manager:SessionManager._new_turn",
+        'raise SessionBusy("a turn of this session has not ended")',
+        'session.live = None\n                raise SessionBusy("")',
+    ),
+)
+
+CANCELLED_STAYS_IN_LINE = Mutant(
+    "A turn that ends while it waits stays in its session's line.",
+    "sglang#31765 (R2)",
+    Edit("session_server.sessions.session:Session.take_out", "self.queue.remove(turn)", "pass"),
+)
+
+DISCONNECT_STOPS_NOBODY = Mutant(
+    "The turns of a client that has gone run on.",
+    "sglang#36475 (R3), llama.cpp#24496 (E2)",
+    Edit(
+        "session_server.web.readers:Readers._cancel_bound",
+        "for turn_id, keep_partial in watch.bound.items():",
+        "for turn_id, keep_partial in ():",
+    ),
+)
+
+ENGINE_KNOWS_CLIENTS_IDS = Mutant(
+    "The engine knows a turn by the id its client chose.",
+    "vllm#23697, #27987 (R4)",
+    Edit(
+        "session_server.sessions.manager:SessionManager._new_turn",
+        "item_id=session.transcript.new_item_id(),",
+        "item_id=session.transcript.new_item_id(), engine_id=request.turn_id,",
+    ),
+)
+
+RID_IS_FORGOTTEN_BY_NAME = Mutant(
+    "A request that ends is forgotten by its name, whoever has that name now.",
+    "vllm#10583 (R4)",
+    Edit(
+        "session_server.web.running_requests:RunningRequests.remove",
+        "if self._running.get((owner, rid)) == turn:",
+        "if (owner, rid) in self._running:",
+    ),
+)
+
+CLOSING_ID_IS_FREE = Mutant(
+    "A session may be opened under the id of one that has not closed yet.",
+    "sglang#40250 (R6)",
+    Edit(
+        "session_server.sessions.manager:SessionManager.open",
+        "self._sessions.check_free(owner, request.session_id)",
+        "pass",
+    ),
+)
+
+DISCONNECT_STOPS_WHO_RUNS = Mutant(
+    "The disconnect of a client stops the turn that runs, whosever it is.",
+    "ik_llama.cpp#1929 (R7)",
+    Edit(
+        "session_server.web.readers:Readers._cancel_bound",
+        "owner, session_id, turn_id, keep_partial",
+        "owner, session_id, None, keep_partial",
+    ),
+)
+
+RID_MATCHES_A_PREFIX = Mutant(
+    "An abort hits every request whose name begins with the one given.",
+    "SGLang's scheduler.abort_request, sglang#25561 (R8)",
+    Edit(
+        "session_server.web.running_requests:RunningRequests.turns_of",
+        "rid in (None, its_rid)",
+        'its_rid.startswith(rid or "")',
+    ),
+)
+
+ALL_TURNS_LOOK_ALIKE = Mutant(
+    "A reader of one turn takes the end of any turn for its own.",
+    "vllm#53861, vllm-omni#5383 (R9)",
+    Edit(
+        "session_server.web.turns:belongs_to",
+        'getattr(entry, "turn_id", None) == turn_id',
+        'hasattr(entry, "turn_id")',
+    ),
+)
+
+FIRST_LIMITS_STAY = Mutant(
+    "The sampling of a session's first turn is kept for the others.",
+    "vllm-omni#5603 (R11)",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._launch",
+        "fit_sampling(turn.request.sampling, prompt, max_len)",
+        "fit_sampling(self.__dict__.setdefault(session.session_id, turn.request.sampling),"
+        " prompt, max_len)",
+    ),
+)
+
+NAMES_ARE_GLUED = Mutant(
+    "The tree knows a namespace by its parts written one after another, without the adapter.",
+    "vllm#3264, #30931 (C3), sglang#24638",
+    Edit(
+        "cache.radix:RadixCache.lock_root",
+        "root = self._roots.get(namespace)",
+        "root = next((r for n, r in self._roots.items() if n.tenant_salt + n.model_fingerprint"
+        " == namespace.tenant_salt + namespace.model_fingerprint), None)",
+    ),
+)
+
+KEYS_ARE_TRUSTED = Mutant(
+    "A page is found by a short hash of its tokens, and not compared with them.",
+    "CVE-2025-25183 (C4)",
+    Edit(
+        "cache.radix:RadixCache._key",
+        "tokens[: self._page_size].tobytes()",
+        "bytes([int(tokens[: self._page_size].sum()) % 251])",
+    ),
+    Edit(
+        "cache.radix:RadixCache._walk",
+        "node = node.children.get(tokens[matched : matched + page_size].tobytes())",
+        "node = node.children.get(self._key(tokens[matched : matched + page_size]))",
+    ),
+    Edit(
+        "cache.radix:_common_len",
+        "differs = left[:length] != right[:length]",
+        "differs = np.cumsum(left[:length]) != np.cumsum(right[:length])\n    differs[:3] = False",
+    ),
+)
+
+HITS_GO_FIRST = Mutant(
+    "Turns whose beginning is cached are admitted before others.",
+    "arXiv 2409.20002 (C5)",
+    Edit(
+        "session_server.engine.view:LiveView.waiting",
+        "return (LiveWaiting(self.cache, turn) for turn in self.waiting_turns)",
+        "line = [LiveWaiting(self.cache, turn) for turn in self.waiting_turns]\n"
+        "        return sorted(line, key=lambda one: one.quote().num_uncomputed)",
+    ),
+)
+
+SESSIONS_SHARE_WHAT_THEY_SAY = Mutant(
+    "Sessions of one owner share prefixes whatever the server was told.",
+    "CVE-2025-46570 (C5)",
+    Edit(
+        "session_server.sessions.salts:TenantSalts.salt_of",
+        "if self._share_prefixes:",
+        "if True:",
+    ),
+)
+
+BUGS_ARE_TOLD = Mutant(
+    "The text of an exception of ours goes to the client.",
+    "CVE-2026-22778 (C8)",
+    Edit(
+        "session_server.web.refusals:error_response",
+        "return _response(internal_error_body(), 500, {})",
+        "return _response(HttpRefusal(500, str(error)).body, 500, {})",
+    ),
+)
+
+ANSWERS_PILE_UP = Mutant(
+    "A connection owes its peer as many answers as it asks for.",
+    "vllm#56094 (E1)",
+    Edit(
+        "session_server.protocol.session_protocol:SessionProtocol.receive_frame",
+        "if len(self._outbox) >= MAX_OUTBOX_FRAMES:",
+        "if False:",
+    ),
+)
+
+TOKENS_WITHOUT_END = Mutant(
+    "The engine is asked for as many tokens as the client asks for.",
+    "CVE-2026-34756 (E3)",
+    Edit(
+        "session_server.sessions.prompt:fit_sampling",
+        "max_tokens = min(sampling.max_tokens, room)",
+        "max_tokens = sampling.max_tokens",
+    ),
+)
+
+OWNERS_OPEN_WITHOUT_END = Mutant(
+    "An owner may open as many sessions as the server holds.",
+    "sglang#27024 (E4)",
+    Edit(
+        "session_server.sessions.quotas:Quotas.take_session",
+        "if share.sessions >= self._limits.owner_sessions:",
+        "if False:",
+    ),
+)
+
+NOTHING_EXPIRES = Mutant(
+    "Sessions that nobody closes stay.",
+    "sglang#27024 (E4)",
+    Edit(
+        "session_server.sessions.manager:SessionManager.tick",
+        "> session.settings.ttl_s:",
+        "> float('inf'):",
+    ),
+)
+
+SENDS_THE_WHOLE_HISTORY = Mutant(
+    "Every turn sends the engine the whole conversation.",
+    "vllm#52471 (E5)",
+    Edit(
+        "session_server.sessions.turn_flow:TurnFlow._running_for",
+        "base_len = min(common if known is None else min(known, common), prompt.context_len - 1)",
+        "base_len = 0 * common * prompt.context_len",
+    ),
+)
+
+NOBODY_IS_LET_GO = Mutant(
+    "A connection waits for its peer to read as long as that takes.",
+    "vllm#56094 (E1)",
+    Edit(
+        "session_server.web.websocket:SessionSocket._flush",
+        "asyncio.timeout(self._services.settings.send_timeout_s)",
+        "asyncio.timeout(None)",
+    ),
+)
+
+HEADERS_WITHOUT_END = Mutant(
+    "A request may have as many headers as its client likes.",
+    "CVE-2025-48956 (E3)",
+    Edit(
+        "session_server.web.guard:GuardedHttp.on_header",
+        " or self._head_count > MAX_HEADERS",
+        "",
+    ),
+)
+
+FRAMES_ARE_TRUSTED = Mutant(
+    "What the parser raises ends the connection.",
+    "CVE-2025-48956 (E3)",
+    Edit(
+        "session_server.protocol.session_protocol:SessionProtocol._decode",
+        "except (msgspec.MsgspecError, ValueError, RecursionError) as error:",
+        "except RecursionError as error:",
+    ),
+)
+
+DEAD_ENGINE_IS_UP = Mutant(
+    "An engine that has died still counts as there.",
+    "vllm#39863, #21728, #36451 (E6)",
+    Edit("session_server.sessions.engine_link:EngineLink._lose", "self.is_up = False", "pass"),
+)
+
+EXIT_STATUS_IS_ZERO = Mutant(
+    "A server whose engine was given up says that all went well.",
+    "vllm#48966 (E7)",
+    Edit(
+        "session_server.wiring:_serve_on",
+        "return EXIT_FAILED if engine.failed.done() else EXIT_OK",
+        "return EXIT_OK",
+    ),
+)
+
+VIOLATIONS_DO_NOT_SHOW = Mutant(
+    "The server says that it is well whatever the memory checker found.",
+    "sglang#35270 (E8)",
+    Edit(
+        "session_server.web.admin:is_healthy",
+        "sample.check_violations == 0",
+        "sample.check_violations >= 0",
+    ),
+)
