@@ -11,6 +11,8 @@ from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
 from session_server.metrics.prometheus import ServerMetrics
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
+from tests.scenarios.catalogue import CATALOGUE, NOT_APPLICABLE
+from tests.scenarios.registry import Scenario, scenarios
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -85,10 +87,32 @@ def fault_table() -> str:
     return "\n".join(rows())
 
 
+def scenario_table() -> str:
+    """Every bug of the catalogue: its stories, and what is taken away to make each of them fail."""
+    stories: dict[str, list[Scenario]] = {}
+    for found in scenarios():
+        stories.setdefault(found.id, []).append(found)
+
+    def rows() -> Iterator[str]:
+        yield "| | what went wrong elsewhere | what is shown here | and fails when |"
+        yield "|---|---|---|---|"
+        for name, bug in CATALOGUE.items():
+            if name in stories:
+                shown = "<br>".join(found.claim for found in stories[name])
+                guards = dict.fromkeys(g.bug for found in stories[name] for g in found.guards)
+                yield f"| {name} | {bug} | {shown} | {'<br>'.join(guards)} |"
+        yield ""
+        for name, why in NOT_APPLICABLE.items():
+            yield f"* {name}, {CATALOGUE[name]}: {why}."
+
+    return "\n".join(rows())
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("protocol.md", "errors"): error_table,
     ("runbook.md", "flags"): flag_table,
     ("runbook.md", "metrics"): metric_table,
+    ("scenarios.md", "scenarios"): scenario_table,
     ("testing.md", "faults"): fault_table,
 }
 

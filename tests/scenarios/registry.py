@@ -35,6 +35,11 @@ class Scenario:
         """The test's name."""
         return self.story.__name__
 
+    @property
+    def claim(self) -> str:
+        """What the story shows, in words."""
+        return self.name.removeprefix(f"test_{self.id.lower()}_").replace("_", " ")
+
 
 def scenario(scenario_id: str, *guards: Mutant) -> Callable[[Story], Story]:
     """Register a test as a story of one scenario, with the mutants that each must break it."""
