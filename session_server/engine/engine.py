@@ -107,6 +107,16 @@ class Engine:
         return len(self._flight) > 0
 
     @property
+    def is_retrying(self) -> bool:
+        """Whether turns of a forward that failed are tried again, each alone."""
+        return bool(self._settler.suspects)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Its turns, for whoever watches over them."""
+        return self._scheduler
+
+    @property
     def has_left(self) -> bool:
         """Whether `Shutdown` was obeyed and the last launch is settled."""
         return self._intake.is_leaving and not self._flight

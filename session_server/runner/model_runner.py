@@ -93,7 +93,8 @@ class ModelRunner:
     def launch(self, batch: Batch) -> PendingStep:
         """Start one forward; on a CPU, finish it.
 
-        Never raises for what the device does: a failure is the `error` of the step's result.
+        Never raises for what the device refuses: that is the `error` of the step's result. A
+        device that is lost raises, see `failed_step`.
         """
         started = time.perf_counter()
         try:

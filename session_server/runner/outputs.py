@@ -160,7 +160,14 @@ class EventStep:
 
 
 def failed_step(step: int, error: BaseException, elapsed_s: float) -> FinishedStep:
-    """The step of a forward that the device refused."""
+    """The step of a forward that the device refused.
+
+    Raises:
+        RuntimeError: the CUDA context is lost. Kernels' errors are sticky: every later forward
+            would fail as well, and only another process can go on.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return FinishedStep(StepResult(step, (), elapsed_s, error=text))

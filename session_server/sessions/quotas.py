@@ -145,7 +145,8 @@ class Quotas:
             self._forget_unused(owner)
 
     def _refill(self, share: _Share, rate: int, now_s: float) -> None:
-        share.debt = max(0.0, share.debt - (now_s - share.paid_at_s) * rate / _MINUTE_S)
+        elapsed_s = max(0.0, now_s - share.paid_at_s)
+        share.debt = max(0.0, share.debt - elapsed_s * rate / _MINUTE_S)
         share.paid_at_s = now_s
 
     def _forget_unused(self, owner: str) -> None:

@@ -8,7 +8,7 @@ nothing of pages, plans or batches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -134,14 +134,16 @@ class EngineHistory:
 
     # Commands
 
-    def told(self, commands: Iterable[EngineCommand], *, has_results: bool) -> None:
+    def told(self, commands: Sequence[EngineCommand], *, has_results: bool) -> None:
         """The engine is about to obey these commands, after it has taken in results if any."""
+        # Results end turns, and a session that is not opened refuses its first: both make room.
+        is_certain = not has_results and not any(_is_pinned(command) for command in commands)
         for command in commands:
             match command:
                 case OpenSession():
                     self._open(command)
                 case SubmitTurn():
-                    self._submit(command, is_certain=not has_results)
+                    self._submit(command, is_certain=is_certain)
                 case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                     self._wish(turn_id, FinishReason.CANCELLED, num_outputs)
                 case StopTurn(turn_id=turn_id, num_outputs=num_outputs):
@@ -183,7 +185,6 @@ class EngineHistory:
         turn.refusals = frozenset(filter(None, (self._refusal(command, session),)))
         turn.must_fail = bool(turn.refusals)
         if self._is_full():
-            # Turns that end by the results of this step make room before.
             turn.refusals |= {"server_busy"}
             turn.must_fail |= is_certain
         self.turns[command.turn_id] = turn
@@ -448,3 +449,7 @@ class EngineHistory:
             parts += [pool.session_held, pool.active, pool.fenced, pool.spill, pool.quarantine]
             if sum(parts) != pool.pages:
                 raise Broken(Layer.LEDGER, f"the report of {name} does not sum: {pool}")
+
+
+def _is_pinned(command: EngineCommand) -> bool:
+    return isinstance(command, OpenSession) and command.pinned

@@ -22,6 +22,7 @@ from session_server.sim.context import SimContext
 from session_server.sim.device import ContentMismatch, EchoRunner, Faults, PoolShape
 from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
+from session_server.sim.fairness import FairnessWatch
 from session_server.sim.history import EngineHistory
 from session_server.sim.story import StepRecord
 from session_server.sim.watched_cache import WatchedCache
@@ -57,6 +58,7 @@ class Stage:
         self.history = EngineHistory(settings, model, self.engine.max_turn_len, context.reached)
         self.device = _device(config, model, self.history)
         self.device.reached = context.reached
+        self._fairness = FairnessWatch(self.engine, self.cache, sizes)
         self.is_calm = False
         self.is_blocked = True
         self.num_steps = 0
@@ -102,6 +104,7 @@ class Stage:
                 self._context.story.step(self._record(commands, results, outcome))
         history.heard(outcome.events)
         self._check_memory(outcome.events)
+        self._fairness.check(outcome)
         if outcome.batch is not None:
             self.device.launch(outcome.batch)
         self._note_progress(outcome, is_news=bool(commands or results))
@@ -192,15 +195,22 @@ class Stage:
                     raise Broken(Layer.PAIR, text)
             cache.touched.clear()
         for event in events:
-            if isinstance(event, TurnFinished) and event.session_id in cache:
+            if isinstance(event, TurnFinished | TurnFailed) and event.session_id in cache:
                 self._check_held(event)
         if self.num_steps % self._context.config.audit_every == 0:
             self.audit()
 
-    def _check_held(self, event: TurnFinished) -> None:
-        """The engine's copy of the history is what the turn's end says."""
-        held = self.history.sessions[event.session_id].held
-        copy = self.cache.tokens(event.session_id, 0, event.history_len)
+    def _check_held(self, event: TurnFinished | TurnFailed) -> None:
+        """The engine's copy of the history is what the turn's end says. Behind it is what a turn
+        that never ran was going to cut off, and nothing otherwise.
+        """
+        session = self.history.sessions[event.session_id]
+        turn = self.history.turns[event.turn_id]
+        if session.live is not None or turn.session is not session:
+            return
+        held = session.held
+        num_compared = None if turn.num_starts else len(held)
+        copy = self.cache.tokens(event.session_id, 0, num_compared)
         if not np.array_equal(copy, held):
             raise Broken(Layer.SHADOW, f"{event}: the engine holds {copy}, not {held}")
 

@@ -6,6 +6,8 @@ put between any two of them. The bench behind it recounts every page after every
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
@@ -17,8 +19,11 @@ from tests.engine.bench import Bench, Stage
 class HandEngine:
     """Implements `EngineClient`. `bench` is replaced when the engine dies."""
 
-    def __init__(self, stage: Stage | None = None) -> None:
+    def __init__(
+        self, stage: Stage | None = None, make_bench: Callable[[Stage], Bench] = Bench
+    ) -> None:
         self._stage = stage or Stage()
+        self._make_bench = make_bench
         self._commands: list[EngineCommand] = []
         self._events: list[EngineEvent] = []
         self._listener: EventListener | None = None
@@ -26,7 +31,7 @@ class HandEngine:
         self._epoch = 0
         self.is_up = False
         self.is_full = False
-        self.bench = Bench(self._stage)
+        self.bench = make_bench(self._stage)
 
     # -- EngineClient
 
@@ -86,7 +91,7 @@ class HandEngine:
         self.is_up = False
         self._commands, self._events = [], []
         self._is_blocked = True
-        self.bench = Bench(self._stage)
+        self.bench = self._make_bench(self._stage)
 
     def tell_death(self, *, will_restart: bool = True) -> None:
         """The supervisor has noticed."""

@@ -41,6 +41,8 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "the bound go on, and a place that comes free is taken",
         "SIGTERM": "nothing new is taken, waiting turns end, running ones get their time and then "
         "keep what they have, every session is told and closed",
+        "clock jump": "the wall clock is only shown; a leap of the monotonic one expires idle "
+        "sessions at most",
         "close in prefill or decode": "the turn is cancelled and told so, the session's last entry "
         "follows; a second close is the first one",
         "abort storm": "one terminal entry each, neighbours undisturbed, exactly the delivered "

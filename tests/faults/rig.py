@@ -19,7 +19,7 @@ from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest, TurnView
 from session_server.text.model_text import ModelText
-from tests.engine.bench import Stage
+from tests.engine.bench import Bench, Stage
 from tests.faults.hand_engine import HandEngine
 from tests.faults.recovery import History, all_is_back, folded
 from tests.sessions.world import model_text
@@ -50,10 +50,11 @@ class Rig:
         limits: SessionLimits | None = None,
         quotas: QuotaLimits | None = None,
         text: ModelText | None = None,
+        make_bench: Callable[[Stage], Bench] = Bench,
     ) -> None:
         self.now_s = 100.0
         self.loop = JumpingLoop()
-        self.engine = HandEngine(stage)
+        self.engine = HandEngine(stage, make_bench)
         self.manager = SessionManager(
             self.engine,
             text or model_text(),

@@ -242,6 +242,19 @@ def test_a_failed_forward_is_a_result_and_the_next_one_works(rows: Rows) -> None
     assert after.finite
 
 
+def test_a_device_that_is_lost_ends_the_engine_instead_of_failing_turn_after_turn(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    beyond = np.array([VOCAB_SIZE + 3], dtype=np.int32)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        rows.runner.launch(rows.batch(rows.row(1, beyond)))
+
+
 def test_the_forward_has_a_duration(rows: Rows) -> None:
     result = rows.runner.launch(rows.batch(rows.row(1, prompt(30)))).wait()
     assert 0 < result.forward_s < 60

@@ -42,6 +42,12 @@ def test_a_rate_refills_steadily_and_one_large_turn_is_slow_not_impossible() -> 
     quotas.charge_input("b", 60, now_s=541.0)
 
 
+def test_a_clock_that_steps_back_charges_nobody() -> None:
+    quotas = Quotas(QuotaLimits(owner_input_tokens_per_min=60))
+    quotas.charge_input("a", 30, now_s=1000.0)
+    quotas.charge_input("a", 30, now_s=0.0)
+
+
 def test_an_owner_that_holds_nothing_costs_nothing() -> None:
     quotas = Quotas(QuotaLimits(owner_input_tokens_per_min=60))
     for index in range(100):

@@ -1,0 +1,94 @@
+"""Nobody waits in vain, nobody is overtaken out of turn: looked at after every step."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+
+from cache.session_cache import SessionAwareCache
+from cache.types import PoolName, pages_for
+from session_server.core.batch import Batch
+from session_server.core.events import TurnFailed
+from session_server.engine.engine import Engine, StepOutcome
+from session_server.engine.shares import share_len
+from session_server.engine.turn import Turn
+from session_server.sim.config import Sizes
+from session_server.sim.failure import Broken, Layer
+
+PLENTY: Final = 2
+"""Pages left over for each turn, beyond all it can ever need, before we speak of plenty."""
+
+PATIENCE: Final = 3
+"""Forwards in a row with tokens left over that the first of the line may have to see."""
+
+
+class FairnessWatch:
+    """Knows nothing of how plans are made. It finds a turn left behind although there was plenty
+    of everything, and lines that are out of order.
+    """
+
+    def __init__(self, engine: Engine, cache: SessionAwareCache, sizes: Sizes) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._sizes = sizes
+        self._num_hindrances = 0
+        self._num_waits = 0
+
+    def check(self, outcome: StepOutcome) -> None:
+        """After a step.
+
+        Raises:
+            Broken: somebody waits without a reason, or in the wrong place.
+        """
+        scheduler, counters = self._engine.scheduler, self._engine.counters
+        for line in (scheduler.waiting, scheduler.running):
+            if any(before.order > turn.order for before, turn in itertools.pairwise(line)):
+                raise Broken(Layer.LIVENESS, f"out of order: {[turn.turn_id for turn in line]}")
+        # A promise of pages that could not be kept, an injected shortage, a turn retracted or
+        # refused: what was planned was not done, and the next plan makes up for it.
+        num_hindrances = counters.shortfalls + counters.retractions
+        is_hindered, self._num_hindrances = num_hindrances > self._num_hindrances, num_hindrances
+        is_hindered |= any(isinstance(event, TurnFailed) for event in outcome.events)
+        batch = outcome.batch
+        if batch is None or not batch.rows or is_hindered or self._engine.is_retrying:
+            return
+        self._check_running(batch)
+        self._check_first(batch)
+
+    def _check_running(self, batch: Batch) -> None:
+        """The oldest turn is in every forward, and so is whoever lacks one position, if pages are
+        free.
+        """
+        launched = {row.turn_id for row in batch.rows}
+        for rank, turn in enumerate(self._engine.scheduler.running):
+            num_missing = 0 if turn.turn_id in launched else turn.num_uncomputed
+            if num_missing and (rank == 0 or (num_missing == 1 and self._free_pages() > 0)):
+                raise Broken(Layer.LIVENESS, f"{turn.turn_id} was passed over")
+
+    def _check_first(self, batch: Batch) -> None:
+        """The first of the line is admitted while there are places, rows and pages in plenty: one
+        that fits into a share at once, another one soon after tokens are left over.
+        """
+        scheduler, sizes = self._engine.scheduler, self._sizes
+        if not scheduler.waiting or len(scheduler.running) >= sizes.max_running:
+            return
+        first = scheduler.waiting[0]
+        needed = sum(self._pages_to_come(turn) for turn in scheduler.running)
+        needed += pages_for(first.last_len, sizes.page_size) + PLENTY
+        if self._free_pages() < needed or self._cache.headroom().free_rows == 0:
+            return
+        num_left = sizes.chunk_tokens - sum(row.num_tokens for row in batch.rows)
+        self._num_waits = self._num_waits + 1 if num_left >= first.known_len else 0
+        # The oldest that runs has the first share; all but the tiniest forward have a second one.
+        has_share = first.known_len <= share_len(sizes.chunk_tokens) and sizes.chunk_tokens > 1
+        if has_share or self._num_waits > PATIENCE:
+            raise Broken(Layer.LIVENESS, f"{first.turn_id} waits beside plenty of everything")
+
+    def _free_pages(self) -> int:
+        free: dict[PoolName, int] = dict(self._cache.headroom().free_pages)
+        return min(free.values())
+
+    def _pages_to_come(self, turn: Turn) -> int:
+        held = self._cache.capacity_len(turn.turn_id)
+        missing = pages_for(max(0, turn.last_len - held), self._sizes.page_size)
+        return missing + PLENTY
