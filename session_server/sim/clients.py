@@ -200,6 +200,9 @@ class Client:
         self.reached["turn repeated"] += 1
         if turn is None or turn.created_seq is None:
             raise Broken(Layer.PROTOCOL, f"{frame} of a turn that never was")
+        turn.num_repeats += 1
+        if turn.num_repeats >= turn.num_sent:
+            raise Broken(Layer.PROTOCOL, f"{frame} answers another request")
         if turn.end is not None and frame["type"] != "turn.created":
             _check_entry(frame, turn.end)
 

@@ -55,7 +55,8 @@ class Sizes:
 class Habits:
     """Clients. Rates are weights among the operations; `shared` is per mille of prompts that begin
     like another session's, `patient` per mille of moments at which only the device moves.
-    `inline_chars`, `journal_entries`: limits of sessions; `socket_frames`: see `Socket`.
+    `inline_chars`, `journal_entries`: limits of sessions; `socket_frames`: see `Socket`;
+    `engine_inbox`: see `HostedEngine`.
     """
 
     num_sessions: int
@@ -77,6 +78,7 @@ class Habits:
     inline_chars: int
     journal_entries: int
     socket_frames: int
+    engine_inbox: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,7 @@ def _draw_habits(draws: Draws) -> Habits:
         inline_chars=draws.pick("inline_chars", (4, 4096)),
         journal_entries=draws.pick("journal_entries", (64, 100, 1000)),
         socket_frames=draws.pick("socket_frames", (2, 8, 64)),
+        engine_inbox=draws.pick("engine_inbox", (3, 8, 48)),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Final
 from cache.session_cache import SessionAwareCache
 from cache.types import PoolName, pages_for
 from session_server.core.batch import Batch
-from session_server.core.events import TurnFailed
+from session_server.core.events import TurnFailed, TurnStarted
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.shares import share_len
 from session_server.engine.turn import Turn
@@ -53,7 +53,8 @@ class FairnessWatch:
         if batch is None or not batch.rows or is_hindered or self._engine.is_retrying:
             return
         self._check_running(batch)
-        self._check_first(batch)
+        if not any(isinstance(event, TurnStarted) for event in outcome.events):
+            self._check_first(batch)  # nobody before it has taken what it was to have
 
     def _check_running(self, batch: Batch) -> None:
         """The oldest turn is in every forward, and so is whoever lacks one position, if pages are

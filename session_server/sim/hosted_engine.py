@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Final
 
 from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EventListener
@@ -15,18 +14,19 @@ from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
 from session_server.sim.stage import Stage
 
-MAX_INBOX: Final = 48
-"""Commands an engine leaves unread before it counts as unavailable."""
-
 
 class HostedEngine:
-    """An `EngineClient`. `make_stage` builds the engine of each life; `reached` counts.
+    """An `EngineClient`. `make_stage` builds the engine of each life, which takes `inbox_size`
+    commands before it has to step; `reached` counts.
 
     `num_steps`: engine steps of all lives.
     """
 
-    def __init__(self, make_stage: Callable[[], Stage], reached: Counter[str]) -> None:
+    def __init__(
+        self, make_stage: Callable[[], Stage], inbox_size: int, reached: Counter[str]
+    ) -> None:
         self._make_stage = make_stage
+        self._inbox_size = inbox_size
         self._listener: EventListener | None = None
         self._events: deque[EngineEvent] = deque()
         self._commands: list[EngineCommand] = []
@@ -59,7 +59,7 @@ class HostedEngine:
         """See `EngineClient.send`."""
         if not self._is_up:
             raise EngineUnavailable("there is no engine")
-        if len(self._commands) >= MAX_INBOX:
+        if len(self._commands) >= self._inbox_size:
             self.reached["engine takes no more"] += 1
             raise EngineUnavailable("the engine's inbox is full")
         self._commands.append(command)

@@ -12,8 +12,9 @@ from session_server.core.sampling import SamplingParams
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
-from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
+from session_server.sim.config import Habits
 from session_server.sim.context import SimContext
 from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
@@ -28,6 +29,11 @@ from session_server.web.services import AppServices, ModelCard, WebSettings, dig
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDE"
 SEND_TIMEOUT_S: Final = 10.0
 TOKENIZE_DEADLINE_S: Final = 5.0
+MAX_QUEUED_TURNS: Final = 2
+MAX_KEPT_TURNS: Final = 8
+BYTES_PER_ENTRY: Final = 300
+"""A little more than most entries take: the journal meets both of its bounds."""
+
 _SECRET: Final = b"a simulated secret"
 
 
@@ -55,17 +61,19 @@ class SimServer:
         self.keys = [f"key-{index}" for index in range(config.habits.num_owners)]
         self.model = wire_model(config.sizes.num_repeats)
         self.salts = TenantSalts(_SECRET, share_prefixes=config.sizes.share_prefixes)
-        self.engine = HostedEngine(lambda: Stage(context, self.model), context.reached)
+        self.engine = HostedEngine(
+            lambda: Stage(context, self.model), config.habits.engine_inbox, context.reached
+        )
         self.sessions = SessionManager(
             self.engine,
             embedded_text(),
             salts=self.salts,
-            limits=SessionLimits(
-                default_ttl_s=120.0,
-                max_queued_turns=2,
-                inline_input_chars=config.habits.inline_chars,
-                tokenize_deadline_s=TOKENIZE_DEADLINE_S,
-                journal=JournalLimits(max_entries=config.habits.journal_entries, max_age_s=300.0),
+            limits=_session_limits(config.habits),
+            # What the clients can have open at once, and no more: whatever is counted and not
+            # given back shows soon.
+            quotas=QuotaLimits(
+                owner_sessions=config.habits.num_sessions,
+                owner_turns=config.habits.num_sessions * (1 + MAX_QUEUED_TURNS),
             ),
             clock=self.loop.time,
         )
@@ -150,8 +158,23 @@ class SimServer:
             ),
             settings=WebSettings(
                 key_digests=tuple(map(digest_of, self.keys)),
-                max_queued_turns=2,
+                max_queued_turns=MAX_QUEUED_TURNS,
                 send_timeout_s=SEND_TIMEOUT_S,
             ),
             now_s=self.loop.time,
         )
+
+
+def _session_limits(habits: Habits) -> SessionLimits:
+    return SessionLimits(
+        default_ttl_s=120.0,
+        max_queued_turns=MAX_QUEUED_TURNS,
+        max_kept_turns=MAX_KEPT_TURNS,
+        inline_input_chars=habits.inline_chars,
+        tokenize_deadline_s=TOKENIZE_DEADLINE_S,
+        journal=JournalLimits(
+            max_bytes=habits.journal_entries * BYTES_PER_ENTRY,
+            max_entries=habits.journal_entries,
+            max_age_s=300.0,
+        ),
+    )

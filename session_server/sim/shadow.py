@@ -39,9 +39,16 @@ class SimText:
 
 @dataclass(slots=True)
 class AskedTurn:
-    """A turn the client asked for, and what was told of it."""
+    """A turn the client asked for, and what was told of it.
+
+    `num_sent`: how often it was sent, word for word; `num_repeats`: how often it was answered as a
+    turn that was there. `is_cancelled`: the client asked for its end.
+    """
 
     frame: Mapping[str, Any]
+    num_sent: int = 0
+    num_repeats: int = 0
+    is_cancelled: bool = False
     outputs: list[int] = field(default_factory=list)
     text: str = ""
     created_seq: int | None = None
@@ -79,6 +86,8 @@ class SessionShadow:
         self.log: dict[int, SessionEntry] = {}
         self.seq = 0
         self.closed_by: str | None = None
+        self.is_close_asked = False
+        self._num_done = 0
 
     @property
     def live(self) -> list[str]:
@@ -87,7 +96,13 @@ class SessionShadow:
 
     def ask(self, turn_id: str, frame: Mapping[str, Any]) -> None:
         """The client sends a turn; it may be accepted, refused, or lost on the way."""
-        self.asked.setdefault(turn_id, AskedTurn(frame))
+        turn = self.asked.setdefault(turn_id, AskedTurn(frame))
+        turn.num_sent += turn.frame == frame
+
+    def cancel(self, turn_id: str | None) -> None:
+        """The client asks for a turn's end (None: whichever runs when it is heard)."""
+        for name, turn in self.asked.items():
+            turn.is_cancelled |= turn.end is None and turn_id in (None, name)
 
     def read(self, found: JournalEntry) -> None:
         """The next entry of the journal."""
@@ -101,12 +116,12 @@ class SessionShadow:
             case TurnCreated():
                 self._created(found.entry)
             case TurnProgress(turn_id=turn_id, processed=processed, cached=cached, total=total):
-                self._unfinished(turn_id, found.entry)
+                self._running(turn_id, found.entry)
                 # Less may be there than before: a retracted turn computes its prompt again.
                 if not 0 <= max(cached, processed) <= total:
                     raise Broken(Layer.PROTOCOL, f"{found.entry}")
             case TurnDelta(turn_id=turn_id, text=text, token_ids=token_ids):
-                turn = self._unfinished(turn_id, found.entry)
+                turn = self._running(turn_id, found.entry)
                 turn.text += text
                 turn.outputs.extend(token_ids)
             case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
@@ -133,6 +148,15 @@ class SessionShadow:
             raise Broken(Layer.PROTOCOL, f"{entry} of a turn that does not run")
         return turn
 
+    def _running(self, turn_id: str, entry: SessionEntry) -> AskedTurn:
+        """Turns run in the order in which they were accepted."""
+        turn = self._unfinished(turn_id, entry)
+        while self.asked[self.order[self._num_done]].end is not None:
+            self._num_done += 1
+        if self.order[self._num_done] != turn_id:
+            raise Broken(Layer.PROTOCOL, f"{entry} before {self.order[self._num_done]} has ended")
+        return turn
+
     def _closed(self, reason: str) -> None:
         self.closed_by = reason
         self._world.reached[f"session closed: {reason}"] += 1
@@ -152,6 +176,7 @@ class SessionShadow:
             case TurnCancelled(reason=reason):
                 verb = "keeps" if is_kept and outcome.token_ids else "keeps nothing"
                 reached[f"turn cancelled by {reason}, {verb}"] += 1
+                self._check_cancelled(turn, end)
             case TurnFailedEntry(code=code):
                 reached[f"turn failed: {code}"] += 1
                 if code not in self._world.allowed:
@@ -163,6 +188,16 @@ class SessionShadow:
         if list(outcome.token_ids) != turn.outputs or outcome.text != turn.text:
             raise Broken(Layer.SHADOW, f"{outcome} is not what was told: {turn.outputs}")
         self._commit(turn, end)
+
+    def _check_cancelled(self, turn: AskedTurn, end: TurnCancelled) -> None:
+        """Somebody wanted it."""
+        is_wanted = {
+            "client_cancelled": turn.is_cancelled,
+            "disconnected": turn.frame["on_disconnect"] == "cancel",
+            "session_closed": self.is_close_asked,
+        }
+        if not is_wanted.get(end.reason, True):
+            raise Broken(Layer.PROTOCOL, f"{end}, and nobody asked for it")
 
     def _commit(self, turn: AskedTurn, end: TurnEnd) -> None:
         """Ask the model what it says to this history, and take the answer into it."""

@@ -45,6 +45,7 @@ _SIMPLE: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "inline_chars": (4096,),
         "journal_entries": (1000,),
         "socket_frames": (64,),
+        "engine_inbox": (48,),
     },
     "faults": {
         "alloc_page": (0,),

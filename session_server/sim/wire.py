@@ -6,6 +6,7 @@ server runs until nothing is ready, the shadows read the journals, and the clien
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
-from session_server.core.errors import SessionServerError
+from session_server.core.errors import EngineUnavailable, SessionServerError, TurnNotFound
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest
@@ -60,6 +61,7 @@ class WireWorld:
             for index in range(config.habits.num_sessions)
         ]
         self._open_sessions: list[OpenSession] = []
+        self._owners: dict[str, str] = {}
         pieces = {
             token: embedded_text().tokenizer.decode([token]) for token in self.server.model.alphabet
         }
@@ -113,7 +115,7 @@ class WireWorld:
                 close = functools.partial(server.sessions.close, each.owner, each.session_id)
                 server.do(close)
         self._rest(lambda: not self._open_sessions)
-        self._ask(server.sessions.flush())
+        server.loop.create_task(self._flush_all())
         self._rest(lambda: server.num_tasks == 0)
         server.engine.stage.check_empty()
         server.check_empty()
@@ -131,7 +133,10 @@ class WireWorld:
         owner, session_id = digest_of(client.key), op["s"]
         request = OpenRequest(session_id=session_id, pinned=op["pinned"], ttl_s=op["ttl_s"])
         self.server.sessions.open(owner, request)
-        root = name_value(self.server.salts.salt_of(owner, session_id))
+        salt = self.server.salts.salt_of(owner, session_id)
+        if self._owners.setdefault(salt, owner) != owner:
+            raise Broken(Layer.SHADOW, f"{owner} shares a namespace with {self._owners[salt]}")
+        root = name_value(salt)
         shadow = SessionShadow(self._world, root)
         journal = self.server.sessions.journal(owner, session_id)
         self._open_sessions.append(OpenSession(owner, session_id, journal, shadow))
@@ -155,6 +160,10 @@ class WireWorld:
             if known is not None and known.created_seq is None:
                 return  # it was lost on its way; another body would not be a conflict
             client.shadow.ask(frame["turn_id"], frame)
+        if isinstance(frame, dict) and frame["type"] == "turn.cancel":
+            client.shadow.cancel(frame.get("turn_id"))
+        if isinstance(frame, dict) and frame["type"] == "session.close":
+            client.shadow.is_close_asked = True
         client.send(frame)
 
     def _drop(self, op: Op) -> None:
@@ -216,9 +225,28 @@ class WireWorld:
                 for found in journal.read(shadow.seq):
                     shadow.read(found)
                     has_ended |= isinstance(found.entry, TurnEnd)
-            if has_ended and shadow.closed_by is None:
-                self._check_history(each)
+            if shadow.closed_by is None:
+                self._check_bounds(each)
+                if has_ended:
+                    self._check_history(each)
         self._open_sessions = [s for s in self._open_sessions if s.shadow.closed_by is None]
+
+    def _check_bounds(self, each: OpenSession) -> None:
+        """What is kept has the bounds it was given, and a closing session nobody who waits."""
+        journal, limits = each.journal, self.server.sessions.limits
+        num_entries = journal.last_seq - journal.first_seq + 1
+        is_over = num_entries > limits.journal.max_entries
+        is_over |= journal.num_bytes > limits.journal.max_bytes
+        if is_over:
+            raise Broken(Layer.SHADOW, f"{num_entries} entries of {journal.num_bytes} bytes kept")
+        order, shadow = each.shadow.order, each.shadow
+        if len(order) - len(shadow.live) > limits.max_kept_turns + limits.max_queued_turns:
+            with contextlib.suppress(TurnNotFound):
+                self.server.sessions.turn(each.owner, each.session_id, order[0])
+                raise Broken(Layer.SHADOW, f"{order[0]} is remembered after {len(order)} turns")
+        view = self.server.sessions.get(each.owner, each.session_id)
+        if view.state == "closing" and view.queued_turns:
+            raise Broken(Layer.PROTOCOL, f"{each.session_id} closes, and turns of it wait")
 
     def _check_history(self, each: OpenSession) -> None:
         history = self.server.sessions.history(each.owner, each.session_id)
@@ -236,6 +264,14 @@ class WireWorld:
                 await question
 
         self.server.loop.create_task(ask())
+
+    async def _flush_all(self) -> None:
+        """Until it is done: an engine that takes nothing more at the moment is asked again."""
+        is_done = False
+        while not is_done:
+            with contextlib.suppress(EngineUnavailable):
+                is_done = await self.server.sessions.flush()
+            await asyncio.sleep(0.0 if is_done else 1.0)
 
     # Coming to rest
 
@@ -434,6 +470,8 @@ class WireOps:
             if what == "conflict":
                 frame["priority"] = 77
             if what == "late":
+                # Of a turn that has most likely ended, or of none: an id that only begins like one.
+                turn_id = draws.pick("late id", (turn_id, turn_id[:-1]))
                 frame = {"type": "turn.cancel", "turn_id": turn_id}
         elif what == "junk":
             frame = draws.pick("junk", ("", "{", '{"type":"no"}', '{"type":"ack","seq":-1}'))

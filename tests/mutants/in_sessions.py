@@ -297,12 +297,12 @@ JOURNAL_BYTES_DRIFT = Mutant(
 )
 
 DELTAS_ARE_GLUED = Mutant(
-    "Deltas are merged although an entry stands between them.",
+    "The last words of a turn are told after its end.",
     "vllm#53861 (R9)",
     Edit(
         "session_server.protocol.frames:coalesce",
         "if run and not (",
-        "if delta is None and isinstance(entry, TurnProgress):\n            yield seq, entry\n"
+        "if delta is None:\n            yield seq, entry\n"
         "            continue\n        if run and not (",
     ),
 )
