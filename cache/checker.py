@@ -13,8 +13,10 @@ level 3   sampled           one page       the content itself, read by the devic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -35,6 +37,15 @@ from cache.types import (
     SessionId,
     SlotState,
     pages_for,
+)
+
+_LEASED_AND_LENT: Final[Mapping[SlotState, tuple[bool, bool]]] = MappingProxyType(
+    {
+        SlotState.COLD: (False, False),
+        SlotState.PARKED: (True, False),
+        SlotState.LENT: (True, True),
+        SlotState.CLOSING: (True, True),
+    }
 )
 
 
@@ -87,13 +98,7 @@ def find_violations(
 def _slot(slot: SessionSlot, stores: KVStores) -> Iterator[str]:
     """Level 1: one slot, from its own structures."""
     lease = slot.lease
-    expected = {
-        SlotState.COLD: (False, False),
-        SlotState.PARKED: (True, False),
-        SlotState.LENT: (True, True),
-        SlotState.CLOSING: (True, True),
-    }[slot.state]
-    if expected != (lease is not None, slot.is_active):
+    if _LEASED_AND_LENT[slot.state] != (lease is not None, slot.is_active):
         yield f"{slot.state.name} with lease {lease is not None} and borrower {slot.borrower}"
     if lease is None:
         return
@@ -105,14 +110,17 @@ def _slot(slot: SessionSlot, stores: KVStores) -> Iterator[str]:
     path = stores.tree.path(lease.receipt)
     yield from _content(slot, lease, path)
     for component in stores.components:
-        dead = np.full(component.live_from(lease.computed_len) // stores.page_size, NULL_PAGE)
-        private = np.array(lease.private_pages(component.pool), dtype=np.int32)
-        held = np.concatenate([dead, *_page_arrays(path, component.pool), private])
+        num_dead = component.live_from(lease.computed_len) // stores.page_size
+        held = np.array([NULL_PAGE] * num_dead, np.int32).tobytes()
+        held += b"".join(pages.tobytes() for pages in _page_arrays(path, component.pool))
+        held += np.array(lease.private_pages(component.pool), np.int32).tobytes()
         row = stores.rows.entries(component.pool, lease.row)
-        # The pair check: what the lease says it holds is what attention will read.
-        if not np.array_equal(row[: len(held)], held) or row[len(held) :].any():
+        # The pair check: what the lease says it holds is what attention will read, and behind it
+        # are null pages, which are zeros.
+        if row.tobytes() != held.ljust(row.nbytes, b"\0"):
             entries = row[: np.flatnonzero(row)[-1] + 1] if row.any() else row[:0]
-            yield f"{component.pool}: row {lease.row} is {entries}, the lease holds {held}"
+            pages = np.frombuffer(held, np.int32)
+            yield f"{component.pool}: row {lease.row} is {entries}, the lease holds {pages}"
         yield from _closed_form(slot, lease, component.pool, stores)
 
 
@@ -133,11 +141,11 @@ def _lengths(slot: SessionSlot, lease: KVLease, page_size: int) -> Iterator[str]
 
 
 def _content(slot: SessionSlot, lease: KVLease, path: list[RadixNode]) -> Iterator[str]:
-    edges = [node.tokens.view() for node in path]
-    locked = np.concatenate(edges) if edges else np.empty(0, np.int32)
-    if len(locked) != lease.protected_len:
-        yield f"the lock path has {len(locked)} tokens, the receipt says {lease.protected_len}"
-    if not np.array_equal(locked, slot.tokens.view(0, len(locked))):
+    locked_len = sum(len(node.tokens) for node in path)
+    if locked_len != lease.protected_len:
+        yield f"the lock path has {locked_len} tokens, the receipt says {lease.protected_len}"
+    locked = b"".join(node.tokens.view().tobytes() for node in path)
+    if locked != slot.tokens.view(0, locked_len).tobytes():
         yield "the locked path holds other tokens than the history"
 
 
