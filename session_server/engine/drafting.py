@@ -3,7 +3,8 @@
 A guess is a luxury: it is verified by the forward its turn takes part in anyway, on tokens and
 pages that nobody else has a use for (`plan.offer_drafts`). A turn whose next token is still in
 flight cannot verify guesses behind it; if it has some, it waits for that token instead of being
-launched ahead, because one forward that confirms several tokens beats two that give one each.
+launched ahead, because one forward that confirms several tokens beats two that give one each. And
+everybody waits with it: a launch ahead without it would split the turns over two forwards.
 """
 
 from __future__ import annotations

@@ -186,6 +186,10 @@ class Engine:
         running = suspects[:1] if suspects else self._scheduler.running
         waiting = () if suspects else self._scheduler.waiting
         self._drafting.guess(running)
+        if any(turn.is_held_back for turn in running):
+            # The next forward takes everybody: one that is split costs nearly as much twice, and
+            # those held back would take part in every second one only.
+            return None, None
         view = LiveView(self._cache, running, waiting, self.is_in_flight)
         plan = plan_step(view, self._limits)
         try:

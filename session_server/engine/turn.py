@@ -158,10 +158,17 @@ class Turn:
         a turn that waits for a token to guess on from, or for its guesses to be verified.
         """
         admission = self.borrowed
-        if admission.guess is not None and admission.num_sampling:
+        if self.is_held_back:
             return 0
         known_or_coming = self.known_len + admission.num_sampling
         return max(0, min(known_or_coming, self.last_len) - admission.launched_len)
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether it waits for what is in flight: a token to guess on from, or its own guesses."""
+        admission = self.borrowed
+        is_verifying = admission.launched_len >= self.known_len + admission.num_sampling
+        return admission.num_sampling > 0 and (is_verifying or admission.guess is not None)
 
     @property
     def is_decoding(self) -> bool:

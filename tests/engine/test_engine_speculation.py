@@ -12,7 +12,7 @@ from session_server.core.commands import CancelTurn, StopTurn
 from session_server.core.events import FinishReason
 from session_server.engine.settings import Drafter, Speculation
 from session_server.sim.device import EchoRunner
-from session_server.sim.echo import EOS, EchoModel, replay
+from session_server.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
 from tests.engine.bench import POOL, Bench, Stage
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -71,18 +71,25 @@ def test_an_answer_that_repeats_is_guessed_from_itself(
     assert len(rows_of(bench, "u")) < 8, "the history of the session is there from the first token"
 
 
-def test_a_turn_is_not_launched_again_before_its_guesses_are_verified(
+def test_nobody_is_launched_again_before_guesses_are_verified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = bench_of()
+    """A forward ahead without the turn that verifies would be half a forward."""
+    repeats = 2  # the seed of the turn that says the same again and again
+
+    monkeypatch.setattr(
+        EchoModel,
+        "choose",
+        lambda self, total, position, seed, last: position % (7 if seed == repeats else VOCAB_SIZE),
+    )
+    bench = bench_of(drafter=Drafter.NGRAM)
     unsettled: list[Batch] = []
-    num_beside = 0
+    num_ahead = 0
 
     def launch(batch: Batch) -> None:
-        nonlocal num_beside
-        verifying = {row.turn_id for b in unsettled for row in b.rows if row.num_drafts}
-        assert not verifying & {row.turn_id for row in batch.rows}
-        num_beside += bool(verifying)
+        nonlocal num_ahead
+        assert not any(row.num_drafts for b in unsettled for row in b.rows)
+        num_ahead += bool(unsettled)
         unsettled.append(batch)
         EchoRunner.launch(bench.runner, batch)
 
@@ -93,12 +100,15 @@ def test_a_turn_is_not_launched_again_before_its_guesses_are_verified(
     monkeypatch.setattr(bench.runner, "launch", launch)
     monkeypatch.setattr(bench.runner, "execute", execute)
     session, other = bench.open("s"), bench.open("o")
-    bench.step(bench.submit_command(session, "t", PROMPT, max_tokens=30))
-    bench.step(bench.submit_command(other, "u", (8, 8, 8), max_tokens=30))
-    bench.run()
-    bench.expect("t", PROMPT)
-    bench.expect("u", (8, 8, 8))
-    assert num_beside > 5, "others are launched meanwhile"
+    bench.run(
+        bench.submit_command(session, "t", PROMPT, max_tokens=150, seed=repeats),
+        bench.submit_command(other, "u", (8, 8, 8), max_tokens=25, seed=1),
+    )
+    assert sum(row.num_drafts > 0 for row in rows_of(bench, "t")) > 10
+    assert not any(row.num_drafts for row in rows_of(bench, "u"))
+    assert num_ahead > 5, "while nobody guesses, forwards overlap"
+    beside = [{row.turn_id for row in batch.rows} for batch in bench.batches]
+    assert all("t" in turns for turns in beside if "u" in turns)
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
