@@ -124,3 +124,27 @@ async def test_a_client_of_plain_http_may_go_at_any_byte_it_reads(points: Points
 def turn_request(session_id: str, accept: str) -> bytes:
     """The turn over plain HTTP."""
     return post(f"/v1/sessions/{session_id}/turns", BODY, accept=accept)
+
+
+@injects("disconnect mid-turn", "every seventh byte of an answer of `/generate`", points=150)
+async def test_a_client_of_sglangs_interface_may_go_at_any_byte_and_leaves_no_trace(
+    points: Points,
+) -> None:
+    sampling = {"max_new_tokens": 3, "sampling_seed": SEED, "ignore_eos": True}
+    async with wired() as server:
+        for is_stream in (False, True):
+            for cut in itertools.count(1, 7):
+                name = new_session(server, cut)
+                body = {"input_ids": IDS, "sampling_params": sampling, "stream": is_stream}
+                peer = await server.peer()
+                await peer.send(post("/generate", body | {"session_params": {"id": name}}))
+                is_cut = await peer.read_to(cut)
+                peer.vanish(hard=cut % 4 > 1)
+                ends = await server.assert_recovered(name, {}, unnamed=CUT)
+                (end,) = (end for turn_id, end in ends.items() if turn_id != "next")
+                if isinstance(end, TurnCancelled):
+                    assert (end.reason, end.kept_partial) == ("disconnected", False)
+                if not is_cut:
+                    assert isinstance(end, TurnCompleted)
+                    break
+                points.strike()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from session_server.core.errors import SessionServerError
-from session_server.core.session_events import TurnEnd, TurnRequest
+from session_server.core.session_events import TurnCreated, TurnEnd, TurnRequest
 from session_server.engine.settings import MemoryCheck
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
@@ -104,12 +104,17 @@ class Wired:
         raise AssertionError("the server did not come to rest")
 
     async def assert_recovered(
-        self, session_id: str, requests: Mapping[str, TurnRequest]
+        self,
+        session_id: str,
+        requests: Mapping[str, TurnRequest],
+        *,
+        unnamed: TurnRequest | None = None,
     ) -> dict[str, TurnEnd]:
         """The session has an exact history, goes on at once, and leaves nothing behind.
 
-        `requests`: turns that peers may have brought. Afterwards the session is closed. Gives the
-        ends of the turns that the server took.
+        `requests`: turns that peers may have brought; `unnamed`: what they asked for where the
+        server gives names. Afterwards the session is closed. Gives the ends of the turns that the
+        server took.
         """
         await self.submit(session_id, NEXT)
         await self.rest()
@@ -117,7 +122,11 @@ class Wired:
         history = self.sessions.history(ANONYMOUS, session_id)
         salt = self.sessions._salts.salt_of(ANONYMOUS, session_id)
         entries = [found.entry for found in journal.read(0)]
-        assert history == folded(entries, {**requests, NEXT.turn_id: NEXT}, salt)
+        known = {**requests, NEXT.turn_id: NEXT}
+        for entry in entries:
+            if isinstance(entry, TurnCreated) and unnamed is not None:
+                known.setdefault(entry.turn_id, unnamed)
+        assert history == folded(entries, known, salt)
         assert len(history) >= 2 + 2, "the next turn did not run"
         self.sessions.close(ANONYMOUS, session_id)
         await self.assert_empty()
