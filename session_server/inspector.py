@@ -92,7 +92,8 @@ def checks_line(checks: Mapping[str, Any]) -> str:
     levels = ", ".join(f"level {level} {runs}" for level, runs in checks["levels"].items())
     ago_s = checks["last_probe_ago_s"]
     probed = "" if ago_s is None else f", the last probe {ago_s:.0f} s ago"
-    return f"checks: {levels}{probed} · {checks['cost_share']:.2%} of the engine's time"
+    cost = f"{checks['cost_share']:.2%} of the engine's time"
+    return f"checks: {levels}{probed} · {checks['violations']} violations · {cost}"
 
 
 def pool_table(pools: Mapping[str, Mapping[str, int]]) -> Table:

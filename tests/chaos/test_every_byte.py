@@ -76,7 +76,9 @@ async def after_it(this: Served[PaperEngine], session_id: str, kind: str) -> str
     assert end["usage"]["total_tokens"] == view.num_tokens
     assert ran in (["first", "next"], ["first", "struck", "next"])
     has_run = "struck" in ran
-    assert end["usage"]["input_tokens"] == 6 + (5 if has_run else 0) + 1
+    # Cancelled by its client's going, it has kept its input and what it had said by then.
+    num_struck = end["usage"]["input_tokens"] - 6 - 1
+    assert 2 <= num_struck <= 5 if has_run else num_struck == 0
     assert has_run or kind not in ("turn.delta", "turn.completed"), "it was told of its tokens"
     return "ran" if has_run else "never came"
 
