@@ -23,6 +23,7 @@ DOWN_STEP = 2
 """Every byte of what goes up is struck, and every other one of the longer answer."""
 
 PAST_END = 16
+ENDS = ("turn.completed", "turn.cancelled", "turn.failed", "error")
 
 
 @dataclass
@@ -69,6 +70,8 @@ async def after_it(this: Served[PaperEngine], session_id: str, kind: str) -> str
     """The next turn, at once; what must have become of the struck one."""
     async with this.socket(session_id) as wire:
         end = await wire.turn("next", **NEXT)
+        while end["turn_id"] == "struck":  # what the lost connection left may end only now
+            end = await wire.until(*ENDS)
     view = this.sessions.get("anonymous", session_id)
     items = this.sessions.snapshot("anonymous", session_id).items
     ran = [item.turn_id for item in items if item.role == "assistant"]
