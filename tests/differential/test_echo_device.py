@@ -85,18 +85,21 @@ def play(config: Config, num_sessions: int | None = None) -> Player:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_every_configuration_says_the_same(page_size: int) -> None:
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+def test_every_configuration_says_the_same(page_size: int, chunk_tokens: int) -> None:
     reached: Counter[str] = Counter()
     for config in CONFIGS:
-        if config.page_size != page_size:
+        if (config.page_size, config.chunk_tokens) != (page_size, chunk_tokens):
             continue
         player = play(config)
         assert player.answers == expected(), config
         assert (player.reached["right guesses"] > 0) == (config.num_drafts > 0)
         reached += player.reached
-    assert reached["turns"] == NUM_TURNS * len(CONFIGS) // 3
-    missing = {"retractions", "coolings", "wrong guesses", "overshoots"} - set(reached)
-    assert not missing, reached
+    assert reached["turns"] == NUM_TURNS * len(CONFIGS) // 9
+    wanted = {"coolings", "wrong guesses", "overshoots"}
+    if chunk_tokens == 64:  # only then do prompts come so fast that answers run out of pages
+        wanted.add("retractions")
+    assert wanted <= set(reached), reached
 
 
 def test_the_configurations_are_a_hundred_and_eight() -> None:

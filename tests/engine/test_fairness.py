@@ -188,6 +188,40 @@ def check_shares(forward: dict[str, Given], stage: Stage, reached: Counter[str])
         assert 2 * shorter >= stage.chunk_tokens, (name, forward)
 
 
+def test_a_first_token_comes_within_a_bound_in_which_no_long_prompt_occurs() -> None:
+    reached: Counter[str] = Counter()
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(
+        coming=bursts(max_new=12),
+        chunk_tokens=st.sampled_from([8, 16, 37, 64]),
+        num_in_flight=st.sampled_from([1, 2]),
+    )
+    def check(coming: list[Burst], chunk_tokens: int, num_in_flight: int) -> None:
+        limits = {"chunk_tokens": chunk_tokens, "max_running": 256}
+        crowd = play(replace(ROOMY, num_in_flight=num_in_flight, **limits), coming)
+        for name in crowd.guests:
+            check_first_token(crowd, name, reached)
+
+    check()
+    assert min(reached[name] for name in ("at once", "later", "beside longer ones")) > 0
+
+
+def check_first_token(crowd: Crowd, name: str, reached: Counter[str]) -> None:
+    """At most ceil(n / share) + 2 W / B forwards."""
+    budget = crowd.bench.stage.chunk_tokens
+    guest, num_forwards = crowd.guests[name], crowd.num_forwards(name)
+    shorter = longer = 0
+    for forward in crowd.forwards[guest.since : guest.since + num_forwards]:
+        limit = max(forward[name].lacked, share_len(budget))
+        others = [given for its_name, given in forward.items() if its_name != name]
+        shorter += sum(other.num_tokens for other in others if other.lacked <= limit)
+        longer += sum(other.num_tokens for other in others if other.lacked > limit)
+    reached["at once" if num_forwards == 1 else "later"] += 1
+    reached["beside longer ones"] += longer > 0
+    assert num_forwards <= -(-guest.prompt_len // share_len(budget)) + 2 * shorter // budget
+
+
 def test_when_memory_is_short_a_turn_waits_for_the_lives_of_those_ahead_and_no_longer() -> None:
     reached: Counter[str] = Counter()
 
