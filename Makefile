@@ -51,6 +51,14 @@ lint: $(STAMPS)/dev ## style, format, types and import contracts
 	$(SAY) 'lint: import contracts'
 	@$(BIN)/lint-imports
 
+CONNECTIONS ?= 5000
+SEED ?= 1
+
+.PHONY: chaos
+chaos: $(STAMPS)/dev ## five thousand bad connections to one server (CONNECTIONS=, SEED=)
+	$(SAY) 'chaos: $(CONNECTIONS) connections through a proxy that mistreats them'
+	@$(TEST_ENV) $(BIN)/python -m tests.chaos --connections $(CONNECTIONS) --seed $(SEED)
+
 .PHONY: bench
 bench: $(STAMPS)/runtime ## measure what a session costs (BENCH=sessions)
 	$(SAY) 'bench: $(BENCH)'

@@ -1,4 +1,7 @@
-"""`python -m tests.chaos --connections 5000`: the load of `test_connections`, as large as asked."""
+"""`python -m tests.chaos --connections 5000`: the load of `test_connections`, as large as asked.
+
+Flags of the server go behind `--`, as in `python -m tests.chaos -- --speculative-algorithm ngram`.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connections", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("flags", nargs="*", help="more flags of the server, after --")
     args = parser.parse_args()
     lines: list[str] = []
-    with LocalServer(FLAGS, on_line=lines.append) as server:
+    with LocalServer([*FLAGS, *args.flags], on_line=lines.append) as server:
         load = run_load(server, connections=args.connections, seed=args.seed)
         report = asyncio.run(load)
     pprint({**vars(report), "problems": len(report.problems)}, sort_dicts=False)

@@ -24,9 +24,11 @@ async def audit(scene: Scene, http: httpx.AsyncClient, name: str, log: SessionLo
     items = (await http.get(f"{path}/items")).json()["data"]
     query = f"?after=0&epoch={view['epoch']}"
     async with greeted(scene.direct_url, log.session_id, query) as wire:
-        journal = [await wire.receive()]
-        while journal[-1]["seq"] < view["seq"]:
+        journal: list[Frame] = []
+        position = 0
+        while position < view["seq"]:
             journal.append(await wire.receive())
+            position = journal[-1]["seq"]
         found = [*violations(log, journal, items, view["tokens"])]
         found += await _repetitions(wire, log)
         await wire.send("session.close")

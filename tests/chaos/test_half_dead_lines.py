@@ -1,4 +1,7 @@
-"""One exchange, struck at every byte of either direction: the next turn sees the exact history."""
+"""A line of which half is dead, or all of it and nobody was told: the next turn sees the history.
+
+Lines that are cut or reset at every byte are in `tests/faults`.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,15 @@ from tests.web.wire_client import open_wire, turn
 FIRST = turn(input_ids=[7, 8, 9], max_tokens=3)
 STRUCK = turn(input_ids=[10, 11], max_tokens=3)
 NEXT = turn(input_ids=[12], max_tokens=3)
-DOWN_STEP = 2
-"""Every byte of what goes up is struck, and every other one of the longer answer."""
+FAULTS = (Fault.HALF_CLOSE, Fault.BLACKHOLE)
+UP_STEP, DOWN_STEP = 2, 5
+"""Between two bytes that are struck, of the words and of the longer answer."""
 
 PAST_END = 16
 ENDS = ("turn.completed", "turn.cancelled", "turn.failed", "error")
+PATIENCE_S = 0.03
+"""Of a client that hears nothing; it then comes back on another line, and the server still believes
+in the first."""
 
 
 @dataclass
@@ -48,17 +55,22 @@ class AimedProxy(ChaosProxy):
 
 
 def blows(num_up: int, num_down: int) -> Iterator[Blow]:
-    offsets: list[tuple[Direction, int]] = [("up", offset) for offset in range(num_up + PAST_END)]
-    offsets += [("down", offset) for offset in range(0, num_down + PAST_END, DOWN_STEP)]
-    for direction, offset in offsets:
-        yield Blow(Decisions(1, direction, offset).pick(tuple(Fault)), direction, offset)
+    ends: tuple[tuple[Direction, int, int], ...]
+    ends = (("up", num_up, UP_STEP), ("down", num_down, DOWN_STEP))
+    for direction, num_bytes, step in ends:
+        for offset in range(0, num_bytes + PAST_END, step):
+            yield Blow(Decisions(1, direction, offset).pick(FAULTS), direction, offset)
 
 
 async def struck_turn(proxy: AimedProxy, session_id: str, **fields: Any) -> str:
     """A turn over a line that is struck; how it looked to the client."""
     kind = "nothing heard"
+    is_dark = proxy.blow is not None and proxy.blow.fault is Fault.BLACKHOLE
     with contextlib.suppress(*LOST):
-        async with open_wire(proxy.url, session_id, open_timeout=None) as wire:
+        async with (
+            asyncio.timeout(PATIENCE_S if is_dark else None),
+            open_wire(proxy.url, session_id, open_timeout=None) as wire,
+        ):
             wire.hello = await wire.receive()
             await wire.send("turn.create", turn_id="struck", **STRUCK, **fields)
             while not kind.startswith("turn.c") or kind == "turn.created":
@@ -79,14 +91,15 @@ async def after_it(this: Served[PaperEngine], session_id: str, kind: str) -> str
     assert end["usage"]["total_tokens"] == view.num_tokens
     assert ran in (["first", "next"], ["first", "struck", "next"])
     has_run = "struck" in ran
-    # Cancelled by its client's going, it has kept its input and what it had said by then.
-    num_struck = end["usage"]["input_tokens"] - 6 - 1
-    assert 2 <= num_struck <= 5 if has_run else num_struck == 0
+    # A turn that was to end with its connection may have kept less than all of it.
+    history_len = [item.end_len for item in items if item.turn_id != "next"][-1]
+    assert end["usage"]["input_tokens"] == history_len + 1
+    assert history_len in (range(8, 12) if has_run else (6,))
     assert has_run or kind not in ("turn.delta", "turn.completed"), "it was told of its tokens"
     return "ran" if has_run else "never came"
 
 
-def test_R3_a_line_struck_at_any_byte_leaves_an_exact_history() -> None:
+def test_R3_a_line_half_dead_from_any_byte_on_leaves_an_exact_history() -> None:
     saw: Counter[str] = Counter()
 
     async def strike(this: Served[PaperEngine], proxy: AimedProxy, blow: Blow | None) -> None:
@@ -103,15 +116,14 @@ def test_R3_a_line_struck_at_any_byte_leaves_an_exact_history() -> None:
         this.sessions.close("anonymous", session_id)
 
     async def test() -> None:
-        calm = replace(CALM, blackhole_s=0.02)
-        async with serving() as this, AimedProxy(this.url, calm) as proxy:
+        dark = replace(CALM, blackhole_s=3600.0)
+        async with serving() as this, AimedProxy(this.url, dark) as proxy:
             await strike(this, proxy, None)
             num_up, num_down = proxy.did["bytes_up"], proxy.did["bytes_down"]
             for blow in blows(num_up, num_down):
                 await strike(this, proxy, blow)
-            num_struck = sum(proxy.did[fault.value] for fault in Fault)
-            assert num_struck > 1000, (num_up, num_down)
+            assert min(proxy.did[fault.value] for fault in FAULTS) > 100, (num_up, num_down)
 
     asyncio.run(test())
-    for fault in Fault:
+    for fault in FAULTS:
         assert len({what for what in saw if what.startswith(fault.value)}) >= 5, saw
