@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeVar
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
 from session_server.core.session_events import ChatInput, TextInput, TurnRequest
+from session_server.sessions.aside import DaemonThreads
 from session_server.sessions.prompt import Prompt, PromptState, build_prompt
 from session_server.sessions.quotas import SessionLimits
 from session_server.text.model_text import ModelText
@@ -19,8 +18,9 @@ from session_server.text.model_text import ModelText
 NUM_THREADS: Final = 2
 """Large inputs that are tokenised at the same time."""
 
-MAX_LOST_THREADS: Final = 6
-"""Threads that may be given up because their input hangs the tokenizer; each may cost a core."""
+MAX_THREADS: Final = 8
+"""Threads there may be, with those given up because their input hangs the tokenizer; each may cost
+a core."""
 
 PromptOutcome = Prompt | SessionServerError
 
@@ -34,15 +34,14 @@ _logger: Final = logging.getLogger("session_server.sessions")
 class Tokenising:
     """Builds prompts; `tokenizers` gives up the interpreter lock while it encodes.
 
-    Large inputs get a thread each. No pool: a thread that hangs can be given up, and does not
-    keep the process from ending.
+    Large inputs get a thread each, so that one which hangs the tokenizer can be given up.
     """
 
     def __init__(self, text: ModelText, limits: SessionLimits) -> None:
         self._text = text
         self._limits = limits
-        self._free_threads = asyncio.Semaphore(NUM_THREADS)
-        self._num_lost = 0
+        self._turn = asyncio.Semaphore(NUM_THREADS)
+        self._threads = DaemonThreads("tokenise")
         self._tasks: set[asyncio.Task[None]] = set()
 
     def build(
@@ -86,36 +85,15 @@ class Tokenising:
             later(outcome)
 
     async def _aside(self, work: Callable[[], _T]) -> _T | SessionServerError:
-        if self._num_lost >= MAX_LOST_THREADS:
-            return ServerBusy("too many inputs hang the tokenizer")
+        outcome = partial(_outcome_of, work)
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._limits.tokenize_deadline_s), self._free_threads:
-                return await self._on_thread(work)
+            async with asyncio.timeout(self._limits.tokenize_deadline_s), self._turn:
+                if self._threads.num_alive >= MAX_THREADS:
+                    return ServerBusy("too many inputs hang the tokenizer")
+                return await loop.run_in_executor(self._threads, outcome)
         except TimeoutError:
             return TokenizeFailed("the input takes too long to tokenise", param="input")
-
-    async def _on_thread(self, work: Callable[[], _T]) -> _T | SessionServerError:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[_T | SessionServerError] = loop.create_future()
-
-        def run() -> None:
-            outcome = _outcome_of(work)
-            with contextlib.suppress(RuntimeError):  # the loop has ended before
-                loop.call_soon_threadsafe(self._arrive, done, outcome)
-
-        threading.Thread(target=run, name="tokenise", daemon=True).start()
-        try:
-            return await done
-        finally:
-            self._num_lost += done.cancelled()
-
-    def _arrive(
-        self, done: asyncio.Future[_T | SessionServerError], outcome: _T | SessionServerError
-    ) -> None:
-        if done.cancelled():
-            self._num_lost -= 1
-        else:
-            done.set_result(outcome)
 
     def _is_large(self, state: PromptState, request: TurnRequest) -> bool:
         """Whether tokenising would hold up the event loop."""

@@ -241,9 +241,11 @@ class TurnFlow:
 
     def _prepare(self, session: Session, turn: Turn) -> None:
         def later(outcome: PromptOutcome) -> None:
-            # The turn may have been cancelled meanwhile.
-            if turn.phase is TurnPhase.PREPARING:
-                self._on_prompt(session, turn, outcome)
+            if turn.phase is not TurnPhase.PREPARING:
+                return  # it was cancelled meanwhile
+            self._on_prompt(session, turn, outcome)
+            # One that the engine does not take now waits; to try again at once would never end.
+            if turn not in session.queue:
                 self.advance(session)
 
         outcome = self.tokenising.build(session.transcript.state(), turn.request, later)

@@ -28,7 +28,7 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 from session_server.sessions.quotas import SessionLimits
-from session_server.sessions.tokenising import MAX_LOST_THREADS
+from session_server.sessions.tokenising import MAX_THREADS
 from session_server.text import detokenizer
 from session_server.text.model_text import ModelText, load_model_text
 from tests.engine.bench import Stage
@@ -214,7 +214,7 @@ def test_an_input_that_hangs_the_tokenizer_is_given_up_and_the_next_is_not(point
             points.strike()
 
 
-@injects("tokenizer raises or hangs", "as many inputs hang as may, and one more", points=7)
+@injects("tokenizer raises or hangs", "as many inputs hang as may, and one more", points=9)
 def test_inputs_that_hang_the_tokenizer_are_bounded_and_their_threads_are_not_waited_for(
     points: Points,
 ) -> None:
@@ -222,7 +222,7 @@ def test_inputs_that_hang_the_tokenizer_are_bounded_and_their_threads_are_not_wa
     with rig_with_text(SessionLimits(inline_input_chars=0)) as (rig, text):
         trap_encoding(text, trap)
         begin(rig)
-        for number in range(MAX_LOST_THREADS):
+        for number in range(MAX_THREADS):
             trap.arm(0)
             hanging = rig.loop.create_task(rig.manager.submit(OWNER, "mine", chat(f"n{number}")))
             while not trap.has_sprung:
@@ -235,11 +235,11 @@ def test_inputs_that_hang_the_tokenizer_are_bounded_and_their_threads_are_not_wa
             rig.submit("mine", chat("refused"))
         points.strike()
         stuck = [thread for thread in threading.enumerate() if thread.name == "tokenise"]
-        assert len(stuck) >= MAX_LOST_THREADS
+        assert len(stuck) >= MAX_THREADS
         assert all(thread.daemon for thread in stuck), "the process could not end"
         rig.run("mine", rig.new_turn(3))  # token ids need no tokenizer
         trap.release()
-        while rig.manager._flow.tokenising._num_lost:
+        while rig.manager._flow.tokenising._threads.num_alive:
             rig.do(asyncio.sleep(0))
         rig.run("mine", chat("taken"))
         rig.assert_recovered()

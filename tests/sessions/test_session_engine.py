@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,9 @@ from session_server.core.session_events import (
     TurnProgress,
     TurnRequest,
 )
+from session_server.sessions import tokenising
+from session_server.sessions.prompt import Prompt, build_prompt
+from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.views import OpenRequest
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, turn
 
@@ -166,6 +170,31 @@ class TestEngine:
         world.engine.run()
         completed(world.end_of(session, "1"))
         assert len(world.engine.slots) == 1
+
+    def test_a_long_input_that_the_engine_does_not_take_is_not_tokenised_without_end(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        built: list[object] = []
+
+        def build(*args: Any, **kwargs: Any) -> Prompt:
+            built.append(args)
+            return build_prompt(*args, **kwargs)
+
+        monkeypatch.setattr(tokenising, "build_prompt", build)
+        with World(limits=SessionLimits(inline_input_chars=0)) as world:
+            session = world.open()
+            world.engine.is_full = True
+            assert world.submit(session, turn("1")).status == "queued"
+            for _ in range(50):
+                world.do(asyncio.sleep(0.001))
+            assert len(built) == 1
+            world.engine.is_full = False
+            world.loop.call_soon(world.manager.tick)
+            while not world.engine.commands:
+                world.do(asyncio.sleep(0.001))
+            world.engine.run()
+            completed(world.end_of(session, "1"))
+            assert len(built) == 2
 
     def test_what_was_decided_before_the_death_stays_decided(self, world: World) -> None:
         a = world.text.tokenizer.encode_content("a")[0]

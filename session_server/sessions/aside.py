@@ -1,0 +1,44 @@
+"""Threads for work that may hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class DaemonThreads(Executor):
+    """A daemon thread for each piece of work.
+
+    No pool: a thread that hangs can be given up, and does not keep the process from ending.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def num_alive(self) -> int:
+        """Threads whose work has not ended, whether somebody waits for it or not."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return len(self._threads)
+
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Begin at once. What was begun cannot be cancelled, only given up."""
+        future: Future[_T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return future
