@@ -61,7 +61,11 @@ class Engine:
             stopwatch: seconds, to report what the memory checks take; nothing is decided by it.
         """
         self._cache = cache
-        self._settings = settings
+        self._limits = Limits(
+            num_tokens=settings.chunk_tokens,
+            num_turns=settings.max_running,
+            page_size=cache.stores.page_size,
+        )
         self._outbox = Outbox()
         self.counters = Counters()
         self._scheduler = Scheduler(cache, self._outbox, self.counters)
@@ -227,11 +231,3 @@ class Engine:
             return
         error = ServerBusy("the memory left does not hold this turn")
         self._settler.fail(turn, error, now_s)
-
-    @property
-    def _limits(self) -> Limits:
-        return Limits(
-            num_tokens=self._settings.chunk_tokens,
-            num_turns=self._settings.max_running,
-            page_size=self._cache.stores.page_size,
-        )

@@ -226,6 +226,13 @@ class _Planner:
         """Give every turn its number of tokens, pages aside."""
         long = [t for t in self._running if t.num_uncomputed > 1]
         self._candidates = list(self._quoted_candidates())
+        if self._candidates:
+            self._share_with_comers(long)
+        elif long:
+            self._share(long, ())
+        self._shares.update((t.turn_id, 1) for t in self._running if t.num_uncomputed == 1)
+
+    def _share_with_comers(self, long: Sequence[RunningTurn]) -> None:
         self._share(long, self._candidates)
         # Who cannot come for want of a place does not compete for tokens either. Long turns leave
         # half of the places to those that are soon done.
@@ -235,7 +242,6 @@ class _Planner:
         del comers[self._num_free_places() :]
         if len(comers) < len(self._candidates):
             self._share(long, comers)
-        self._shares.update((t.turn_id, 1) for t in self._running if t.num_uncomputed == 1)
 
     def _share(self, long: Sequence[RunningTurn], comers: Sequence[_Candidate]) -> None:
         needs = [t.num_uncomputed for t in long] + [c.quote.num_uncomputed for c in comers]

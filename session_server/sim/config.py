@@ -112,12 +112,12 @@ class SimConfig:
 def draw_config(seed: int) -> SimConfig:
     """What the simulation of this seed is like."""
     draws = Draws(seed)
-    front = Front.WIRE if draws.below("front", 3) == 0 else Front.DIRECT
+    front = Front.WIRE if draws.below("front", 5) == 0 else Front.DIRECT
     return SimConfig(
         seed=seed,
         front=front,
         num_ops=draws.pick("num_ops", (200, 600, 1500)),
-        audit_every=draws.pick("audit_every", (1, 16, 16, *(64,) * 13)),
+        audit_every=draws.pick("audit_every", (1, 16, 16, 16, *(64,) * 60)),
         sizes=_draw_sizes(draws),
         habits=_draw_habits(draws),
         faults=_draw_faults(draws, front),
@@ -188,9 +188,9 @@ def _draw_habits(draws: Draws) -> Habits:
         num_sessions=draws.between("num_sessions", 2, 9),
         num_owners=draws.between("num_owners", 1, 3),
         max_input=draws.pick("max_input", (3, 8, 20, 60)),
-        max_new=draws.pick("max_new", (4, 12, 40)),
+        max_new=draws.pick("max_new", (4, 12, 40, 60)),
         shared=draws.pick("shared", (0, 500, 900, 1000)),
-        patient=draws.pick("patient", (300, 500, 650, 750)),
+        patient=draws.pick("patient", (300, 650, 800, 900)),
         submit=rate("submit", 200, 400),
         open=rate("open", 40, 80),
         cancel=rate("cancel", 0, 20, 120),

@@ -75,6 +75,7 @@ class SessionShadow:
     """Reads one session's journal. Every check raises `Broken`.
 
     `tokens`: the history as the client was told it. `log`: what was said, by sequence number.
+    `num_unended`: how many turns `live` has.
     """
 
     def __init__(self, world: World, root: int) -> None:
@@ -85,6 +86,7 @@ class SessionShadow:
         self.order: list[str] = []
         self.log: dict[int, SessionEntry] = {}
         self.seq = 0
+        self.num_unended = 0
         self.closed_by: str | None = None
         self.is_close_asked = False
         self._num_done = 0
@@ -138,6 +140,7 @@ class SessionShadow:
         if turn is None or turn.created_seq is not None:
             raise Broken(Layer.PROTOCOL, f"{entry}: nobody asked, or it was created before")
         turn.created_seq = self.seq
+        self.num_unended += 1
         self.order.append(entry.turn_id)
         self._world.reached["turn accepted"] += 1
         self._world.reached["turn waited behind another"] += entry.position > 0
@@ -165,6 +168,7 @@ class SessionShadow:
 
     def _ended(self, turn: AskedTurn, end: TurnEnd) -> None:
         turn.end = end
+        self.num_unended -= 1
         outcome, reached = end.outcome, self._world.reached
         is_kept = isinstance(end, TurnCompleted) or (
             isinstance(end, TurnCancelled) and end.kept_partial

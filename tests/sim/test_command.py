@@ -12,10 +12,10 @@ from session_server.cli import main
 
 
 def test_some_seeds_end_well_and_say_what_happened(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sim", "--seeds", "2..6", "--jobs", "1", "--json"]) == 0
+    assert main(["sim", "--seeds", "1..5", "--jobs", "1", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["seeds"] == 4
-    assert figures["next_seed"] == 6
+    assert figures["next_seed"] == 5
     assert figures["steps"] > figures["wire_steps"] > 0
     assert figures["coverage"]["publish"] > 0
 
