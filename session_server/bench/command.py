@@ -3,6 +3,7 @@
   sessions     does a turn's overhead stay flat, are idle sessions free, is admission flat
   kept         the next turn on a kept session against resending the conversation
   speculation  answers with guesses from the session's own text against those without
+  memory-check what the memory checker adds to a step, beside idle sessions
 
 Shared machines are noisy: quote ratios of one run, and run twice before believing one.
 """
@@ -27,6 +28,7 @@ from rich.table import Table
 from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
+from session_server.bench.memory_check import MemoryCheckWorkload, measure_memory_check
 from session_server.bench.plots import plot_growth
 from session_server.bench.speculation import SpeculationWorkload, measure_speculation
 
@@ -146,10 +148,33 @@ def _show_speculation(report: Figures, console: Console) -> None:
         console.print(table)
 
 
+def _measure_memory_check(args: argparse.Namespace, progress: Progress) -> Figures:
+    load = MemoryCheckWorkload()
+    task = progress.add_task("rounds", total=load.total_rounds)
+    return measure_memory_check(load, on_round=lambda: progress.advance(task))
+
+
+def _show_memory_check(report: Figures, console: Console) -> None:
+    table = Table(title="step of a turn of 16 in / 32 out, medians of rounds, us")
+    for column in ("", "off", "warn", "warn / off", "off / off", "checks", "probes", "share"):
+        table.add_column(column, justify="right")
+    for name, figure in report["variants"].items():
+        times = (f"{figure[key]:.1f}" for key in ("off_us", "on_us"))
+        ratios = (f"{figure[key]:.3f}" for key in ("ratio", "noise_ratio"))
+        own = (f"{figure[key]:.2f}" for key in ("check_us", "probe_us"))
+        table.add_row(name, *times, *ratios, *own, f"{figure['own_share']:.2%}")
+    console.print(table)
+    console.print(
+        f"{report['probes']} probes, {report['probe_ms'] or 0:.1f} ms each, "
+        f"{report['violations']} violations"
+    )
+
+
 BENCHMARKS: Final[Mapping[str, Benchmark]] = MappingProxyType(
     {
         "sessions": Benchmark(_measure_sessions, _show_sessions),
         "kept": Benchmark(_measure_kept, _show_kept),
+        "memory-check": Benchmark(_measure_memory_check, _show_memory_check),
         "speculation": Benchmark(_measure_speculation, _show_speculation),
     }
 )

@@ -211,8 +211,8 @@ class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
     `runs` by level; `violations` in all, the texts of the most recent ones in `recent`.
     `quarantined_sessions`, the most recent ones, lost their KV, `rebuilds` dropped everybody's;
     together they cost `reprefill_tokens` to compute again. `probes` were answered by the device,
-    the last one `last_probe_ago_s` ago (None: none yet). `cost_share`: what checks and probes take
-    of the engine's time.
+    the last one `last_probe_ago_s` ago (None: none yet). `check_ms` and `probe_ms` were spent on
+    checks and on probes, which is `cost_share` of the engine's time.
     """
 
     runs: dict[str, int]
@@ -223,6 +223,8 @@ class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
     reprefill_tokens: int = 0
     probes: int = 0
     last_probe_ago_s: float | None = None
+    check_ms: float = 0.0
+    probe_ms: float = 0.0
     cost_share: float = 0.0
 
     @property

@@ -88,10 +88,7 @@ class MemoryGuard:
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
     ) -> None:
         """Begin the record of a step."""
-        if self._watch.mode is not MemoryCheck.OFF:
-            began_s = self._watch.stopwatch()
-            self._watch.trace.begin_step(now_s, commands, results)
-            self._watch.spent_s += self._watch.stopwatch() - began_s
+        self._watch.trace.begin_step(now_s, commands, results)
 
     def end_step(self, now_s: float, plan: StepPlan | None, batch: Batch | None) -> bool:
         """End its record, check what it has touched, and repair what is in doubt.
@@ -102,12 +99,13 @@ class MemoryGuard:
         Raises:
             AuditFailed: STRICT, or the books cannot be made right.
         """
-        if self._watch.mode is not MemoryCheck.OFF:
-            began_s = self._watch.stopwatch()
-            self._watch.trace.end_step(plan, batch)
-            self._watch.check_step()
-            self._watch.spent_s += self._watch.stopwatch() - began_s
-        if not self._watch.doubts:
+        watch = self._watch
+        if watch.mode is not MemoryCheck.OFF:
+            began_s = watch.stopwatch()
+            watch.trace.end_step(plan, batch)
+            watch.check_step()
+            watch.spent_s += watch.stopwatch() - began_s
+        if not watch.doubts:
             return False
         self._repair(now_s)
         return True
@@ -144,7 +142,7 @@ class MemoryGuard:
         watch, prober, counters = self._watch, self.prober, self._counters
         engine_s = counters.host_s + counters.forward_s + prober.forward_s
         return CheckerReport(
-            runs={str(level): num_runs for level, num_runs in sorted(watch.runs.items())},
+            runs={str(level): num_runs for level, num_runs in enumerate(watch.runs)},
             violations=watch.num_violations,
             recent=tuple(watch.texts),
             quarantined_sessions=tuple(self.quarantined),
@@ -152,6 +150,8 @@ class MemoryGuard:
             reprefill_tokens=self.num_dropped_tokens,
             probes=prober.num_probes,
             last_probe_ago_s=None if prober.probed_s is None else now_s - prober.probed_s,
+            check_ms=watch.spent_s * 1e3,
+            probe_ms=prober.forward_s * 1e3,
             cost_share=(watch.spent_s + prober.forward_s) / engine_s if engine_s else 0.0,
         )
 

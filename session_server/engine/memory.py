@@ -8,7 +8,7 @@ on demand, content as the device reports it. What to do about a violation is `en
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,7 +28,7 @@ MAX_REMEMBERED: Final = 32
 NUM_LOGGED_STEPS: Final = 8
 """Steps before the first violation that go to the log; a report has all that are remembered."""
 
-LEVELS: Final = (0, 1, 2, 3)
+NUM_LEVELS: Final = 4
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -60,26 +60,22 @@ class MemoryWatch:
         self, cache: SessionAwareCache, policy: MemoryPolicy, stopwatch: Callable[[], float]
     ) -> None:
         self._cache = cache
-        self.policy = policy
+        self.mode = policy.check
+        self.probe_interval_s = policy.probe_interval_s
         self.stopwatch = stopwatch
         self.spent_s = 0.0
         self.trace = StepTrace()
         self.texts: deque[str] = deque(maxlen=MAX_REMEMBERED)
-        self.runs: Counter[int] = Counter(dict.fromkeys(LEVELS, 0))
+        self.runs = [0] * NUM_LEVELS
         self.num_violations = 0
         self.doubts = Doubts()
-        self._touched: set[SessionId] = set()
+        self._touched: dict[SessionId, None] = {}
         self._has_changed = False
-
-    @property
-    def mode(self) -> MemoryCheck:
-        """What is done with a violation."""
-        return self.policy.check
 
     @property
     def num_runs(self) -> int:
         """Checks of any level."""
-        return self.runs.total()
+        return sum(self.runs)
 
     @property
     def is_audit_due(self) -> bool:
@@ -88,31 +84,32 @@ class MemoryWatch:
 
     def touch(self, session_id: SessionId) -> None:
         """A session was lent, given back, cooled or closed: look at it at the end of the step."""
-        self._touched.add(session_id)
+        self._touched[session_id] = None
         self._has_changed = True
 
     def check_step(self) -> None:
         """Level 0 and the sessions touched, once per step; everything in STRICT mode."""
-        touched, self._touched = self._touched, set()
         match self.mode:
-            case MemoryCheck.OFF:
-                return
-            case MemoryCheck.STRICT:
-                self._note(2, find_violations(self._cache, 2))
             case MemoryCheck.WARN:
-                self._note(0, find_violations(self._cache, 0))
-                for session_id in touched:
+                self._check_sums()
+                for session_id in self._touched:
                     if session_id in self._cache:
-                        self._note(1, find_violations(self._cache, 1, session_id))
+                        self._run(1, session_id)
+            case MemoryCheck.STRICT:
+                self._run(2)
+            case MemoryCheck.OFF:
+                pass
+        self._touched.clear()
 
     def audit_all(self) -> None:
         """Level 2: recount every page from the structures that hold it. O(pages + sessions)."""
         self._has_changed = False
-        self._note(2, find_violations(self._cache, 2))
+        self._run(2)
 
     def note_content(self, violations: Sequence[Violation]) -> None:
         """Level 3: what the device found when it looked at a page."""
-        self._note(3, violations)
+        self.runs[3] += 1
+        self._note(violations)
         if any(violation.session_id is None for violation in violations):
             # The page is somewhere in the tree, where no recount shows what it holds.
             self._lose_books()
@@ -120,7 +117,7 @@ class MemoryWatch:
     def note_failure(self, error: AuditFailed) -> None:
         """A verb of the cache found the books wrong in its middle: whatever it left half done, no
         recount shows."""
-        self._note(0, [Violation(str(error))])
+        self._note([Violation(str(error))])
         self._lose_books()
 
     def take_doubts(self) -> Doubts:
@@ -131,8 +128,19 @@ class MemoryWatch:
     def _lose_books(self) -> None:
         self.doubts = Doubts(self.doubts.session_ids, are_books_in_doubt=True, are_books_lost=True)
 
-    def _note(self, level: int, violations: Sequence[Violation]) -> None:
+    def _check_sums(self) -> None:
+        """Level 0. Nearly every step does this and nothing else, so it makes no call too many."""
+        self.runs[0] += 1
+        for ledger in self._cache.stores.ledgers.values():
+            if not ledger.is_balanced():
+                self._note(find_violations(self._cache, 0))
+                return
+
+    def _run(self, level: int, session_id: SessionId | None = None) -> None:
         self.runs[level] += 1
+        self._note(find_violations(self._cache, level, session_id))
+
+    def _note(self, violations: Sequence[Violation]) -> None:
         if not violations:
             return
         self._remember(violations)

@@ -86,5 +86,5 @@ class Prober:
             return self._is_owed or self._rotation.is_suspicious
         if num_launches == self._num_launches:
             return False
-        interval_s = self._watch.policy.probe_interval_s
+        interval_s = self._watch.probe_interval_s
         return self._worked_s >= interval_s or self._rotation.is_suspicious

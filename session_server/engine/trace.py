@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
+
+import msgspec
 
 from cache.types import TurnId
 from session_server.core.batch import Batch, StepResult
@@ -20,49 +22,67 @@ from session_server.engine.plan import StepPlan
 NUM_STEPS: Final = 1000
 """Steps remembered."""
 
+# One call into C for all rows: between two forwards every line of Python is cold, and costs several
+# times what a benchmark of it alone says.
+_STEP: Final = attrgetter("step")
+_ROW: Final = attrgetter("turn_id", "row", "start", "num_tokens")
 
-@dataclass(slots=True)
-class _Record:
+
+class _Record(msgspec.Struct, frozen=True, gc=False):
     step: int
     now_s: float
-    commands: tuple[str, ...]
+    commands: tuple[type[EngineCommand], ...]
     settled: tuple[int, ...]
-    plan: StepPlan | None = None
-    launched: int | None = None
-    is_probe: bool = False
-    rows: tuple[tuple[TurnId, int, int, int], ...] = ()
+    plan: StepPlan | None
+    launched: int | None
+    is_probe: bool
+    rows: tuple[tuple[TurnId, int, int, int], ...]
 
 
 class StepTrace:
-    """A ring of `NUM_STEPS` records, and a copy of it from the moment of the first violation."""
+    """A ring of `NUM_STEPS` records, and a copy of it from the moment of the first violation.
+
+    `num_steps`: begun so far.
+    """
 
     def __init__(self) -> None:
         self._ring: deque[_Record] = deque(maxlen=NUM_STEPS)
         self._frozen: tuple[_Record, ...] = ()
-        self._num_steps = 0
+        self._begun: tuple[float, Sequence[EngineCommand], Sequence[StepResult]] | None = None
+        self.num_steps = 0
 
     def begin_step(
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
     ) -> None:
         """A step has begun."""
-        self._num_steps += 1
-        kinds = tuple([type(command).__name__ for command in commands])
-        settled = tuple([result.step for result in results])
-        self._ring.append(_Record(self._num_steps, now_s, kinds, settled))
+        self.num_steps += 1
+        self._begun = now_s, commands, results
 
     def end_step(self, plan: StepPlan | None, batch: Batch | None) -> None:
         """What it has decided and what it launches."""
-        record = self._ring[-1]
-        record.plan = plan
-        if batch is not None:
-            record.launched, record.is_probe = batch.step, batch.probe is not None
-            record.rows = tuple(
-                [(row.turn_id, row.row, row.start, row.num_tokens) for row in batch.rows]
+        if self._begun is None:
+            return
+        now_s, commands, results = self._begun
+        self._begun = None
+        self._ring.append(
+            _Record(
+                self.num_steps,
+                now_s,
+                tuple(map(type, commands)),
+                tuple(map(_STEP, results)),
+                plan,
+                None if batch is None else batch.step,
+                batch is not None and batch.probe is not None,
+                () if batch is None else tuple(map(_ROW, batch.rows)),
             )
+        )
 
     def freeze(self) -> None:
         """Keep the steps up to now; only the first call counts, since it shows the cause."""
-        self._frozen = self._frozen or tuple(self._ring)
+        if self._frozen:
+            return
+        self.end_step(None, None)
+        self._frozen = tuple(self._ring)
 
     def frozen(self, num_steps: int = NUM_STEPS) -> tuple[TracedStep, ...]:
         """The last steps before the first violation, oldest first; nothing without one."""
@@ -74,7 +94,7 @@ def _show(record: _Record) -> TracedStep:
     return TracedStep(
         step=record.step,
         now_s=record.now_s,
-        commands=record.commands,
+        commands=tuple(kind.__name__ for kind in record.commands),
         settled=record.settled,
         launched=record.launched,
         is_probe=record.is_probe,

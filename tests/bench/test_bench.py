@@ -10,6 +10,7 @@ from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
+from session_server.bench.memory_check import MemoryCheckWorkload, measure_memory_check
 from session_server.bench.plots import plot_growth
 from session_server.bench.speculation import WORKLOADS, SpeculationWorkload, measure_speculation
 from session_server.runner.capacity import MemoryLimits
@@ -64,6 +65,21 @@ def test_guessing_servers_give_the_answers_of_one_that_does_not() -> None:
         assert plain["speed_ratio"] == 1.0
         assert guessed["num_outputs"] == plain["num_outputs"]
         assert guessed["different_answers"] == 0
+
+
+@pytest.mark.timeout(200)
+def test_the_memory_checker_is_timed_against_its_absence() -> None:
+    rounds = []
+    load = MemoryCheckWorkload(idle_counts=(0, 20), running_counts=(1, 2), num_rounds=2)
+    figures = measure_memory_check(load, on_round=lambda: rounds.append(1))
+    assert len(rounds) == load.total_rounds == 8
+    assert figures["violations"] == 0
+    assert len(figures["variants"]) == 4
+    for figure in figures["variants"].values():
+        assert figure["off_us"] > 0 < figure["on_us"]
+        assert figure["noise_ratio"] > 0 < figure["ratio"]
+        assert 0 < figure["check_us"] < figure["on_us"]
+        assert 0 < figure["own_share"] < 1
 
 
 def test_host_benchmarks_time_the_real_engine() -> None:

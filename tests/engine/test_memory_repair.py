@@ -245,7 +245,7 @@ def test_the_steps_before_the_first_violation_are_kept_and_hold_no_token(
     damage.lose_a_free_page(bench.cache)
     with caplog.at_level(logging.ERROR):
         bench.step()
-    num_steps = bench.engine._guard._watch.trace._num_steps
+    num_steps = bench.engine._guard._watch.trace.num_steps
     stage.go_on()
     trace = stage.report().trace
     assert [step.step for step in trace] == list(range(1, num_steps + 1))

@@ -1,0 +1,168 @@
+"""A long mixed run of the embedded model, probed as often as it may be: no page is called wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from cache.session_cache import SessionAwareCache
+from session_server.core.batch import StepResult
+from session_server.core.commands import (
+    CancelTurn,
+    CloseSession,
+    EngineCommand,
+    OpenSession,
+    SubmitTurn,
+)
+from session_server.core.events import EngineEvent, TurnFailed, TurnFinished
+from session_server.core.ids import SessionId, TurnId
+from session_server.core.sampling import SamplingParams
+from session_server.demo import MODEL_DIR
+from session_server.demo.corpus import dialogue
+from session_server.engine.engine import Engine
+from session_server.engine.settings import (
+    EngineSettings,
+    MemoryCheck,
+    MemoryPolicy,
+    Speculation,
+)
+from session_server.models.config import DTypeName
+from session_server.runner.capacity import MemoryLimits
+from session_server.runner.loader import RunnerOptions, load_runner
+from session_server.text.model_text import load_model_text
+
+NUM_SESSIONS = 10
+NUM_TURNS = 90
+PAGE_SIZE = 16
+POOL_TOKENS = 800
+"""Less than the sessions come to, so that they are cooled and turns are retracted."""
+
+
+class Crowd:
+    """Sessions that talk, cancel, rewind and close at random; half of them begin alike."""
+
+    def __init__(self, dtype: DTypeName, num_in_flight: int) -> None:
+        loaded = load_runner(
+            MODEL_DIR,
+            RunnerOptions(
+                page_size=PAGE_SIZE,
+                num_rows=8,
+                dtype=dtype,
+                max_context_len=512,
+                memory=MemoryLimits(max_total_tokens=POOL_TOKENS),
+            ),
+        )
+        settings = EngineSettings(
+            model_fingerprint="embedded",
+            vocab_size=loaded.config.vocab_size,
+            eos_token_ids=(),
+            chunk_tokens=24,
+            num_in_flight=num_in_flight,
+            memory=MemoryPolicy(MemoryCheck.WARN, probe_interval_s=0.001),
+            speculation=Speculation(num_drafts=3),
+        )
+        self.engine = Engine(SessionAwareCache(loaded.spec, loaded.plan.capacity), settings)
+        self.runner = loaded.runner
+        self.random = Random(num_in_flight)
+        self.results: list[StepResult] = []
+        self.lengths: dict[SessionId, int] = {}
+        self.live: dict[TurnId, SessionId] = {}
+        self.texts = [self._text(seed) for seed in range(NUM_SESSIONS // 2)]
+        self.reached: Counter[str] = Counter()
+        self.num_steps = 0
+
+    def run(self) -> None:
+        """Hold all turns, then come to rest."""
+        while self.reached["turns"] < NUM_TURNS:
+            self._step(self._commands())
+        while self.live or self.results:
+            self._step([])
+
+    def _step(self, commands: list[EngineCommand]) -> None:
+        self.num_steps += 1
+        # With overlap a result is settled after the next launch was planned without it.
+        results = [self.results.pop(0)] if len(self.results) > self.random.randrange(2) else []
+        outcome = self.engine.step(self.num_steps * 0.01, commands, results)
+        if outcome.batch is not None:
+            self.reached["turn batches"] += bool(outcome.batch.rows)
+            result = self.runner.launch(outcome.batch).wait()
+            assert result.error is None, result.error
+            self.results.append(result)
+        for event in outcome.events:
+            self._hear(event)
+
+    def _hear(self, event: EngineEvent) -> None:
+        match event:
+            case TurnFinished():
+                del self.live[event.turn_id]
+                self.lengths[event.session_id] = event.history_len
+                self.reached["turns"] += 1
+                self.reached["retracted"] += event.num_retractions > 0
+                self.reached[event.reason.value] += 1
+            case TurnFailed():
+                pytest.fail(f"{event.code}: {event.message}")
+            case _:
+                pass
+
+    def _commands(self) -> list[EngineCommand]:
+        if self.random.random() < 0.7:
+            return []
+        session_id = SessionId(f"s{self.random.randrange(NUM_SESSIONS)}")
+        turn_id = next((t for t, owner in self.live.items() if owner == session_id), None)
+        if turn_id is not None:
+            return self._disturb(turn_id)
+        if session_id not in self.lengths:
+            self.lengths[session_id] = 0
+            opening = OpenSession(session_id=session_id, tenant_salt="t")
+            return [opening, self._submit(session_id)]
+        if self.lengths[session_id] > 350:
+            del self.lengths[session_id]
+            self.reached["closed"] += 1
+            return [CloseSession(session_id=session_id)]
+        return [self._submit(session_id)]
+
+    def _disturb(self, turn_id: TurnId) -> list[EngineCommand]:
+        if self.random.random() < 0.9:
+            return []
+        return [CancelTurn(turn_id=turn_id, num_outputs=self.random.choice((None, 0, 2)))]
+
+    def _submit(self, session_id: SessionId) -> SubmitTurn:
+        history = base_len = self.lengths[session_id]
+        if history and self.random.random() < 0.15:
+            base_len = self.random.randrange(history)
+            self.reached["rewound"] += 1
+        text = self.texts[int(session_id[1:]) % len(self.texts)]
+        turn_id = TurnId(f"t{self.num_steps}")
+        self.live[turn_id] = session_id
+        return SubmitTurn(
+            session_id=session_id,
+            turn_id=turn_id,
+            base_len=base_len,
+            tokens=text[base_len : base_len + self.random.randrange(1, 60)],
+            sampling=SamplingParams(
+                max_tokens=self.random.randrange(30), temperature=0.0, seed=0, ignore_eos=True
+            ),
+        )
+
+    def _text(self, seed: int) -> tuple[int, ...]:
+        tokenizer = load_model_text(MODEL_DIR).tokenizer
+        turns = dialogue(seed, 80).turns
+        return tuple(tokenizer.encode_content("\n".join(f"{t.user} {t.assistant}" for t in turns)))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("dtype", "num_in_flight"), [("float32", 1), ("float32", 2), ("float16", 2), ("bfloat16", 2)]
+)
+def test_no_honest_page_is_called_wrong(dtype: DTypeName, num_in_flight: int) -> None:
+    crowd = Crowd(dtype, num_in_flight)
+    crowd.run()
+    watch, prober = crowd.engine._guard._watch, crowd.engine._guard.prober
+    assert list(watch.texts) == []
+    assert prober.num_probes > crowd.reached["turn batches"] / 4 > 100
+    counters = crowd.engine.counters
+    assert counters.coolings > 0 < counters.accepted_tokens
+    for name in ("retracted", "rewound", "closed", "cancelled", "length"):
+        assert crowd.reached[name], f"never happened: {name}; {dict(crowd.reached)}"
