@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 from session_server.core.errors import ServerBusy
 from session_server.protocol.session_protocol import CloseCode
+
+UNPROVEN_SHARE: Final = 10
+"""One connection in so many may be waiting for its client to prove who it is: strangers who say
+nothing must not keep others out."""
 
 
 class Endable(Protocol):
@@ -24,6 +28,7 @@ class Sockets:
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._num_connections = 0
+        self._num_unproven = 0
         self._by_session: dict[tuple[str, str], Endable] = {}
 
     @contextlib.contextmanager
@@ -40,6 +45,21 @@ class Sockets:
             yield
         finally:
             self._num_connections -= 1
+
+    @contextlib.contextmanager
+    def unproven(self) -> Iterator[None]:
+        """Count one connection as a stranger's inside the block.
+
+        Raises:
+            ServerBusy: as many as allowed have not shown a key yet.
+        """
+        if self._num_unproven >= max(1, self._max_connections // UNPROVEN_SHARE):
+            raise ServerBusy(f"{self._num_unproven} connections have not shown a key, the maximum.")
+        self._num_unproven += 1
+        try:
+            yield
+        finally:
+            self._num_unproven -= 1
 
     @contextlib.contextmanager
     def attached(self, owner: str, session_id: str, socket: Endable) -> Iterator[None]:

@@ -96,8 +96,9 @@ class SessionSocket:
             )
             owner = None if needs_auth else owner_of(self._services, key)
             if owner is None:
-                await self._accept()
-                owner = await self._first_message_owner()
+                with self._sockets.unproven():
+                    await self._accept()
+                    owner = await self._first_message_owner()
             call = make_call(self._websocket, owner)
             view = self._open(call)
         except SessionServerError as error:

@@ -25,7 +25,10 @@ from session_server.core.session_events import (
     TurnFailedEntry,
 )
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.sessions.views import OpenRequest
 from session_server.web.auth import ANONYMOUS
+from session_server.web.services import digest_of
+from session_server.web.sockets import UNPROVEN_SHARE
 from tests.engine.bench import Stage
 from tests.faults.points import Points, injects
 from tests.faults.raw_peer import upgrade
@@ -136,6 +139,32 @@ async def test_one_connection_too_many_is_refused_until_one_has_gone(points: Poi
             for number in range(most + 1):
                 server.sessions.close(ANONYMOUS, f"s{number}")
             await server.assert_empty()
+
+
+@injects("slow handshake, slow body", "strangers that say nothing, as many as may", points=20)
+async def test_strangers_who_say_nothing_keep_nobody_out(points: Points) -> None:
+    most = UNPROVEN_SHARE * 20
+    async with wired(max_connections=most, key_digests=(digest_of("secret"),)) as server:
+        server.sessions.open(digest_of("secret"), OpenRequest(session_id="s"))
+        peers = []
+        for _ in range(20):
+            peer = await server.peer()
+            await peer.send(upgrade("new"))
+            assert await peer.read_until(b" 101 ")
+            peers.append(peer)
+            points.strike()
+        late = await server.peer()
+        await late.send(upgrade("new"))
+        assert await late.read_until(b" 503 ")
+        known = await server.peer()
+        header = b"Authorization: Bearer secret\r\n\r\n"
+        await known.send(upgrade("s")[:-2] + header)
+        assert await known.read_until(b"session.opened")
+        for peer in (*peers, late, known):
+            peer.vanish(hard=False)
+        server.sessions.close(digest_of("secret"), "s")
+        await server.assert_empty()
+        await server.this.until(lambda: server.this.sockets._num_unproven == 0)
 
 
 LIMITS = SessionLimits(
