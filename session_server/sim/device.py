@@ -122,7 +122,8 @@ class EchoRunner:
 
     `salt_of`: the tenant's salt of a turn. `truth_of`: what a turn's cells must hold; without it
     the text alone tells. `draft_skill`: how often in a thousand its draft model guesses right.
-    `reached` counts what speculation came to.
+    `reached` counts what speculation came to; `refused_alone` are turns whose forward failed when
+    nobody else was in it.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class EchoRunner:
         self._queue: deque[Batch] = deque()
         self.model = model or EchoModel()
         self.faults = Faults()
+        self.refused_alone: set[TurnId] = set()
         self.reached: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -163,6 +165,10 @@ class EchoRunner:
         """The launch that `execute` will carry out."""
         return self._queue[0] if self._queue else None
 
+    def is_queued(self, turn_id: TurnId) -> bool:
+        """Whether a launch that was not carried out has a row of this turn."""
+        return any(row.turn_id == turn_id for batch in self._queue for row in batch.rows)
+
     def execute(self) -> StepResult:
         """Carry out the oldest launch.
 
@@ -176,6 +182,8 @@ class EchoRunner:
         if batch.step in self.faults.fail_steps or turns & self.faults.poison_turns:
             for row in batch.rows:
                 self._scribble(row)
+            if len(turns) == 1:
+                self.refused_alone |= turns
             return StepResult(batch.step, (), _FORWARD_S, error="injected")
         if batch.probe is not None:
             self.reached["probe"] += 1

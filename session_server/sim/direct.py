@@ -224,7 +224,7 @@ class DirectWorld:
             session_id=SessionId("nobody") if op["why"] == "unknown" else session_id,
             turn_id=TurnId(op["t"]),
             base_len=base_len,
-            tokens=(1, 10**6) if op["why"] == "vocab" else (1,),
+            tokens=(1, self.stage.device.model.vocab_size) if op["why"] == "vocab" else (1,),
             sampling=SamplingParams(seed=0),
         )
         if op["why"] in {"busy", "unknown"} or (session is not None and not is_live):

@@ -6,7 +6,7 @@ import itertools
 from typing import Final
 
 from cache.session_cache import SessionAwareCache
-from cache.types import PoolName, pages_for
+from cache.types import PoolName, TurnId, pages_for
 from session_server.core.batch import Batch
 from session_server.core.events import TurnFailed, TurnStarted
 from session_server.engine.engine import Engine, StepOutcome
@@ -33,6 +33,7 @@ class FairnessWatch:
         self._sizes = sizes
         self._num_hindrances = 0
         self._num_waits = 0
+        self._num_retries = 0
 
     def check(self, outcome: StepOutcome) -> None:
         """After a step.
@@ -50,11 +51,35 @@ class FairnessWatch:
         is_hindered, self._num_hindrances = num_hindrances > self._num_hindrances, num_hindrances
         is_hindered |= any(isinstance(event, TurnFailed) for event in outcome.events)
         batch = outcome.batch
-        if batch is None or not batch.rows or is_hindered or self._engine.is_retrying:
+        if not self._engine.is_retrying:
+            self._num_retries = 0
+        if batch is None or not batch.rows or is_hindered:
+            return
+        if self._engine.is_retrying:
+            self._check_retry()
             return
         self._check_running(batch)
-        if not any(isinstance(event, TurnStarted) for event in outcome.events):
+        started = {event.turn_id for event in outcome.events if isinstance(event, TurnStarted)}
+        if started:
+            self._check_passers(started)
+        else:
             self._check_first(batch)  # nobody before it has taken what it was to have
+
+    def _check_retry(self) -> None:
+        """Each turn of a forward that failed is tried alone once, then all go on together."""
+        self._num_retries += 1
+        if self._num_retries > self._sizes.max_running:
+            raise Broken(Layer.LIVENESS, f"{self._num_retries} forwards of one turn in a row")
+
+    def _check_passers(self, started: set[TurnId]) -> None:
+        """Where nothing runs the first of the line comes first: what it waits for comes to it, and
+        would not if others took it.
+        """
+        waiting, running = self._engine.scheduler.waiting, self._engine.scheduler.running
+        if all(turn.turn_id in started for turn in running):
+            first = waiting[0] if waiting else running[0]
+            if first.order < running[0].order:
+                raise Broken(Layer.LIVENESS, f"{started} passed {first.turn_id}")
 
     def _check_running(self, batch: Batch) -> None:
         """The oldest turn is in every forward, and so is whoever lacks one position, if pages are

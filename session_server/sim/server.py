@@ -73,7 +73,8 @@ class SimServer:
             # given back shows soon.
             quotas=QuotaLimits(
                 owner_sessions=config.habits.num_sessions,
-                owner_turns=config.habits.num_sessions * (1 + MAX_QUEUED_TURNS),
+                owner_turns=-(-config.habits.num_sessions // config.habits.num_owners)
+                * (1 + MAX_QUEUED_TURNS),
             ),
             clock=self.loop.time,
         )

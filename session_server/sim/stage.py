@@ -14,7 +14,7 @@ from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName, pages_for
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
-from session_server.core.events import EngineEvent, TurnFailed, TurnFinished
+from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
 from session_server.sim.config import SimConfig
@@ -110,8 +110,7 @@ class Stage:
         self._note_progress(outcome, is_news=bool(commands or results))
         for event in outcome.events:
             if isinstance(event, TurnFinished | TurnFailed):
-                self.device.faults.nan_turns.discard(event.turn_id)
-                self.device.faults.poison_turns.discard(event.turn_id)
+                self._leave_device(event)
         return outcome
 
     def inject(self, fault: str, which: int) -> None:
@@ -213,6 +212,19 @@ class Stage:
         copy = self.cache.tokens(event.session_id, 0, num_compared)
         if not np.array_equal(copy, held):
             raise Broken(Layer.SHADOW, f"{event}: the engine holds {copy}, not {held}")
+
+    def _leave_device(self, event: TurnFinished | TurnFailed) -> None:
+        """A turn that has said all it may has nothing launched behind that, and one that the device
+        has refused was tried alone before it was given up.
+        """
+        device, turn_id = self.device, event.turn_id
+        device.faults.nan_turns.discard(turn_id)
+        device.faults.poison_turns.discard(turn_id)
+        if isinstance(event, TurnFailed):
+            if event.code == "device_failed" and turn_id not in device.refused_alone:
+                raise Broken(Layer.SHADOW, f"{event}, and it never failed alone")
+        elif event.reason is FinishReason.LENGTH and device.is_queued(turn_id):
+            raise Broken(Layer.SHADOW, f"{event}, and more of it is launched")
 
     def _note_progress(self, outcome: StepOutcome, *, is_news: bool) -> None:
         self.is_blocked = outcome.is_blocked

@@ -11,6 +11,8 @@ from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
 from session_server.metrics.prometheus import ServerMetrics
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
+from tests.mutants.registry import MUTANTS, SURVIVORS
+from tests.mutants.search import recorded
 from tests.scenarios.catalogue import CATALOGUE, NOT_APPLICABLE
 from tests.scenarios.registry import Scenario, scenarios
 
@@ -108,12 +110,32 @@ def scenario_table() -> str:
     return "\n".join(rows())
 
 
+def mutant_table() -> str:
+    """Every seeded bug, and where the simulator found it."""
+    found = recorded()
+
+    def rows() -> Iterator[str]:
+        yield "| bug | source | found by | steps |"
+        yield "|---|---|---|---|"
+        for name, mutant in MUTANTS.items():
+            where = f"{found[name].layer} | {found[name].steps:,}" if name in found else "— | "
+            yield f"| {mutant.bug} | {mutant.source} | {where} |"
+        yield ""
+        num_found = sum(name in found for name in MUTANTS)
+        yield f"{num_found} of {len(MUTANTS)} are found."
+        for name, why in SURVIVORS.items():
+            yield f"* {MUTANTS[name].bug} {why}"
+
+    return "\n".join(rows())
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("protocol.md", "errors"): error_table,
     ("runbook.md", "flags"): flag_table,
     ("runbook.md", "metrics"): metric_table,
     ("scenarios.md", "scenarios"): scenario_table,
     ("testing.md", "faults"): fault_table,
+    ("testing.md", "mutants"): mutant_table,
 }
 
 
