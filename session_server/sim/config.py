@@ -15,6 +15,7 @@ from typing import Any, Literal
 from cache.pages import Allocation
 from session_server.engine.settings import Drafter, MemoryCheck
 from session_server.sim.draws import Draws
+from session_server.sim.faults import FaultRates, OneFault, Site
 
 
 class Front(enum.StrEnum):
@@ -82,23 +83,10 @@ class Habits:
 
 
 @dataclass(frozen=True, slots=True)
-class FaultRates:
-    """Per mille of the moments at which each could happen; see `faults.Site`."""
-
-    device_nan: int
-    device_raise: int
-    device_poison: int
-    alloc_page: int
-    alloc_row: int
-    engine_death: int
-    net_drop: int
-    net_stall: int
-    tokenizer_slow: int
-
-
-@dataclass(frozen=True, slots=True)
 class SimConfig:
-    """One simulation. `audit_every`: engine steps between two full recounts."""
+    """One simulation. `audit_every`: engine steps between two full recounts. `only_fault`: what
+    goes wrong in place of what `faults` says.
+    """
 
     seed: int
     front: Front
@@ -107,6 +95,7 @@ class SimConfig:
     sizes: Sizes
     habits: Habits
     faults: FaultRates
+    only_fault: OneFault | None = None
 
 
 def draw_config(seed: int) -> SimConfig:
@@ -138,6 +127,7 @@ def from_json(plain: Mapping[str, Any]) -> SimConfig:
     sizes = dict(plain["sizes"])
     sizes["drafter"] = Drafter(sizes["drafter"])
     sizes["memory_check"] = MemoryCheck(sizes["memory_check"])
+    only = plain["only_fault"]
     return SimConfig(
         seed=plain["seed"],
         front=Front(plain["front"]),
@@ -146,6 +136,7 @@ def from_json(plain: Mapping[str, Any]) -> SimConfig:
         sizes=Sizes(**sizes),
         habits=Habits(**plain["habits"]),
         faults=FaultRates(**plain["faults"]),
+        only_fault=OneFault(Site(only["site"]), only["nth"]) if only else None,
     )
 
 
@@ -219,8 +210,8 @@ def _draw_faults(draws: Draws, front: Front) -> FaultRates:
         device_poison=rate("device_poison", 3, 15),
         alloc_page=rate("alloc_page", 20, 100),
         alloc_row=rate("alloc_row", 20, 100),
-        engine_death=rate("engine_death", 1, 3) if is_wire else 0,
-        net_drop=rate("net_drop", 5, 20) if is_wire else 0,
-        net_stall=rate("net_stall", 5, 20) if is_wire else 0,
-        tokenizer_slow=rate("tokenizer_slow", 100) if is_wire else 0,
+        engine_death=rate("engine_death", 3, 10) if is_wire else 0,
+        net_drop=rate("net_drop", 10, 40) if is_wire else 0,
+        net_stall=rate("net_stall", 10, 30) if is_wire else 0,
+        tokenizer_slow=rate("tokenizer_slow", 200, 500) if is_wire else 0,
     )

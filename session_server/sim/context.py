@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from session_server.sim.config import SimConfig
 from session_server.sim.draws import Draws
+from session_server.sim.faults import FaultPoints
 from session_server.sim.story import Story
 
 _SITES_SEED = 0x51 << 48
@@ -15,15 +16,17 @@ _SITES_SEED = 0x51 << 48
 
 @dataclass(frozen=True, slots=True)
 class SimContext:
-    """One simulation's configuration and draws. `reached` counts what happened; `story`, if there
-    is one, is told every step."""
+    """One simulation's configuration, draws and faults. `reached` counts what happened; `story`, if
+    there is one, is told every step."""
 
     config: SimConfig
     draws: Draws
+    faults: FaultPoints
     story: Story | None = None
     reached: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, config: SimConfig, story: Story | None) -> SimContext:
         """A fresh one."""
-        return cls(config, Draws(config.seed ^ _SITES_SEED), story)
+        draws = Draws(config.seed ^ _SITES_SEED)
+        return cls(config, draws, FaultPoints(draws, config.faults, config.only_fault), story)

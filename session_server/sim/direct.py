@@ -148,6 +148,7 @@ class DirectWorld:
             return
         copy = self.stage.history.sessions.get(session.session_id)
         held = session.history if copy is None else copy.held
+        self.stage.history.reached["rewind"] += op["cut"] < len(session.history)
         session.history = session.history[: op["cut"]]
         prompt = session.history + tuple(op["new"])
         if not prompt:
@@ -331,15 +332,11 @@ class DirectOps:
     def _device_op(self) -> Op:
         if self._world.is_resting and (news := self._submit()) is not None:
             return news
-        draws, faults = self._draws, self._config.faults
-        what = draws.below("device op", 16)
+        what = self._draws.below("device op", 16)
         if what == 0:
             return {"op": "execute"}
-        op: dict[str, Any] = {"op": "step", "results": (0, 2, *[1] * 13)[what - 1]}
-        for fault in ("device_nan", "device_raise", "device_poison"):
-            if draws.happens(fault, getattr(faults, fault)):
-                op |= {"fault": fault, "which": draws.below("which row", 8)}
-        return op
+        results = (0, 2, *[1] * 13)[what - 1]
+        return {"op": "step", "results": results, **self._world.stage.draw_fault()}
 
     def _open(self) -> Op | None:
         draws, habits = self._draws, self._config.habits

@@ -18,6 +18,7 @@ from session_server.sim.config import Habits
 from session_server.sim.context import SimContext
 from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
+from session_server.sim.faults import Site
 from session_server.sim.hosted_engine import HostedEngine
 from session_server.sim.loop import VirtualLoop
 from session_server.sim.network import Application, Socket
@@ -138,9 +139,8 @@ class SimServer:
 
     def _work_s(self) -> float:
         """Tokenising aside takes a moment, and now and then longer than is waited for."""
-        is_slow = self._context.draws.happens(
-            "tokenizer_slow", self._context.config.faults.tokenizer_slow
-        )
+        is_slow = self._context.faults.strikes(Site.TOKENIZER_SLOW)
+        self._context.reached["fault tokenizer_slow"] += is_slow
         return 2 * TOKENIZE_DEADLINE_S if is_slow else 0.01
 
     def _services(self) -> AppServices:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from session_server.sim.device import ContentMismatch, EchoRunner, Faults, PoolS
 from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
 from session_server.sim.fairness import FairnessWatch
+from session_server.sim.faults import DEVICE_SITES
 from session_server.sim.history import EngineHistory
 from session_server.sim.story import StepRecord
 from session_server.sim.watched_cache import WatchedCache
@@ -50,7 +51,7 @@ class Stage:
             Capacity({POOL: sizes.num_pages + 1}, sizes.num_rows, sizes.max_context_len),
             pinned_quota_pages=sizes.pinned_quota_pages,
             allocation=sizes.allocation,
-            strikes=self._strikes,
+            strikes=context.faults.strikes,
             reached=context.reached,
         )
         settings = _settings(config, model)
@@ -59,7 +60,6 @@ class Stage:
         self.device = _device(config, model, self.history)
         self.device.reached = context.reached
         self._fairness = FairnessWatch(self.engine, self.cache, sizes)
-        self.is_calm = False
         self.is_blocked = True
         self.num_steps = 0
 
@@ -113,6 +113,17 @@ class Stage:
                 self._leave_device(event)
         return outcome
 
+    def draw_fault(self) -> dict[str, Any]:
+        """What goes wrong with the launch that the device carries out next, if anything, as
+        fields of the operation that is to `inject` it."""
+        launch = self.device.next_launch()
+        if launch is None or not launch.rows:
+            return {}
+        struck = [site for site in DEVICE_SITES if self._context.faults.strikes(site)]
+        if not struck:
+            return {}
+        return {"fault": struck[-1].value, "which": self._context.draws.below("which row", 8)}
+
     def inject(self, fault: str, which: int) -> None:
         """Let the launch that the device carries out next go wrong: all of it ("device_raise"),
         or one of its rows, now ("device_nan") or until its turn ends ("device_poison").
@@ -138,7 +149,7 @@ class Stage:
 
     def calm(self) -> None:
         """No more faults."""
-        self.is_calm = True
+        self._context.faults.calm()
         self.device.faults = Faults()
 
     def audit(self) -> None:
@@ -150,6 +161,9 @@ class Stage:
         """Everything is as it was before the first command. Call it when all is closed and the
         tree was flushed."""
         self.audit()
+        counters = self.engine.counters
+        self.history.reached["overshoot"] += counters.overshoots
+        self.history.reached["shortfall"] += counters.shortfalls
         accounts = self.cache.accounts()[POOL]
         headroom = self.cache.headroom()
         left = {
@@ -177,10 +191,6 @@ class Stage:
             accounts=self.cache.accounts()[POOL],
             events=outcome.events if outcome is not None else (),
         )
-
-    def _strikes(self, site: str) -> bool:
-        per_mille: int = getattr(self._context.config.faults, site)
-        return not self.is_calm and self._context.draws.happens(site, per_mille)
 
     def _check_memory(self, events: Sequence[EngineEvent]) -> None:
         cache = self.cache

@@ -26,8 +26,9 @@ from cache.types import (
     pages_for,
 )
 from cache.views import SlotView, TurnLoan
+from session_server.sim.faults import Site
 
-Strikes = Callable[[str], bool]
+Strikes = Callable[[Site], bool]
 """Whether a fault strikes at a site, asked each time that it could."""
 
 
@@ -122,7 +123,7 @@ class WatchedCache(SessionAwareCache):
         max_reuse_len: int | None = None,
     ) -> TurnLoan:
         """See `SessionAwareCache`."""
-        if self._strikes("alloc_row"):
+        if self._strikes(Site.ALLOC_ROW):
             self.reached["fault alloc_row"] += 1
             raise OutOfRows("injected")
         is_pinned = self.slot(session_id).retention is Retention.PINNED
@@ -141,7 +142,7 @@ class WatchedCache(SessionAwareCache):
 
     def grow(self, turn_id: TurnId, to_len: int) -> list[TableWrite]:
         """See `SessionAwareCache`."""
-        if self._strikes("alloc_page"):
+        if self._strikes(Site.ALLOC_PAGE):
             self.reached["fault alloc_page"] += 1
             raise OutOfPages("injected")
         return super().grow(turn_id, to_len)

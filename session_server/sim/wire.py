@@ -22,6 +22,7 @@ from session_server.sim.clients import Client
 from session_server.sim.context import SimContext
 from session_server.sim.draws import mix, name_value
 from session_server.sim.failure import Broken, Layer
+from session_server.sim.faults import Site
 from session_server.sim.server import LETTERS, SEND_TIMEOUT_S, SimServer, embedded_text
 from session_server.sim.shadow import SessionShadow, SimText, World
 from session_server.sim.trace import Op
@@ -342,9 +343,10 @@ class WireOps:
         config = context.config
         self._config = config
         self._draws = context.draws
+        self._faults = context.faults
         self._world = world
         self._num_names = 0
-        habits, faults = config.habits, config.faults
+        habits = config.habits
         makers: dict[Callable[[], Op | None], int] = {
             self._turn: habits.submit,
             self._cancel: habits.cancel,
@@ -354,7 +356,6 @@ class WireOps:
             self._tick: 10,
             self._flush: habits.flush,
             self._report: habits.report,
-            self._die: faults.engine_death * 4,
         }
         self._makers = list(makers)
         self._weights = list(accumulate(makers.values()))
@@ -369,25 +370,37 @@ class WireOps:
         draws = self._draws
         if not self._world.server.engine.is_alive and draws.happens("revive", 200):
             return {"op": "revive"}
-        if draws.happens("patient", self._config.habits.patient):
-            return self._engine_op()
-        op = draws.weighted("op", self._makers, self._weights)() or self._engine_op()
+        op = self._struck()
+        if op is None:
+            if draws.happens("patient", self._config.habits.patient):
+                return self._engine_op()
+            op = draws.weighted("op", self._makers, self._weights)() or self._engine_op()
         return {**op, "hold": True} if draws.happens("hold", 100) else op
 
+    def _struck(self) -> Op | None:
+        """What befalls the engine or a connection, if anything does."""
+        draws, strikes, clients = self._draws, self._faults.strikes, self._world.clients
+        if self._world.server.engine.is_alive and strikes(Site.ENGINE_DEATH):
+            return {"op": "die"}
+        connected = [index for index, client in enumerate(clients) if client.socket is not None]
+        if connected and strikes(Site.NET_DROP):
+            return {"op": "drop", "c": draws.pick("unlucky client", connected)}
+        reading = [index for index in connected if not clients[index].is_stalled]
+        if reading and strikes(Site.NET_STALL):
+            return {"op": "stall", "c": draws.pick("tired client", reading), "on": True}
+        return None
+
     def _engine_op(self) -> Op:
-        draws, faults = self._draws, self._config.faults
+        draws = self._draws
         if self._world.server.engine.is_resting:
             return self._turn() or {"op": "tick", "s": 1.0}
-        op: dict[str, Any] = {
+        return {
             "op": "step",
             "times": draws.pick("times", (1, 1, 2, 4, 8)),
             "results": draws.pick("results", (0, 1, 1, 1, 1, 1, 2)),
             "deliver": draws.pick("deliver", (None, None, None, None, None, 0, 1, 3)),
+            **self._world.server.engine.stage.draw_fault(),
         }
-        for fault in ("device_nan", "device_raise", "device_poison"):
-            if draws.happens(fault, getattr(faults, fault)):
-                op |= {"fault": fault, "which": draws.below("which row", 8)}
-        return op
 
     def _turn(self) -> Op | None:
         """Some client says something; it opens a session or connects first where it must."""
@@ -413,7 +426,7 @@ class WireOps:
         if draws.happens("generates nothing", 60):
             frame["generate"] = False
         length = min(habits.max_input, draws.pick("length", _LENGTHS))
-        if draws.happens("text", 150):
+        if draws.happens("text", 250):
             frame["text"] = self._letters(length)
         else:
             frame["input_ids"] = self._new_tokens(shadow.tokens, length)
@@ -496,13 +509,10 @@ class WireOps:
         return {"op": "send", "c": index, "frame": frame}
 
     def _network(self) -> Op:
-        draws, faults = self._draws, self._config.faults
-        index = draws.below("unlucky client", len(self._world.clients))
-        if faults.net_drop and draws.happens("drop", 500):
-            return {"op": "drop", "c": index}
-        if faults.net_stall and draws.happens("stall", 600):
-            is_on = not self._world.clients[index].is_stalled
-            return {"op": "stall", "c": index, "on": is_on}
+        """Somebody reads again, or connects anew."""
+        index = self._draws.below("restless client", len(self._world.clients))
+        if self._world.clients[index].is_stalled and self._draws.happens("reads on", 700):
+            return {"op": "stall", "c": index, "on": False}
         return {"op": "connect", "c": index}
 
     def _tick(self) -> Op:
@@ -514,9 +524,6 @@ class WireOps:
 
     def _report(self) -> Op:
         return {"op": "report", "full": self._draws.pick("full", (True, False))}
-
-    def _die(self) -> Op:
-        return {"op": "die"}
 
     def _pick_talking(self) -> tuple[int, SessionShadow | None]:
         talking = list(self._talking())

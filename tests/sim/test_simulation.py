@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 
 from cache.lease import KVLease
 from cache.radix import LockReceipt, MatchResult, RadixCache
 from session_server.sim import SimFailure, run
+from session_server.sim.config import Front, draw_config
+from session_server.sim.faults import FaultRates, OneFault, Site
+from session_server.sim.simulation import simulate
+from session_server.sim.trace import Trace
+from tests.sim.configs import rich_config
 
 
 def failure_of(seed: int) -> SimFailure | None:
@@ -17,11 +25,33 @@ def failure_of(seed: int) -> SimFailure | None:
     return None
 
 
-def test_a_seed_says_everything_twice_the_same() -> None:
-    first, second = run(7), run(7)
+@pytest.mark.parametrize("front", Front)
+def test_a_seed_says_everything_twice_the_same(front: Front) -> None:
+    seed = next(seed for seed in range(100) if draw_config(seed).front is front)
+    first, second = run(seed), run(seed)
     assert first == second
     assert first.coverage == second.coverage
     assert first.steps > 100
+
+
+def test_a_whole_server_is_simulated_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real threads would take real time, and faults that strike in virtual time never would."""
+
+    def start(thread: threading.Thread) -> None:
+        raise AssertionError(f"{thread.name} is started")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    reached = simulate(
+        rich_config(1, Front.WIRE, faults=FaultRates(tokenizer_slow=500)), max_steps=1000
+    ).coverage
+    assert reached["fault tokenizer_slow"]
+    assert reached["turn failed: tokenize_failed"] + reached["refused: tokenize_failed"]
+
+
+def test_a_planned_fault_is_written_into_the_trace(tmp_path: Path) -> None:
+    config = rich_config(1, Front.WIRE, only_fault=OneFault(Site.ENGINE_DEATH, 5))
+    Trace(config).write(tmp_path / "trace.jsonl")
+    assert Trace.read(tmp_path / "trace.jsonl").config == config
 
 
 def test_a_step_limit_still_lets_everything_end_and_counts_the_pages() -> None:

@@ -1,0 +1,72 @@
+"""One fault in a run, at the first opportunity, at the second, and so on until a run has no more.
+
+Whatever state an engine, a turn or a connection is in when a site can fail, some n strikes there.
+Every run is checked as all simulations are: after every step, and for what is left at the end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields
+
+import pytest
+
+from session_server.sim.config import Front
+from session_server.sim.faults import FaultRates, OneFault, Site
+from session_server.sim.simulation import simulate
+from tests.sim.configs import rich_config
+
+NUM_POINTS = 100
+"""Opportunities that are struck at each site. Where one run has fewer, another seed goes on."""
+
+MAX_STEPS = 150
+"""Of a run, before it comes to its end."""
+
+DIRECT = {
+    Site.ALLOC_PAGE: ("retract", "shortfall"),
+    Site.ALLOC_ROW: ("resumed after a retraction",),
+    Site.DEVICE_NAN: ("failed numerical_error",),
+    Site.DEVICE_RAISE: ("admitted again",),
+    Site.DEVICE_POISON: ("failed device_failed",),
+}
+WIRE = {
+    Site.ENGINE_DEATH: ("engine died under turns", "turn failed: engine_restarting"),
+    Site.NET_DROP: ("resumed", "turn cancelled by disconnected, keeps nothing"),
+    Site.NET_STALL: ("deltas merged",),
+    Site.TOKENIZER_SLOW: ("turn failed: tokenize_failed", "refused: tokenize_failed"),
+}
+"""What each loop must have led to at least once."""
+
+
+def test_every_site_has_a_rate_and_a_loop() -> None:
+    assert {each.name for each in fields(FaultRates)} == set(Site) == DIRECT.keys() | WIRE.keys()
+
+
+@pytest.mark.parametrize("site", DIRECT)
+def test_each_opportunity_of_the_engine_or_its_device_to_fail(site: Site) -> None:
+    reached = fail_at_each(site, Front.DIRECT)
+    assert all(reached[name] for name in DIRECT[site]), reached
+
+
+@pytest.mark.parametrize("site", WIRE)
+def test_each_opportunity_of_the_server_or_its_network_to_fail(site: Site) -> None:
+    reached = fail_at_each(site, Front.WIRE)
+    assert all(reached[name] for name in WIRE[site]), reached
+
+
+def fail_at_each(site: Site, front: Front) -> Counter[str]:
+    """Coverage of the runs in which the site failed."""
+    reached: Counter[str] = Counter()
+    num_points, seed, nth = 0, 1, 1
+    while num_points < NUM_POINTS:
+        report = simulate(
+            rich_config(seed, front, only_fault=OneFault(site, nth)), max_steps=MAX_STEPS
+        )
+        if report.faults:
+            assert report.coverage[f"fault {site}"] == report.faults == 1
+            reached += report.coverage
+            num_points, nth = num_points + 1, nth + 1
+        else:
+            assert nth > 1, f"seed {seed} has no opportunity at all"
+            seed, nth = seed + 1, 1
+    return reached
