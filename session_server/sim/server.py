@@ -58,13 +58,14 @@ class SimServer:
     def __init__(self, context: SimContext) -> None:
         config = context.config
         self._context = context
-        self.loop = VirtualLoop(self._work_s)
         self.keys = [f"key-{index}" for index in range(config.habits.num_owners)]
         self.model = wire_model(config.sizes.num_repeats)
         self.salts = TenantSalts(_SECRET, share_prefixes=config.sizes.share_prefixes)
         self.engine = HostedEngine(
             lambda: Stage(context, self.model), config.habits.engine_inbox, context.reached
         )
+        # After the engine, which may refuse its sizes: a loop has to be closed.
+        self.loop = VirtualLoop(self._work_s)
         self.sessions = SessionManager(
             self.engine,
             embedded_text(),
