@@ -59,6 +59,15 @@ chaos: $(STAMPS)/dev ## five thousand bad connections to one server (CONNECTIONS
 	$(SAY) 'chaos: $(CONNECTIONS) connections through a proxy that mistreats them'
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos --connections $(CONNECTIONS) --seed $(SEED)
 
+SEEDS ?= 0..
+STEPS ?= 20000000
+REPORT ?=
+
+.PHONY: soak
+soak: $(STAMPS)/runtime ## twenty million checked steps of the simulator, on all cores (STEPS=, SEEDS=, REPORT=)
+	$(SAY) 'soak: $(STEPS) steps, seeds $(SEEDS)'
+	@$(BIN)/session-server sim --seeds $(SEEDS) --steps $(STEPS) $(if $(REPORT),--report $(REPORT))
+
 .PHONY: bench
 bench: $(STAMPS)/runtime ## measure what a session costs (BENCH=sessions)
 	$(SAY) 'bench: $(BENCH)'

@@ -23,7 +23,9 @@ MAX_CHUNKS_AHEAD: Final = 3
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over simulations. `next_seed`: all before it are done."""
+    """Sums over simulations. `next_seed`: all before it are done. `violations`: seeds that failed,
+    which count for nothing else.
+    """
 
     next_seed: int = 0
     seeds: int = 0
@@ -33,6 +35,7 @@ class Totals:
     aborts: int = 0
     closes: int = 0
     faults: int = 0
+    violations: int = 0
     coverage: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: Report) -> None:

@@ -4,6 +4,7 @@
   session-server sim --seed 7                 one seed
   session-server sim --seeds 500..            from a seed on; 500..599 stops before 600
   session-server sim --replay sim-7.jsonl     do again what a trace says
+  session-server sim --seeds 0.. --steps 20000000 --report soak.json
 
 A seed decides everything: the sizes of the engine, what clients do, what fails and when. After
 every step the accounts, the pages of touched sessions, everything a forward read and everything
@@ -43,8 +44,12 @@ NUM_LINES: Final = 40
 """Lines of the story shown of a failure."""
 
 MAX_SEED: Final = 1 << 40
+LINE_S: Final = 30.0
+"""Between two lines of progress where there is no terminal to draw a bar on."""
+
 _EXIT_FAILED: Final = 1
 _EXIT_UNUSABLE: Final = 2
+_EXIT_STOPPED: Final = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,10 +79,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where traces go")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write what was done and reached here, as JSON"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate. Returns 0 when everything held, 1 when something did not, 2 for a bad trace."""
+    """Simulate.
+
+    Returns:
+        0 when everything held, 1 when something did not, 2 for a bad trace, 130 when stopped.
+    """
     logging.getLogger("session_server").addHandler(logging.NullHandler())
     console = Console(stderr=args.json)
     try:
@@ -88,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         return _many(args, console)
     except KeyboardInterrupt:
         console.print("stopped")
-        return 130
+        return _EXIT_STOPPED
 
 
 def _replay(args: argparse.Namespace, console: Console) -> int:
@@ -122,28 +134,35 @@ def _many(args: argparse.Namespace, console: Console) -> int:
     first, end = args.seeds or (0, None)
     num_steps: int | None = args.steps or (DEFAULT_STEPS if end is None else None)
     seeds: Iterable[int] = itertools.count(first) if end is None else range(first, end)
-    totals, failing = Totals(next_seed=first), None
+    totals, failing, is_stopped = Totals(next_seed=first), None, False
     started_s = time.perf_counter()
     try:
-        for outcome in _with_progress(play(seeds, num_jobs=args.jobs), args, console):
+        for outcome in _with_progress(play(seeds, num_jobs=args.jobs), totals, args, console):
             if outcome.report is None:
                 failing = outcome
+                totals.violations += 1
                 break
             totals.add(outcome.report)
             if num_steps is not None and totals.steps >= num_steps:
                 break
     except KeyboardInterrupt:
+        is_stopped = True
         left = "" if num_steps is None else f" --steps {max(1, num_steps - totals.steps)}"
         until = "" if end is None else end
         console.print(f"go on with: session-server sim --seeds {totals.next_seed}..{until}{left}")
     _report(totals, args, console, seconds=time.perf_counter() - started_s)
-    return 0 if failing is None else _report_outcome(failing, args, console)
+    if failing is not None:
+        return _report_outcome(failing, args, console)
+    return _EXIT_STOPPED if is_stopped else 0
 
 
 def _with_progress(
-    outcomes: Iterator[Outcome], args: argparse.Namespace, console: Console
+    outcomes: Iterator[Outcome], totals: Totals, args: argparse.Namespace, console: Console
 ) -> Iterator[Outcome]:
-    """Pass outcomes on, and show how far they have come."""
+    """Pass outcomes on, and show how far they have come; `totals` has those passed on before."""
+    if not console.is_terminal:
+        yield from _with_lines(outcomes, totals, console)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         is_range = args.steps is None and args.seeds is not None and args.seeds[1] is not None
@@ -155,20 +174,40 @@ def _with_progress(
             yield outcome
 
 
+def _with_lines(outcomes: Iterator[Outcome], totals: Totals, console: Console) -> Iterator[Outcome]:
+    started_s = said_s = time.perf_counter()
+    for outcome in outcomes:
+        yield outcome
+        now_s = time.perf_counter()
+        if now_s - said_s >= LINE_S:
+            said_s = now_s
+            rate = totals.steps / (now_s - started_s)
+            text = f"{totals.steps:,} steps, {rate:,.0f} steps/s, next seed {totals.next_seed}"
+            console.print(text, highlight=False)
+
+
 def _report(totals: Totals, args: argparse.Namespace, console: Console, *, seconds: float) -> None:
-    """Show what was done and reached."""
+    """Show what was done and reached, and write it where it is wanted."""
     rate = totals.steps / seconds if seconds else 0.0
+    figures = asdict(totals) | {"seconds": round(seconds, 1), "steps_per_s": round(rate)}
+    figures["coverage"] = dict(sorted(totals.coverage.items()))
+    text = json.dumps(figures, indent=2)
     if args.json:
-        figures = asdict(totals) | {"seconds": round(seconds, 1), "steps_per_s": round(rate)}
-        figures["coverage"] = dict(sorted(totals.coverage.items()))
-        print(json.dumps(figures, indent=2))
-        return
+        print(text)
+    else:
+        _print_totals(totals, console, steps_per_s=rate)
+    if args.report is not None:
+        args.report.write_text(f"{text}\n", encoding="utf-8")
+
+
+def _print_totals(totals: Totals, console: Console, *, steps_per_s: float) -> None:
     reached = [f"{count:>9,}  {name}" for name, count in sorted(totals.coverage.items())]
     console.print(Columns(reached, column_first=True), highlight=False)
     console.print(
         f"{totals.steps:,} steps checked ({totals.wire_steps:,} of them with the whole server), "
-        f"{totals.seeds} seeds, {totals.turns:,} turns, {totals.aborts:,} aborts, "
-        f"{totals.closes:,} closes, {totals.faults:,} faults; {rate:,.0f} steps/s"
+        f"{totals.seeds:,} seeds, {totals.turns:,} turns, {totals.aborts:,} aborts, "
+        f"{totals.closes:,} closes, {totals.faults:,} faults, {totals.violations} violations; "
+        f"{steps_per_s:,.0f} steps/s"
     )
 
 

@@ -194,7 +194,7 @@ def _draw_habits(draws: Draws) -> Habits:
         net=rate("net", 0, 30, 120),
         inline_chars=draws.pick("inline_chars", (4, 4096)),
         journal_entries=draws.pick("journal_entries", (64, 100, 1000)),
-        socket_frames=draws.pick("socket_frames", (2, 8, 64)),
+        socket_frames=draws.pick("socket_frames", (2, 2, 8, 64)),
         engine_inbox=draws.pick("engine_inbox", (3, 8, 48)),
     )
 
@@ -212,6 +212,6 @@ def _draw_faults(draws: Draws, front: Front) -> FaultRates:
         alloc_row=rate("alloc_row", 20, 100),
         engine_death=rate("engine_death", 3, 10) if is_wire else 0,
         net_drop=rate("net_drop", 10, 40) if is_wire else 0,
-        net_stall=rate("net_stall", 10, 30) if is_wire else 0,
+        net_stall=rate("net_stall", 20, 60) if is_wire else 0,
         tokenizer_slow=rate("tokenizer_slow", 200, 500) if is_wire else 0,
     )

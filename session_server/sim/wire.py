@@ -511,7 +511,7 @@ class WireOps:
     def _network(self) -> Op:
         """Somebody reads again, or connects anew."""
         index = self._draws.below("restless client", len(self._world.clients))
-        if self._world.clients[index].is_stalled and self._draws.happens("reads on", 700):
+        if self._world.clients[index].is_stalled and self._draws.happens("reads on", 400):
             return {"op": "stall", "c": index, "on": False}
         return {"op": "connect", "c": index}
 

@@ -27,6 +27,22 @@ def test_a_number_of_steps_is_enough_to_ask_for(capsys: pytest.CaptureFixture[st
     assert "finished length" in said
 
 
+def test_a_report_is_written_where_it_is_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert main(["sim", "--seeds", "2..6", "--jobs", "1", "--report", str(path)]) == 0
+    figures = json.loads(path.read_text())
+    assert (figures["seeds"], figures["next_seed"], figures["violations"]) == (4, 6, 0)
+
+
+def test_without_a_terminal_lines_say_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("session_server.sim.command.LINE_S", 0.0)
+    assert main(["sim", "--seeds", "2..6", "--jobs", "1"]) == 0
+    said = capsys.readouterr().out
+    assert [f"next seed {seed}" in said for seed in range(2, 8)] == [0, 1, 1, 1, 1, 0]
+
+
 def test_processes_give_what_one_process_gives(capsys: pytest.CaptureFixture[str]) -> None:
     figures = []
     for jobs in ("1", "2"):
@@ -40,8 +56,11 @@ def test_a_failure_tells_its_story_and_leaves_a_trace_that_fails_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(KVLease, "_drop_private", lambda self, num_kept: None)
-    assert main(["sim", "--seeds", "0..30", "--jobs", "1", "--out", str(tmp_path)]) == 1
+    report = tmp_path / "report.json"
+    argv = ["--seeds", "0..30", "--jobs", "1", "--out", str(tmp_path), "--report", str(report)]
+    assert main(["sim", *argv]) == 1
     said = capsys.readouterr().out
+    assert json.loads(report.read_text())["violations"] == 1
     trace = next(tmp_path.glob("sim-*.jsonl"))
     assert "settled | told | launched | pages | said" in said
     assert f"session-server sim --replay {trace}" in said

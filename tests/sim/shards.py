@@ -1,0 +1,169 @@
+"""A million checked steps in eight shards, which the workers of a test run share file by file."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, Final
+
+from session_server.sim.campaign import Totals, play_seeds
+
+SHARD_STEPS: Final = 125_000
+SHARD_SEEDS: Final = 1_000_000
+"""Shards begin this many seeds apart, so that none ever meets another."""
+
+TIMEOUT_S: Final = 1800
+"""Of one shard: a minute of a quiet core."""
+
+INTERESTING: Final = (
+    "admitted again",
+    "cancelled in decode",
+    "cancelled in prefill",
+    "cancelled in waiting",
+    "close deferred",
+    "close idle",
+    "close in decode",
+    "close in prefill",
+    "close in waiting",
+    "close of a closed session",
+    "connection ended: 1012",
+    "connection ended: 4410",
+    "context full",
+    "cool",
+    "deltas merged",
+    "discard",
+    "draft accepted",
+    "draft rejected",
+    "drafts accepted across pages",
+    "duplicate submit",
+    "engine came back",
+    "engine died",
+    "engine died under turns",
+    "engine takes no more",
+    "evict",
+    "failed context_too_long",
+    "failed device_failed",
+    "failed internal_inconsistency",
+    "failed invalid_request",
+    "failed numerical_error",
+    "failed quota_exceeded",
+    "failed server_busy",
+    "failed session_busy",
+    "failed session_not_found",
+    "fault alloc_page",
+    "fault alloc_row",
+    "fault device_nan",
+    "fault device_poison",
+    "fault device_raise",
+    "fault engine_death",
+    "fault net_drop",
+    "fault net_stall",
+    "fault tokenizer_slow",
+    "finished cancelled",
+    "finished length",
+    "finished stop",
+    "flush done",
+    "flush refused",
+    "late command",
+    "locked node split",
+    "match",
+    "node split",
+    "overshoot",
+    "pin refused",
+    "pong",
+    "probe",
+    "prompt scored",
+    "publish",
+    "publish duplicate",
+    "published pages taken back",
+    "refused: context_too_long",
+    "refused: engine_unavailable",
+    "refused: invalid_request",
+    "refused: session_busy",
+    "refused: turn_conflict",
+    "report",
+    "resumed",
+    "resumed after a retraction",
+    "retract",
+    "rewind",
+    "session closed: client",
+    "session closed: draining",
+    "session closed: expired",
+    "session cold: engine_restart",
+    "session cold: flush",
+    "session cold: pressure",
+    "session resident: turn",
+    "shortfall",
+    "stop in decode",
+    "superseded itself",
+    "turn",
+    "turn accepted",
+    "turn cancelled by client_cancelled, keeps",
+    "turn cancelled by client_cancelled, keeps nothing",
+    "turn cancelled by disconnected, keeps nothing",
+    "turn cancelled by session_closed, keeps nothing",
+    "turn completed: length",
+    "turn completed: stop",
+    "turn failed: context_too_long",
+    "turn failed: engine_restarting",
+    "turn failed: quota_exceeded",
+    "turn repeated",
+    "turn waited behind another",
+    "went on from kept KV",
+)
+"""What every shard has to reach; a simulator that no longer does shows nothing."""
+
+RARE: Final = (
+    "connection ended: 1013",
+    "connection ended: 404",
+    "refused: session_closing",
+    "refused: session_not_found",
+    "refused: tokenize_failed",
+    "refused: turn_not_active",
+    "refused: turn_not_found",
+    "resume failed: offset_lost",
+    "snapshot",
+    "turn cancelled by disconnected, keeps",
+    "turn cancelled by session_closed, keeps",
+    "turn completed: stop string",
+    "turn failed: device_failed",
+    "turn failed: numerical_error",
+    "turn failed: tokenize_failed",
+)
+"""What two shards have to reach together."""
+
+
+@functools.cache
+def play_shard(shard: int) -> Totals:
+    """Simulate the seeds of one shard until it has made its steps; once in a process.
+
+    Raises:
+        AssertionError: a seed failed; the text says how to see its story.
+    """
+    totals = Totals(next_seed=shard * SHARD_SEEDS)
+    while totals.steps < SHARD_STEPS:
+        for outcome in play_seeds([totals.next_seed]):
+            assert outcome.report is not None, (
+                f"{outcome.message}; session-server sim --seed {outcome.seed} tells its story"
+            )
+            totals.add(outcome.report)
+    return totals
+
+
+def figures(totals: Totals) -> dict[str, Any]:
+    """What the summary of a test run adds up."""
+    counts = asdict(totals)
+    del counts["next_seed"], counts["coverage"]
+    return counts
+
+
+def reached(shards: Iterable[int]) -> Counter[str]:
+    """The coverage of some shards together."""
+    return sum((play_shard(shard).coverage for shard in shards), Counter())
+
+
+def missing(coverage: Counter[str], names: Iterable[str]) -> list[str]:
+    """Names of what was not reached."""
+    return [name for name in names if not coverage[name]]
