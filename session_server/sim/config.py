@@ -192,7 +192,7 @@ def _draw_habits(draws: Draws) -> Habits:
         flush=rate("flush", 0, 2, 20),
         report=rate("report", 0, 2, 10),
         net=rate("net", 0, 30, 120),
-        inline_chars=draws.pick("inline_chars", (4, 4096)),
+        inline_chars=draws.pick("inline_chars", (4, 4, 4096)),
         journal_entries=draws.pick("journal_entries", (64, 100, 1000)),
         socket_frames=draws.pick("socket_frames", (2, 2, 8, 64)),
         engine_inbox=draws.pick("engine_inbox", (3, 8, 48)),

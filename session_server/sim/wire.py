@@ -426,7 +426,7 @@ class WireOps:
         if draws.happens("generates nothing", 60):
             frame["generate"] = False
         length = min(habits.max_input, draws.pick("length", _LENGTHS))
-        if draws.happens("text", 250):
+        if draws.happens("text", 400):
             frame["text"] = self._letters(length)
         else:
             frame["input_ids"] = self._new_tokens(shadow.tokens, length)
