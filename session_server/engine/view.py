@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from cache.session_cache import SessionAwareCache
@@ -60,16 +61,14 @@ class LiveView:
         return self.cache.stores.rows.num_free
 
 
-@dataclass(slots=True)
-class LiveIdle:
+class LiveIdle(msgspec.Struct, gc=False):
     """An `IdleSession`."""
 
     session_id: SessionId
     num_pages: int
 
 
-@dataclass(slots=True)
-class LiveRunning:
+class LiveRunning(msgspec.Struct, gc=False):
     """A `RunningTurn`. Its numbers are taken once, since a plan asks for them several times."""
 
     turn_id: TurnId
@@ -84,8 +83,7 @@ class LiveRunning:
         return min(self.cache.retractable_pages(self.turn_id).values())
 
 
-@dataclass(slots=True)
-class LiveWaiting:
+class LiveWaiting(msgspec.Struct, gc=False):
     """A `WaitingTurn`."""
 
     cache: SessionAwareCache

@@ -255,10 +255,9 @@ class EchoRunner:
     def _scores(self, row: BatchRow, values: list[int]) -> tuple[TokenLogprob, ...]:
         if row.score is None:
             return ()
-        start = row.score.start
         return tuple(
-            TokenLogprob(int(target), score_of(values[start + i], int(target)))
-            for i, target in enumerate(row.score.targets)
+            TokenLogprob(target, score_of(values[at], target))
+            for at, target in enumerate(row.score.targets.tolist(), row.score.start)
         )
 
     def _inputs(self, row: BatchRow, sampler: Sampler) -> list[int]:
@@ -268,7 +267,7 @@ class EchoRunner:
             assert sampler.last_token is not None, "a token not yet seen was sampled by this row"
             tokens = [sampler.last_token]
         else:
-            tokens = [int(token) for token in row.tokens]
+            tokens = row.tokens.tolist()
         assert len(tokens) == num_sure, "a row brings as many tokens as it says"
         return tokens
 
