@@ -118,10 +118,7 @@ class TurnFlow:
 
     def enqueue(self, session: Session, turn: Turn) -> None:
         """Put a turn last in its session's line, and start it when it is also first."""
-        position = len(session.turns())
         session.queue.append(turn)
-        if position > 0 or not self._link.is_up:
-            self._accept(session, turn, position)
         self.advance(session)
 
     def advance(self, session: Session) -> None:
@@ -131,14 +128,15 @@ class TurnFlow:
             if self._link.is_gone:
                 self._refuse(session, turn, EngineUnavailable("there is no engine"))
             elif not self._link.is_up:
-                return
+                break
             else:
                 session.queue.popleft()
                 session.live = turn
                 turn.phase = TurnPhase.PREPARING
                 self._prepare(session, turn)
                 if turn.phase is TurnPhase.WAITING:
-                    return
+                    break
+        self._accept_line(session)
         if session.is_idle:
             self.on_idle(session)
 
@@ -228,6 +226,13 @@ class TurnFlow:
         turn.created_seq = session.journal.append(TurnCreated(turn.request.turn_id, position))
         turn.accepted.set_result(None)
 
+    def _accept_line(self, session: Session) -> None:
+        """Accept who waits, in order; nobody before one whose input may yet be refused."""
+        for position, turn in enumerate(session.turns()):
+            if turn.phase is TurnPhase.PREPARING and not turn.is_accepted:
+                return
+            self._accept(session, turn, position)
+
     def _refuse(self, session: Session, turn: Turn, error: SessionServerError) -> None:
         """The turn cannot run: an accepted one fails, another one never was."""
         if turn.is_accepted:
@@ -244,8 +249,10 @@ class TurnFlow:
             if turn.phase is not TurnPhase.PREPARING:
                 return  # it was cancelled meanwhile
             self._on_prompt(session, turn, outcome)
-            # One that the engine does not take now waits; to try again at once would never end.
-            if turn not in session.queue:
+            if turn in session.queue:
+                # The engine does not take it now; to try again at once would never end.
+                self._accept_line(session)
+            else:
                 self.advance(session)
 
         outcome = self.tokenising.build(session.transcript.state(), turn.request, later)

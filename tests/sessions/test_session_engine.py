@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from session_server.core.session_events import (
     SessionClosed,
     SessionDraining,
     SessionStateChanged,
+    TurnCreated,
     TurnEnd,
     TurnProgress,
     TurnRequest,
@@ -27,7 +29,7 @@ from session_server.core.session_events import (
 from session_server.sessions import tokenising
 from session_server.sessions.prompt import Prompt, build_prompt
 from session_server.sessions.quotas import SessionLimits
-from session_server.sessions.views import OpenRequest
+from session_server.sessions.views import OpenRequest, TurnView
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, turn
 
 
@@ -184,7 +186,12 @@ class TestEngine:
         with World(limits=SessionLimits(inline_input_chars=0)) as world:
             session = world.open()
             world.engine.is_full = True
-            assert world.submit(session, turn("1")).status == "queued"
+
+            async def submit_both() -> list[TurnView]:
+                submit = partial(world.manager.submit, OWNER, session)
+                return await asyncio.gather(submit(turn("1")), submit(turn("2", (1, 2))))
+
+            assert [view.status for view in world.do(submit_both())] == ["queued", "queued"]
             for _ in range(50):
                 world.do(asyncio.sleep(0.001))
             assert len(built) == 1
@@ -195,6 +202,23 @@ class TestEngine:
             world.engine.run()
             completed(world.end_of(session, "1"))
             assert len(built) == 2
+
+    def test_a_turn_behind_one_that_is_being_tokenised_is_accepted_after_it(self) -> None:
+        with World(limits=SessionLimits(inline_input_chars=0)) as world:
+            session = world.open()
+
+            async def submit_both() -> None:
+                submit = partial(world.manager.submit, OWNER, session)
+                await asyncio.gather(submit(turn("1")), submit(turn("2", (1, 2))))
+
+            world.do(submit_both())
+            created = [each for each in world.entries(session) if isinstance(each, TurnCreated)]
+            assert created == [TurnCreated("1", 0), TurnCreated("2", 1)]
+            while not world.engine.commands:
+                world.do(asyncio.sleep(0.001))
+            world.engine.run()
+            completed(world.end_of(session, "1"))
+            completed(world.end_of(session, "2"))
 
     def test_what_was_decided_before_the_death_stays_decided(self, world: World) -> None:
         a = world.text.tokenizer.encode_content("a")[0]
