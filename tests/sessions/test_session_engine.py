@@ -201,7 +201,8 @@ class TestEngine:
                 world.do(asyncio.sleep(0.001))
             world.engine.run()
             completed(world.end_of(session, "1"))
-            assert len(built) == 2
+            completed(world.end_of(session, "2"))
+            assert len(built) == 3  # the first once more, and the second
 
     def test_a_turn_behind_one_that_is_being_tokenised_is_accepted_after_it(self) -> None:
         with World(limits=SessionLimits(inline_input_chars=0)) as world:
