@@ -96,6 +96,11 @@ class Client:
             return {}
         return {"after": str(self.last_seq), "epoch": self.epoch}
 
+    def forget(self, num_entries: int) -> None:
+        """Not to have heard the newest entries."""
+        if self.last_seq is not None:
+            self.last_seq = max(0, self.last_seq - num_entries)
+
     def attach(self, socket: Socket) -> None:
         """Speak through this connection from now on."""
         self.socket, self.is_stalled = socket, False

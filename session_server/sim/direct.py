@@ -388,10 +388,11 @@ class DirectOps:
         return tuple(1 + draws.below("token", 31) for _ in range(length))
 
     def _sampling(self, prompt_len: int) -> dict[str, Any]:
-        draws = self._draws
-        max_tokens = min(
-            self._config.habits.max_new, draws.pick("max_tokens", (0, 1, 2, 5, 9, 17, 30, 40))
-        )
+        draws, habits = self._draws, self._config.habits
+        lengths = (0, 1, 2, 5, 9, 17, 30, 40)
+        # Sessions that say nothing stay with the text they share, turn after turn.
+        is_silent = habits.shared >= 900 and draws.happens("silent", 400)
+        max_tokens = 0 if is_silent else min(habits.max_new, draws.pick("max_tokens", lengths))
         wanted = draws.below("scores from", prompt_len + 2)
         return {
             "max_tokens": max_tokens,
@@ -403,14 +404,14 @@ class DirectOps:
         }
 
     def _cancel(self) -> Op | None:
-        session = self._pick(is_live=True)
+        session = self._pick_talking()
         if session is None or session.live is None:
             return None
         keep = self._draws.pick("keep", (None, 0, 1, 3, 99, 99))
         return {"op": "cancel", "t": session.live.command.turn_id, "keep": keep}
 
     def _stop(self) -> Op | None:
-        session = self._pick(is_live=True)
+        session = self._pick_talking()
         if session is None or session.live is None:
             return None
         keep = self._draws.pick("stop at", (1, 2, 4, 99))
@@ -444,6 +445,14 @@ class DirectOps:
 
     def _report(self) -> Op:
         return {"op": "report", "full": self._draws.pick("full", (True, False))}
+
+    def _pick_talking(self) -> ServerSession | None:
+        """Now and then one whose turn was retracted: they are few, and ending them is delicate."""
+        if self._draws.happens("retracted", 300):
+            for turn in self._world.stage.engine.scheduler.waiting:
+                if turn.num_admissions > 0:
+                    return self._world.sessions.get(turn.request.session_id)
+        return self._pick(is_live=True)
 
     def _pick(self, *, is_live: bool) -> ServerSession | None:
         sessions = [s for s in self._world.sessions.values() if (s.live is not None) == is_live]

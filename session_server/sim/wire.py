@@ -152,6 +152,7 @@ class WireWorld:
         client = self.clients[op["c"]]
         if client.session_id:
             self.reached["superseded itself"] += client.socket is not None
+            client.forget(op["forgets"])
             self._attach(client)
 
     def _send(self, op: Op) -> None:
@@ -411,7 +412,7 @@ class WireOps:
         if shadow is None or shadow.closed_by is not None:
             return self._open(index)
         if client.socket is None:
-            return {"op": "connect", "c": index}
+            return self._reconnect(index)
         room = self._world.max_turn_len - len(shadow.tokens)
         if room < 8 and not draws.happens("overfull", 100):
             return {"op": "send", "c": index, "frame": {"type": "session.close"}}
@@ -513,7 +514,12 @@ class WireOps:
         index = self._draws.below("restless client", len(self._world.clients))
         if self._world.clients[index].is_stalled and self._draws.happens("reads on", 400):
             return {"op": "stall", "c": index, "on": False}
-        return {"op": "connect", "c": index}
+        return self._reconnect(index)
+
+    def _reconnect(self, index: int) -> Op:
+        """Where it was, or from further back: a page that was loaded again, another tab."""
+        forgets = self._draws.pick("forgets", (0, 0, 0, 3, 40, 200))
+        return {"op": "connect", "c": index, "forgets": forgets}
 
     def _tick(self) -> Op:
         lengths = (1.0, 1.0, SEND_TIMEOUT_S + 1, 30.0, 130.0, 400.0)

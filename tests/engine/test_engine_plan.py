@@ -183,6 +183,13 @@ def test_cooling_comes_before_retracting_and_the_youngest_goes_first() -> None:
     assert work_of(plan) == {"a": 1, "b": 1}
 
 
+def test_no_more_turns_give_way_than_it_takes() -> None:
+    young = (running("b", 1, spare=1, held=3), running("c", 1, spare=1, held=3))
+    plan = plan_step(FakeView(running=(running("a", 9), *young)), LIMITS)
+    assert plan.retract == ("c",)
+    assert work_of(plan) == {"a": 9, "b": 1}
+
+
 def test_nothing_is_taken_in_vain() -> None:
     view = FakeView(
         running=(running("a", 1, spare=1), running("b", 40), running("c", 1, spare=1, held=2)),
