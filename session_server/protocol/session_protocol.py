@@ -168,10 +168,11 @@ class SessionProtocol:
         self.state = ProtocolState.READY
         self._send(hello)
 
-    def resume_failed(self, reason: ResumeFailedFrame, snapshot: SnapshotFrame) -> None:
-        """What the client missed is lost; owe it the whole state instead."""
+    def resume_failed(self, reason: ResumeFailedFrame, snapshot: SnapshotFrame | None) -> None:
+        """What the client missed is lost; owe it the whole state instead, if there still is one."""
         self._send(reason)
-        self._send(snapshot)
+        if snapshot is not None:
+            self._send(snapshot)
 
     def entries(self, entries: Iterable[tuple[int, SessionEntry]]) -> None:
         """Owe the frames of journal entries, adjacent deltas merged."""

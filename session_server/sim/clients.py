@@ -77,6 +77,7 @@ class Client:
         self.epoch = ""
         self.last_seq: int | None = None
         self.is_stalled = False
+        self._has_lost = False
         self.socket: Socket | None = None
         self.shadow: SessionShadow | None = None
 
@@ -103,7 +104,7 @@ class Client:
 
     def attach(self, socket: Socket) -> None:
         """Speak through this connection from now on."""
-        self.socket, self.is_stalled = socket, False
+        self.socket, self.is_stalled, self._has_lost = socket, False, False
 
     def send(self, frame: Frame | str) -> bool:
         """Send one frame; False without a connection."""
@@ -146,6 +147,7 @@ class Client:
                 self._opened(frame)
             case "session.resume_failed":
                 self.reached[f"resume failed: {frame['reason']}"] += 1
+                self._has_lost = True
             case "session.snapshot":
                 self._snapshot(frame)
             case "error":
@@ -169,7 +171,7 @@ class Client:
     def _snapshot(self, frame: Frame) -> None:
         assert self.shadow is not None, "a client with a connection has a session"
         self.reached["snapshot"] += 1
-        self.last_seq = frame["seq"]
+        self.last_seq, self._has_lost = frame["seq"], False
         if frame["seq"] == self.shadow.seq and frame["tokens"] != len(self.shadow.tokens):
             raise Broken(
                 Layer.SHADOW, f"a snapshot of {frame['tokens']}, not {len(self.shadow.tokens)}"
@@ -185,6 +187,8 @@ class Client:
         """A frame of the journal: the next entry, or a run of deltas."""
         assert self.shadow is not None, "a client with a connection has a session"
         assert self.last_seq is not None, "the hello comes first"
+        if self._has_lost:
+            self._told_the_end(frame)
         log = self.shadow.log
         entries = [log.get(seq) for seq in range(self.last_seq + 1, frame["seq"] + 1)]
         if not entries or None in entries or any(_kind(e) != frame["type"] for e in entries):
@@ -197,6 +201,13 @@ class Client:
             raise Broken(Layer.PROTOCOL, f"{frame} skips entries: {entries}")
         else:
             _check_entry(frame, entries[0])
+
+    def _told_the_end(self, frame: Frame) -> None:
+        """There was no state to take the place of what was lost: its session has closed."""
+        if frame["type"] != "session.closed":
+            raise Broken(Layer.PROTOCOL, f"{frame} takes the place of what was lost")
+        self.reached["the end in place of what was lost"] += 1
+        self.last_seq, self._has_lost = frame["seq"] - 1, False
 
     def _repeated(self, frame: Frame) -> None:
         """The answer to a turn that was sent twice."""

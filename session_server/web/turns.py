@@ -158,12 +158,12 @@ async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGen
                     yield event_chunk(frame_of(seq, entry), seq=seq)
             return
         except OffsetLost as lost:
+            yield event_chunk(ResumeFailedFrame(reason="offset_lost"), seq=None)
             try:
                 snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
             except SessionNotFound:
                 position = lost.last_seq - 1  # nothing is left to tell but the end
                 continue
-            yield event_chunk(ResumeFailedFrame(reason="offset_lost"), seq=None)
             yield event_chunk(snapshot, seq=snapshot.seq)
             position = snapshot.seq
 

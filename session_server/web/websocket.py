@@ -229,6 +229,7 @@ class SessionSocket:
         try:
             snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
         except SessionNotFound:
+            self._protocol.resume_failed(lost, None)
             self._position = self._journal.last_seq - 1  # nothing is left to tell but the end
             return
         self._protocol.resume_failed(lost, snapshot)

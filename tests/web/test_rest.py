@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from session_server.core.session_events import TurnCancelled
-from tests.web.serving import Served, served, turn
+from session_server.web.caller import Call
+from session_server.web.turns import session_events
+from tests.web.serving import Served, served, serving, small_journal, turn
 
 BAD_TURNS: list[tuple[str, str | None]] = [
     ("{", None),
@@ -207,6 +210,27 @@ async def test_an_offset_that_is_lost_is_answered_by_a_snapshot(this: Served) ->
         snapshot = await next_event(lines)
         assert snapshot["event"] == "session.snapshot"
         assert snapshot["data"]["items"][-1]["role"] == "assistant"
+
+
+def test_events_lost_before_the_end_of_a_session_are_said_to_be_lost() -> None:
+    async def test() -> None:
+        async with serving(limits=small_journal(4)) as this:
+            session_id = await this.open()
+            call = Call(owner="anonymous", services=this.services, readers=this.app.state.readers)
+            events = session_events(call, session_id, after=0)
+            this.sessions.update("anonymous", session_id, metadata={"n": "0"})
+            assert (await next_chunk(events))["event"] == "session.updated"
+            for number in range(9):
+                this.sessions.update("anonymous", session_id, metadata={"n": str(number)})
+            this.sessions.close("anonymous", session_id)
+            assert (await next_chunk(events))["event"] == "session.resume_failed"
+            assert (await next_chunk(events))["event"] == "session.closed"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+async def next_chunk(events: AsyncIterator[bytes]) -> dict[str, Any]:
+    return parse_event((await anext(events)).decode().strip())
 
 
 @served()

@@ -247,6 +247,21 @@ def test_a_reader_that_fell_behind_the_journal_is_given_the_state_instead() -> N
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def test_a_reader_that_fell_behind_a_session_that_closed_is_told_so() -> None:
+    async def test() -> None:
+        async with serving(limits=small_journal(4), send_timeout_s=30.0) as this:
+            session_id = await this.open()
+            narrow = await narrow_socket(this.port)
+            async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
+                await this.until(lambda: this.sockets.num_attached == 1)
+                await flood(this, session_id)
+                this.sessions.close("anonymous", session_id)
+                await wire.until("session.closed")
+                assert wire.frames[-2] == {"type": "session.resume_failed", "reason": "offset_lost"}
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 async def narrow_socket(port: int) -> socket.socket:
     """A connection whose receive buffer holds next to nothing."""
     narrow = socket.socket()
