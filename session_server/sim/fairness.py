@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Final
 
 from cache.session_cache import SessionAwareCache
 from cache.types import PoolName, TurnId, pages_for
 from session_server.core.batch import Batch
-from session_server.core.events import TurnFailed, TurnStarted
+from session_server.core.events import EngineEvent, SessionCooled, TurnFailed, TurnStarted
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.shares import share_len
 from session_server.engine.turn import Turn
@@ -58,7 +59,7 @@ class FairnessWatch:
         if self._engine.is_retrying:
             self._check_retry()
             return
-        self._check_running(batch)
+        self._check_running(batch, outcome.events)
         started = {event.turn_id for event in outcome.events if isinstance(event, TurnStarted)}
         if started:
             self._check_passers(started)
@@ -81,14 +82,16 @@ class FairnessWatch:
             if first.order < running[0].order:
                 raise Broken(Layer.LIVENESS, f"{started} passed {first.turn_id}")
 
-    def _check_running(self, batch: Batch) -> None:
+    def _check_running(self, batch: Batch, events: Sequence[EngineEvent]) -> None:
         """The oldest turn is in every forward, and so is whoever lacks one position, if pages are
-        free.
+        free. What a cooling frees beyond its promise is for the next one.
         """
         launched = {row.turn_id for row in batch.rows}
+        has_cooled = any(isinstance(event, SessionCooled) for event in events)
+        has_pages = not has_cooled and self._free_pages() > 0
         for rank, turn in enumerate(self._engine.scheduler.running):
             num_missing = 0 if turn.turn_id in launched else turn.num_uncomputed
-            if num_missing and (rank == 0 or (num_missing == 1 and self._free_pages() > 0)):
+            if num_missing and (rank == 0 or (num_missing == 1 and has_pages)):
                 raise Broken(Layer.LIVENESS, f"{turn.turn_id} was passed over")
 
     def _check_first(self, batch: Batch) -> None:

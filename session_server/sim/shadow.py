@@ -139,11 +139,10 @@ class SessionShadow:
         turn = self.asked.get(entry.turn_id)
         if turn is None or turn.created_seq is not None:
             raise Broken(Layer.PROTOCOL, f"{entry}: nobody asked, or it was created before")
+        if entry.position != self.num_unended:
+            raise Broken(Layer.PROTOCOL, f"{entry} behind {self.live}")
         turn.created_seq = self.seq
-        # Whose input is long is told of late, when others may have lined up behind it.
-        is_first = entry.position == 0 and self.num_unended > 0
-        at = self.order.index(self.live[0]) if is_first else len(self.order)
-        self.order.insert(at, entry.turn_id)
+        self.order.append(entry.turn_id)
         self.num_unended += 1
         self._world.reached["turn accepted"] += 1
         self._world.reached["turn waited behind another"] += entry.position > 0
