@@ -9,18 +9,24 @@ import itertools
 import pytest
 
 from session_server.sim import run
-from tests.mutants.registry import MUTANTS
+from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import BUDGET_STEPS, recorded, search
 
 FOUND = recorded()
-MARGIN_STEPS = 50_000
-"""A seed is drawn anew whenever the simulator learns something; the next ones must do as well."""
+MARGIN_STEPS = 100_000
+"""Seeds are drawn otherwise whenever the simulator learns something; those that follow must do as
+well, and for a bug that took long to find it takes long again."""
+
+pytestmark = pytest.mark.timeout(1800)  # when the record is stale; otherwise it is a second each
 
 
 @pytest.mark.parametrize("name", sorted(FOUND, key=lambda name: FOUND[name].seed))
 def test_the_simulator_finds(name: str) -> None:
-    seeds = itertools.count(FOUND[name].seed)
-    assert search(MUTANTS[name], seeds, max_steps=MARGIN_STEPS), MUTANTS[name].bug
+    found = FOUND[name]
+    max_steps = MARGIN_STEPS + 2 * found.steps
+    assert search(MUTANTS[name], itertools.count(found.seed), max_steps=max_steps), (
+        f"{MUTANTS[name].bug} Search for it anew: python -m tests.mutants '{name}'"
+    )
 
 
 def test_without_a_bug_the_same_seeds_pass() -> None:
@@ -28,6 +34,8 @@ def test_without_a_bug_the_same_seeds_pass() -> None:
         run(seed)
 
 
-def test_what_was_found_was_found_within_the_budget() -> None:
-    assert set(FOUND) <= set(MUTANTS)
+def test_what_is_not_found_is_explained_and_is_little() -> None:
+    assert set(FOUND) | set(SURVIVORS) == set(MUTANTS)
+    assert not set(FOUND) & set(SURVIVORS)
+    assert len(FOUND) >= 0.95 * len(MUTANTS)
     assert all(found.steps <= BUDGET_STEPS for found in FOUND.values())
