@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -91,7 +93,7 @@ def play(seeds: Iterable[int], *, num_jobs: int, max_steps: int | None = None) -
     source = iter(seeds)
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[list[Outcome]]] = deque()
-    with ProcessPoolExecutor(num_jobs, mp_context=context) as pool:
+    with ProcessPoolExecutor(num_jobs, context, initializer=_end_with_parent) as pool:
         try:
             while True:
                 while len(pending) < num_jobs * MAX_CHUNKS_AHEAD:
@@ -104,3 +106,15 @@ def play(seeds: Iterable[int], *, num_jobs: int, max_steps: int | None = None) -
                 yield from pending.popleft().result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Let this process end when the one that started it does, even if that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process of the pool"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,27 @@ def test_processes_give_what_one_process_gives(capsys: pytest.CaptureFixture[str
         figures.append(json.loads(capsys.readouterr().out))
         del figures[-1]["seconds"], figures[-1]["steps_per_s"]
     assert figures[0] == figures[1]
+
+
+def test_processes_end_with_the_one_that_was_killed() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "session_server",
+        "sim",
+        "--seeds",
+        "0..",
+        "--steps",
+        "9999999",
+    ]
+    with subprocess.Popen([*command, "--jobs", "2"], stdout=subprocess.PIPE) as sim:
+        assert sim.stdout is not None
+        # The processes of the pool, and the one that looks after their semaphores.
+        while len(Path(f"/proc/{sim.pid}/task/{sim.pid}/children").read_text().split()) < 3:
+            assert sim.poll() is None
+            time.sleep(0.01)
+        sim.kill()
+        sim.stdout.read()  # as long as anybody has it open
 
 
 def test_a_failure_tells_its_story_and_leaves_a_trace_that_fails_again(
