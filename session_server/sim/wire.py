@@ -191,6 +191,7 @@ class WireWorld:
         self._deliver(op["deliver"])
 
     def _tick(self, op: Op) -> None:
+        self._read_journals()  # what was said before may be forgotten for its age
         self.server.wait(op["s"])
 
     def _die(self, op: Op) -> None:
