@@ -75,7 +75,8 @@ class SessionShadow:
     """Reads one session's journal. Every check raises `Broken`.
 
     `tokens`: the history as the client was told it. `log`: what was said, by sequence number.
-    `num_unended`: how many turns `live` has.
+    `order`, `ended`: turns as they were accepted, and as they ended. `num_unended`: how many turns
+    `live` has.
     """
 
     def __init__(self, world: World, root: int) -> None:
@@ -84,6 +85,7 @@ class SessionShadow:
         self.tokens: list[int] = []
         self.asked: dict[str, AskedTurn] = {}
         self.order: list[str] = []
+        self.ended: list[str] = []
         self.log: dict[int, SessionEntry] = {}
         self.seq = 0
         self.num_unended = 0
@@ -170,6 +172,7 @@ class SessionShadow:
 
     def _ended(self, turn: AskedTurn, end: TurnEnd) -> None:
         turn.end = end
+        self.ended.append(end.turn_id)
         self.num_unended -= 1
         outcome, reached = end.outcome, self._world.reached
         is_kept = isinstance(end, TurnCompleted) or (

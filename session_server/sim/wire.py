@@ -252,12 +252,12 @@ class WireWorld:
         is_over |= journal.num_bytes > limits.journal.max_bytes
         if is_over:
             raise Broken(Layer.SHADOW, f"{num_entries} entries of {journal.num_bytes} bytes kept")
-        order = each.shadow.order
-        num_ended = len(order) - each.shadow.num_unended
-        if num_ended > limits.max_kept_turns + limits.max_queued_turns:
+        ended, num_kept = each.shadow.ended, limits.max_kept_turns
+        if len(ended) > num_kept:
+            forgotten = ended[-1 - num_kept]
             with contextlib.suppress(TurnNotFound):
-                self.server.sessions.turn(each.owner, each.session_id, order[0])
-                raise Broken(Layer.SHADOW, f"{order[0]} is remembered after {len(order)} turns")
+                self.server.sessions.turn(each.owner, each.session_id, forgotten)
+                raise Broken(Layer.SHADOW, f"{forgotten} is remembered after {num_kept} others")
 
     def _check_line(self, each: OpenSession) -> None:
         """A closing session has nobody who waits."""
