@@ -30,7 +30,7 @@ class KVLease:
     while lent and SESSION_HELD while parked.
     """
 
-    __slots__ = ("_lists", "_private", "_stores", "computed_len", "holder", "receipt", "row")
+    __slots__ = ("_private", "_stores", "computed_len", "holder", "receipt", "row")
 
     def __init__(self, stores: KVStores, namespace: Namespace) -> None:
         """Take a row, hold no pages; lent from the start.
@@ -42,7 +42,6 @@ class KVLease:
         self.row: RowId = stores.rows.alloc()
         self.receipt: LockReceipt = stores.tree.lock_root(namespace)
         self._private: PagesByPool = {component.pool: [] for component in stores.components}
-        self._lists = tuple(self._private.values())
         self.computed_len = 0
         self.holder = Holder.ACTIVE
 
@@ -59,7 +58,7 @@ class KVLease:
     @property
     def num_pages(self) -> int:
         """Pages of the row, per pool: locked and private."""
-        return self._protected_pages + min(map(len, self._lists))
+        return self._protected_pages + min(map(len, self._private.values()))
 
     def private_pages(self, pool: PoolName) -> tuple[int, ...]:
         """Pages of one pool that no other session can see, in order of position."""

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
 from session_server.core.session_events import ChatInput, TextInput, TurnRequest
-from session_server.sessions.aside import DaemonThreads
+from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.prompt import Prompt, PromptState, build_prompt
 from session_server.sessions.quotas import SessionLimits
 from session_server.text.model_text import ModelText

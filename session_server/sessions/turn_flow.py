@@ -277,7 +277,6 @@ class TurnFlow:
             return
         turn.running = self._running_for(session, turn, prompt, sampling=sampling)
         turn.phase = TurnPhase.RUNNING
-        self._accept(session, turn, 0)
         self._sent[turn.engine_id] = (session, turn)
         try:
             self._send(session, turn, sampling)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from cache.session_cache import SessionAwareCache
-from cache.types import PoolName, TurnId, pages_for
+from cache.types import TurnId, pages_for
 from session_server.core.batch import Batch
 from session_server.core.events import EngineEvent, SessionCooled, TurnFailed, TurnStarted
 from session_server.engine.engine import Engine, StepOutcome
@@ -114,8 +114,7 @@ class FairnessWatch:
             raise Broken(Layer.LIVENESS, f"{first.turn_id} waits beside plenty of everything")
 
     def _free_pages(self) -> int:
-        free: dict[PoolName, int] = dict(self._cache.headroom().free_pages)
-        return min(free.values())
+        return min(self._cache.headroom().free_pages.values())
 
     def _pages_to_come(self, turn: Turn) -> int:
         held = self._cache.capacity_len(turn.turn_id)

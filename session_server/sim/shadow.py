@@ -75,8 +75,7 @@ class SessionShadow:
     """Reads one session's journal. Every check raises `Broken`.
 
     `tokens`: the history as the client was told it. `log`: what was said, by sequence number.
-    `order`, `ended`: turns as they were accepted, and as they ended. `num_unended`: how many turns
-    `live` has.
+    `order`, `ended`: turns as they were accepted, and as they ended.
     """
 
     def __init__(self, world: World, root: int) -> None:
@@ -88,10 +87,14 @@ class SessionShadow:
         self.ended: list[str] = []
         self.log: dict[int, SessionEntry] = {}
         self.seq = 0
-        self.num_unended = 0
         self.closed_by: str | None = None
         self.is_close_asked = False
         self._num_done = 0
+
+    @property
+    def num_unended(self) -> int:
+        """How many turns `live` has."""
+        return len(self.order) - len(self.ended)
 
     @property
     def live(self) -> list[str]:
@@ -145,7 +148,6 @@ class SessionShadow:
             raise Broken(Layer.PROTOCOL, f"{entry} behind {self.live}")
         turn.created_seq = self.seq
         self.order.append(entry.turn_id)
-        self.num_unended += 1
         self._world.reached["turn accepted"] += 1
         self._world.reached["turn waited behind another"] += entry.position > 0
 
@@ -173,7 +175,6 @@ class SessionShadow:
     def _ended(self, turn: AskedTurn, end: TurnEnd) -> None:
         turn.end = end
         self.ended.append(end.turn_id)
-        self.num_unended -= 1
         outcome, reached = end.outcome, self._world.reached
         is_kept = isinstance(end, TurnCompleted) or (
             isinstance(end, TurnCancelled) and end.kept_partial

@@ -223,26 +223,22 @@ class WireWorld:
             client.read()
 
     def _read_journals(self) -> None:
-        has_closed = False
         for each in self._open_sessions:
             journal, shadow = each.journal, each.shadow
-            if shadow.num_unended > 1:
-                self._check_line(each)
-            if journal.last_seq == shadow.seq:
-                continue
-            has_ended = False
+            has_news, has_ended = journal.last_seq > shadow.seq, False
             while journal.last_seq > shadow.seq:
                 for found in journal.read(shadow.seq):
                     shadow.read(found)
                     has_ended |= isinstance(found.entry, TurnEnd)
             if shadow.closed_by is not None:
-                has_closed = True
                 continue
-            self._check_bounds(each)
+            if shadow.num_unended > 1:
+                self._check_line(each)
+            if has_news:
+                self._check_bounds(each)
             if has_ended:
                 self._check_history(each)
-        if has_closed:
-            self._open_sessions = [s for s in self._open_sessions if s.shadow.closed_by is None]
+        self._open_sessions = [s for s in self._open_sessions if s.shadow.closed_by is None]
 
     def _check_bounds(self, each: OpenSession) -> None:
         """What is kept has the bounds it was given."""
@@ -261,8 +257,6 @@ class WireWorld:
 
     def _check_line(self, each: OpenSession) -> None:
         """A closing session has nobody who waits."""
-        if each.journal.last_seq != each.shadow.seq or each.shadow.closed_by is not None:
-            return
         view = self.server.sessions.get(each.owner, each.session_id)
         if view.state == "closing" and view.queued_turns:
             raise Broken(Layer.PROTOCOL, f"{each.session_id} closes, and turns of it wait")

@@ -25,8 +25,16 @@ NUM_HOGS = range(7)
 SHORT = {f"t{i}": Coming(8, max_new=4) for i in range(16)}
 
 
-def worst_first_token(stage: Stage, hogs: dict[str, Coming]) -> int:
+def worst_first_token(hogs: dict[str, Coming], *, num_pages: int, max_context_len: int) -> int:
     """Forwards until the last of 16 short turns behind some hogs has its first token."""
+    stage = Stage(
+        num_pages=num_pages,
+        num_rows=64,
+        max_context_len=max_context_len,
+        chunk_tokens=64,
+        max_running=32,
+        memory_check=MemoryCheck.WARN,
+    )
     crowd = Crowd(stage)
     if hogs:
         crowd.arrive(hogs)
@@ -37,29 +45,14 @@ def worst_first_token(stage: Stage, hogs: dict[str, Coming]) -> int:
 
 def beside_one(hog_len: int) -> int:
     """Memory for all; one prompt of this length came before them."""
-    stage = Stage(
-        num_pages=2000,
-        num_rows=64,
-        max_context_len=4096,
-        chunk_tokens=64,
-        max_running=32,
-        memory_check=MemoryCheck.WARN,
-    )
-    return worst_first_token(stage, {"hog": Coming(hog_len)} if hog_len else {})
+    hogs = {"hog": Coming(hog_len)} if hog_len else {}
+    return worst_first_token(hogs, num_pages=2000, max_context_len=4096)
 
 
 def behind_some(num_hogs: int) -> int:
     """Memory for one hog at a time, and this many came before them."""
-    stage = Stage(
-        num_pages=300,
-        num_rows=64,
-        max_context_len=1200,
-        chunk_tokens=64,
-        max_running=32,
-        memory_check=MemoryCheck.WARN,
-    )
     hogs = {f"hog{i}": Coming(700, max_new=20) for i in range(num_hogs)}
-    return worst_first_token(stage, hogs)
+    return worst_first_token(hogs, num_pages=300, max_context_len=1200)
 
 
 def main(path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, Final
+
+import pytest
 
 from session_server.sim.campaign import Totals, play_seeds
 
@@ -14,7 +16,7 @@ SHARD_STEPS: Final = 125_000
 SHARD_SEEDS: Final = 1_000_000
 """Shards begin this many seeds apart, so that none ever meets another."""
 
-TIMEOUT_S: Final = 1800
+_TIMEOUT_S: Final = 1800
 """Of one shard: a minute of a quiet core."""
 
 INTERESTING: Final = (
@@ -135,6 +137,30 @@ RARE: Final = (
 """What two shards have to reach together."""
 
 
+@pytest.mark.timeout(_TIMEOUT_S)
+class Quarter:
+    """A test class in a file of its own for each quarter, so that workers share the million.
+
+    `SHARDS`: its two shards.
+    """
+
+    SHARDS: tuple[int, int]
+
+    @pytest.mark.parametrize("half", [0, 1])
+    def test_every_step_of_a_shard_keeps_every_promise(
+        self, half: int, record_property: Callable[[str, object], None]
+    ) -> None:
+        totals = play_shard(self.SHARDS[half])
+        record_property("simulated", _figures(totals))
+        missing = _missing(totals.coverage, INTERESTING)
+        assert not missing, missing
+
+    def test_what_is_rare_was_reached_too(self) -> None:
+        first, second = map(play_shard, self.SHARDS)
+        missing = _missing(first.coverage + second.coverage, RARE)
+        assert not missing, missing
+
+
 @functools.cache
 def play_shard(shard: int) -> Totals:
     """Simulate the seeds of one shard until it has made its steps; once in a process.
@@ -152,18 +178,12 @@ def play_shard(shard: int) -> Totals:
     return totals
 
 
-def figures(totals: Totals) -> dict[str, Any]:
+def _figures(totals: Totals) -> dict[str, Any]:
     """What the summary of a test run adds up."""
     counts = asdict(totals)
     del counts["next_seed"], counts["coverage"]
     return counts
 
 
-def reached(shards: Iterable[int]) -> Counter[str]:
-    """The coverage of some shards together."""
-    return sum((play_shard(shard).coverage for shard in shards), Counter())
-
-
-def missing(coverage: Counter[str], names: Iterable[str]) -> list[str]:
-    """Names of what was not reached."""
+def _missing(coverage: Counter[str], names: Iterable[str]) -> list[str]:
     return [name for name in names if not coverage[name]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from websockets.frames import Opcode
 
 from session_server.web.services import digest_of
 from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
+from tests.web.wire_client import Wire
 
 KEYS = (digest_of("secret"), digest_of("other"))
 
@@ -230,36 +232,39 @@ async def test_a_reader_that_stalls_is_let_go_and_its_session_stays(this: Served
 
 def test_a_reader_that_fell_behind_the_journal_is_given_the_state_instead() -> None:
     async def test() -> None:
-        async with serving(limits=small_journal(4), send_timeout_s=30.0) as this:
-            session_id = await this.open()
-            narrow = await narrow_socket(this.port)
-            async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
-                await this.until(lambda: this.sockets.num_attached == 1)
-                await flood(this, session_id)
-                last_seq = this.sessions.get("anonymous", session_id).seq
-                failed = await wire.until("session.resume_failed")
-                assert failed["reason"] == "offset_lost"
-                snapshot = await wire.until("session.snapshot")
-                assert snapshot["seq"] <= last_seq
-                while wire.frames[-1].get("seq") != last_seq:
-                    await wire.receive()
+        async with far_behind() as (this, session_id, wire):
+            last_seq = this.sessions.get("anonymous", session_id).seq
+            failed = await wire.until("session.resume_failed")
+            assert failed["reason"] == "offset_lost"
+            snapshot = await wire.until("session.snapshot")
+            assert snapshot["seq"] <= last_seq
+            while wire.frames[-1].get("seq") != last_seq:
+                await wire.receive()
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_a_reader_that_fell_behind_a_session_that_closed_is_told_so() -> None:
+def test_a_reader_that_fell_behind_a_session_that_closed_is_told_so_and_hears_its_end() -> None:
     async def test() -> None:
-        async with serving(limits=small_journal(4), send_timeout_s=30.0) as this:
-            session_id = await this.open()
-            narrow = await narrow_socket(this.port)
-            async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
-                await this.until(lambda: this.sockets.num_attached == 1)
-                await flood(this, session_id)
-                this.sessions.close("anonymous", session_id)
-                await wire.until("session.closed")
-                assert wire.frames[-2] == {"type": "session.resume_failed", "reason": "offset_lost"}
+        async with far_behind() as (this, session_id, wire):
+            this.sessions.close("anonymous", session_id)
+            assert await wire.close_code() == 4410
+            assert wire.frames[-2] == {"type": "session.resume_failed", "reason": "offset_lost"}
+            assert wire.frames[-1]["type"] == "session.closed"
 
     asyncio.run(asyncio.wait_for(test(), 60))
+
+
+@asynccontextmanager
+async def far_behind() -> AsyncIterator[tuple[Served, str, Wire]]:
+    """A session and its reader, which took nothing of all that the journal has forgotten since."""
+    async with serving(limits=small_journal(4), send_timeout_s=30.0) as this:
+        session_id = await this.open()
+        narrow = await narrow_socket(this.port)
+        async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
+            await this.until(lambda: this.sockets.num_attached == 1)
+            await flood(this, session_id)
+            yield this, session_id, wire
 
 
 async def narrow_socket(port: int) -> socket.socket:
@@ -422,18 +427,3 @@ def test_a_resume_point_that_is_none_is_refused(query: str) -> None:
         assert refused.value.response.status_code == 400
 
     test()
-
-
-def test_a_reader_behind_a_session_that_is_gone_hears_its_end() -> None:
-    async def test() -> None:
-        async with serving(limits=small_journal(4), send_timeout_s=30.0) as this:
-            session_id = await this.open()
-            narrow = await narrow_socket(this.port)
-            async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
-                await this.until(lambda: this.sockets.num_attached == 1)
-                await flood(this, session_id)
-                this.sessions.close("anonymous", session_id)
-                assert await wire.close_code() == 4410
-                assert wire.frames[-1]["type"] == "session.closed"
-
-    asyncio.run(asyncio.wait_for(test(), 60))
