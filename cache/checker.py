@@ -111,12 +111,12 @@ def _slot(slot: SessionSlot, stores: KVStores) -> Iterator[str]:
     yield from _content(slot, lease, path)
     for component in stores.components:
         num_dead = component.live_from(lease.computed_len) // stores.page_size
-        held = np.array([NULL_PAGE] * num_dead, np.int32).tobytes()
+        row = stores.rows.entries(component.pool, lease.row)
+        # The pair check: what the lease says it holds is what attention will read, and before and
+        # behind it are null pages, which are zeros.
+        held = bytes(num_dead * row.itemsize)
         held += b"".join(pages.tobytes() for pages in _page_arrays(path, component.pool))
         held += np.array(lease.private_pages(component.pool), np.int32).tobytes()
-        row = stores.rows.entries(component.pool, lease.row)
-        # The pair check: what the lease says it holds is what attention will read, and behind it
-        # are null pages, which are zeros.
         if row.tobytes() != held.ljust(row.nbytes, b"\0"):
             entries = row[: np.flatnonzero(row)[-1] + 1] if row.any() else row[:0]
             pages = np.frombuffer(held, np.int32)

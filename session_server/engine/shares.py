@@ -32,6 +32,8 @@ def fair_shares(needs: Sequence[int], budget: int, *, first: Sequence[int]) -> l
         budget: tokens of the forward.
         first: needs that have their share in any case, if the budget has one for each.
     """
+    if sum(needs) <= budget:
+        return list(needs)
     kept = {i: min(needs[i], share_len(budget)) for i in first if i < len(needs)}
     order = sorted(range(len(needs)), key=lambda i: needs[i])
     shares, num_met, left = [0] * len(needs), 0, budget

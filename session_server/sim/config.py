@@ -101,7 +101,7 @@ class SimConfig:
 def draw_config(seed: int) -> SimConfig:
     """What the simulation of this seed is like."""
     draws = Draws(seed)
-    front = Front.WIRE if draws.below("front", 5) == 0 else Front.DIRECT
+    front = Front.WIRE if draws.below("front", 8) == 0 else Front.DIRECT
     return SimConfig(
         seed=seed,
         front=front,
@@ -181,12 +181,12 @@ def _draw_habits(draws: Draws) -> Habits:
         max_input=draws.pick("max_input", (3, 8, 20, 60)),
         max_new=draws.pick("max_new", (4, 12, 40, 60)),
         shared=draws.pick("shared", (0, 500, 900, 1000)),
-        patient=draws.pick("patient", (300, 650, 800, 900)),
+        patient=draws.pick("patient", (600, 800, 900, 950)),
         submit=rate("submit", 200, 400),
         open=rate("open", 40, 80),
-        cancel=rate("cancel", 0, 20, 120),
-        stop=rate("stop", 0, 10, 60),
-        close=rate("close", 0, 8, 40),
+        cancel=rate("cancel", 0, 40, 200),
+        stop=rate("stop", 0, 20, 80),
+        close=rate("close", 0, 16, 64),
         misbehave=rate("misbehave", 0, 10, 60),
         rewind=rate("rewind", 0, 20, 60),
         flush=rate("flush", 0, 2, 20),

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
 
-from session_server.core.errors import EngineUnavailable, SessionServerError, TurnNotFound
+from session_server.core.errors import (
+    EngineUnavailable,
+    SessionNotFound,
+    SessionServerError,
+    TurnNotFound,
+)
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest
@@ -115,8 +120,7 @@ class WireWorld:
             self._ask(server.sessions.drain(5.0))
         else:
             for each in self._open_sessions:
-                close = functools.partial(server.sessions.close, each.owner, each.session_id)
-                server.do(close)
+                server.do(functools.partial(self._close, each))
         self._rest(lambda: not self._open_sessions)
         server.loop.create_task(self._flush_all())
         self._rest(lambda: server.num_tasks == 0)
@@ -213,6 +217,10 @@ class WireWorld:
 
     def _deliver(self, num_events: int | None) -> None:
         self.server.do(functools.partial(self.server.engine.deliver, num_events))
+
+    def _close(self, each: OpenSession) -> None:
+        with contextlib.suppress(SessionNotFound):  # its client's own frame may come just before
+            self.server.sessions.close(each.owner, each.session_id)
 
     # What follows an operation
 

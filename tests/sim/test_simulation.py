@@ -12,7 +12,7 @@ from cache.radix import LockReceipt, MatchResult, RadixCache
 from session_server.sim import SimFailure, run
 from session_server.sim.config import Front, draw_config
 from session_server.sim.faults import FaultRates, OneFault, Site
-from session_server.sim.simulation import simulate
+from session_server.sim.simulation import replay, simulate
 from session_server.sim.trace import Trace
 from tests.sim.configs import rich_config
 
@@ -57,6 +57,13 @@ def test_a_planned_fault_is_written_into_the_trace(tmp_path: Path) -> None:
 def test_a_step_limit_still_lets_everything_end_and_counts_the_pages() -> None:
     report = run(3, max_steps=50)
     assert 50 <= report.steps < 500
+
+
+def test_a_session_may_be_closed_by_its_client_just_before_all_are() -> None:
+    opened = {"op": "open", "c": 0, "s": "s1", "pinned": False, "ttl_s": None}
+    closing = {"op": "send", "c": 0, "frame": {"type": "session.close"}, "hold": True}
+    reached = replay(Trace(rich_config(1, Front.WIRE), [opened, closing])).coverage
+    assert reached["session closed: client"] == 1
 
 
 def test_a_bug_put_in_is_found_and_replayable(monkeypatch: pytest.MonkeyPatch) -> None:
