@@ -67,7 +67,7 @@ _DENIALS: Final = frozenset({None, _NOT_FOUND, 503})
 
 
 class Client:
-    """One client. `session_id` is empty while it has no session."""
+    """One client. `session_id` is empty while it has no session; `num_heard` counts frames."""
 
     def __init__(self, name: str, key: str, reached: Counter[str]) -> None:
         self.name = name
@@ -76,6 +76,7 @@ class Client:
         self.session_id = ""
         self.epoch = ""
         self.last_seq: int | None = None
+        self.num_heard = 0
         self.is_stalled = False
         self._has_lost = False
         self.socket: Socket | None = None
@@ -142,6 +143,7 @@ class Client:
             raise Broken(Layer.PROTOCOL, f"{self.name}: its session is not found")
 
     def _hear(self, frame: Frame) -> None:
+        self.num_heard += 1
         match frame["type"]:
             case "session.opened":
                 self._opened(frame)

@@ -331,7 +331,7 @@ class WireWorld:
 
     def _progress(self) -> tuple[object, ...]:
         seqs = tuple(each.shadow.seq for each in self._open_sessions)
-        heard = tuple(client.last_seq for client in self.clients)
+        heard = tuple(client.num_heard for client in self.clients)
         engine = self.server.engine
         return seqs, heard, engine.stage.num_launched, engine.is_resting, engine.stage.is_blocked
 

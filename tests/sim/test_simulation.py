@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_a_session_may_be_closed_by_its_client_just_before_all_are() -> None:
     closing = {"op": "send", "c": 0, "frame": {"type": "session.close"}, "hold": True}
     reached = replay(Trace(rich_config(1, Front.WIRE), [opened, closing])).coverage
     assert reached["session closed: client"] == 1
+
+
+def test_many_refusals_to_one_client_are_no_standstill() -> None:
+    opened = {"op": "open", "c": 0, "s": "s1", "pinned": False, "ttl_s": None}
+    asking = {"op": "send", "c": 0, "frame": {"type": "turn.cancel", "turn_id": "t"}, "hold": True}
+    config = rich_config(1, Front.WIRE)
+    config = replace(config, habits=replace(config.habits, socket_frames=2))
+    reached = replay(Trace(config, [opened, *[asking] * 200])).coverage
+    assert reached["refused: turn_not_found"] == 200
 
 
 def test_a_bug_put_in_is_found_and_replayable(monkeypatch: pytest.MonkeyPatch) -> None:
