@@ -22,13 +22,14 @@ from session_server.core.errors import (
     UnsupportedOperation,
 )
 from session_server.core.session_events import (
+    SessionEntry,
     TextInput,
     TokenInput,
     TurnEnd,
     TurnFailedEntry,
     TurnRequest,
 )
-from session_server.protocol.errors import clean
+from session_server.protocol.errors import clean, error_body
 from session_server.protocol.frames import failure_body
 from session_server.protocol.sglang import CumulativeAnswer, Generation, SessionParamsBody
 from session_server.sessions.journal import Journal
@@ -83,18 +84,23 @@ class GenerationRun:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The cumulative answer, each time as an event without a name, then `[DONE]`."""
-        async for item in self.reading.entries():
-            if item is None:
-                yield HEARTBEAT
-                continue
-            entry = item[1]
-            if isinstance(entry, TurnFailedEntry):
-                yield _event({"error": msgspec.to_builtins(failure_body(entry))})
-            elif isinstance(entry, TurnEnd):
-                yield _event(self.answer.end(entry, latency_s=self.latency_s()))
-            elif self.answer.add(entry):
-                yield _event(self.answer.so_far())
+        try:
+            async for item in self.reading.entries():
+                if item is None:
+                    yield HEARTBEAT
+                elif content := self._content(item[1]):
+                    yield _event(content)
+        except SessionClosing as error:
+            yield _event({"error": msgspec.to_builtins(error_body(error))})
         yield _DONE
+
+    def _content(self, entry: SessionEntry) -> dict[str, Any]:
+        """What an entry says to a client; empty when it changes nothing."""
+        if isinstance(entry, TurnFailedEntry):
+            return {"error": msgspec.to_builtins(failure_body(entry))}
+        if isinstance(entry, TurnEnd):
+            return self.answer.end(entry, latency_s=self.latency_s())
+        return self.answer.so_far() if self.answer.add(entry) else {}
 
     def latency_s(self) -> float:
         """Seconds since the request arrived."""

@@ -14,7 +14,9 @@ from session_server.core.session_events import (
     SessionEntry,
     TurnEnd,
 )
+from session_server.protocol.errors import error_body
 from session_server.protocol.frames import (
+    ErrorFrame,
     ResumeFailedFrame,
     frame_of,
 )
@@ -94,13 +96,16 @@ class TurnReading:
                 return item[1]
             if item is not None and on_entry is not None:
                 on_entry(item[1])
-        raise SessionClosing("The session closed before the turn's end was read.")
+        raise AssertionError("entries come up to the turn's end")
 
     async def entries(self) -> AsyncGenerator[tuple[int, SessionEntry] | None, None]:
         """The turn's entries up to and with its end; None after each silence of a heartbeat.
 
         A reader whom the journal overtook goes on at its newest entry: deltas are missing then,
         the end is not, and it holds the whole text.
+
+        Raises:
+            SessionClosing: the end is among what was lost, and the session is gone.
         """
         position = self._view.created_seq - 1
         turn_id = self._view.turn_id
@@ -118,7 +123,7 @@ class TurnReading:
                             yield seq, entry
                             return
                         yield seq, entry
-                return
+                raise SessionClosing("The session closed before the turn's end was read.")
             except OffsetLost as lost:
                 position = lost.last_seq
                 end = self._end_now()
@@ -128,12 +133,13 @@ class TurnReading:
                     return
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The turn as server-sent events."""
-        async for item in self.entries():
-            if item is None:
-                yield HEARTBEAT
-            else:
-                yield event_chunk(frame_of(*item), seq=item[0])
+        """The turn as server-sent events, the last of which is its end or an `error`."""
+        try:
+            async for item in self.entries():
+                yield HEARTBEAT if item is None else event_chunk(frame_of(*item), seq=item[0])
+        except SessionClosing as error:
+            body = error_body(error, turn_id=self._view.turn_id)
+            yield event_chunk(ErrorFrame(error=body), seq=None)
 
     def _end_now(self) -> TurnEnd | None:
         call, view = self._call, self._view

@@ -12,7 +12,8 @@ import pytest
 
 from session_server.core.session_events import TurnCancelled
 from session_server.web.caller import Call
-from session_server.web.turns import session_events
+from session_server.web.generation_run import GenerationRun
+from session_server.web.turns import TurnReading, session_events
 from tests.web.serving import Served, served, serving, small_journal, turn
 
 BAD_TURNS: list[tuple[str, str | None]] = [
@@ -227,6 +228,49 @@ def test_events_lost_before_the_end_of_a_session_are_said_to_be_lost() -> None:
             assert (await next_chunk(events))["event"] == "session.closed"
 
     asyncio.run(asyncio.wait_for(test(), 60))
+
+
+@pytest.mark.parametrize("dialect", ["ours", "sglang"])
+def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: str) -> None:
+    async def test() -> None:
+        async with serving(limits=small_journal(4)) as this:
+            session_id = await this.open()
+            call = Call(owner="anonymous", services=this.services, readers=this.app.state.readers)
+            this.is_held = True
+            path = f"/v1/sessions/{session_id}/turns"
+            body = turn(turn_id="t1", on_disconnect="detach")
+            asking = asyncio.create_task(this.http.post(path, json=body))
+            await this.until(lambda: bool(this.sessions.get("anonymous", session_id).running_turn))
+            view = this.sessions.turn("anonymous", session_id, "t1")
+            journal = this.sessions.journal("anonymous", session_id)
+            with TurnReading(call, journal, view, keep_partial=None) as reading:
+                chunks = reading.events() if dialect == "ours" else of_sglang(call, reading)
+                for number in range(9):
+                    this.sessions.update("anonymous", session_id, metadata={"n": str(number)})
+                this.sessions.close("anonymous", session_id)
+                this.is_held = False
+                await this.until(lambda: journal.is_closed)
+                refusal, *rest = [chunk async for chunk in chunks]
+            assert (
+                parse_event(refusal.decode().strip())["data"]["error"]["code"] == "session_closing"
+            )
+            assert rest == ([] if dialect == "ours" else [b"data: [DONE]\n\n"])
+            assert (await asking).json()["status"] == "cancelled"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def of_sglang(call: Call, reading: TurnReading) -> AsyncIterator[bytes]:
+    nothing: Any = None
+    return GenerationRun(
+        call=call,
+        requests=nothing,
+        job=nothing,
+        turn=("", ""),
+        reading=reading,
+        answer=nothing,
+        arrived_s=0.0,
+    ).events()
 
 
 async def next_chunk(events: AsyncIterator[bytes]) -> dict[str, Any]:
