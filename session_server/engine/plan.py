@@ -145,7 +145,8 @@ class BlockReason(enum.Enum):
     TURNS = "turns"
     TOKENS = "tokens"
     PAGES = "pages"
-    RETRACTED = "retracted"
+    SHORTAGE = "shortage"
+    """Of pages, for turns that run already."""
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -188,8 +189,9 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     next token may pass one that cannot come yet; one that waits for pages they pass only so often.
 
     Nothing is taken in vain: who cannot get enough takes nothing, except the one turn whose
-    progress everybody's depends on. Cooling sessions that share a prefix may free more than was
-    counted, so that turn's progress is promised within a few steps, not in the same one.
+    progress everybody's depends on, and nobody else is given what was taken for it. Cooling
+    sessions that share a prefix may free more than was counted, so that turn's progress is promised
+    within a few steps, not in the same one.
     """
     planner = _Planner(view, limits)
     planner.share_tokens()
@@ -277,6 +279,8 @@ class _Planner:
                 self._work[turn.turn_id] = num_tokens
                 if turn.num_uncomputed > 1:
                     self._tokens -= num_tokens
+            elif num_tokens > 0 and index == 0:
+                self._plan.is_oldest_short = True
             index += 1
 
     def admit_waiting(self) -> None:
@@ -393,8 +397,8 @@ class _Planner:
 
     def _try_admit(self, candidate: _Candidate) -> BlockReason | None:
         turn, quote = candidate.turn, candidate.quote
-        if self._plan.retract:
-            return BlockReason.RETRACTED
+        if self._plan.retract or self._plan.is_oldest_short:
+            return BlockReason.SHORTAGE
         if turn.session_id in self._plan.cool:
             return BlockReason.PAGES  # its quote is void; the next plan prices it anew
         if self._num_free_places() == 0:
@@ -493,5 +497,6 @@ class _PlanParts:
         self.cool: list[SessionId] = []
         self.retract: list[TurnId] = []
         self.admit: list[TurnId] = []
+        self.is_oldest_short = False
         self.blocked: tuple[TurnId, BlockReason] | None = None
         self.num_overtakings = 0

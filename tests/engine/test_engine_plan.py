@@ -200,6 +200,18 @@ def test_nothing_is_taken_in_vain() -> None:
     assert work_of(plan) == {"a": 1, "c": 1}
 
 
+def test_what_was_taken_for_the_oldest_turn_goes_to_nobody_who_waits() -> None:
+    """Cooling may free more than was counted; with a newcomer in between it would be too little."""
+    view = FakeView(
+        running=(running("old", 40, held=1),),
+        waiting=(waiting("short", 4),),
+        idle_sessions=(FakeIdle(SessionId("s"), 2), FakeIdle(SessionId("t"), 1)),
+    )
+    plan = plan_step(view, structs.replace(LIMITS, num_tokens=64))
+    assert (plan.cool, plan.admit, plan.work) == (("s", "t"), (), ())
+    assert plan.blocked == ("short", BlockReason.SHORTAGE)
+
+
 def test_two_long_prompts_do_not_evict_each_other_in_turns() -> None:
     first = running("first", 80, spare=0)
     view = FakeView(running=(first,), waiting=(waiting("second", 80),), num_headroom_pages=30)
