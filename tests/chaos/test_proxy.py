@@ -26,13 +26,15 @@ class Echo:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         heard = bytearray()
         self.heard.append(heard)
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(65_536):
-                heard += data
-                self.reads.append(len(data))
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+        try:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(65_536):
+                    heard += data
+                    self.reads.append(len(data))
+                    writer.write(data)
+                    await writer.drain()
+        finally:  # a test may end before the last connection does
+            writer.close()
 
 
 @contextlib.asynccontextmanager
