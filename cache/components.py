@@ -65,6 +65,12 @@ class FullAttention:
         return 0
 
 
+class SlidingWindow(FullAttention):
+    """K and V of the last positions (Beltagy et al. 2020). Nothing is released yet."""
+
+    __slots__ = ()
+
+
 def can_take_back(components: Iterable[Component]) -> bool:
     """Whether content computed from a wrong token can be cut off again, which guessing needs."""
     return all(component.rewind_len(2, 1) == 1 for component in components)
@@ -80,5 +86,5 @@ def components_of(spec: CacheSpec) -> tuple[Component, ...]:
 
 
 _RULES: Final[Mapping[LayerKind, type[FullAttention]]] = MappingProxyType(
-    {LayerKind.FULL: FullAttention}
+    {LayerKind.FULL: FullAttention, LayerKind.WINDOW: SlidingWindow}
 )

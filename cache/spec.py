@@ -1,8 +1,7 @@
 """What a model's layers store per token, and how many pages a memory budget buys.
 
-A `LayerGroup` is one or more layers that store the same thing in the same pool. Full attention is
-the one kind the server carries today; a further kind adds its name to `LayerKind` and its rules to
-`cache.components`.
+A `LayerGroup` is one or more layers that store the same thing in the same pool. A further kind adds
+its name to `LayerKind` and its rules to `cache.components`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ class LayerKind(Enum):
 
     FULL = "full"
     """K and V of every position (MHA, GQA, MQA)."""
+    WINDOW = "window"
+    """K and V of the last positions (sliding window attention)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class LayerGroup:
     """Layers that share one pool and one page table.
 
     `layers` are indices into the model. `num_kv_heads`, `head_dim` describe one layer.
-    `dtype_bytes` is the size of one stored element.
+    `dtype_bytes` is the size of one stored element. `window`: the last positions that kind WINDOW
+    reads, the newest included; 0 for the others.
     """
 
     pool: PoolName
@@ -36,6 +38,7 @@ class LayerGroup:
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
+    window: int = 0
 
     @property
     def bytes_per_token(self) -> int:

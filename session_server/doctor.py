@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from session_server.models.errors import ModelError
-from session_server.models.registry import load_config
+from session_server.models.registry import FAMILIES, load_config
 from session_server.text.model_files import ModelFilesError
 from session_server.text.model_text import load_model_text
 
@@ -152,7 +152,7 @@ def check_model(directory: Path) -> Iterator[Finding]:
     try:
         config = load_config(directory)
     except ModelError as error:
-        advice = "give a llama, qwen2, qwen3 or mistral checkpoint in safetensors"
+        advice = f"give a checkpoint in safetensors of: {', '.join(FAMILIES)}"
         yield Finding("model", Verdict.WRONG, str(error), advice)
         return
     weights = sorted(directory.glob("*.safetensors"))

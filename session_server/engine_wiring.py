@@ -54,8 +54,6 @@ def build_engine(settings: Settings) -> EngineAssembly:
     options = _runner_options(settings, eos_token_ids, _draft_directory(settings, text))
     started_s = time.monotonic()
     loaded = load_runner(directory, options, progress=_progress_lines())
-    for warning in loaded.config.warnings:
-        _LOG.warning("%s", warning)
     capacity = loaded.plan.capacity
     num_pages = min(capacity.num_pages.values())
     quota = int(num_pages * settings.cache.pinned_fraction)

@@ -1,4 +1,4 @@
-"""Keys and values of full attention (MHA, GQA, MQA), paged, one tensor for all layers.
+"""Keys and values of attention (MHA, GQA, MQA), paged, one tensor for all layers.
 
 Layout: [layers, 2, kv_heads, num_pages, page_size, head_dim], K before V. Heads lie outside
 positions, so the positions of consecutive pages are one strided block per head: attention over an
@@ -16,7 +16,7 @@ from cache.types import PoolName
 
 
 class MhaPool:
-    """Device memory of one `LayerGroup` of kind FULL.
+    """Device memory of one `LayerGroup` of kind FULL or WINDOW.
 
     Pages start as zeros, so that padding never reads a NaN. A page handed from one holder to the
     next keeps its contents: readers must stop at their own length.
@@ -38,7 +38,7 @@ class MhaPool:
         Raises:
             torch.OutOfMemoryError: the device has less memory than the pool needs.
         """
-        assert group.kind is LayerKind.FULL, "this pool stores full attention only"
+        assert group.kind in {LayerKind.FULL, LayerKind.WINDOW}, "this pool stores K and V"
         assert dtype.itemsize == group.dtype_bytes, "the spec was made for another dtype"
         heads, head_dim, num_layers = group.num_kv_heads, group.head_dim, len(group.layers)
         self.name: PoolName = group.pool

@@ -7,8 +7,6 @@ that moves from one row to another is written only after every earlier forward h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -37,33 +35,31 @@ class PageTable:
         self.device_pages: Tensor = torch.from_numpy(self._host).to(device)
         # Runs of a row stay valid until the row is written: in 15 of 16 decode steps at page size
         # 16 nothing is, and the scan is skipped.
-        self._runs: dict[int, tuple[int, tuple[PageRun, ...]]] = {}
+        self._runs: dict[int, tuple[tuple[int, int], tuple[PageRun, ...]]] = {}
 
-    def apply(self, writes: Iterable[TableWrite]) -> None:
-        """Take the deltas of one batch, in order."""
-        is_mirrored = self.device_pages.device.type != "cpu"
-        for write in writes:
-            assert write.row != NULL_ROW, "the padding row is never written"
-            end = write.start + len(write.pages)
-            self._host[write.row, write.start : end] = write.pages
-            self._runs.pop(write.row, None)
-            if is_mirrored:
-                pages = torch.from_numpy(np.ascontiguousarray(write.pages, dtype=np.int32))
-                self.device_pages[write.row, write.start : end] = pages.to(self.device_pages.device)
+    def apply(self, write: TableWrite) -> None:
+        """Take one delta; those of a batch come in order."""
+        assert write.row != NULL_ROW, "the padding row is never written"
+        end = write.start + len(write.pages)
+        self._host[write.row, write.start : end] = write.pages
+        self._runs.pop(write.row, None)
+        if self.device_pages.device.type != "cpu":
+            pages = torch.from_numpy(np.ascontiguousarray(write.pages, dtype=np.int32))
+            self.device_pages[write.row, write.start : end] = pages.to(self.device_pages.device)
 
-    def pages(self, row: int, num_pages: int) -> NDArray[np.int32]:
-        """The first pages of a row on the host, int32 [num_pages]; a view, not to be kept."""
-        return self._host[row, :num_pages]
+    def pages(self, row: int, end: int, *, first: int = 0) -> NDArray[np.int32]:
+        """Entries [first, end) of a row on the host, int32; a view, not to be kept."""
+        return self._host[row, first:end]
 
-    def runs(self, row: int, num_pages: int) -> tuple[PageRun, ...]:
-        """The first pages of a row as maximal runs of consecutive pages, in order."""
+    def runs(self, row: int, end: int, *, first: int = 0) -> tuple[PageRun, ...]:
+        """Entries [first, end) of a row as maximal runs of consecutive pages, in order."""
         known = self._runs.get(row)
-        if known is not None and known[0] == num_pages:
+        if known is not None and known[0] == (first, end):
             return known[1]
-        pages = self._host[row, :num_pages]
+        pages = self._host[row, first:end]
         breaks = np.flatnonzero(np.diff(pages) != 1) + 1
         starts = [0, *breaks.tolist()]
-        ends = [*starts[1:], num_pages]
+        ends = [*starts[1:], len(pages)]
         runs = tuple((int(pages[a]), b - a) for a, b in zip(starts, ends, strict=True))
-        self._runs[row] = (num_pages, runs)
+        self._runs[row] = ((first, end), runs)
         return runs

@@ -12,23 +12,29 @@ several, in a piece of their own.
 
 Rows of as many tokens with short histories are one padded call: there the overhead of a call costs
 more than copying a few pages.
+
+Under a sliding window a history begins where the window of its first token does, and nothing before
+that is read. Tokens that come several at a time begin at different positions, so their keys are one
+piece with a mask; long chunks are taken a block at a time, which keeps that O(window) per token.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from cache.pool.mha import MhaPool
 from cache.pool.page_table import PageRun, PageTable
 from cache.types import pages_for
-from session_server.attention.base import AttentionMeta, AttentionPlan, Span
+from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule, Span
 
 MIN_VIEW_BYTES: Final = 1 << 18
 """A run whose K and V are larger is read in place, a smaller one copied (8 GB/s) together with
@@ -39,6 +45,8 @@ MAX_PADDED_BYTES: Final = 1 << 17
 
 MIN_PADDED_ROWS: Final = 2
 
+MIN_WINDOW_BLOCK: Final = 64
+"""Tokens of a chunk that are masked together, where the window is not longer."""
 
 MAX_FOLDED_TOKENS: Final = 17
 """A span of at most so many tokens folds them into the GQA group (five tokens then cost 1.2-1.6
@@ -48,17 +56,18 @@ times what one costs, and 3-4 times unfolded); a longer one fills the kernel by 
 class CpuBackend:
     """fp32 on the CPU, through torch's flash kernel."""
 
-    def __init__(self, pool: MhaPool, table: PageTable, *, num_heads: int) -> None:
+    def __init__(self, pool: MhaPool, table: PageTable, rule: AttentionRule) -> None:
         """Args:
         pool: the K and V; on the CPU.
         table: which pages are whose.
-        num_heads: query heads.
+        rule: what sees what.
         """
-        assert num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
+        assert rule.num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
         assert pool.device.type == "cpu", "views of the pool are read in place"
         self._pool = pool
         self._table = table
-        self._group = num_heads // pool.num_kv_heads
+        self._rule = rule
+        self._group = rule.num_heads // pool.num_kv_heads
         page_bytes = pool.bytes_per_layer_token * pool.page_size
         self._min_view_pages = max(1, MIN_VIEW_BYTES // page_bytes)
         self._max_padded_len = MAX_PADDED_BYTES // pool.bytes_per_layer_token
@@ -66,54 +75,93 @@ class CpuBackend:
     def plan(self, meta: AttentionMeta) -> AttentionPlan:
         """Sort the spans into padded batches and rows on their own."""
         parts: list[_PaddedRows | _RowPieces] = []
-        for num_tokens, group in itertools.groupby(meta.spans, lambda span: span.num_tokens):
-            spans = tuple(group)
-            num_padded = self._num_padded(spans) if num_tokens <= MAX_FOLDED_TOKENS else 0
+        spans = meta.spans if self._rule.window is None else self._blocks(meta.spans)
+        for num_tokens, group in itertools.groupby(spans, lambda span: span.num_tokens):
+            alike = tuple(group)
+            num_padded = self._num_padded(alike) if num_tokens <= MAX_FOLDED_TOKENS else 0
             if num_padded:
-                parts.append(self._padded(spans[:num_padded]))
-            parts += [self._row(span) for span in spans[num_padded:]]
-        return _CpuPlan(self._pool, meta.slots, parts)
+                parts.append(self._padded(alike[:num_padded]))
+            parts += [self._row(span) for span in alike[num_padded:]]
+        return _CpuPlan(self._pool, self._rule, meta.slots[self._pool.name], parts)
+
+    def _blocks(self, spans: tuple[Span, ...]) -> Iterator[Span]:
+        """Long chunks that reach past their window, cut into blocks."""
+        window = self._rule.window
+        assert window is not None, "without a window there is nothing to cut"
+        size = max(window, MIN_WINDOW_BLOCK)
+        for span in spans:
+            if span.num_tokens <= size or span.end <= window:
+                yield span
+                continue
+            for done in range(0, span.num_tokens, size):
+                num_tokens = min(size, span.num_tokens - done)
+                yield Span(span.row, span.start + done, num_tokens, span.offset + done)
 
     def _num_padded(self, spans: tuple[Span, ...]) -> int:
         """How many of these spans, the shortest context first, are worth one padded call."""
-        is_short = [span.end <= self._max_padded_len for span in spans]
-        return sum(is_short) if sum(is_short) >= MIN_PADDED_ROWS else 0
+        lengths = [span.end - self._rule.first_seen(span.start) for span in spans]
+        num_short = sum(length <= self._max_padded_len for length in lengths)
+        return num_short if num_short >= MIN_PADDED_ROWS else 0
 
     def _padded(self, spans: tuple[Span, ...]) -> _PaddedRows:
-        page_size = self._pool.page_size
-        num_pages = pages_for(spans[-1].end, page_size)
-        pages = np.stack([self._table.pages(span.row, num_pages) for span in spans])
-        # Entries beyond a row's own length may name other rows' pages, and cells beyond it hold
-        # what an earlier holder left. The mask hides them, but zero times NaN is NaN: the copies
-        # of what is hidden from the whole row are cleared too.
-        slots = np.arange(num_pages * page_size)
-        seen = np.array([[span.start] for span in spans]) + np.arange(spans[0].num_tokens)
-        hidden = slots > seen[:, :, None]
+        page_size, num_tokens = self._pool.page_size, spans[0].num_tokens
+        firsts = [self._rule.first_seen(span.start) // page_size for span in spans]
+        ends = [pages_for(span.end, page_size) for span in spans]
+        num_pages = max(end - first for first, end in zip(firsts, ends, strict=True))
+        # Pages beyond a row's own are the padding page, and cells beyond its length hold what an
+        # earlier holder left. The mask hides them, but zero times NaN is NaN: the copies of what is
+        # hidden from the whole row are cleared too.
+        pages = np.zeros((len(spans), num_pages), dtype=np.int64)
+        for index, (span, first, end) in enumerate(zip(spans, firsts, ends, strict=True)):
+            pages[index, : end - first] = self._table.pages(span.row, end, first=first)
+        keys = np.array(firsts)[:, None] * page_size + np.arange(num_pages * page_size)
+        last = np.array([[span.start] for span in spans]) + np.arange(num_tokens)
+        hidden = self._hidden(last, keys[:, None])
         bias = np.where(hidden, np.float32("-inf"), np.float32(0))
-        if spans[0].num_tokens > 1:
+        if num_tokens > 1:
             bias = bias.repeat(self._group, axis=1)
         return _PaddedRows(
             spans=spans,
-            pages=torch.from_numpy(pages.astype(np.int64).reshape(-1)),
-            hidden=torch.from_numpy(np.flatnonzero(hidden[:, -1])),
+            pages=torch.from_numpy(pages.reshape(-1)),
+            hidden=torch.from_numpy(np.flatnonzero(hidden.all(axis=1))),
             bias=torch.from_numpy(bias[:, None]),
         )
 
+    def _hidden(self, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which `keys` [..., 1, n] the `queries` [..., m] do not see, all positions: [..., m, n]."""
+        hidden: NDArray[np.bool_] = keys > queries[..., None]
+        if self._rule.window is not None:
+            hidden |= keys <= queries[..., None] - self._rule.window
+        return hidden
+
     def _row(self, span: Span) -> _RowPieces:
+        if self._rule.window is not None and span.num_tokens > 1 and span.end > self._rule.window:
+            return self._windowed(span)
+        first = self._rule.first_seen(span.start)
         if span.num_tokens <= MAX_FOLDED_TOKENS:
             # The pool holds the new tokens by now: they are part of what they see.
-            views, pages, num_gathered = self._pieces(span.row, span.end)
+            history = self._history(span.row, first, span.end)
             if span.num_tokens == 1:
-                return _RowPieces(span, views, pages, num_gathered, sees_itself=True, bias=None)
-            if len(views) + (pages is not None) == 1:
+                return _RowPieces(span, history, sees_itself=True, bias=None)
+            if history.num_pieces == 1:
                 bias = self._causal(span.num_tokens, span.end)
-                return _RowPieces(span, views, pages, num_gathered, sees_itself=True, bias=bias)
+                return _RowPieces(span, history, sees_itself=True, bias=bias)
             bias = self._causal(span.num_tokens, span.num_tokens)
         else:
             bias = None
         # The tokens of a chunk see each other causally, from the projection.
-        views, pages, num_gathered = self._pieces(span.row, span.start)
-        return _RowPieces(span, views, pages, num_gathered, sees_itself=False, bias=bias)
+        history = self._history(span.row, first, span.start)
+        return _RowPieces(span, history, sees_itself=False, bias=bias)
+
+    def _windowed(self, span: Span) -> _RowPieces:
+        """Several tokens whose windows begin at different positions."""
+        first = self._rule.first_seen(span.start)
+        history = self._history(span.row, first, span.end, is_one_piece=True)
+        hidden = self._hidden(np.arange(span.start, span.end), np.arange(first, span.end)[None])
+        bias = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        if span.num_tokens <= MAX_FOLDED_TOKENS:
+            bias = bias.repeat_interleave(self._group, dim=0)
+        return _RowPieces(span, history, sees_itself=True, bias=bias.view(1, 1, *bias.shape))
 
     def _causal(self, num_tokens: int, num_keys: int) -> Tensor:
         """What folded tokens may not see of the last `num_tokens` keys."""
@@ -122,29 +170,32 @@ class CpuBackend:
         bias[:, :, num_keys - num_tokens :] = unseen.unsqueeze(1)
         return bias.view(1, 1, -1, num_keys)
 
-    def _pieces(self, row: int, length: int) -> tuple[list[tuple[Tensor, ...]], Tensor | None, int]:
-        """The first `length` positions: runs in place (views of every layer), then the pages to
-        gather, int64 [n], and how many of their slots count."""
+    def _history(self, row: int, first: int, end: int, *, is_one_piece: bool = False) -> _History:
+        """Where positions [first, end) of a row lie."""
+        if first == end:
+            return _History([], None, slice(0))
         page_size = self._pool.page_size
+        first_page, end_page = first // page_size, pages_for(end, page_size)
+        runs = self._table.runs(row, end_page, first=first_page)
         views: list[tuple[Tensor, ...]] = []
         scattered: list[PageRun] = []
-        num_pages = pages_for(length, page_size)
-        runs = self._table.runs(row, num_pages) if length else ()
-        # The page that is only partly filled has to end its piece.
-        unused = num_pages * page_size - length
-        for index, (first, count) in enumerate(runs):
-            is_last = index == len(runs) - 1
-            if len(runs) == 1 or count >= self._min_view_pages:
-                num_slots = count * page_size - (unused if is_last else 0)
-                views.append(self._pool.run(first * page_size, num_slots))
+        # The first and the last page may count only in part, and so has to begin or end its piece.
+        before, behind = first - first_page * page_size, end_page * page_size - end
+        for index, (page, count) in enumerate(runs):
+            if len(runs) == 1 or (count >= self._min_view_pages and not is_one_piece):
+                head = before if index == 0 else 0
+                tail = behind if index == len(runs) - 1 else 0
+                num_slots = count * page_size - head - tail
+                views.append(self._pool.run(page * page_size + head, num_slots))
             else:
-                scattered.append((first, count))
+                scattered.append((page, count))
         if not scattered:
-            return views, None, 0
-        pages = np.concatenate([np.arange(first, first + count) for first, count in scattered])
-        ends_scattered = runs[-1] == scattered[-1]
-        num_slots = len(pages) * page_size - (unused if ends_scattered else 0)
-        return views, torch.from_numpy(pages), num_slots
+            return _History(views, None, slice(0))
+        pages = np.concatenate([np.arange(page, page + count) for page, count in scattered])
+        head = before if scattered[0] == runs[0] else 0
+        tail = behind if scattered[-1] == runs[-1] else 0
+        counted = slice(head, len(pages) * page_size - tail)
+        return _History(views, torch.from_numpy(pages), counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,17 +212,31 @@ class _PaddedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _RowPieces:
-    """One span and its history: runs in place (views of every layer), the rest to gather.
+class _History:
+    """Positions of a row: runs in place (views of every layer), and pages to gather, int64 [n], of
+    whose slots `counted` belong to them."""
 
-    `sees_itself`: the new tokens are the last keys of the pieces, instead of one more piece.
-    `bias`: float32, what folded tokens may not see of these keys, or of that piece.
+    views: list[tuple[Tensor, ...]]
+    pages: Tensor | None
+    counted: slice
+
+    @property
+    def num_pieces(self) -> int:
+        """Calls it takes to attend to it."""
+        return len(self.views) + (self.pages is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowPieces:
+    """One span and its history.
+
+    `sees_itself`: the new tokens are the last keys of the history, instead of one more piece.
+    `bias`: float32, what folded tokens may not see of these keys, or of that piece, or what any may
+    not see under a window; None where nothing is hidden, or only what is causal.
     """
 
     span: Span
-    views: list[tuple[Tensor, ...]]
-    gathered_pages: Tensor | None
-    num_gathered: int
+    history: _History
     sees_itself: bool
     bias: Tensor | None
 
@@ -179,72 +244,101 @@ class _RowPieces:
 class _CpuPlan:
     """See `AttentionPlan`."""
 
-    __slots__ = ("_parts", "_pool", "_slots")
+    __slots__ = ("_parts", "_pool", "_rule", "_slots")
 
-    def __init__(self, pool: MhaPool, slots: Tensor, parts: list[_PaddedRows | _RowPieces]) -> None:
+    def __init__(
+        self,
+        pool: MhaPool,
+        rule: AttentionRule,
+        slots: Tensor,
+        parts: list[_PaddedRows | _RowPieces],
+    ) -> None:
         self._pool = pool
+        self._rule = rule
         self._slots = slots
         self._parts = parts
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """See `AttentionPlan.attend`."""
         self._pool.write(layer, self._slots, kv)
         mixed = []
         for part in self._parts:
             if isinstance(part, _PaddedRows):
-                mixed.append(self._attend_padded(layer, q, part))
+                mixed.append(self._attend_padded(layer, q, part, sinks))
                 continue
             own = slice(part.span.offset, part.span.offset + part.span.num_tokens)
-            if part.span.num_tokens > MAX_FOLDED_TOKENS:
-                mixed.append(self._attend_chunk(layer, q[own], kv[own], part))
-            else:
-                mixed.append(self._attend_folded(layer, q[own], kv[own], part))
+            mixed.append(self._attend_row(self._keys(layer, kv[own], part), q[own], part, sinks))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def _attend_padded(self, layer: int, q: Tensor, padded: _PaddedRows) -> Tensor:
+    def _attend_padded(
+        self, layer: int, q: Tensor, padded: _PaddedRows, sinks: Tensor | None
+    ) -> Tensor:
         spans, kv_heads = padded.spans, self._pool.num_kv_heads
         own = q[spans[0].offset : spans[-1].offset + spans[-1].num_tokens]
         gathered = self._pool.gather(layer, padded.pages).index_fill_(2, padded.hidden, 0.0)
         k, v = gathered.view(2, kv_heads, len(spans), -1, q.shape[-1]).transpose(1, 2)
         folded = _fold(own, len(spans), kv_heads)
-        out = functional.scaled_dot_product_attention(folded, k, v, attn_mask=padded.bias)
-        return _unfold(out, own)
+        if sinks is not None:
+            sinks = _folded_sinks(sinks, kv_heads, spans[0].num_tokens)
+        return _unfold(self._mix(folded, [_Keys(k, v, padded.bias)], sinks), own)
 
-    def _attend_folded(self, layer: int, q: Tensor, kv: Tensor, row: _RowPieces) -> Tensor:
-        folded = _fold(q, 1, self._pool.num_kv_heads)
-        pieces = self._history(layer, row)
-        if len(pieces) == 1 and row.sees_itself:
-            k, v = pieces[0]
-            out = functional.scaled_dot_product_attention(folded, k, v, attn_mask=row.bias)
-            return _unfold(out, q)
-        parts = [_flash(folded, k, v) for k, v in pieces]
-        if not row.sees_itself:
-            k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
-            parts.append(_flash(folded, k, v, bias=row.bias))
-        return _unfold(_merge(parts), q)
-
-    def _attend_chunk(self, layer: int, q: Tensor, kv: Tensor, row: _RowPieces) -> Tensor:
+    def _attend_row(
+        self, keys: list[_Keys], q: Tensor, row: _RowPieces, sinks: Tensor | None
+    ) -> Tensor:
+        num_tokens, kv_heads = row.span.num_tokens, self._pool.num_kv_heads
+        if num_tokens <= MAX_FOLDED_TOKENS:
+            if sinks is not None:
+                sinks = _folded_sinks(sinks, kv_heads, num_tokens)
+            return _unfold(self._mix(_fold(q, 1, kv_heads), keys, sinks), q)
         heads = q.transpose(0, 1).unsqueeze(0)
-        k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
-        pieces = self._history(layer, row)
-        if pieces:
-            parts = [_flash(heads, *piece) for piece in pieces]
-            parts.append(_flash(heads, k, v, is_causal=True))
-            out = _merge(parts)
-        else:
-            out = functional.scaled_dot_product_attention(
-                heads, k, v, is_causal=True, enable_gqa=True
-            )
+        out = self._mix(heads, keys, None if sinks is None else sinks.unsqueeze(1))
         return out[0].transpose(0, 1).flatten(1)
 
-    def _history(self, layer: int, row: _RowPieces) -> list[tuple[Tensor, Tensor]]:
+    def _keys(self, layer: int, kv: Tensor, row: _RowPieces) -> list[_Keys]:
         """K and V of every piece, each [1, kv_heads, length, head_dim]."""
-        pieces = [(views[2 * layer], views[2 * layer + 1]) for views in row.views]
-        if row.gathered_pages is not None:
-            copied = self._pool.gather(layer, row.gathered_pages)
-            k, v = copied[:, None, :, : row.num_gathered]
-            pieces.append((k, v))
-        return pieces
+        history = row.history
+        bias = row.bias if row.sees_itself else None
+        keys = [_Keys(views[2 * layer], views[2 * layer + 1], bias) for views in history.views]
+        if history.pages is not None:
+            k, v = self._pool.gather(layer, history.pages)[:, None, :, history.counted]
+            keys.append(_Keys(k, v, bias))
+        if not row.sees_itself:
+            k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
+            keys.append(_Keys(k, v, row.bias, is_causal=row.bias is None))
+        return keys
+
+    def _mix(self, q: Tensor, keys: list[_Keys], sinks: Tensor | None) -> Tensor:
+        """Attention over all keys: [rows, heads, queries, head_dim], as `q`; `sinks` broadcast
+        against its first three dimensions."""
+        rule = self._rule
+        if len(keys) == 1 and sinks is None and rule.softcap is None:
+            (only,) = keys
+            return functional.scaled_dot_product_attention(
+                q,
+                only.k,
+                only.v,
+                attn_mask=only.bias,
+                is_causal=only.is_causal,
+                scale=rule.scale,
+                enable_gqa=q.shape[1] != only.k.shape[1],
+            )
+        parts = (
+            [_flash(q, piece, rule) for piece in keys]
+            if rule.softcap is None
+            else [_capped(q, piece, rule.scale, rule.softcap) for piece in keys]
+        )
+        out, lse = _merge(parts)
+        # A sink is one more key whose value is zero.
+        return out if sinks is None else out * torch.sigmoid(lse - sinks).unsqueeze(-1)
+
+
+class _Keys(NamedTuple):
+    """K and V, each [rows, kv_heads, length, head_dim], and what queries may not see of them."""
+
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    is_causal: bool = False
 
 
 def _fold(q: Tensor, num_rows: int, kv_heads: int) -> Tensor:
@@ -265,25 +359,42 @@ def _unfold(out: Tensor, q: Tensor) -> Tensor:
     return by_token.reshape(len(q), -1)
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _folded_sinks(sinks: Tensor, kv_heads: int, num_tokens: int) -> Tensor:
+    """Of every folded query: [q_heads] -> [kv_heads, tokens * group]."""
+    return sinks.view(kv_heads, 1, -1).expand(-1, num_tokens, -1).reshape(kv_heads, -1)
+
+
+def _flash(q: Tensor, keys: _Keys, rule: AttentionRule) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp; q heads may be a multiple of kv heads.
 
     Returns:
-        ([1, heads, queries, head_dim], [1, heads, queries]).
+        ([rows, heads, queries, head_dim], [rows, heads, queries]).
     """
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, is_causal, attn_mask=bias
+        q, keys.k, keys.v, 0.0, keys.is_causal, attn_mask=keys.bias, scale=rule.scale
     )
     return out, lse
 
 
-def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _capped(q: Tensor, keys: _Keys, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """As `_flash`, with scores squashed (Bello et al. 2016), which the kernel cannot do."""
+    grouped = q.reshape(len(q), keys.k.shape[1], -1, *q.shape[2:])
+    k, v = keys.k.unsqueeze(2), keys.v.unsqueeze(2)
+    scores = (grouped @ k.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    if keys.is_causal:
+        scores += torch.full(scores.shape[-2:], -torch.inf).triu_(1)
+    if keys.bias is not None:
+        scores += keys.bias.unsqueeze(2)
+    lse = scores.logsumexp(-1)
+    out = (scores - lse.unsqueeze(-1)).exp_() @ v
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Combine attention over disjoint sets of keys into attention over their union."""
     out, lse = parts[0]
     for other, other_lse in parts[1:]:
         share = torch.sigmoid(other_lse - lse).unsqueeze(-1).to(out.dtype)
         out = torch.lerp(out, other, share)
         lse = torch.logaddexp(lse, other_lse)
-    return out
+    return out, lse

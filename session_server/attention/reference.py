@@ -5,6 +5,8 @@ Every other backend is tested against this one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,60 +14,88 @@ from torch.nn import functional
 from cache.pool.mha import MhaPool
 from cache.pool.page_table import PageTable
 from cache.types import pages_for
-from session_server.attention.base import AttentionMeta, AttentionPlan, Span
+from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule, Span
 
 
 class ReferenceBackend:
     """Row by row, through copies; works on any device and in any dtype."""
 
-    def __init__(self, pool: MhaPool, table: PageTable, *, num_heads: int) -> None:
+    def __init__(self, pool: MhaPool, table: PageTable, rule: AttentionRule) -> None:
         """Args:
         pool: the K and V.
         table: which pages are whose.
-        num_heads: query heads.
+        rule: what sees what.
         """
-        assert num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
+        assert rule.num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
         self._pool = pool
         self._table = table
+        self._rule = rule
 
     def plan(self, meta: AttentionMeta) -> AttentionPlan:
         """Look up every row's pages once."""
-        rows = []
-        for span in meta.spans:
-            num_pages = pages_for(span.end, self._pool.page_size)
-            pages = self._table.device_pages[span.row, :num_pages].long()
-            rows.append((span, pages, self._mask(span)))
-        return _ReferencePlan(self._pool, meta.slots, rows)
+        rows = [self._row(span) for span in meta.spans]
+        return _ReferencePlan(self._pool, self._rule, meta.slots[self._pool.name], rows)
 
-    def _mask(self, span: Span) -> Tensor | None:
-        if span.num_tokens == 1:
-            return None
-        # Query i of the span stands at position start + i and sees keys up to there.
-        ones = torch.ones((span.num_tokens, span.end), dtype=torch.bool, device=self._pool.device)
-        return ones.tril_(span.start)
+    def _row(self, span: Span) -> _Row:
+        page_size, device = self._pool.page_size, self._pool.device
+        first = self._rule.first_seen(span.start)
+        first_page, end_page = first // page_size, pages_for(span.end, page_size)
+        pages = self._table.device_pages[span.row, first_page:end_page].long()
+        queries = torch.arange(span.start, span.end, device=device).unsqueeze(1)
+        keys = torch.arange(first, span.end, device=device)
+        seen = keys <= queries
+        if self._rule.window is not None:
+            seen &= keys > queries - self._rule.window
+        return _Row(span, pages, first % page_size, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One span. `pages`: int64 [n], those it looks at. `num_skipped`: cells of the first page
+    before the first key. `seen`: bool [tokens, keys]."""
+
+    span: Span
+    pages: Tensor
+    num_skipped: int
+    seen: Tensor
 
 
 class _ReferencePlan:
     """See `AttentionPlan`."""
 
-    __slots__ = ("_pool", "_rows", "_slots")
+    __slots__ = ("_pool", "_rows", "_rule", "_slots")
 
-    def __init__(
-        self, pool: MhaPool, slots: Tensor, rows: list[tuple[Span, Tensor, Tensor | None]]
-    ) -> None:
+    def __init__(self, pool: MhaPool, rule: AttentionRule, slots: Tensor, rows: list[_Row]) -> None:
         self._pool = pool
+        self._rule = rule
         self._slots = slots
         self._rows = rows
 
-    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """See `AttentionPlan.attend`."""
         self._pool.write(layer, self._slots, kv)
         mixed = []
-        for span, pages, mask in self._rows:
-            k, v = self._pool.gather(layer, pages)[:, None, :, : span.end]
+        for row in self._rows:
+            span, end = row.span, row.num_skipped + row.seen.shape[1]
+            k, v = self._pool.gather(layer, row.pages)[:, None, :, row.num_skipped : end]
             row_q = q[span.offset : span.offset + span.num_tokens].transpose(0, 1).unsqueeze(0)
-            out = functional.scaled_dot_product_attention(
-                row_q, k, v, attn_mask=mask, enable_gqa=True
-            )
+            if self._rule.softcap is None and sinks is None:
+                out = functional.scaled_dot_product_attention(
+                    row_q, k, v, attn_mask=row.seen, scale=self._rule.scale, enable_gqa=True
+                )
+            else:
+                k, v = (side.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for side in (k, v))
+                out = self._shares(row_q, k, row.seen, sinks).to(v.dtype) @ v
             mixed.append(out[0].transpose(0, 1).flatten(1))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _shares(self, q: Tensor, k: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
+        """The softmax in fp32, written out where SDPA lacks an argument: [1, heads, queries, keys]."""
+        scores = (q @ k.transpose(-1, -2)).float() * self._rule.scale
+        if self._rule.softcap is not None:
+            scores = self._rule.softcap * torch.tanh(scores / self._rule.softcap)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is None:
+            return scores.softmax(-1)
+        of_heads = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, of_heads), dim=-1).softmax(-1)[..., :-1]

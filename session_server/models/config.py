@@ -6,9 +6,10 @@ these descriptions only; there is one decoder.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Final, Literal
 
 from cache.spec import CacheSpec, LayerGroup, LayerKind
@@ -16,6 +17,9 @@ from cache.types import PoolName
 
 FULL_POOL: Final = PoolName("full")
 """The pool of full attention layers."""
+
+WINDOW_POOL: Final = PoolName("window")
+"""The pool of sliding window layers."""
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: Final[dict[DTypeName, int]] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -48,29 +52,89 @@ class RopeConfig:
     truncate: bool = True
 
 
+class QkNorm(Enum):
+    """What of Q and K is normalised together."""
+
+    NONE = "none"
+    HEAD = "head"
+    PROJECTION = "projection"
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Grouped-query attention over the whole context."""
+    """Grouped-query attention over the whole context, or over a sliding window of it.
+
+    `scale`: factor on the scores. `window`: positions a token sees, its own included; None for all.
+    `softcap`: scores are squashed into (-softcap, softcap). `has_sinks`: every head has a score
+    that takes part in the softmax and brings no value.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
+    scale: float
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
     @property
-    def scale(self) -> float:
-        """Factor on the scores."""
-        return 1.0 / math.sqrt(self.head_dim)
+    def pool(self) -> PoolName:
+        """Where its K and V are kept."""
+        return FULL_POOL if self.window is None else WINDOW_POOL
+
+
+class GateKind(Enum):
+    """How the gate of a feed-forward acts on the other half."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    CLAMPED = "clamped"
+
+
+@dataclass(frozen=True, slots=True)
+class GateConfig:
+    """The activation. `alpha`, `limit`: sharpness and bounds of `CLAMPED` (gpt-oss)."""
+
+    kind: GateKind = GateKind.SILU
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class MlpConfig:
-    """SwiGLU feed-forward (Shazeer 2020)."""
+    """Gated feed-forward (Shazeer 2020)."""
 
     intermediate_size: int
-    bias: bool
+    bias: bool = False
+    gate: GateConfig = GateConfig()
+
+
+class ExpertLayout(Enum):
+    """How a checkpoint spells its experts."""
+
+    QWEN = "qwen"
+    """Every expert by itself, or all of them stacked, outputs before inputs."""
+    GPT_OSS = "gpt_oss"
+    """Stacked, inputs before outputs, gate and up taking turns; or MXFP4 blocks and scales."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts (Shazeer et al. 2017), the best `num_chosen` of them for every token.
+
+    `normalised`: the weights of the chosen add up to one, instead of those of all experts.
+    """
+
+    num_experts: int
+    num_chosen: int
+    expert: MlpConfig
+    normalised: bool
+    layout: ExpertLayout
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +142,24 @@ class LayerConfig:
     """One decoder layer."""
 
     mixer: AttentionConfig
-    ffn: MlpConfig
+    ffn: MlpConfig | MoeConfig
+
+
+class NormPlacement(Enum):
+    """Where in a layer the norms stand, seen from mixer and ffn."""
+
+    PRE = "pre"
+    POST = "post"
+    SANDWICH = "sandwich"
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """Root-mean-square norms. `adds_one`: the gain is one more than the weight stored."""
+
+    eps: float
+    placement: NormPlacement = NormPlacement.PRE
+    adds_one: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +167,51 @@ class ModelConfig:
     """Everything the decoder and the cache need to know of a checkpoint.
 
     `max_context_len`: positions the model can address. `dtype`: what the checkpoint says it was
-    saved in. `warnings`: what the operator should know, for instance a shortened context.
+    saved in. `embedding_scale` multiplies embeddings; `logit_softcap` squashes logits.
     """
 
     model_type: str
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerConfig, ...]
-    rope: RopeConfig
-    norm_eps: float
+    norm: NormConfig
     tied_embeddings: bool
     max_context_len: int
     dtype: DTypeName
-    warnings: tuple[str, ...] = ()
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def pools(self) -> Mapping[PoolName, tuple[int, ...]]:
+        """The layers of every pool, as indices into the model."""
+        by_pool: dict[PoolName, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            by_pool.setdefault(layer.mixer.pool, []).append(index)
+        return MappingProxyType({pool: tuple(by_pool[pool]) for pool in sorted(by_pool)})
+
+    def mixer_of(self, pool: PoolName) -> AttentionConfig:
+        """What the layers of a pool have in common: all that attention needs to know."""
+        layers = [self.layers[index].mixer for index in self.pools[pool]]
+        assert len({(m.num_heads, m.num_kv_heads, m.head_dim, m.window) for m in layers}) == 1, (
+            "layers of one pool store and read the same"
+        )
+        return layers[0]
 
     def cache_spec(self, page_size: int, dtype: DTypeName) -> CacheSpec:
         """What the layers store per position, with elements of `dtype`."""
-        mixers = {layer.mixer for layer in self.layers}
-        assert len(mixers) == 1, "layers of one pool store the same thing"
-        mixer = mixers.pop()
-        group = LayerGroup(
-            pool=FULL_POOL,
-            kind=LayerKind.FULL,
-            layers=tuple(range(len(self.layers))),
+        return CacheSpec(
+            tuple(self._group(pool, layers, dtype) for pool, layers in self.pools.items()),
+            page_size,
+        )
+
+    def _group(self, pool: PoolName, layers: tuple[int, ...], dtype: DTypeName) -> LayerGroup:
+        mixer = self.mixer_of(pool)
+        return LayerGroup(
+            pool=pool,
+            kind=LayerKind.FULL if mixer.window is None else LayerKind.WINDOW,
+            layers=layers,
             num_kv_heads=mixer.num_kv_heads,
             head_dim=mixer.head_dim,
             dtype_bytes=DTYPE_BYTES[dtype],
+            window=mixer.window or 0,
         )
-        return CacheSpec((group,), page_size)

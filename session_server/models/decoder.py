@@ -1,8 +1,8 @@
-"""The one decoder: pre-norm layers of mixer and ffn over a flat batch of tokens."""
+"""The one decoder: layers of mixer and ffn over a flat batch of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,29 +10,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cache.types import PoolName
 from session_server.attention.base import AttentionPlan
 from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.layers.attention import GqaMixer
 from session_server.models.layers.linear import Linear
-from session_server.models.layers.mlp import SwiGlu
 from session_server.models.layers.norm import RmsNorm
 from session_server.models.layers.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """What stands around a mixer or an ffn; None where a family has no norm."""
+
+    before: RmsNorm | None
+    after: RmsNorm | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """Weights of one layer, ready to run."""
 
-    mixer_norm: RmsNorm
+    mixer_norms: Norms
     mixer: GqaMixer
-    ffn_norm: RmsNorm
-    ffn: SwiGlu
+    ffn_norms: Norms
+    ffn: Callable[[Tensor], Tensor]
 
 
 class Decoder:
     """Plain callables instead of `nn.Module`: a step of a small model is bound by Python."""
 
-    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "config")
+    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_ropes", "_scale", "config")
 
     def __init__(
         self,
@@ -52,11 +60,16 @@ class Decoder:
         """
         self.config = config
         self._embedding = embedding
-        self._layers = tuple(layers)
         self._norm = norm
         self._head = head
-        head_dim = config.layers[0].mixer.head_dim
-        self._rope = Rope(config.rope, head_dim, device=embedding.device)
+        # Rounded as the embedding is: families are trained with the rounded factor.
+        self._scale = torch.tensor(config.embedding_scale, dtype=embedding.dtype).item()
+        mixers = [layer.mixer for layer in config.layers]
+        kinds = list(dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in mixers))
+        self._ropes = tuple(Rope(rope, size, device=embedding.device) for rope, size in kinds)
+        of_layers = [kinds.index((mixer.rope, mixer.head_dim)) for mixer in mixers]
+        pools = [mixer.pool for mixer in mixers]
+        self._layers = tuple(zip(layers, of_layers, pools, strict=True))
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +91,7 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         *,
-        attention: AttentionPlan,
+        attention: Mapping[PoolName, AttentionPlan],
         wanted: Tensor | None,
     ) -> Tensor:
         """Run all layers, and write the KV of every token.
@@ -86,21 +99,29 @@ class Decoder:
         Args:
             token_ids: int64 [tokens], rows of the batch one after the other.
             positions: int64 [tokens], position of each within its own row.
-            attention: where each row's past lies; made for exactly these tokens.
+            attention: where each row's past lies, by pool; made for exactly these tokens.
             wanted: int64 [n], the tokens whose hidden state is asked for; None for all.
 
         Returns:
             [n, hidden], normed for the head.
         """
         hidden = functional.embedding(token_ids, self._embedding)
-        phases = self._rope.phases(positions)
-        for layer in self._layers:
-            hidden = hidden.add_(layer.mixer(layer.mixer_norm(hidden), phases, attention))
-            hidden = hidden.add_(layer.ffn(layer.ffn_norm(hidden)))
+        if self._scale != 1.0:
+            hidden.mul_(self._scale)
+        phases = [rope.phases(positions) for rope in self._ropes]
+        for layer, rope, pool in self._layers:
+            norms = layer.mixer_norms
+            x = hidden if norms.before is None else norms.before(hidden)
+            y = layer.mixer(x, phases[rope], attention[pool])
+            hidden = hidden.add_(y if norms.after is None else norms.after(y))
+            norms = layer.ffn_norms
+            y = layer.ffn(hidden if norms.before is None else norms.before(hidden))
+            hidden = hidden.add_(y if norms.after is None else norms.after(y))
         if wanted is not None:
             hidden = hidden.index_select(0, wanted)
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: [n, hidden] -> float32 [n, vocab]."""
-        return self._head(hidden).float()
+        logits, softcap = self._head(hidden).float(), self.config.logit_softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

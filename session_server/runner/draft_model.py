@@ -1,6 +1,6 @@
 """A small model that guesses what the large one will choose.
 
-Its KV lies in a pool of its own under the same page ids and the same page table, and every forward
+Its KV lies in memory of its own under the same page ids and the same page tables, and every forward
 of the target runs through it too. So where the target's KV is valid, its own is, and nothing has to
 be kept in books: a page that is shared, published, cooled or handed on takes both along.
 
@@ -10,11 +10,14 @@ distribution agrees, the likelier both choose the same token, sampled or greedy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from cache.pool.page_table import PageTable
+from cache.types import PoolName
 from session_server.core.batch import Batch, BatchRow
 from session_server.runner.inputs import ForwardInputs, InputBuilder
 from session_server.runner.paged_decoder import PagedDecoder
@@ -28,21 +31,24 @@ class DraftModel:
     __slots__ = ("_last_drafts", "_model", "_sampler", "_steps")
 
     def __init__(
-        self, model: PagedDecoder, table: PageTable, sampler: Sampler, *, num_rows: int
+        self,
+        model: PagedDecoder,
+        tables: Mapping[PoolName, PageTable],
+        sampler: Sampler,
+        *,
+        num_rows: int,
     ) -> None:
         """Args:
         model: of the target's vocabulary, on its device.
-        table: the target's.
+        tables: the target's.
         sampler: the target's.
-        num_rows: rows of the table, the padding row excluded.
+        num_rows: rows of the tables, the padding row excluded.
         """
         self._model = model
         self._sampler = sampler
         device = model.decoder.device
         self._last_drafts = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-        self._steps = InputBuilder(
-            table, page_size=model.pool.page_size, last_tokens=self._last_drafts
-        )
+        self._steps = InputBuilder(tables, page_size=model.page_size, last_tokens=self._last_drafts)
 
     def follow(self, certain: ForwardInputs, batch: Batch) -> Tensor | None:
         """Compute a forward's certain tokens, then guess.

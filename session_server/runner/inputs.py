@@ -7,6 +7,7 @@ back in the order of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cache.pool.page_table import PageTable
-from cache.types import pages_for
+from cache.types import PoolName, pages_for
 from session_server.attention.base import AttentionMeta, Span
 from session_server.core.batch import Batch, BatchRow
 from session_server.runner.verification import Draw
@@ -50,15 +51,17 @@ class ForwardInputs:
 class InputBuilder:
     """Builds inputs on the host and moves them to the device in one copy."""
 
-    __slots__ = ("_device", "_last_tokens", "_page_size", "_table")
+    __slots__ = ("_device", "_last_tokens", "_page_size", "_tables")
 
-    def __init__(self, table: PageTable, *, page_size: int, last_tokens: Tensor) -> None:
+    def __init__(
+        self, tables: Mapping[PoolName, PageTable], *, page_size: int, last_tokens: Tensor
+    ) -> None:
         """Args:
-        table: already holds the pages of a batch when `build` is called.
-        page_size: of the table's pool.
+        tables: already hold the pages of a batch when `build` is called.
+        page_size: of all pools.
         last_tokens: int64 [rows + 1] on the device: what each row sampled last.
         """
-        self._table = table
+        self._tables = tables
         self._page_size = page_size
         self._last_tokens = last_tokens
         self._device = last_tokens.device
@@ -74,7 +77,8 @@ class InputBuilder:
         rows = batch.rows
         spans, offsets = _lay_out(rows)
         num_tokens = sum(row.num_tokens for row in rows)
-        host = np.empty((3, num_tokens), dtype=np.int64)
+        # Token ids, positions, and the slots in every pool.
+        host = np.empty((2 + len(self._tables), num_tokens), dtype=np.int64)
         unseen: list[tuple[int, int]] = []
         for span, index in spans:
             row, end = rows[index], span.offset + span.num_tokens
@@ -94,7 +98,7 @@ class InputBuilder:
         unsampled = tuple(i for i, row in enumerate(rows) if not row.sample)
         wanted = _wanted(rows, offsets, sampled=sampled, scored=scored, unsampled=unsampled)
         device_ints = torch.from_numpy(np.concatenate((host.reshape(-1), wanted))).to(self._device)
-        token_ids, positions, slots = device_ints[: 3 * num_tokens].view(3, -1)
+        token_ids, positions, *slots = device_ints[: host.size].view(len(host), -1).unbind(0)
         if unseen:
             where, of_rows = torch.tensor(unseen, dtype=torch.int64).to(self._device).unbind(1)
             token_ids.index_copy_(0, where, self._last_tokens.index_select(0, of_rows))
@@ -103,8 +107,10 @@ class InputBuilder:
         return ForwardInputs(
             token_ids=token_ids,
             positions=positions,
-            attention=AttentionMeta(tuple(span for span, _ in spans), slots),
-            wanted=device_ints[3 * num_tokens :],
+            attention=AttentionMeta(
+                tuple(span for span, _ in spans), dict(zip(self._tables, slots, strict=True))
+            ),
+            wanted=device_ints[host.size :],
             sampled=sampled,
             scored=scored,
             unsampled=unsampled,
@@ -112,16 +118,20 @@ class InputBuilder:
         )
 
     def _place(self, span: Span, out: NDArray[np.int64]) -> None:
-        """Write positions and slots of one span: `out` is [2, num_tokens]."""
+        """Write positions and slots of one span: `out` is [1 + pools, num_tokens]."""
         page_size = self._page_size
-        pages = self._table.pages(span.row, pages_for(span.end, page_size))
+        num_pages = pages_for(span.end, page_size)
         if span.num_tokens == 1:
             out[0, 0] = span.start
-            out[1, 0] = pages[-1] * page_size + span.start % page_size
+            for of_pool, table in zip(out[1:], self._tables.values(), strict=True):
+                page = table.pages(span.row, num_pages)[-1]
+                of_pool[0] = page * page_size + span.start % page_size
             return
         positions = np.arange(span.start, span.end)
         out[0] = positions
-        out[1] = pages[positions // page_size] * page_size + positions % page_size
+        for of_pool, table in zip(out[1:], self._tables.values(), strict=True):
+            pages = table.pages(span.row, num_pages)
+            of_pool[:] = pages[positions // page_size] * page_size + positions % page_size
 
 
 def _lay_out(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[int]]:

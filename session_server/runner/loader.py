@@ -15,7 +15,8 @@ from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, MemoryLimits, measure_capacity
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
-from session_server.runner.weights import Progress, load_decoder
+from session_server.runner.checkpoint import Progress
+from session_server.runner.weights import load_decoder
 
 _Checkpoint = tuple[Path, ModelConfig]
 
@@ -113,6 +114,13 @@ def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -
             f"{cannot} over {max_context_len} tokens: its own context has "
             f"{of_draft.max_context_len}; shorten the context to that"
         )
+    for pool in of_draft.pools:
+        # Its KV lies under the model's page ids, and is released when the model's is.
+        if pool not in of_model.pools:
+            raise DraftMismatch(f"{cannot}: it has {pool} attention layers, which that one has not")
+        own, other = (of.mixer_of(pool).window for of in (of_draft, of_model))
+        if own is not None and other is not None and own > other:
+            raise DraftMismatch(f"{cannot}: its window is {own} positions, and not up to {other}")
 
 
 def choose_device(name: str) -> torch.device:

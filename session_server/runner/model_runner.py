@@ -6,6 +6,7 @@ With a draft model, its forwards come first: they write its own KV and make the 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from cache.pool.mha import MhaPool
 from cache.pool.page_table import PageTable
 from cache.spec import CacheSpec, Capacity
-from cache.types import pages_for
+from cache.types import PoolName, TableWrite, pages_for
 from session_server.core.batch import Batch, PendingStep
 from session_server.models.decoder import Decoder
 from session_server.runner.draft_model import DraftModel, without_wanted_drafts
@@ -37,9 +38,9 @@ SCORE_BLOCK: Final = 128
 
 
 class ModelRunner:
-    """One model on one device, with its KV pool. Implements `core.batch.Runner`.
+    """One model on one device, with its KV pools. Implements `core.batch.Runner`.
 
-    Not thread-safe: one thread launches. Owns the pools, the device page table and the sampler's
+    Not thread-safe: one thread launches. Owns the pools, the device page tables and the sampler's
     memory; who may write which page is decided elsewhere, by the table writes of the batches.
     """
 
@@ -66,10 +67,14 @@ class ModelRunner:
         """
         device, page_size, num_rows = decoder.device, spec.page_size, capacity.num_rows
         max_pages = pages_for(capacity.max_context_len, page_size)
-        self._table = PageTable(num_rows, max_pages, device=device)
-        self._model = PagedDecoder(decoder, spec, capacity, table=self._table, backend=backend)
+        self._tables = {
+            group.pool: PageTable(num_rows, max_pages, device=device) for group in spec.groups
+        }
+        self._model = PagedDecoder(decoder, spec, capacity, tables=self._tables, backend=backend)
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-        self._inputs = InputBuilder(self._table, page_size=page_size, last_tokens=self._last_tokens)
+        self._inputs = InputBuilder(
+            self._tables, page_size=page_size, last_tokens=self._last_tokens
+        )
         self._sampler = Sampler(
             decoder.config.vocab_size, device=device, eos_token_ids=eos_token_ids
         )
@@ -77,13 +82,13 @@ class ModelRunner:
         if draft is not None:
             assert draft.config.vocab_size == decoder.config.vocab_size, "one sampler for both"
             draft_spec = draft.config.cache_spec(page_size, draft.dtype_name)
-            model = PagedDecoder(draft, draft_spec, capacity, table=self._table, backend=backend)
-            self._draft = DraftModel(model, self._table, self._sampler, num_rows=num_rows)
+            model = PagedDecoder(draft, draft_spec, capacity, tables=self._tables, backend=backend)
+            self._draft = DraftModel(model, self._tables, self._sampler, num_rows=num_rows)
 
     @property
-    def pool(self) -> MhaPool:
+    def pools(self) -> Mapping[PoolName, MhaPool]:
         """The model's KV memory."""
-        return self._model.pool
+        return self._model.pools
 
     @property
     def backend_name(self) -> str:
@@ -99,7 +104,7 @@ class ModelRunner:
         started = time.perf_counter()
         try:
             with torch.inference_mode():
-                if self._model.pool.device.type == "cuda":
+                if self._last_tokens.device.type == "cuda":
                     return EventStep.record(batch.step, lambda: self._execute(batch))
                 outputs = self._execute(batch)
                 result = outputs.result(batch.step, time.perf_counter() - started)
@@ -118,17 +123,21 @@ class ModelRunner:
             float32 [n, vocab]: what sampled rows choose from, in the order of the batch, then
             scored positions.
         """
-        self._table.apply(batch.table_writes)
+        self._apply(batch.table_writes)
         inputs, hidden = self._forward(batch)
         return self._model.decoder.logits(hidden[: len(hidden) - len(inputs.unsampled)])
 
+    def _apply(self, writes: Iterable[TableWrite]) -> None:
+        for write in writes:
+            self._tables[write.pool].apply(write)
+
     def _execute(self, batch: Batch) -> StepOutputs:
-        self._table.apply(batch.table_writes)
+        self._apply(batch.table_writes)
         for row in batch.rows:
             if row.sampling is not None:
                 self._sampler.start(row.row, row.sampling)
         if batch.probe is not None:
-            return StepOutputs((), probe_holds=probe_holds(batch.probe, self._model, self._table))
+            return StepOutputs((), probe_holds=probe_holds(batch.probe, self._model, self._tables))
         if not batch.rows:
             return StepOutputs(())
         inputs, hidden = self._forward(batch)

@@ -11,7 +11,8 @@ from torch import Tensor
 from cache.pool.mha import MhaPool
 from cache.pool.page_table import PageTable
 from cache.spec import CacheSpec, Capacity
-from session_server.attention.base import AttentionBackend, BackendFactory
+from cache.types import PoolName
+from session_server.attention.base import AttentionBackend, AttentionRule, BackendFactory
 from session_server.attention.cpu import CpuBackend
 from session_server.attention.reference import ReferenceBackend
 from session_server.models.decoder import Decoder
@@ -25,13 +26,13 @@ _BACKENDS: Final[Mapping[str, BackendFactory]] = MappingProxyType(
 
 
 class PagedDecoder:
-    """One model, its KV pool and the attention over it.
+    """One model, its KV pools and the attention over each.
 
-    Which pages are a row's is the table's to say; decoders that share a table keep the KV of the
-    same positions under the same page ids, each in a pool of its own.
+    Which pages of a pool are a row's is its table's to say; decoders that share tables keep the KV
+    of the same positions under the same page ids, each in memory of its own.
     """
 
-    __slots__ = ("_backend", "backend_name", "decoder", "pool")
+    __slots__ = ("_backends", "backend_name", "decoder", "page_size", "pools")
 
     def __init__(
         self,
@@ -39,44 +40,54 @@ class PagedDecoder:
         spec: CacheSpec,
         capacity: Capacity,
         *,
-        table: PageTable,
+        tables: Mapping[PoolName, PageTable],
         backend: BackendName = "auto",
     ) -> None:
-        """Allocate the pool.
+        """Allocate the pools.
 
         Args:
             decoder: the model; decides device and dtype.
             spec: made by `decoder.config.cache_spec` for the same dtype.
             capacity: how many pages.
-            table: whose pages are whose.
+            tables: whose pages are whose, at least in every pool of `spec`.
             backend: attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
 
         Raises:
             torch.OutOfMemoryError: the device has less memory than the pool needs.
         """
-        assert len(spec.groups) == 1, "one pool: full attention"
-        (group,) = spec.groups
         device = decoder.device
         self.decoder = decoder
-        self.pool = MhaPool(
-            group,
-            page_size=spec.page_size,
-            num_pages=capacity.num_pages[group.pool],
-            dtype=decoder.dtype,
-            device=device,
+        self.page_size = spec.page_size
+        self.pools: Mapping[PoolName, MhaPool] = MappingProxyType(
+            {
+                group.pool: MhaPool(
+                    group,
+                    page_size=spec.page_size,
+                    num_pages=capacity.num_pages[group.pool],
+                    dtype=decoder.dtype,
+                    device=device,
+                )
+                for group in spec.groups
+            }
         )
         self.backend_name = backend
         if backend == "auto":
             self.backend_name = "cpu" if device.type == "cpu" else "torch"
-        num_heads = decoder.config.layers[0].mixer.num_heads
         factory = _BACKENDS[self.backend_name]
-        self._backend: AttentionBackend = factory(self.pool, table, num_heads=num_heads)
+        self._backends: dict[PoolName, AttentionBackend] = {
+            name: factory(pool, tables[name], self.rule(name)) for name, pool in self.pools.items()
+        }
+
+    def rule(self, pool: PoolName) -> AttentionRule:
+        """How the layers of a pool attend."""
+        mixer = self.decoder.config.mixer_of(pool)
+        return AttentionRule(mixer.num_heads, mixer.scale, mixer.window, mixer.softcap)
 
     def forward(self, inputs: ForwardInputs, wanted: Tensor) -> Tensor:
         """Compute every token of a forward and write its KV.
 
         Args:
-            inputs: the page table already holds their pages.
+            inputs: the page tables already hold their pages.
             wanted: int64 [n], the tokens whose hidden state is asked for.
 
         Returns:
@@ -85,6 +96,8 @@ class PagedDecoder:
         return self.decoder.forward(
             inputs.token_ids,
             inputs.positions,
-            attention=self._backend.plan(inputs.attention),
+            attention={
+                name: backend.plan(inputs.attention) for name, backend in self._backends.items()
+            },
             wanted=wanted,
         )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cache.pool.page_table import PageTable
-from cache.types import NULL_PAGE
+from cache.types import NULL_PAGE, PoolName
 from session_server.attention.base import AttentionMeta, Span
 from session_server.core.batch import Probe
 from session_server.runner.inputs import ForwardInputs
@@ -37,24 +37,29 @@ shifted pages, of all layers or of one, by at least 1.3."""
 _TINY: Final = torch.finfo(torch.float32).tiny
 
 
-def probe_holds(probe: Probe, model: PagedDecoder, table: PageTable) -> Tensor:
-    """Compute a page again and compare. Writes nothing but the padding page.
+def probe_holds(probe: Probe, model: PagedDecoder, tables: Mapping[PoolName, PageTable]) -> Tensor:
+    """Compute a page again, in every pool, and compare. Writes nothing but the padding pages.
 
     Returns:
-        bool scalar on the pool's device: whether the page holds what `probe.tokens` give. NaN and
-        infinities hold nothing.
+        bool scalar on the pools' device: whether the pages hold what `probe.tokens` give. NaN and
+        infinities hold nothing. What is computed from positions that a window has released says
+        nothing, and so nothing against the page.
     """
-    pool = model.pool
-    num_tokens, page_index = len(probe.tokens), probe.start // pool.page_size
-    assert 0 < num_tokens <= pool.page_size, "a probe looks at one page"
-    assert probe.start % pool.page_size == 0, "a probe starts where a page does"
-    page = int(table.pages(probe.row, page_index + 1)[-1])
-    positions = torch.arange(probe.start, probe.start + num_tokens).to(pool.device)
-    slots = positions - probe.start + NULL_PAGE * pool.page_size
+    page_size, device = model.page_size, model.decoder.device
+    num_tokens, index = len(probe.tokens), probe.start // page_size
+    assert 0 < num_tokens <= page_size, "a probe looks at one page"
+    assert probe.start % page_size == 0, "a probe starts where a page does"
+    for name in model.pools:
+        first = model.rule(name).first_seen(probe.start) // page_size
+        if (tables[name].pages(probe.row, index + 1, first=first) == NULL_PAGE).any():
+            return torch.ones((), dtype=torch.bool, device=device)
+    positions = torch.arange(probe.start, probe.start + num_tokens).to(device)
+    slots = positions - probe.start + NULL_PAGE * page_size
+    span = Span(probe.row, probe.start, num_tokens, 0)
     inputs = ForwardInputs(
-        token_ids=torch.from_numpy(probe.tokens).to(pool.device, torch.int64),
+        token_ids=torch.from_numpy(probe.tokens).to(device, torch.int64),
         positions=positions,
-        attention=AttentionMeta((Span(probe.row, probe.start, num_tokens, 0),), slots),
+        attention=AttentionMeta((span,), dict.fromkeys(model.pools, slots)),
         wanted=positions[:0],
         sampled=(),
         scored=(),
@@ -62,8 +67,12 @@ def probe_holds(probe: Probe, model: PagedDecoder, table: PageTable) -> Tensor:
         draws=(),
     )
     model.forward(inputs, inputs.wanted)
-    computed, kept = pool.page(NULL_PAGE, num_tokens), pool.page(page, num_tokens)
-    return (deviation(computed, kept) <= TOLERANCES[pool.dtype]).all()
+    verdicts = []
+    for name, pool in model.pools.items():
+        page = int(tables[name].pages(probe.row, index + 1)[-1])
+        computed, kept = pool.page(NULL_PAGE, num_tokens), pool.page(page, num_tokens)
+        verdicts.append((deviation(computed, kept) <= TOLERANCES[pool.dtype]).all())
+    return torch.stack(verdicts).all()
 
 
 def deviation(computed: Tensor, kept: Tensor) -> Tensor:

@@ -1,9 +1,13 @@
-"""Every backend against softmax written out, over every way a row can lie in memory."""
+"""Every backend against softmax written out, over every way a row can lie in memory.
+
+What no token may see is NaN in these pools, the page that stands for released ones included: whoever
+looks there is found out.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -14,8 +18,8 @@ from torch import Tensor
 from cache.pool.mha import MhaPool
 from cache.pool.page_table import PageTable
 from cache.spec import LayerGroup, LayerKind
-from cache.types import PoolName, RowId, TableWrite, pages_for
-from session_server.attention.base import AttentionMeta, BackendFactory, Span
+from cache.types import NULL_PAGE, PoolName, RowId, TableWrite, pages_for
+from session_server.attention.base import AttentionMeta, AttentionRule, BackendFactory, Span
 from session_server.attention.cpu import (
     MAX_FOLDED_TOKENS,
     MAX_PADDED_BYTES,
@@ -34,6 +38,30 @@ PADDED_LEN = MAX_PADDED_BYTES // TOKEN_BYTES
 CPU = torch.device("cpu")
 
 
+PLAIN = AttentionRule(NUM_HEADS, 1 / math.sqrt(HEAD_DIM))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a family's layers do."""
+
+    rule: AttentionRule = PLAIN
+    has_sinks: bool = False
+
+
+KINDS = {
+    "full": Kind(),
+    "scale of its own": Kind(replace(PLAIN, scale=0.2)),
+    "window": Kind(replace(PLAIN, window=20)),
+    "window of one": Kind(replace(PLAIN, window=1)),
+    "window of views": Kind(replace(PLAIN, window=2 * VIEW_LEN)),
+    "softcap": Kind(replace(PLAIN, softcap=1.5, scale=0.4)),
+    "softcap, window": Kind(replace(PLAIN, softcap=1.5, scale=0.4, window=33)),
+    "sinks": Kind(has_sinks=True),
+    "sinks, window": Kind(replace(PLAIN, window=16), has_sinks=True),
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """`runs`: lengths, in pages, of the pieces its pages lie in."""
@@ -46,7 +74,10 @@ class Row:
 class World:
     """A pool whose every page holds noise, and rows with a known past."""
 
-    def __init__(self, rows: list[Row], page_size: int, *, seed: int = 0) -> None:
+    def __init__(
+        self, rows: list[Row], page_size: int, kind: Kind = KINDS["full"], *, seed: int = 0
+    ) -> None:
+        self.kind = kind
         self.random = Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.page_size = page_size
@@ -64,15 +95,30 @@ class World:
         for layer in range(NUM_LAYERS):
             self.pool.write(layer, every_slot, self.noise(len(every_slot), 2 * KV_HEADS))
         self.table = PageTable(len(rows), max(len(p) for p in pages), device=CPU)
-        self.table.apply(
-            TableWrite(POOL, RowId(i), 0, np.array(p, dtype=np.int32))
-            for i, p in enumerate(pages, 1)
-        )
+        for i, p in enumerate(pages, 1):
+            self.table.apply(TableWrite(POOL, RowId(i), 0, np.array(p, dtype=np.int32)))
         self.slots = [
             torch.tensor([page * page_size + i for page in row for i in range(page_size)])
             for row in pages
         ]
         self.meta = self._meta()
+        self.sinks = self.noise(1, NUM_HEADS)[0, :, 0] if kind.has_sinks else None
+        if kind.rule.window is not None:
+            self._release()
+
+    def _release(self) -> None:
+        """Make unreadable what lies before every row's window."""
+        gone = [torch.arange(self.page_size)]
+        for slots, span in zip(self.slots, self.meta.spans, strict=True):
+            first = self.kind.rule.first_seen(span.start)
+            pages = np.full(first // self.page_size, NULL_PAGE, dtype=np.int32)
+            self.table.apply(TableWrite(POOL, RowId(span.row), 0, pages))
+            gone.append(slots[:first])
+        self.fill(torch.cat(gone), math.nan)
+
+    def fill(self, slots: Tensor, value: float) -> None:
+        for layer in range(NUM_LAYERS):
+            self.pool.write(layer, slots, torch.full((len(slots), 2 * KV_HEADS, HEAD_DIM), value))
 
     def noise(self, num_tokens: int, heads: int) -> Tensor:
         return torch.randn((num_tokens, heads, HEAD_DIM), generator=self.generator)
@@ -99,23 +145,32 @@ class World:
             spans.append(Span(index + 1, row.start, row.num_tokens, offset))
             slots.append(self.slots[index][row.start : row.start + row.num_tokens])
             offset += row.num_tokens
-        return AttentionMeta(tuple(spans), torch.cat(slots))
+        return AttentionMeta(tuple(spans), {POOL: torch.cat(slots)})
 
     def written_out(self, layer: int, q: Tensor) -> Tensor:
         """Softmax attention by its definition, in double precision, after the KV was written."""
-        mixed = []
+        mixed, rule = [], self.kind.rule
         for index, span in enumerate(self.meta.spans):
-            slots = self.slots[index][: span.end]
+            first = rule.first_seen(span.start)
+            slots = self.slots[index][first : span.end]
             page_index, offset = slots // self.page_size, slots % self.page_size
             k, v = self.pool.gather(layer, torch.arange(self.pool.num_pages)).double()[
                 :, :, page_index * self.page_size + offset
             ]
             k, v = (side.repeat_interleave(GROUP, dim=0) for side in (k, v))
             row_q = q[span.offset : span.offset + span.num_tokens].double().transpose(0, 1)
-            scores = row_q @ k.transpose(1, 2) / math.sqrt(HEAD_DIM)
-            seen = torch.arange(span.end) <= span.start + torch.arange(span.num_tokens)[:, None]
-            scores = scores.masked_fill(~seen, -math.inf)
-            mixed.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
+            scores = row_q @ k.transpose(1, 2) * rule.scale
+            if rule.softcap is not None:
+                scores = rule.softcap * torch.tanh(scores / rule.softcap)
+            keys, queries = torch.arange(first, span.end), torch.arange(span.start, span.end)
+            seen = keys <= queries[:, None]
+            if rule.window is not None:
+                seen &= keys > queries[:, None] - rule.window
+            weights = scores.exp() * seen
+            total = weights.sum(-1, keepdim=True)
+            if self.sinks is not None:
+                total += self.sinks.double().exp().view(-1, 1, 1)
+            mixed.append((weights / total @ v).transpose(0, 1).flatten(1))
         return torch.cat(mixed).float()
 
 
@@ -167,10 +222,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", [CpuBackend, ReferenceBackend])
-def test_a_backend_computes_softmax_attention(backend: BackendFactory, name: str) -> None:
-    world = World(CASES[name], page_size=16)
-    assert_exact(world, backend)
+def test_a_backend_computes_softmax_attention(
+    backend: BackendFactory, kind: str, name: str
+) -> None:
+    assert_exact(World(CASES[name], 16, KINDS[kind]), backend)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -186,7 +243,19 @@ def test_random_batches_are_exact_at_any_page_size(seed: int) -> None:
             runs.append(random.randint(1, left))
             left -= runs[-1]
         rows.append(Row(start, num_tokens, tuple(runs)))
-    assert_exact(World(rows, page_size, seed=seed), CpuBackend)
+    kind = random.choice(list(KINDS.values()))
+    assert_exact(World(rows, page_size, kind, seed=seed), CpuBackend)
+
+
+def test_a_token_reads_the_pages_of_its_window_and_no_others() -> None:
+    """Whatever the length of the history: the cost of a step is that of the window."""
+    kind = Kind(replace(PLAIN, window=40))
+    for start in (50, 500, 2000):
+        world = World([Row(start, 1, (pages_for(start + 1, 16),))], 16, kind)
+        plan = CpuBackend(world.pool, world.table, kind.rule).plan(world.meta)
+        (row,) = plan._parts
+        (views,) = row.history.views
+        assert {view.shape[2] for view in views} == {40}
 
 
 def test_rows_do_not_see_what_other_holders_left_in_their_pages() -> None:
@@ -196,16 +265,15 @@ def test_rows_do_not_see_what_other_holders_left_in_their_pages() -> None:
     beyond = torch.cat(
         [slots[span.end :] for slots, span in zip(world.slots, world.meta.spans, strict=True)]
     )
-    for layer in range(NUM_LAYERS):
-        world.pool.write(layer, beyond, torch.full((len(beyond), 2 * KV_HEADS, HEAD_DIM), 1e30))
+    world.fill(beyond, 1e30)
     assert_exact(world, CpuBackend)
 
 
 def assert_exact(world: World, factory: BackendFactory) -> None:
-    plan = factory(world.pool, world.table, num_heads=NUM_HEADS).plan(world.meta)
-    num_tokens = len(world.meta.slots)
+    plan = factory(world.pool, world.table, world.kind.rule).plan(world.meta)
+    num_tokens = len(world.meta.slots[POOL])
     for layer in range(NUM_LAYERS):
         qkv = world.noise(num_tokens, NUM_HEADS + 2 * KV_HEADS)
-        mixed = plan.attend(layer, qkv[:, :NUM_HEADS], qkv[:, NUM_HEADS:])
+        mixed = plan.attend(layer, qkv[:, :NUM_HEADS], qkv[:, NUM_HEADS:], world.sinks)
         expected = world.written_out(layer, qkv[:, :NUM_HEADS])
         torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-5)

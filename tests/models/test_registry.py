@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cache.spec import LayerKind
-from session_server.models.config import RopeKind
+from session_server.models.config import FULL_POOL, WINDOW_POOL, MlpConfig, QkNorm, RopeKind
 from session_server.models.errors import CheckpointError, UnsupportedModel
 from session_server.models.registry import load_config, parse_config
 
@@ -42,16 +42,18 @@ def test_a_llama_of_transformers_4() -> None:
             "torch_dtype": "bfloat16",
         }
     )
-    assert config.rope.kind is RopeKind.LLAMA3
-    assert (config.rope.theta, config.rope.factor) == (500000.0, 8.0)
-    assert (config.rope.low, config.rope.high) == (1.0, 4.0)
-    assert config.rope.original_context_len == 8192
+    rope = config.layers[0].mixer.rope
+    assert rope.kind is RopeKind.LLAMA3
+    assert (rope.theta, rope.factor) == (500000.0, 8.0)
+    assert (rope.low, rope.high) == (1.0, 4.0)
+    assert rope.original_context_len == 8192
     assert config.max_context_len == 131072
     assert config.dtype == "bfloat16"
     assert len(config.layers) == 3
     mixer = config.layers[0].mixer
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (8, 2, 8)
-    assert not any((mixer.qkv_bias, mixer.output_bias, mixer.qk_norm))
+    assert not any((mixer.qkv_bias, mixer.output_bias, mixer.has_sinks))
+    assert mixer.qk_norm is QkNorm.NONE
     assert not config.tied_embeddings
 
 
@@ -68,7 +70,7 @@ def test_qwen_models_differ_where_they_should() -> None:
     assert qwen2.layers[0].mixer.qkv_bias
     assert not qwen2.layers[0].mixer.output_bias
     assert qwen2.tied_embeddings
-    assert qwen3.layers[0].mixer.qk_norm
+    assert qwen3.layers[0].mixer.qk_norm is QkNorm.HEAD
     assert not qwen3.layers[0].mixer.qkv_bias
     assert qwen3.layers[0].mixer.head_dim == 32
 
@@ -77,6 +79,7 @@ def test_llama_biases_are_read() -> None:
     config = parse_config({**BASE, "attention_bias": True, "mlp_bias": True})
     assert config.layers[0].mixer.qkv_bias
     assert config.layers[0].mixer.output_bias
+    assert isinstance(config.layers[0].ffn, MlpConfig)
     assert config.layers[0].ffn.bias
 
 
@@ -85,27 +88,35 @@ def test_without_kv_heads_every_head_has_its_own() -> None:
     assert parse_config(raw).layers[0].mixer.num_kv_heads == 8
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "qwen2"])
-def test_a_sliding_window_shortens_the_context_and_says_so(model_type: str) -> None:
-    raw = {**BASE, "model_type": model_type, "sliding_window": 1000, "use_sliding_window": True}
-    config = parse_config(raw)
-    assert config.max_context_len == 1000
-    assert "sliding window" in config.warnings[0]
+def test_the_layers_of_mistral_have_its_window() -> None:
+    config = parse_config({**BASE, "model_type": "mistral", "sliding_window": 1000})
+    assert config.max_context_len == 4096
+    assert config.pools == {WINDOW_POOL: (0, 1, 2)}
+    assert {layer.mixer.window for layer in config.layers} == {1000}
+
+
+def test_the_upper_layers_of_qwen_have_a_window_where_one_is_used() -> None:
+    window = {"sliding_window": 1000, "use_sliding_window": True, "max_window_layers": 1}
+    config = parse_config({**BASE, "model_type": "qwen2", **window})
+    assert config.pools == {FULL_POOL: (0,), WINDOW_POOL: (1, 2)}
 
 
 @pytest.mark.parametrize(
-    "window",
+    ("model_type", "window"),
     [
-        {"sliding_window": None},
-        {"sliding_window": 4096},
-        {"sliding_window": 1000, "use_sliding_window": False},
-        {},
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 4096}),
+        ("mistral", {}),
+        ("qwen2", {"sliding_window": 1000, "use_sliding_window": False}),
+        ("qwen3", {"sliding_window": 1000}),
     ],
 )
-def test_a_window_that_is_off_or_wide_enough_changes_nothing(window: dict[str, Any]) -> None:
-    config = parse_config({**BASE, "model_type": "mistral", **window})
+def test_a_window_that_is_off_or_wide_enough_changes_nothing(
+    model_type: str, window: dict[str, Any]
+) -> None:
+    config = parse_config({**BASE, "model_type": model_type, **window})
     assert config.max_context_len == 4096
-    assert config.warnings == ()
+    assert config.pools == {FULL_POOL: (0, 1, 2)}
 
 
 def test_yarn_of_a_short_configured_context_reaches_its_stretched_length() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cache.types import RowId, TableWrite, Tokens, TurnId
+from cache.types import Pages, RowId, TableWrite, Tokens, TurnId
 from session_server.core.batch import Batch, BatchRow, RowResult, SamplingStart, ScoreRange
 from session_server.core.sampling import SamplingParams
 from session_server.runner.model_runner import ModelRunner
@@ -65,7 +65,12 @@ class Rows:
     def batch(self, *rows: BatchRow, writes: tuple[TableWrite, ...] = ()) -> Batch:
         """The next batch, with the pages of rows that are new."""
         self._step += 1
-        new = tuple(self._pages(row.row) for row in rows if row.row not in self._placed)
+        new = tuple(
+            write
+            for row in rows
+            if row.row not in self._placed
+            for write in self._pages(row.row)
+        )
         self._placed.update(row.row for row in rows)
         return Batch(self._step, rows, (*new, *writes))
 
@@ -75,8 +80,13 @@ class Rows:
         assert result.error is None, result.error
         return result.rows
 
-    def _pages(self, row: int) -> TableWrite:
-        num_pages = min(self.pages_per_row, (self.runner.pool.num_pages - 1) // 2)
-        first = 1 + (row - 1) * num_pages
-        pages = np.arange(first, first + num_pages, dtype=np.int32)
-        return TableWrite(self.runner.pool.name, RowId(row), 0, pages)
+    def _pages(self, row: int) -> list[TableWrite]:
+        return [
+            TableWrite(name, RowId(row), 0, self._of_row(row, pool.num_pages))
+            for name, pool in self.runner.pools.items()
+        ]
+
+    def _of_row(self, row: int, num_pages: int) -> Pages:
+        per_row = min(self.pages_per_row, (num_pages - 1) // 2)
+        first = 1 + (row - 1) * per_row
+        return np.arange(first, first + per_row, dtype=np.int32)

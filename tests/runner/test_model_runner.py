@@ -99,7 +99,7 @@ def test_an_empty_batch_only_writes_the_table(rows: Rows) -> None:
     result = rows.runner.launch(rows.batch(writes=(write,))).wait()
     assert (result.rows, result.error) == ((), None)
     assert rows.run(rows.row(1, tokens)) == (before,)
-    k_of_first_page = rows.runner.pool.gather(0, torch.tensor([100]))
+    k_of_first_page = rows.runner.pools[FULL_POOL].gather(0, torch.tensor([100]))
     assert k_of_first_page.any()
 
 

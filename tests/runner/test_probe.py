@@ -69,7 +69,7 @@ class Conversations:
     @property
     def storage(self) -> Tensor:
         """[layers, 2, kv_heads, pages, page_size, head_dim]."""
-        return self.rows.runner.pool._storage
+        return self.rows.runner.pools[FULL_POOL]._storage
 
     def page(self, row: int, index: int) -> int:
         """Where a row's page lies."""
@@ -122,7 +122,7 @@ def test_the_part_of_a_tail_that_is_valid_is_enough(spoken: Conversations) -> No
 def test_honest_pages_are_far_from_the_tolerance_and_foreign_ones_far_beyond(
     spoken: Conversations,
 ) -> None:
-    pool = spoken.rows.runner.pool
+    pool = spoken.rows.runner.pools[FULL_POOL]
     honest, foreign = 0.0, float("inf")
     for row, index, num_tokens in spoken.probes():
         assert spoken.holds(row, index, num_tokens)

@@ -13,7 +13,8 @@ from torch import Tensor
 from session_server.models.decoder import Decoder
 from session_server.models.errors import CheckpointError
 from session_server.models.registry import load_config
-from session_server.runner.weights import Progress, expected_tensors, load_decoder
+from session_server.runner.checkpoint import Progress
+from session_server.runner.weights import expected_tensors, load_decoder
 from tests.oracle.checkpoints import write_checkpoint
 
 

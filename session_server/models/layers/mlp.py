@@ -1,27 +1,62 @@
-"""The dense feed-forward."""
+"""The gated feed-forward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
+from session_server.models.config import GateConfig, GateKind
 from session_server.models.layers.linear import Linear
 
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""(gate, up) -> what goes down, each [tokens, intermediate]."""
 
-class SwiGlu:
-    """`down(silu(gate(x)) * up(x))` (Shazeer 2020) with gate and up fused."""
 
-    __slots__ = ("_down", "_gate_up")
+class GatedMlp:
+    """`down(act(gate(x)) * up(x))` (Shazeer 2020) with gate and up fused."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    __slots__ = ("_down", "_gate", "_gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear, gate: Gate) -> None:
         """Args:
         gate_up: [hidden] -> [2 * intermediate], gate before up.
         down: [intermediate] -> [hidden].
+        gate: from `make_gate`.
         """
         self._gate_up = gate_up
         self._down = down
+        self._gate = gate
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(functional.silu(gate).mul_(up))
+        return self._down(self._gate(gate, up))
+
+
+def make_gate(config: GateConfig) -> Gate:
+    """The activation of a family."""
+    match config.kind:
+        case GateKind.SILU:
+            return _silu
+        case GateKind.GELU_TANH:
+            return _gelu_tanh
+        case GateKind.CLAMPED:
+            return lambda gate, up: _clamped(gate, up, config)
+
+
+def _silu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate).mul_(up)
+
+
+def _gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def _clamped(gate: Tensor, up: Tensor, config: GateConfig) -> Tensor:
+    """gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, both within bounds."""
+    bounded = gate.clamp(max=config.limit)
+    opened = bounded * torch.sigmoid(bounded * config.alpha)
+    return opened.mul_(up.clamp(-config.limit, config.limit).add_(1))

@@ -45,5 +45,25 @@ class RmsNorm:
         x.div_(torch.hypot(length, self._floor)).mul_(self._gain)
 
 
+class ProjectionNorm:
+    """Q and K, each normalised over all of its heads together."""
+
+    __slots__ = ("_k", "_num_heads", "_q")
+
+    def __init__(self, q: RmsNorm, k: RmsNorm, *, num_heads: int) -> None:
+        """Args:
+        q, k: weights [heads * head_dim] of each.
+        num_heads: query heads.
+        """
+        self._q = q
+        self._k = k
+        self._num_heads = num_heads
+
+    def apply_(self, heads: Tensor) -> None:
+        """Normalise in place: [tokens, q_heads + kv_heads, head_dim]."""
+        self._q.apply_(heads[:, : self._num_heads].flatten(1))
+        self._k.apply_(heads[:, self._num_heads :].flatten(1))
+
+
 def _is_fp32_cpu(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -1,0 +1,65 @@
+"""Pre-norm layers of GQA and SwiGLU: `llama`, `mistral`, `qwen2`, `qwen3`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from session_server.models import fields
+from session_server.models.config import AttentionConfig, LayerConfig, ModelConfig, NormConfig
+from session_server.models.config import QkNorm
+from session_server.models.fields import RawConfig
+
+
+def llama(raw: RawConfig) -> ModelConfig:
+    """Llama 1 to 3 (Touvron et al. 2023). Full attention."""
+    bias = bool(raw.get("attention_bias", False))
+    mixer = replace(_mixer(raw), qkv_bias=bias, output_bias=bias)
+    ffn = replace(fields.silu_mlp(raw), bias=bool(raw.get("mlp_bias", False)))
+    layers = (LayerConfig(mixer, ffn),) * fields.integer(raw, "num_hidden_layers")
+    return fields.model(raw, layers, norm(raw))
+
+
+def mistral(raw: RawConfig) -> ModelConfig:
+    """Mistral (Jiang et al. 2023): all layers have the window, or none."""
+    fields.refuse_unless(raw, "layer_types")
+    window = raw.get("sliding_window", 4096)
+    return _windowed(raw, _mixer(raw), fields.layer_windows(raw, window, lambda _: True))
+
+
+def qwen2(raw: RawConfig) -> ModelConfig:
+    """Qwen 2 and 2.5: biases on Q, K and V."""
+    return _windowed(raw, replace(_mixer(raw), qkv_bias=True), _qwen_windows(raw))
+
+
+def qwen3(raw: RawConfig) -> ModelConfig:
+    """Qwen 3: QK-norm by head."""
+    return _windowed(raw, qwen3_mixer(raw), _qwen_windows(raw))
+
+
+def qwen3_mixer(raw: RawConfig) -> AttentionConfig:
+    """The attention of Qwen 3, dense or with experts."""
+    bias = bool(raw.get("attention_bias", False))
+    mixer = replace(_mixer(raw), qkv_bias=bias, output_bias=bias)
+    return replace(mixer, qk_norm=QkNorm.HEAD)
+
+
+def norm(raw: RawConfig) -> NormConfig:
+    """Norms before mixer and ffn."""
+    return NormConfig(float(raw.get("rms_norm_eps", 1e-6)))
+
+
+def _mixer(raw: RawConfig) -> AttentionConfig:
+    return fields.attention(raw, fields.one_rope(raw))
+
+
+def _qwen_windows(raw: RawConfig) -> list[int | None]:
+    """Qwen's lower layers see everything, where a window is used at all."""
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
+    first = raw.get("max_window_layers", 28)
+    return fields.layer_windows(raw, window, lambda index: window is not None and index >= first)
+
+
+def _windowed(raw: RawConfig, mixer: AttentionConfig, windows: list[int | None]) -> ModelConfig:
+    ffn = fields.silu_mlp(raw)
+    layers = (LayerConfig(replace(mixer, window=window), ffn) for window in windows)
+    return fields.model(raw, layers, norm(raw))

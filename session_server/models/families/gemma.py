@@ -1,0 +1,81 @@
+"""`gemma2` and `gemma3_text`: sandwich norms whose weights are offsets from one, scaled embeddings,
+GeGLU, a score scale of their own, windowed layers between full ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from session_server.models import fields
+from session_server.models.config import (
+    AttentionConfig,
+    GateConfig,
+    GateKind,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    NormPlacement,
+    QkNorm,
+    RopeConfig,
+)
+from session_server.models.fields import RawConfig
+
+
+def gemma2(raw: RawConfig) -> ModelConfig:
+    """Gemma 2 (2024): soft-capped scores and logits; every second layer is full."""
+    rope = fields.one_rope(raw)
+    model = _gemma(raw, (rope, rope), lambda index: index % 2 == 0)
+    softcap = _softcap(raw, "attn_logit_softcapping")
+    layers = (replace(layer, mixer=replace(layer.mixer, softcap=softcap)) for layer in model.layers)
+    return replace(model, layers=tuple(layers))
+
+
+def gemma3(raw: RawConfig) -> ModelConfig:
+    """Gemma 3 (2025): QK-norm, a rotary base for each kind of layer; every sixth layer is full."""
+    fields.refuse_unless(raw, "attn_logit_softcapping")
+    theta = float(raw.get("rope_theta") or 1_000_000.0)
+    local_theta = float(raw.get("rope_local_base_freq") or 10_000.0)
+    ropes = fields.two_ropes(raw, full=theta, window=local_theta)
+    period = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    model = _gemma(raw, ropes, lambda index: (index + 1) % period != 0)
+    layers = (
+        replace(layer, mixer=replace(layer.mixer, qk_norm=QkNorm.HEAD)) for layer in model.layers
+    )
+    return replace(model, layers=tuple(layers))
+
+
+def _gemma(
+    raw: RawConfig, ropes: tuple[RopeConfig, RopeConfig], is_windowed: Callable[[int], bool]
+) -> ModelConfig:
+    """What both have in common. `ropes`: of full and of windowed layers."""
+    fields.refuse_unless(raw, "use_bidirectional_attention", False)
+    fields.refuse_unless(raw, "hidden_activation", "gelu_pytorch_tanh")
+    gate = GateConfig(GateKind.GELU_TANH)
+    ffn = MlpConfig(fields.integer(raw, "intermediate_size"), gate=gate)
+    windows = fields.layer_windows(raw, fields.integer(raw, "sliding_window"), is_windowed)
+    full, windowed = (_mixer(raw, rope) for rope in ropes)
+    layers = (
+        LayerConfig(full if window is None else replace(windowed, window=window), ffn)
+        for window in windows
+    )
+    norm = NormConfig(float(raw.get("rms_norm_eps", 1e-6)), NormPlacement.SANDWICH, adds_one=True)
+    return replace(
+        fields.model(raw, layers, norm, tied=True),
+        embedding_scale=math.sqrt(fields.integer(raw, "hidden_size")),
+        logit_softcap=_softcap(raw, "final_logit_softcapping"),
+    )
+
+
+def _mixer(raw: RawConfig, rope: RopeConfig) -> AttentionConfig:
+    bias = bool(raw.get("attention_bias", False))
+    scale = 1.0 / math.sqrt(float(raw.get("query_pre_attn_scalar", 256)))
+    mixer = fields.attention(raw, rope, head_dim=256)
+    return replace(mixer, scale=scale, qkv_bias=bias, output_bias=bias)
+
+
+def _softcap(raw: RawConfig, key: str) -> float | None:
+    value = raw.get(key)
+    return None if value is None else float(value)

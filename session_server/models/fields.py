@@ -1,0 +1,237 @@
+"""Reading the fields that `config.json` files of all families have in common.
+
+Both spellings are read: v4 (`rope_theta`, `rope_scaling`), which hub checkpoints carry, and v5
+(`rope_parameters`, `layer_types`), which `save_pretrained` writes today.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+from session_server.models.config import (
+    DTYPE_BYTES,
+    AttentionConfig,
+    DTypeName,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    RopeConfig,
+    RopeKind,
+)
+from session_server.models.errors import CheckpointError, UnsupportedModel
+
+RawConfig = Mapping[str, Any]
+
+_WINDOWED: Final = {"sliding_attention": True, "full_attention": False}
+
+
+def integer(raw: RawConfig, key: str) -> int:
+    """A positive integer.
+
+    Raises:
+        CheckpointError: it is missing, or something else.
+    """
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"config.json: {key} must be a positive integer, it is {value!r}")
+    return value
+
+
+def dtype_name(raw: RawConfig) -> DTypeName:
+    """What the weights were saved in."""
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return name if name in DTYPE_BYTES else "float32"
+
+
+def refuse_unless(raw: RawConfig, key: str, *known: object) -> None:
+    """Raises:
+    UnsupportedModel: `key` is there, and its value is none of `known`.
+    """
+    value = raw.get(key)
+    if value is not None and value not in known:
+        meant = f"; known: {', '.join(map(str, known))}" if known else ""
+        raise UnsupportedModel(f"{key} {value!r} is not implemented{meant}")
+
+
+def attention(raw: RawConfig, rope: RopeConfig, *, head_dim: int | None = None) -> AttentionConfig:
+    """Head counts and sizes; everything else is a family's to say.
+
+    Args:
+        raw: the configuration.
+        rope: of this layer.
+        head_dim: where `raw` has none; None is the hidden size over the heads.
+    """
+    num_heads = integer(raw, "num_attention_heads")
+    num_kv_heads = raw.get("num_key_value_heads") or num_heads
+    head_dim = raw.get("head_dim") or head_dim or integer(raw, "hidden_size") // num_heads
+    if num_heads % num_kv_heads != 0:
+        raise UnsupportedModel(
+            f"{num_heads} attention heads do not divide over {num_kv_heads} key-value heads"
+        )
+    if head_dim % 2 != 0:
+        raise UnsupportedModel(f"head_dim {head_dim} is odd, which rotary embeddings cannot be")
+    return AttentionConfig(num_heads, num_kv_heads, head_dim, 1.0 / math.sqrt(head_dim), rope)
+
+
+def silu_mlp(raw: RawConfig, size_key: str = "intermediate_size") -> MlpConfig:
+    """The SwiGLU most families have."""
+    refuse_unless(raw, "hidden_act", "silu", "swish")
+    return MlpConfig(integer(raw, size_key))
+
+
+def layer_windows(
+    raw: RawConfig, window: int | None, is_windowed: Callable[[int], bool]
+) -> list[int | None]:
+    """The window of every layer, None where it attends to everything.
+
+    Args:
+        raw: the configuration; its `layer_types` (v5) decide where it has them.
+        window: of the layers that have one. One as wide as the context is none.
+        is_windowed: whether a layer, counted from 0, has one where nothing says it.
+    """
+    num_layers = integer(raw, "num_hidden_layers")
+    types = raw.get("layer_types")
+    if types is None:
+        types = [
+            "sliding_attention" if is_windowed(index) else "full_attention"
+            for index in range(num_layers)
+        ]
+    if len(types) != num_layers:
+        raise CheckpointError(f"config.json: {num_layers} layers, and {len(types)} layer_types")
+    unknown = sorted({str(name) for name in types} - _WINDOWED.keys())
+    if unknown:
+        known = ", ".join(_WINDOWED)
+        raise UnsupportedModel(f"layer_types {', '.join(unknown)}: not implemented; known: {known}")
+    if window is not None and window >= context_len(raw):
+        window = None
+    return [window if _WINDOWED[name] else None for name in types]
+
+
+def rope_of(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0) -> RopeConfig:
+    """The rotary settings of some layers.
+
+    Args:
+        raw: the whole configuration.
+        settings: `rope_parameters` or `rope_scaling`, or the part of it for these layers.
+        theta: where nothing says it.
+    """
+    theta = float(settings.get("rope_theta") or theta)
+    name = settings.get("rope_type") or settings.get("type") or "default"
+    partial = settings.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in {None, 1}:
+        raise UnsupportedModel(f"partial_rotary_factor {partial} is not implemented")
+    if name not in {kind.value for kind in RopeKind}:
+        known = ", ".join(kind.value for kind in RopeKind)
+        raise UnsupportedModel(f"rope scaling {name!r} is not implemented; known: {known}")
+    kind = RopeKind(name)
+    if kind is RopeKind.DEFAULT:
+        return RopeConfig(theta)
+    original_len = int(
+        settings.get("original_max_position_embeddings")
+        or raw.get("original_max_position_embeddings")
+        or integer(raw, "max_position_embeddings")
+    )
+    factor = settings.get("factor")
+    if factor is None and kind is RopeKind.YARN:
+        factor = integer(raw, "max_position_embeddings") / original_len
+    if factor is None:
+        raise CheckpointError(f"rope scaling {name!r} lacks its field 'factor'")
+    if kind is RopeKind.LINEAR:
+        return RopeConfig(theta, kind, float(factor))
+    if kind is RopeKind.LLAMA3:
+        low, high = _number(settings, "low_freq_factor"), _number(settings, "high_freq_factor")
+        return RopeConfig(theta, kind, float(factor), low, high, original_len)
+    return RopeConfig(
+        theta,
+        kind,
+        float(factor),
+        float(settings.get("beta_slow") or 1.0),
+        float(settings.get("beta_fast") or 32.0),
+        original_len,
+        _yarn_attention_factor(settings, float(factor)),
+        bool(settings.get("truncate", True)),
+    )
+
+
+def one_rope(raw: RawConfig) -> RopeConfig:
+    """The rotary settings of a model whose layers have the same."""
+    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    return rope_of(raw, settings, theta=float(raw.get("rope_theta") or 10_000.0))
+
+
+def two_ropes(raw: RawConfig, *, full: float, window: float) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary settings of full and of windowed layers.
+
+    v4 stretches full layers only; v5 says it layer type by layer type.
+
+    Args:
+        raw: the configuration.
+        full: theta of full layers where v5 settings do not say it.
+        window: of windowed ones.
+    """
+    by_type = raw.get("rope_parameters") or {}
+    if not by_type.keys() & _WINDOWED.keys():
+        scaling = raw.get("rope_scaling") or by_type
+        local = {"rope_theta": scaling["rope_theta"]} if "rope_theta" in scaling else {}
+        by_type = {"full_attention": scaling, "sliding_attention": local}
+    of_full = rope_of(raw, by_type.get("full_attention") or {}, theta=full)
+    return of_full, rope_of(raw, by_type.get("sliding_attention") or {}, theta=window)
+
+
+def context_len(raw: RawConfig) -> int:
+    """Positions the model can address."""
+    length = integer(raw, "max_position_embeddings")
+    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = rope_of(raw, settings.get("full_attention") or settings)
+    if rope.kind is RopeKind.YARN:
+        # Qwen's way to switch YaRN on leaves max_position_embeddings at the trained length.
+        return max(length, int(rope.factor * rope.original_context_len))
+    return length
+
+
+def model(
+    raw: RawConfig, layers: Iterable[LayerConfig], norm: NormConfig, *, tied: bool = False
+) -> ModelConfig:
+    """Put the description together.
+
+    Args:
+        raw: the configuration.
+        layers: first to last.
+        norm: of all layers, and before the head.
+        tied: whether embedding and head are the same where nothing says it.
+    """
+    return ModelConfig(
+        model_type=str(raw["model_type"]),
+        vocab_size=integer(raw, "vocab_size"),
+        hidden_size=integer(raw, "hidden_size"),
+        layers=tuple(layers),
+        norm=norm,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", tied)),
+        max_context_len=context_len(raw),
+        dtype=dtype_name(raw),
+    )
+
+
+def _yarn_attention_factor(settings: RawConfig, factor: float) -> float:
+    """The temperature of YaRN (Peng et al. 2023, eq. 22), DeepSeek's `mscale` form included."""
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    given = settings.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, mscale_all = settings.get("mscale"), settings.get("mscale_all_dim")
+    if mscale and mscale_all:
+        return magnitude(float(mscale)) / magnitude(float(mscale_all))
+    return magnitude(1.0)
+
+
+def _number(settings: RawConfig, key: str) -> float:
+    value = settings.get(key)
+    if not isinstance(value, int | float):
+        raise CheckpointError(f"config.json: rope scaling needs a number {key}, it is {value!r}")
+    return float(value)

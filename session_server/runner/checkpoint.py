@@ -1,0 +1,212 @@
+"""The safetensors files of a checkpoint: what is in them, and reading it tensor by tensor.
+
+Names, shapes and sizes are known from the headers, so a checkpoint is checked before any memory is
+taken. One file is mapped at a time, and tensors are copied out of the mapping: a decoder needs the
+memory of its weights and, while it is loaded, of one shard. (Pages of a mapping can also be dropped
+under memory pressure, and a step that must read them back from disk takes 20 times as long.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from session_server.models.errors import CheckpointError
+
+Progress = Callable[[int, int], None]
+"""Called with (tensors read, tensors in all)."""
+
+Shape = tuple[int, ...]
+
+MAX_NAMED_TENSORS: Final = 8
+"""An error names so many tensors and counts the rest."""
+
+
+class Tensors(Protocol):
+    """Where the parts of a decoder take their weights from.
+
+    Building a decoder twice, first from `WantedTensors`, tells what a checkpoint must have.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of that name."""
+        ...
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """A tensor of that shape, in the model's dtype on its device."""
+        ...
+
+    def take_bytes(self, name: str, *shape: int) -> Tensor:
+        """A tensor of bytes, as they are stored."""
+        ...
+
+
+class WantedTensors:
+    """Notes what is asked for and gives tensors without content."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """`names`: of the tensors there are."""
+        self._names = frozenset(names)
+        self.dtype = torch.float32
+        self.shapes: dict[str, Shape] = {}
+
+    def has(self, name: str) -> bool:
+        """See `Tensors.has`."""
+        return name in self._names
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """See `Tensors.take`."""
+        self.shapes[name] = shape
+        return torch.empty(shape, device="meta")
+
+    def take_bytes(self, name: str, *shape: int) -> Tensor:
+        """See `Tensors.take_bytes`."""
+        self.shapes[name] = shape
+        return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file."""
+
+    path: Path
+    shape: Shape
+
+
+class Checkpoint:
+    """The headers of all files of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the headers.
+
+        Raises:
+            CheckpointError: a file is missing, is cut off or is no safetensors file.
+        """
+        self.directory = directory
+        self.tensors: dict[str, Stored] = {}
+        for path in _weight_files(directory):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118, no mapping
+                    shape = tuple(file.get_slice(name).get_shape())
+                    self.tensors[name] = Stored(path, shape)
+
+    def check(self, wanted: Mapping[str, Shape], ignorable: set[str]) -> None:
+        """Compare names and shapes before anything is used.
+
+        Raises:
+            CheckpointError: they differ; all differences are named.
+        """
+        faults = []
+        missing = sorted(wanted.keys() - self.tensors.keys())
+        if missing:
+            faults.append(f"missing tensors: {_listed(missing)}")
+        unexpected = sorted(self.tensors.keys() - wanted.keys() - ignorable)
+        if unexpected:
+            faults.append(f"unexpected tensors: {_listed(unexpected)}")
+        wrong = [
+            f"{name} is {list(self.tensors[name].shape)} and should be {list(shape)}"
+            for name, shape in sorted(wanted.items())
+            if name in self.tensors and self.tensors[name].shape != shape
+        ]
+        if wrong:
+            faults.append(f"wrong shapes: {_listed(wrong)}")
+        if faults:
+            raise CheckpointError(f"{self.directory}: {'; '.join(faults)}")
+
+
+class TensorReader:
+    """Copies tensors out of a checkpoint; a context manager that holds one file at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Args:
+        checkpoint: checked.
+        device: where the copies go.
+        dtype: of what `take` gives.
+        """
+        self._tensors = checkpoint.tensors
+        self._device = device
+        self.dtype = dtype
+        self._progress: Callable[[int], None] = lambda _: None
+        self._num_read = 0
+        self._stack = ExitStack()
+        self._path: Path | None = None
+        self._file: Any = None
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def report_to(self, progress: Progress, num_tensors: int) -> None:
+        """Whom to tell about every tensor read."""
+        self._progress = lambda num_read: progress(num_read, num_tensors)
+
+    def has(self, name: str) -> bool:
+        """See `Tensors.has`."""
+        return name in self._tensors
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """See `Tensors.take`."""
+        del shape  # checked with all others
+        return self._read(name, self.dtype)
+
+    def take_bytes(self, name: str, *shape: int) -> Tensor:
+        """See `Tensors.take_bytes`."""
+        del shape
+        return self._read(name, torch.uint8)
+
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        path = self._tensors[name].path
+        if path != self._path:
+            self._stack.close()
+            self._file = self._stack.enter_context(_opened(path))
+            self._path = path
+        tensor: Tensor = self._file.get_tensor(name)
+        copied = tensor.to(device=self._device, dtype=dtype, copy=True)
+        self._num_read += 1
+        self._progress(self._num_read)
+        return copied
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The shards that the index names, or every safetensors file when there is no index."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{directory} has no *.safetensors file")
+        return files
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError(f"{index} is not an index of safetensors files") from None
+    absent = sorted(name for name in names if not (directory / name).is_file())
+    if absent:
+        raise CheckpointError(f"{directory} lacks files its index names: {_listed(absent)}")
+    return [directory / name for name in sorted(names)]
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - MAX_NAMED_TENSORS
+    return ", ".join(names[:MAX_NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,50 @@
+"""MXFP4 weights (OCP Microscaling Formats 1.0, 2023) to the model's dtype.
+
+32 numbers of a row share a power of two, stored with a bias of 127 in one byte; each number is four
+bits, two to a byte, the lower half first: a sign, two bits of exponent and one of mantissa.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from session_server.runner.checkpoint import Tensors
+
+BLOCK: Final = 32
+"""Numbers that share a scale."""
+
+SCALE_BIAS: Final = 127
+
+MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the three bits behind the sign stand for."""
+
+
+def take_mxfp4(tensors: Tensors, name: str, shape: tuple[int, int, int]) -> Tensor:
+    """Read `NAME_blocks` and `NAME_scales`.
+
+    Args:
+        tensors: where they are.
+        name: of the weight.
+        shape: [experts, outputs, inputs] of the result; inputs are whole blocks.
+    """
+    num_experts, outputs, inputs = shape
+    num_blocks = inputs // BLOCK
+    blocks = tensors.take_bytes(f"{name}_blocks", num_experts, outputs, num_blocks, BLOCK // 2)
+    scales = tensors.take_bytes(f"{name}_scales", num_experts, outputs, num_blocks)
+    weights = torch.empty(shape, dtype=tensors.dtype, device=blocks.device)
+    # One expert at a time: the numbers in between take several times the memory of the result.
+    for expert in range(num_experts):
+        weights[expert] = dequantised(blocks[expert], scales[expert]).view(outputs, inputs)
+    return weights
+
+
+def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Blocks of numbers: uint8 [..., 16] and uint8 [...] to float32 [..., 32]."""
+    signed = (*MAGNITUDES, *(-value for value in MAGNITUDES))
+    table = torch.tensor(signed, dtype=torch.float32, device=blocks.device)
+    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    exponents = scales.to(torch.int32) - SCALE_BIAS
+    return torch.ldexp(table[numbers.long()], exponents.unsqueeze(-1))
