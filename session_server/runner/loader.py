@@ -13,9 +13,9 @@ from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.errors import DraftMismatch
 from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, MemoryLimits, measure_capacity
+from session_server.runner.checkpoint import Progress
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
-from session_server.runner.checkpoint import Progress
 from session_server.runner.weights import load_decoder
 
 _Checkpoint = tuple[Path, ModelConfig]

@@ -22,6 +22,19 @@ from torch import Tensor
 from cache.types import Tokens
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3", "mistral")
+"""Layers of full attention and one dense feed-forward."""
+
+LAYERED_FAMILIES: Final = (
+    "mistral_window",
+    "gemma2",
+    "gemma3_text",
+    "olmo3",
+    "gpt_oss",
+    "qwen3_moe",
+)
+"""Families with layers of several kinds: windows, experts, norms in other places."""
+
+WINDOW: Final = 16
 VOCAB_SIZE: Final = 131
 WEIGHT_STD: Final = 0.12
 
@@ -45,6 +58,62 @@ _FAMILY: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "qwen2": {"tie_word_embeddings": True},
         "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
         "mistral": {"head_dim": 12, "sliding_window": None},
+        # Caps, limits and bases at which they make a difference on tiny random weights.
+        "mistral_window": {"model_type": "mistral", "sliding_window": WINDOW},
+        "gemma2": {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 2.0,
+            "attention_bias": True,
+        },
+        "gemma3_text": {
+            "head_dim": 16,
+            "num_hidden_layers": 6,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 9,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        "olmo3": {
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                    "attention_factor": 1.2,
+                    "rope_theta": 500.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        "gpt_oss": {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+                "truncate": False,
+                "rope_theta": 500.0,
+            },
+        },
+        "qwen3_moe": {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
     }
 )
 
@@ -60,21 +129,24 @@ def write_checkpoint(
     """Write a random checkpoint of one family.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES` or `LAYERED_FAMILIES`.
         directory: made if need be.
         std: of the weights; 0.02, the usual one, hides mistakes.
         max_shard_size: of one file.
         overrides: fields of the Hugging Face configuration.
     """
-    settings = {**_SHAPE, **_FAMILY[family], **overrides}
-    config = transformers.AutoConfig.for_model(family, **settings)
+    settings = {**_SHAPE, "model_type": family, **_FAMILY[family], **overrides}
+    config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * noise)
+                # Gemma stores how far its gains are from one.
+                parameter.copy_(0.3 * noise + (0 if family.startswith("gemma") else 1))
+            elif name.endswith("sinks"):
+                parameter.copy_(noise)
             else:
                 parameter.copy_(std * noise)
     directory.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,11 @@ import pytest
 import torch
 import transformers
 
-from tests.oracle.checkpoints import FAMILIES, write_checkpoint
+from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, write_checkpoint
+from tests.oracle.oracle import Oracle
 from tests.oracle.talks import Reference
+
+ALL_FAMILIES = (*FAMILIES, *LAYERED_FAMILIES)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,7 +27,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
-    return {family: write_checkpoint(family, root / family) for family in FAMILIES}
+    return {family: write_checkpoint(family, root / family) for family in ALL_FAMILIES}
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +46,8 @@ def references(checkpoints: Mapping[str, Path]) -> Mapping[str, Reference]:
         return logits
 
     return {family: reference(directory) for family, directory in checkpoints.items()}
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoints: dict[str, Path]) -> Oracle:
+    return Oracle(checkpoints)

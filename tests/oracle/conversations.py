@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from cache.spec import Capacity
-from cache.types import RowId, TableWrite, Tokens, TurnId, pages_for
+from cache.types import PoolName, RowId, TableWrite, Tokens, TurnId, pages_for
 from session_server.core.batch import Batch, BatchRow, SamplingStart, ScoreRange
 from session_server.core.sampling import SamplingParams
-from session_server.models.config import FULL_POOL
+from session_server.models.config import ModelConfig
 from session_server.runner.model_runner import ModelRunner
 
 PIECES = (20, 1, 1, 18, 1, 19)
@@ -38,10 +38,17 @@ class Layout(Enum):
     RUNS = auto()
 
 
-def capacity(page_size: int) -> Capacity:
-    """Room for `NUM_ROWS` rows of `MAX_LEN` tokens."""
+def capacity(config: ModelConfig, page_size: int) -> Capacity:
+    """Room for `NUM_ROWS` rows of `MAX_LEN` tokens in every pool."""
     num_pages = NUM_ROWS * pages_for(MAX_LEN, page_size) + 1
-    return Capacity({FULL_POOL: num_pages}, NUM_ROWS, MAX_LEN)
+    return Capacity(dict.fromkeys(config.pools, num_pages), NUM_ROWS, MAX_LEN)
+
+
+def pool_pages(
+    config: ModelConfig, layout: Layout, page_size: int
+) -> dict[PoolName, dict[int, list[int]]]:
+    """Pages of every row in every pool; scattered, no two pools have them in the same order."""
+    return {pool: row_pages(layout, page_size, seed=i) for i, pool in enumerate(config.pools)}
 
 
 def row_pages(layout: Layout, page_size: int, *, seed: int = 0) -> dict[int, list[int]]:
@@ -99,7 +106,7 @@ class Drive:
     runner: ModelRunner
     page_size: int
     chunk: int
-    pages: dict[int, list[int]]
+    pages: dict[PoolName, dict[int, list[int]]]
     steps: int = 0
 
     def run(self, sessions: list[Conversation]) -> None:
@@ -144,9 +151,10 @@ class Drive:
         is_last = start + num_tokens == len(session.tokens)
         needed = pages_for(start + num_tokens, self.page_size)
         if needed > session.num_pages:
-            new = self.pages[session.row][session.num_pages : needed]
-            write = np.array(new, dtype=np.int32)
-            writes.append(TableWrite(FULL_POOL, RowId(session.row), session.num_pages, write))
+            for pool, pages in self.pages.items():
+                new = pages[session.row][session.num_pages : needed]
+                write = np.array(new, dtype=np.int32)
+                writes.append(TableWrite(pool, RowId(session.row), session.num_pages, write))
             session.num_pages = needed
         # A token the device sampled in the launch before is left for the device to fill in.
         is_unseen = session.is_unseen and num_tokens == 1 and is_last

@@ -66,10 +66,7 @@ class Rows:
         """The next batch, with the pages of rows that are new."""
         self._step += 1
         new = tuple(
-            write
-            for row in rows
-            if row.row not in self._placed
-            for write in self._pages(row.row)
+            write for row in rows if row.row not in self._placed for write in self._pages(row.row)
         )
         self._placed.update(row.row for row in rows)
         return Batch(self._step, rows, (*new, *writes))

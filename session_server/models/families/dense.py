@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from session_server.models import fields
-from session_server.models.config import AttentionConfig, LayerConfig, ModelConfig, NormConfig
-from session_server.models.config import QkNorm
+from session_server.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    ModelConfig,
+    NormConfig,
+    QkNorm,
+)
 from session_server.models.fields import RawConfig
 
 

@@ -1,0 +1,81 @@
+"""Conversations through a `ModelRunner`, every logit of them against `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from session_server.models.decoder import Decoder
+from session_server.models.registry import load_config
+from session_server.runner.model_runner import BackendName, ModelRunner
+from session_server.runner.weights import load_decoder
+from tests.oracle.checkpoints import VOCAB_SIZE, reference_logits
+from tests.oracle.conversations import (
+    ANSWER_LEN,
+    NUM_TURNS,
+    Conversation,
+    Drive,
+    Layout,
+    capacity,
+    conversations,
+    pool_pages,
+)
+
+TOLERANCE = 1e-4
+
+
+def load(directory: Path) -> Decoder:
+    config = load_config(directory)
+    return load_decoder(directory, config, device=torch.device("cpu"), dtype=torch.float32)
+
+
+class Oracle:
+    """Checkpoints, our decoders of them, and the reference logits asked for so far."""
+
+    def __init__(self, checkpoints: dict[str, Path]) -> None:
+        self._checkpoints = checkpoints
+        self._decoders: dict[Path, Decoder] = {}
+        # Exact runs all reach the same sequences, so few references are computed.
+        self._references: dict[tuple[Path, tuple[int, ...]], Tensor] = {}
+
+    def directory(self, family: str) -> Path:
+        return self._checkpoints[family]
+
+    def talk(
+        self,
+        directory: Path,
+        *,
+        page_size: int,
+        chunk: int,
+        layout: Layout = Layout.CONSECUTIVE,
+        backend: BackendName = "auto",
+    ) -> float:
+        """Hold mixed conversations and compare every logit and every greedy token."""
+        if directory not in self._decoders:
+            self._decoders[directory] = load(directory)
+        decoder = self._decoders[directory]
+        spec = decoder.config.cache_spec(page_size, "float32")
+        runner = ModelRunner(decoder, spec, capacity(decoder.config, page_size), backend=backend)
+        sessions = conversations(seed=7, vocab_size=VOCAB_SIZE)
+        pages = pool_pages(decoder.config, layout, page_size)
+        Drive(runner, page_size, chunk, pages).run(sessions)
+        return max(self._assert_exact(session, directory) for session in sessions)
+
+    def _assert_exact(self, session: Conversation, directory: Path) -> float:
+        """Returns the largest difference between logits."""
+        # The last answer token was sampled but never computed.
+        computed = tuple(session.tokens[: session.num_computed])
+        key = (directory, computed)
+        if key not in self._references:
+            self._references[key] = reference_logits(directory, np.array(computed))
+        expected = self._references[key]
+        seen = torch.stack([session.logits[position] for position in range(len(computed))])
+        worst = (seen - expected).abs().max().item()
+        assert worst <= TOLERANCE
+        assert len(session.answers) == NUM_TURNS * ANSWER_LEN
+        best = expected.argmax(dim=-1).tolist()
+        assert session.answers == {i: best[i - 1] for i in session.answers}
+        return worst
