@@ -128,7 +128,7 @@ class CpuBackend:
         )
 
     def _hidden(self, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which `keys` [..., 1, n] the `queries` [..., m] do not see, all positions: [..., m, n]."""
+        """Which of `keys` [..., 1, n] the `queries` [..., m] do not see: [..., m, n]."""
         hidden: NDArray[np.bool_] = keys > queries[..., None]
         if self._rule.window is not None:
             hidden |= keys <= queries[..., None] - self._rule.window
@@ -328,8 +328,10 @@ class _CpuPlan:
             else [_capped(q, piece, rule.scale, rule.softcap) for piece in keys]
         )
         out, lse = _merge(parts)
+        if sinks is None:
+            return out
         # A sink is one more key whose value is zero.
-        return out if sinks is None else out * torch.sigmoid(lse - sinks).unsqueeze(-1)
+        return out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
 
 
 class _Keys(NamedTuple):
@@ -380,13 +382,14 @@ def _capped(q: Tensor, keys: _Keys, scale: float, softcap: float) -> tuple[Tenso
     """As `_flash`, with scores squashed (Bello et al. 2016), which the kernel cannot do."""
     grouped = q.reshape(len(q), keys.k.shape[1], -1, *q.shape[2:])
     k, v = keys.k.unsqueeze(2), keys.v.unsqueeze(2)
-    scores = (grouped @ k.transpose(-1, -2)).mul_(scale / softcap).tanh_().mul_(softcap)
+    scores = (grouped @ k.transpose(-1, -2)).float()
+    scores = scores.mul_(scale / softcap).tanh_().mul_(softcap)
     if keys.is_causal:
         scores += torch.full(scores.shape[-2:], -torch.inf).triu_(1)
     if keys.bias is not None:
         scores += keys.bias.unsqueeze(2)
     lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp_() @ v
+    out = (scores - lse.unsqueeze(-1)).exp_().to(v.dtype) @ v
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 

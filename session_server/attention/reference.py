@@ -90,7 +90,7 @@ class _ReferencePlan:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _shares(self, q: Tensor, k: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
-        """The softmax in fp32, written out where SDPA lacks an argument: [1, heads, queries, keys]."""
+        """Softmax in fp32, where SDPA lacks an argument: [1, heads, queries, keys]."""
         scores = (q @ k.transpose(-1, -2)).float() * self._rule.scale
         if self._rule.softcap is not None:
             scores = self._rule.softcap * torch.tanh(scores / self._rule.softcap)

@@ -1,7 +1,7 @@
 """Every backend against softmax written out, over every way a row can lie in memory.
 
-What no token may see is NaN in these pools, the page that stands for released ones included: whoever
-looks there is found out.
+What no token may see is NaN in these pools, the page that stands for released ones included:
+whoever looks there is found out.
 """
 
 from __future__ import annotations

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from session_server.models.config import RopeConfig
+from session_server.models.config import GateConfig, GateKind, RopeConfig
 from session_server.models.layers.linear import (
     MIN_PACKED_ELEMENTS,
     PackedLinear,
     PlainLinear,
     make_linear,
 )
-from session_server.models.layers.norm import RmsNorm
+from session_server.models.layers.mlp import make_gate
+from session_server.models.layers.moe import MixtureOfExperts
+from session_server.models.layers.norm import ProjectionNorm, RmsNorm
 from session_server.models.layers.rope import Rope, interleave_pairs
 
 CPU = torch.device("cpu")
@@ -71,6 +75,64 @@ def test_heads_of_a_fused_norm_have_their_own_gains() -> None:
     fused = RmsNorm(gains, 1e-6)(x)
     for head in range(4):
         torch.testing.assert_close(fused[:, head], RmsNorm(gains[head], 1e-6)(x[:, head]))
+
+
+def test_a_norm_over_projections_knows_no_heads() -> None:
+    heads, q_gain, k_gain = torch.randn(5, 6, 8), torch.randn(32), torch.randn(16)
+    q, k = heads[:, :4].flatten(1), heads[:, 4:].flatten(1)
+    expected = torch.cat((RmsNorm(q_gain, 1e-6)(q), RmsNorm(k_gain, 1e-6)(k)), dim=1)
+    fused = torch.randn(5, 8, 8)
+    fused[:, :6] = heads
+    norm = ProjectionNorm(RmsNorm(q_gain, 1e-6), RmsNorm(k_gain, 1e-6), num_heads=4)
+    norm.apply_(fused[:, :6])
+    torch.testing.assert_close(fused[:, :6].flatten(1), expected)
+
+
+GATES = {
+    GateKind.SILU: lambda gate, up: gate * torch.sigmoid(gate) * up,
+    GateKind.GELU_TANH: lambda gate, up: functional.gelu(gate, approximate="tanh") * up,
+    GateKind.CLAMPED: lambda gate, up: (
+        gate.clamp(max=0.7) * torch.sigmoid(1.7 * gate.clamp(max=0.7)) * (up.clamp(-0.7, 0.7) + 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GateKind)
+def test_a_gate_is_its_formula(kind: GateKind) -> None:
+    gate, up = torch.randn(2, 7, 16)
+    made = make_gate(GateConfig(kind, alpha=1.7, limit=0.7))
+    torch.testing.assert_close(made(gate.clone(), up.clone()), GATES[kind](gate, up))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+@pytest.mark.parametrize("is_normalised", [False, True])
+def test_a_mixture_is_the_weighted_sum_of_the_best_experts(
+    num_tokens: int, is_normalised: bool
+) -> None:
+    router, x = torch.randn(5, 16), torch.randn(num_tokens, 16)
+    calls: list[int] = []
+    matrices = torch.randn(5, 16, 16)
+
+    def expert(index: int) -> Callable[[Tensor], Tensor]:
+        def call(rows: Tensor) -> Tensor:
+            calls.append(index)
+            return rows @ matrices[index]
+
+        return call
+
+    mixture = MixtureOfExperts(
+        PlainLinear(router, None),
+        [expert(index) for index in range(5)],
+        num_chosen=2,
+        is_normalised=is_normalised,
+    )
+    shares = (x @ router.T).softmax(-1)
+    for token, mixed in enumerate(mixture(x)):
+        best = sorted(range(5), key=lambda index: -float(shares[token, index]))[:2]
+        total = float(shares[token, best].sum()) if is_normalised else 1.0
+        expected = sum(shares[token, e] / total * (x[token] @ matrices[e]) for e in best)
+        torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == len(set(calls)), "an expert runs once, whatever the number of tokens"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

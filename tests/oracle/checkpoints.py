@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cache.types import Tokens
@@ -35,6 +36,9 @@ LAYERED_FAMILIES: Final = (
 """Families with layers of several kinds: windows, experts, norms in other places."""
 
 WINDOW: Final = 16
+
+FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of four-bit numbers with two bits of exponent and one of mantissa."""
 VOCAB_SIZE: Final = 131
 WEIGHT_STD: Final = 0.12
 
@@ -164,6 +168,24 @@ def to_v4_style(directory: Path) -> None:
     kind = rope.pop("rope_type")
     raw["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     path.write_text(json.dumps(raw))
+
+
+def to_mxfp4(directory: Path) -> None:
+    """Quantise the experts of a gpt-oss checkpoint the way OpenAI's own ones are stored."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        # From [experts, inputs, outputs] to rows of 32 inputs that share a scale.
+        rows = tensors.pop(name).transpose(1, 2).unflatten(2, (-1, 32))
+        scales = rows.abs().amax(-1, keepdim=True).log2().floor() - 2
+        distances = ((rows / scales.exp2()).abs().unsqueeze(-1) - torch.tensor(FP4)).abs()
+        codes = distances.argmin(-1) + 8 * (rows < 0)
+        tensors[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+        tensors[f"{name}_scales"] = (scales.squeeze(-1) + 127).to(torch.uint8)
+    save_file(tensors, path, metadata={"format": "pt"})
+    raw = json.loads((directory / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "dequantize": True}
+    (directory / "config.json").write_text(json.dumps(raw))
 
 
 def reference_logits(directory: Path, tokens: Tokens | NDArray[np.int64]) -> Tensor:

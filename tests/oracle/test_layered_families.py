@@ -8,12 +8,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from session_server.core.ids import SessionId
-from tests.oracle.checkpoints import LAYERED_FAMILIES
-from tests.oracle.conversations import Layout
+from session_server.engine.settings import Drafter, Speculation
+from session_server.models.registry import load_config
+from session_server.runner.model_runner import BackendName, ModelRunner
+from session_server.runner.weights import load_decoder
+from tests.oracle.checkpoints import (
+    LAYERED_FAMILIES,
+    VOCAB_SIZE,
+    to_mxfp4,
+    to_v4_style,
+    write_checkpoint,
+)
+from tests.oracle.conversations import Layout, capacity
 from tests.oracle.oracle import Oracle
 from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, run_talks
+from tests.runner.rows import Rows
 
 PIECES = ((20, 1, 1, 18, 1), (7, 5, 1, 9, 3), (1, 33, 2, 1, 4))
 PAGE_SIZES = (1, 4, 16, 64, 256)
@@ -25,6 +38,11 @@ MATRIX = [
     for family in LAYERED_FAMILIES
     for index, (page_size, chunk) in enumerate(itertools.product(PAGE_SIZES, CHUNKS))
 ]
+
+
+def new_talks() -> list[Talk]:
+    """Three sessions of five turns."""
+    return [Talk(SessionId(f"s{i}"), p, rng=np.random.default_rng(i)) for i, p in enumerate(PIECES)]
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
@@ -47,9 +65,72 @@ def test_the_reference_backend_is_as_exact(family: str, oracle: Oracle) -> None:
 def test_five_turns_in_company_are_what_transformers_computes(
     case: Setup, checkpoints: Mapping[str, Path], references: Mapping[str, Reference]
 ) -> None:
-    talks = [
-        Talk(SessionId(f"s{i}"), p, rng=np.random.default_rng(i)) for i, p in enumerate(PIECES)
-    ]
+    talks = new_talks()
     run_talks(case, checkpoints[case.family], talks)
     for talk in talks:
         assert_like_reference(talk, references[case.family])
+
+
+@pytest.mark.parametrize("family", LAYERED_FAMILIES)
+def test_a_model_that_guesses_for_itself_is_right_in_every_pool(
+    family: str, checkpoints: Mapping[str, Path], references: Mapping[str, Reference]
+) -> None:
+    speculation = Speculation(3, Drafter.MODEL)
+    talks = new_talks()
+    directory = checkpoints[family]
+    case = Setup(family, 4, 7, True, max_total_tokens=96, speculation=speculation)
+    counters = run_talks(case, directory, talks, draft=directory)
+    for talk in talks:
+        assert_like_reference(talk, references[family])
+    assert counters.draft_tokens == counters.accepted_tokens > 20
+    assert sum(talk.num_retractions for talk in talks) > 0, "the pools were never short"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("family", LAYERED_FAMILIES)
+def test_halves_are_close(
+    family: str, backend: BackendName, checkpoints: Mapping[str, Path]
+) -> None:
+    """A prompt past the window, in bf16 and in fp32."""
+    directory = checkpoints[family]
+    config = load_config(directory)
+    tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, 50, dtype=np.int32)
+    spoken = []
+    for dtype in (torch.float32, torch.bfloat16):
+        decoder = load_decoder(directory, config, device=torch.device("cpu"), dtype=dtype)
+        spec = config.cache_spec(4, decoder.dtype_name)
+        runner = ModelRunner(decoder, spec, capacity(config, 4), backend=backend)
+        rows = Rows(runner, 4)
+        spoken.append(runner.logits(rows.batch(rows.row(1, tokens))))
+    exact, half = spoken
+    assert 0 < (exact - half).norm() < 0.1 * exact.norm()
+
+
+def test_stacked_experts_are_the_same_model(oracle: Oracle, tmp_path: Path) -> None:
+    directory = write_checkpoint("qwen3_moe", tmp_path, mlp_only_layers=[])
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{prefix}{e}.{side}_proj.weight") for e in range(7)])
+            for side in ("gate", "up", "down")
+        )
+        tensors[f"{prefix}gate_up_proj"] = torch.cat((gate, up), dim=1)
+        tensors[f"{prefix}down_proj"] = down
+    save_file(tensors, path, metadata={"format": "pt"})
+    oracle.talk(directory, page_size=16, chunk=64)
+
+
+def test_mxfp4_experts_are_dequantised(oracle: Oracle, tmp_path: Path) -> None:
+    """The reference dequantises them itself."""
+    directory = write_checkpoint("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
+    to_mxfp4(directory)
+    oracle.talk(directory, page_size=16, chunk=64)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "qwen3_moe"])
+def test_the_v4_spelling_is_the_same_model(model_type: str, oracle: Oracle, tmp_path: Path) -> None:
+    directory = write_checkpoint(model_type, tmp_path)
+    to_v4_style(directory)
+    oracle.talk(directory, page_size=16, chunk=64)

@@ -68,6 +68,24 @@ def test_a_draft_model_must_reach_as_far_as_the_context(tmp_path: Path) -> None:
     assert load_runner(MODEL_DIR, replace(options, max_context_len=1024))
 
 
+@pytest.mark.parametrize(
+    ("family", "window", "named"),
+    [
+        ("llama", None, "it has window attention layers, which that one has not"),
+        ("gemma2", 15, "its window is 16 positions, and not up to 15"),
+    ],
+)
+def test_a_draft_model_keeps_no_more_than_the_model(
+    family: str, window: int | None, named: str, tmp_path: Path
+) -> None:
+    more = {} if window is None else {"sliding_window": window}
+    model = write_checkpoint(family, tmp_path / "model", **more)
+    draft = write_checkpoint("mistral_window", tmp_path / "draft")
+    options = RunnerOptions(page_size=16, num_rows=1, device="cpu", draft=draft)
+    with pytest.raises(DraftMismatch, match=named):
+        load_runner(model, options)
+
+
 def test_no_checkpoint_no_runner(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         load_runner(tmp_path, RunnerOptions(page_size=16, num_rows=1))

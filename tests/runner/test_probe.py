@@ -73,7 +73,7 @@ class Conversations:
 
     def page(self, row: int, index: int) -> int:
         """Where a row's page lies."""
-        return int(self.rows.runner._table.pages(row, index + 1)[-1])
+        return int(self.rows.runner._tables[FULL_POOL].pages(row, index + 1)[-1])
 
     def holds(self, row: int, index: int, num_tokens: int = PAGE_SIZE) -> bool:
         """Ask the device."""

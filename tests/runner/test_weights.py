@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from session_server.models.errors import CheckpointError
 from session_server.models.registry import load_config
 from session_server.runner.checkpoint import Progress
 from session_server.runner.weights import expected_tensors, load_decoder
-from tests.oracle.checkpoints import write_checkpoint
+from tests.oracle.checkpoints import to_mxfp4, write_checkpoint
 
 
 @pytest.fixture
@@ -103,11 +104,50 @@ def test_no_weights_at_all_is_an_error(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_a_file_that_is_cut_off_is_an_error(checkpoint: Path) -> None:
-    path = checkpoint / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load(checkpoint)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[:5000],
+        lambda whole: whole[:-1],
+        lambda whole: b"",
+        lambda whole: whole[:40] + bytes(64) + whole[104:],
+        lambda whole: bytes(8) + whole[8:],
+    ],
+    ids=["cut in the header", "cut by a byte", "empty", "torn header", "torn length"],
+)
+def test_a_damaged_shard_is_named_before_anything_is_read(
+    damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    directory = write_checkpoint("llama", tmp_path, max_shard_size="40KB")
+    shard = sorted(directory.glob("*.safetensors"))[-1]
+    shard.write_bytes(damage(shard.read_bytes()))
+    told: list[int] = []
+    with pytest.raises(CheckpointError, match=f"{shard.name} cannot be read"):
+        load(directory, lambda num_read, _: told.append(num_read))
+    assert told == []
+
+
+def test_one_shard_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    directory = write_checkpoint("qwen3_moe", tmp_path, max_shard_size="40KB")
+    mapped: list[set[str]] = []
+
+    def look(*_: int) -> None:
+        maps = Path("/proc/self/maps").read_text().split()
+        mapped.append({word for word in maps if word.startswith(str(directory))})
+
+    load(directory, look)
+    assert max(len(shards) for shards in mapped) == 1
+    assert set().union(*mapped) == {str(path) for path in directory.glob("*.safetensors")}
+
+
+def test_experts_are_asked_for_as_a_checkpoint_spells_them(tmp_path: Path) -> None:
+    directory = write_checkpoint("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
+    to_mxfp4(directory)
+    rewrite(directory, model__layers__0__mlp__experts__down_proj_scales=torch.ones(6, 64, 2))
+    rewrite(directory, model__layers__1__mlp__experts__gate_up_proj_scales=None)
+    named = r"missing.*layers\.1.*gate_up_proj_scales; wrong.*is \[6, 64, 2\].*be \[6, 64, 3\]"
+    with pytest.raises(CheckpointError, match=named):
+        load(directory)
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:

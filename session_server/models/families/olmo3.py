@@ -1,5 +1,5 @@
-"""`olmo3` (Ai2 2025): norms after mixer and ffn only, QK-norm over whole projections, three windowed
-layers to one that is full.
+"""`olmo3` (Ai2 2025): norms after mixer and ffn only, QK-norm over whole projections, three layers
+with a window to one without.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from session_server.models.layers.linear import Linear
-from session_server.models.layers.mlp import GatedMlp
 
 
 class MixtureOfExperts:
@@ -17,11 +16,16 @@ class MixtureOfExperts:
     __slots__ = ("_experts", "_is_normalised", "_num_chosen", "_router")
 
     def __init__(
-        self, router: Linear, experts: Sequence[GatedMlp], *, num_chosen: int, is_normalised: bool
+        self,
+        router: Linear,
+        experts: Sequence[Callable[[Tensor], Tensor]],
+        *,
+        num_chosen: int,
+        is_normalised: bool,
     ) -> None:
         """Args:
         router: [hidden] -> [experts], scores.
-        experts: the feed-forwards.
+        experts: the feed-forwards, each [tokens, hidden] -> [tokens, hidden].
         num_chosen: experts per token.
         is_normalised: whether the weights of the chosen add up to one.
         """
