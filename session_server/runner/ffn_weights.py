@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -94,8 +96,12 @@ def _gate_first(rows: Tensor) -> Tensor:
     return torch.cat((rows[::2], rows[1::2]))
 
 
-_LAYOUTS = {
-    ExpertLayout.QWEN: ("gate", _qwen_experts),
-    ExpertLayout.GPT_OSS: ("router", _gpt_oss_experts),
-}
+_TakeExperts = Callable[[MoeConfig, int, Tensors, str], Iterator[GatedMlp]]
+
+_LAYOUTS: Final[Mapping[ExpertLayout, tuple[str, _TakeExperts]]] = MappingProxyType(
+    {
+        ExpertLayout.QWEN: ("gate", _qwen_experts),
+        ExpertLayout.GPT_OSS: ("router", _gpt_oss_experts),
+    }
+)
 """What the router is called, and who reads the experts."""

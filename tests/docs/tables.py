@@ -13,6 +13,7 @@ from session_server.metrics.prometheus import ServerMetrics
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import recorded
+from tests.oracle import record
 from tests.scenarios.catalogue import CATALOGUE, NOT_APPLICABLE
 from tests.scenarios.registry import Scenario, scenarios
 
@@ -129,7 +130,20 @@ def mutant_table() -> str:
     return "\n".join(rows())
 
 
+def error_of_families_table() -> str:
+    """Every family, and its largest difference from `transformers`."""
+
+    def rows() -> Iterator[str]:
+        yield "| family | largest difference of a logit |"
+        yield "|---|---|"
+        for family, error in record.recorded().items():
+            yield f"| `{family}` | {error:.1e} |"
+
+    return "\n".join(rows())
+
+
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
+    ("models.md", "worst"): error_of_families_table,
     ("protocol.md", "errors"): error_table,
     ("runbook.md", "flags"): flag_table,
     ("runbook.md", "metrics"): metric_table,

@@ -17,6 +17,7 @@ from session_server.models.registry import load_config
 from session_server.runner.model_runner import BackendName, ModelRunner
 from session_server.runner.weights import load_decoder
 from tests.oracle.checkpoints import (
+    FAMILIES,
     LAYERED_FAMILIES,
     VOCAB_SIZE,
     to_mxfp4,
@@ -24,13 +25,12 @@ from tests.oracle.checkpoints import (
     write_checkpoint,
 )
 from tests.oracle.conversations import Layout, capacity
-from tests.oracle.oracle import Oracle
+from tests.oracle.oracle import TOLERANCE, Oracle
+from tests.oracle.record import CHUNKS, PAGE_SIZES, recorded
 from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, run_talks
 from tests.runner.rows import Rows
 
 PIECES = ((20, 1, 1, 18, 1), (7, 5, 1, 9, 3), (1, 33, 2, 1, 4))
-PAGE_SIZES = (1, 4, 16, 64, 256)
-CHUNKS = (1, 7, 64)
 
 # Overlap goes on and off so that each page size and each chunk size has both.
 MATRIX = [
@@ -104,6 +104,12 @@ def test_halves_are_close(
         spoken.append(runner.logits(rows.batch(rows.row(1, tokens))))
     exact, half = spoken
     assert 0 < (exact - half).norm() < 0.1 * exact.norm()
+
+
+def test_the_record_is_of_every_family_and_within_bounds() -> None:
+    worst = recorded()
+    assert list(worst) == [*FAMILIES, *LAYERED_FAMILIES]
+    assert 0 < max(worst.values()) <= TOLERANCE
 
 
 def test_stacked_experts_are_the_same_model(oracle: Oracle, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from session_server.models.config import (
     MlpConfig,
     ModelConfig,
     MoeConfig,
+    NormConfig,
 )
 from session_server.models.families import dense
 from session_server.models.fields import RawConfig
@@ -70,4 +71,4 @@ def gpt_oss(raw: RawConfig) -> ModelConfig:
         router_bias=True,
     )
     layers = (LayerConfig(replace(mixer, window=window), ffn) for window in windows)
-    return fields.model(raw, layers, dense.norm(raw))
+    return fields.model(raw, layers, NormConfig(float(raw.get("rms_norm_eps", 1e-5))))
