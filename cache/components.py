@@ -39,7 +39,11 @@ class Component(Protocol):
 
 
 class FullAttention:
-    """K and V of every position (Vaswani et al. 2017): reused and cut back to any length."""
+    """Every position on its own: reused and cut back to any length.
+
+    That is K and V of full attention (Vaswani et al. 2017), and the latents of MLA (DeepSeek-AI
+    2024), which K and V are made from.
+    """
 
     __slots__ = ("_pool",)
 
@@ -86,5 +90,9 @@ def components_of(spec: CacheSpec) -> tuple[Component, ...]:
 
 
 _RULES: Final[Mapping[LayerKind, type[FullAttention]]] = MappingProxyType(
-    {LayerKind.FULL: FullAttention, LayerKind.WINDOW: SlidingWindow}
+    {
+        LayerKind.FULL: FullAttention,
+        LayerKind.WINDOW: SlidingWindow,
+        LayerKind.LATENT: FullAttention,
+    }
 )

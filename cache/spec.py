@@ -21,6 +21,8 @@ class LayerKind(Enum):
     """K and V of every position (MHA, GQA, MQA)."""
     WINDOW = "window"
     """K and V of the last positions (sliding window attention)."""
+    LATENT = "latent"
+    """One compressed vector and one rotary key of every position, for all heads (MLA)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class LayerGroup:
 
     `layers` are indices into the model. `num_kv_heads`, `head_dim` describe one layer.
     `dtype_bytes` is the size of one stored element. `window`: the last positions that kind WINDOW
-    reads, the newest included; 0 for the others.
+    reads, the newest included; 0 for the others. A latent group has one head, of the compressed
+    vector and, as its last `rope_dim` elements, the rotary key.
     """
 
     pool: PoolName
@@ -39,11 +42,14 @@ class LayerGroup:
     head_dim: int
     dtype_bytes: int
     window: int = 0
+    rope_dim: int = 0
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one position takes over all layers of the group: K and V."""
-        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        """Bytes one position takes over all layers of the group: K and V, or what is both."""
+        num_sides = 1 if self.kind is LayerKind.LATENT else 2
+        num_elements = num_sides * len(self.layers) * self.num_kv_heads * self.head_dim
+        return num_elements * self.dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from cache.types import PoolName
 
@@ -30,4 +31,60 @@ class DevicePool(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for the pages of all layers."""
+        ...
+
+
+class KvPages(DevicePool, Protocol):
+    """A pool of keys and values per position, as attention reads and writes it.
+
+    Slots are page * page_size + offset. K and V may be the same memory.
+    """
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K, and of V, per layer."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        ...
+
+    @property
+    def bytes_per_layer_token(self) -> int:
+        """Bytes of one position in one layer."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the pages."""
+        ...
+
+    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """Store `kv` [tokens, 2 * kv_heads, head_dim], K before V, at int64 [tokens] slots."""
+        ...
+
+    def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
+        """Views of consecutive slots, K and V of layer 0 first.
+
+        Each is [1, kv_heads, num_slots, head_dim].
+        """
+        ...
+
+    def page(self, page: int, num_slots: int) -> tuple[Tensor, ...]:
+        """Views of the first slots of one page in every layer, one for each part that has a size of
+        its own: [layers, heads, num_slots, elements].
+        """
+        ...
+
+    def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
+        """A copy of whole pages, with zeros in the slots `cleared` of it.
+
+        It is [2, kv_heads, n * page_size, head_dim], to be read only.
+        """
         ...

@@ -16,7 +16,7 @@ from cache.types import PoolName
 
 
 class MhaPool:
-    """Device memory of one `LayerGroup` of kind FULL or WINDOW.
+    """Device memory of one `LayerGroup` of kind FULL or WINDOW. Implements `KvPages`.
 
     Pages start as zeros, so that padding never reads a NaN. A page handed from one holder to the
     next keeps its contents: readers must stop at their own length.
@@ -111,23 +111,25 @@ class MhaPool:
         """
         return self._sides.narrow(3, first_slot, num_slots).unbind(0)
 
-    def page(self, page: int, num_slots: int) -> Tensor:
-        """A view of the first slots of one page in every layer.
+    def page(self, page: int, num_slots: int) -> tuple[Tensor, ...]:
+        """Views of the first slots of one page in every layer.
 
         Returns:
-            [layers, 2, kv_heads, num_slots, head_dim], K before V.
+            K and V, each [layers, kv_heads, num_slots, head_dim].
         """
-        return self._storage[:, :, :, page, :num_slots]
+        return self._storage[:, :, :, page, :num_slots].unbind(1)
 
-    def gather(self, layer: int, pages: Tensor) -> Tensor:
+    def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
         """Copy whole pages of one layer together.
 
         Args:
             layer: index within the group.
             pages: int64 [n].
+            cleared: int64 [m], slots of the copy that are to be zero.
 
         Returns:
             [2, kv_heads, n * page_size, head_dim], K before V.
         """
         copied = self._layer_pages[layer].index_select(1, pages)
-        return copied.view(2, self.num_kv_heads, -1, self.head_dim)
+        heads = copied.view(2, self.num_kv_heads, -1, self.head_dim)
+        return heads if cleared is None else heads.index_fill_(2, cleared, 0.0)

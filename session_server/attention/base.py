@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cache.pool.mha import MhaPool
+from cache.pool.base import KvPages
 from cache.pool.page_table import PageTable
 from cache.types import PoolName
 
@@ -102,6 +102,6 @@ class AttentionBackend(Protocol):
 class BackendFactory(Protocol):
     """Makes a backend for a pool."""
 
-    def __call__(self, pool: MhaPool, table: PageTable, rule: AttentionRule) -> AttentionBackend:
+    def __call__(self, pool: KvPages, table: PageTable, rule: AttentionRule) -> AttentionBackend:
         """`table`: of the pool. `rule`: of its layers."""
         ...

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from cache.pool.mha import MhaPool
+from cache.pool.base import KvPages
 from cache.pool.page_table import PageRun, PageTable
 from cache.types import pages_for
 from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule, Span
@@ -56,7 +56,7 @@ times what one costs, and 3-4 times unfolded); a longer one fills the kernel by 
 class CpuBackend:
     """fp32 on the CPU, through torch's flash kernel."""
 
-    def __init__(self, pool: MhaPool, table: PageTable, rule: AttentionRule) -> None:
+    def __init__(self, pool: KvPages, table: PageTable, rule: AttentionRule) -> None:
         """Args:
         pool: the K and V; on the CPU.
         table: which pages are whose.
@@ -248,7 +248,7 @@ class _CpuPlan:
 
     def __init__(
         self,
-        pool: MhaPool,
+        pool: KvPages,
         rule: AttentionRule,
         slots: Tensor,
         parts: list[_PaddedRows | _RowPieces],
@@ -275,7 +275,7 @@ class _CpuPlan:
     ) -> Tensor:
         spans, kv_heads = padded.spans, self._pool.num_kv_heads
         own = q[spans[0].offset : spans[-1].offset + spans[-1].num_tokens]
-        gathered = self._pool.gather(layer, padded.pages).index_fill_(2, padded.hidden, 0.0)
+        gathered = self._pool.gather(layer, padded.pages, padded.hidden)
         k, v = gathered.view(2, kv_heads, len(spans), -1, q.shape[-1]).transpose(1, 2)
         folded = _fold(own, len(spans), kv_heads)
         if sinks is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cache.pool.mha import MhaPool
+from cache.pool.base import KvPages
 from cache.pool.page_table import PageTable
 from cache.types import pages_for
 from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule, Span
@@ -20,7 +20,7 @@ from session_server.attention.base import AttentionMeta, AttentionPlan, Attentio
 class ReferenceBackend:
     """Row by row, through copies; works on any device and in any dtype."""
 
-    def __init__(self, pool: MhaPool, table: PageTable, rule: AttentionRule) -> None:
+    def __init__(self, pool: KvPages, table: PageTable, rule: AttentionRule) -> None:
         """Args:
         pool: the K and V.
         table: which pages are whose.
@@ -65,7 +65,7 @@ class _ReferencePlan:
 
     __slots__ = ("_pool", "_rows", "_rule", "_slots")
 
-    def __init__(self, pool: MhaPool, rule: AttentionRule, slots: Tensor, rows: list[_Row]) -> None:
+    def __init__(self, pool: KvPages, rule: AttentionRule, slots: Tensor, rows: list[_Row]) -> None:
         self._pool = pool
         self._rule = rule
         self._slots = slots
@@ -80,14 +80,25 @@ class _ReferencePlan:
             k, v = self._pool.gather(layer, row.pages)[:, None, :, row.num_skipped : end]
             row_q = q[span.offset : span.offset + span.num_tokens].transpose(0, 1).unsqueeze(0)
             if self._rule.softcap is None and sinks is None:
-                out = functional.scaled_dot_product_attention(
-                    row_q, k, v, attn_mask=row.seen, scale=self._rule.scale, enable_gqa=True
-                )
+                out = self._sdpa(row_q, k, v, row.seen)
             else:
                 k, v = (side.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for side in (k, v))
                 out = self._shares(row_q, k, row.seen, sinks).to(v.dtype) @ v
             mixed.append(out[0].transpose(0, 1).flatten(1))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """[1, heads, queries, head_dim], as `q`."""
+        if q.shape[2] > 1:
+            return functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, scale=self._rule.scale, enable_gqa=True
+            )
+        # The heads of a group see the same keys: as queries of one head they read them once.
+        grouped = q.reshape(1, k.shape[1], -1, q.shape[3])
+        out = functional.scaled_dot_product_attention(
+            grouped, k, v, attn_mask=seen, scale=self._rule.scale
+        )
+        return out.reshape(q.shape)
 
     def _shares(self, q: Tensor, k: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
         """Softmax in fp32, where SDPA lacks an argument: [1, heads, queries, keys]."""

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from cache.pool.mha import MhaPool
+from cache.pool.base import KvPages
 from cache.pool.page_table import PageTable
 from cache.spec import CacheSpec, Capacity
 from cache.types import PoolName, TableWrite, pages_for
@@ -86,7 +86,7 @@ class ModelRunner:
             self._draft = DraftModel(model, self._tables, self._sampler, num_rows=num_rows)
 
     @property
-    def pools(self) -> Mapping[PoolName, MhaPool]:
+    def pools(self) -> Mapping[PoolName, KvPages]:
         """The model's KV memory."""
         return self._model.pools
 

@@ -70,8 +70,8 @@ def probe_holds(probe: Probe, model: PagedDecoder, tables: Mapping[PoolName, Pag
     verdicts = []
     for name, pool in model.pools.items():
         page = int(tables[name].pages(probe.row, index + 1)[-1])
-        computed, kept = pool.page(NULL_PAGE, num_tokens), pool.page(page, num_tokens)
-        verdicts.append((deviation(computed, kept) <= TOLERANCES[pool.dtype]).all())
+        parts = zip(pool.page(NULL_PAGE, num_tokens), pool.page(page, num_tokens), strict=True)
+        verdicts += [(deviation(*sides) <= TOLERANCES[pool.dtype]).all() for sides in parts]
     return torch.stack(verdicts).all()
 
 
@@ -82,12 +82,13 @@ def deviation(computed: Tensor, kept: Tensor) -> Tensor:
     that a position that has hardly any content is not judged by its rounding.
 
     Args:
-        computed, kept: [layers, 2, kv_heads, positions, head_dim].
+        computed, kept: one part of a page, [layers, heads, positions, elements]: K, V, what MLA
+            makes both of, or its rotary key.
 
     Returns:
-        float32 [layers, 2, positions].
+        float32 [layers, positions].
     """
     right = computed.float()
-    norms = right.square().sum((2, 4))
+    norms = right.square().sum((1, 3))
     scale = torch.maximum(norms, norms.mean(-1, keepdim=True)).clamp_min(_TINY)
-    return ((kept.float() - right).square().sum((2, 4)) / scale).sqrt()
+    return ((kept.float() - right).square().sum((1, 3)) / scale).sqrt()

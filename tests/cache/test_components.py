@@ -10,6 +10,8 @@ from cache.spec import CacheSpec, LayerGroup, LayerKind, plan_capacity
 from cache.types import PoolName, pages_for
 
 GROUP = LayerGroup(PoolName("full"), LayerKind.FULL, (0, 1, 2), 2, 16, 2)
+LATENT = LayerGroup(PoolName("latent"), LayerKind.LATENT, tuple(range(27)), 1, 576, 2, rope_dim=64)
+"""DeepSeek-V2-Lite in halves."""
 
 
 def test_groups_of_one_pool_are_one_component() -> None:
@@ -17,15 +19,26 @@ def test_groups_of_one_pool_are_one_component() -> None:
     assert [c.pool for c in components_of(CacheSpec((GROUP, other), 16))] == ["full"]
 
 
-def test_full_attention_reuses_and_cuts_anywhere_and_reads_everything() -> None:
-    (full,) = components_of(CacheSpec((GROUP,), 16))
-    assert full.reusable_len(48) == 48
-    assert (full.rewind_len(48, 17), full.rewind_len(10, 17)) == (17, 10)
-    assert full.live_from(1000) == 0
+@pytest.mark.parametrize("group", [GROUP, LATENT], ids=["full", "latent"])
+def test_positions_kept_alone_are_reused_and_cut_anywhere_and_all_read(group: LayerGroup) -> None:
+    (component,) = components_of(CacheSpec((group,), 16))
+    assert component.reusable_len(48) == 48
+    assert (component.rewind_len(48, 17), component.rewind_len(10, 17)) == (17, 10)
+    assert component.live_from(1000) == 0
 
 
 def test_a_page_costs_k_and_v_of_all_layers() -> None:
     assert CacheSpec((GROUP,), 16).bytes_per_page == 2 * 3 * 2 * 16 * 2 * 16
+
+
+def test_a_latent_page_costs_one_row_per_layer_and_position() -> None:
+    assert LATENT.bytes_per_token == 27 * (512 + 64) * 2
+    expanded = 27 * 16 * (192 + 128) * 2
+    assert expanded / LATENT.bytes_per_token == pytest.approx(80 / 9)
+    spec = CacheSpec((LATENT,), 64)
+    budget = 7 * 64 * LATENT.bytes_per_token
+    capacity = plan_capacity(spec, budget_bytes=budget, num_rows=2, max_context_len=4096)
+    assert capacity.num_pages == {"latent": 7}
 
 
 def test_a_budget_buys_whole_pages_and_no_more_than_asked() -> None:

@@ -59,7 +59,7 @@ def test_honest_pages_hold(spoken: Spoken) -> None:
 
 @pytest.mark.parametrize("pool", [FULL_POOL, WINDOW_POOL])
 def test_a_damaged_page_is_found_in_either_pool(pool: PoolName, spoken: Spoken) -> None:
-    spoken.runner.pools[pool].page(spoken.page(pool, 9), PAGE_SIZE)[-1, 1] += 1.0
+    spoken.runner.pools[pool].page(spoken.page(pool, 9), PAGE_SIZE)[1][-1] += 1.0
     assert spoken.holds(9) is False
     assert spoken.holds(8) is True
 
@@ -71,6 +71,6 @@ def test_what_a_window_has_released_is_nothing_against_a_page(spoken: Spoken) ->
     spoken.runner.launch(Batch(0, (), (TableWrite(WINDOW_POOL, RowId(ROW), 0, gone),))).wait()
     first_sure = (20 + WINDOW - 1) // PAGE_SIZE
     damaged = first_sure + 1
-    spoken.runner.pools[FULL_POOL].page(spoken.page(FULL_POOL, damaged), PAGE_SIZE)[0, 0] += 1.0
+    spoken.runner.pools[FULL_POOL].page(spoken.page(FULL_POOL, damaged), PAGE_SIZE)[0][0] += 1.0
     assert all(spoken.holds(index) for index in range(num_gone, damaged))
     assert spoken.holds(damaged) is False

@@ -1,0 +1,265 @@
+"""Multi-head latent attention (MLA; DeepSeek-AI 2024, section 2.1), absorbed or expanded.
+
+A position stores a latent `c` of `rank` elements and a rotary key `r`. Head h has two matrices:
+its key is (U_h c, r) and its value is V_h c. There are two ways to use them.
+
+*Absorbed*: since q . (U_h c) = (q U_h) . c, the query is taken to the latents once; what comes out
+is a mixture of latents, and V_h makes a value of it, once. So attention reads the rows as they lie:
+it is multi-query attention (Shazeer 2019) with one head whose key is its value, and a backend for
+that does it. The history is never expanded.
+
+*Expanded*: K and V of all heads are made from the latents of the history and of the new tokens,
+block by block, and attention is the usual one over shorter vectors.
+
+Which is cheaper, in multiply-adds per head, for T new tokens after S others, P = T * S + T * T / 2
+pairs of query and key, n = non-rotary elements of a key, v of a value, d = rotary ones:
+
+    absorbed    T * rank * (n + v)          +  P * (2 * rank + d)
+    expanded    (S + T) * rank * (n + v)    +  P * (n + v + d)
+
+Expanding costs S * rank * (n + v) more beforehand, and saves 2 * rank - n - v per pair. For a long
+history, P is close to T * S, and S drops out: it pays from
+
+    T  >=  rank * (n + v) / (2 * rank - n - v)
+
+tokens on: 171 at DeepSeek's sizes (rank 512, n = v = 128). For a short history the limit is lower,
+but there is little to gain: at S = 0 a span just below it spends at most rank * (n + v) / 2 too
+much per token, half of what absorbing costs, which is a seventh of the layer's other projections.
+So the limit is on T alone. Measured at these sizes on one busy core: the last 64 of 2,048 positions
+take 79 ms absorbed and 173 ms expanded, the last 128 171 and 211 ms; the last 512 of 4,096 take
+1,179 and 834 ms.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from cache.pool.mla import MlaPool
+from cache.pool.page_table import PageTable
+from cache.types import pages_for
+from session_server.attention.base import (
+    AttentionMeta,
+    AttentionPlan,
+    AttentionRule,
+    BackendFactory,
+    Span,
+)
+
+BLOCK_LEN: Final = 512
+"""Positions whose K and V exist at the same time while a chunk attends expanded."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlaShape:
+    """What the pool does not know of a head: the non-rotary elements of a key, those of a value."""
+
+    nope_dim: int
+    value_dim: int
+
+
+def min_expanded_tokens(*, rank: int, nope_dim: int, value_dim: int) -> float:
+    """The least new tokens for which expanding is cheaper; infinite where it never is."""
+    expanded = nope_dim + value_dim
+    saved = 2 * rank - expanded
+    return rank * expanded / saved if saved > 0 else math.inf
+
+
+class MlaBackend:
+    """Chooses per span, and expands; what is absorbed is left to a multi-query backend."""
+
+    def __init__(
+        self,
+        pool: MlaPool,
+        table: PageTable,
+        rule: AttentionRule,
+        shape: MlaShape,
+        *,
+        absorbed: BackendFactory,
+        expand_from: float | None = None,
+    ) -> None:
+        """Args:
+        pool: the latents.
+        table: which pages are whose.
+        rule: query heads and scale; every position is seen.
+        shape: of the heads.
+        absorbed: what attends to latents as they lie.
+        expand_from: new tokens of a span from which it is expanded; None where that is cheaper.
+        """
+        assert rule.window is None, "latents are kept of every position"
+        assert rule.softcap is None, "scores of latents are not squashed"
+        self._pool = pool
+        self._table = table
+        self._rule = rule
+        self._shape = shape
+        self._absorbed = absorbed(pool, table, rule)
+        if expand_from is None:
+            expand_from = min_expanded_tokens(
+                rank=pool.rank, nope_dim=shape.nope_dim, value_dim=shape.value_dim
+            )
+        self._expand_from = expand_from
+
+    def plan(self, meta: AttentionMeta) -> MlaPlan:
+        """Prepare one forward: spans of the fewest tokens come first, so those absorbed do."""
+        absorbed = tuple(s for s in meta.spans if s.num_tokens < self._expand_from)
+        expanded = meta.spans[len(absorbed) :]
+        slots = meta.slots[self._pool.name]
+        num_absorbed = expanded[0].offset if expanded else len(slots)
+        plan = None
+        if absorbed:
+            of_absorbed = {self._pool.name: slots[:num_absorbed]}
+            plan = self._absorbed.plan(AttentionMeta(absorbed, of_absorbed))
+        return MlaPlan(
+            self._pool,
+            self._rule,
+            self._shape,
+            slots[num_absorbed:],
+            absorbed=plan,
+            expanded=[_Chunk(span, self._blocks(span)) for span in expanded],
+        )
+
+    def _blocks(self, span: Span) -> list[_Block]:
+        """All positions the span sees, in order."""
+        page_size = self._pool.page_size
+        num_pages = pages_for(span.end, page_size)
+        pages = self._table.device_pages[span.row, :num_pages].long()
+        blocks, start = [], 0
+        for of_block in torch.split(pages, max(1, BLOCK_LEN // page_size)):
+            end = min(start + len(of_block) * page_size, span.end)
+            blocks.append(_Block(of_block, start, end - start, self._unseen(span, start, end)))
+            start = end
+        return blocks
+
+    def _unseen(self, span: Span, start: int, end: int) -> Tensor | None:
+        """Which keys the span's tokens do not see, of those that see any."""
+        if end <= span.start + 1:
+            return None
+        first_query = max(span.start, start)
+        shape = (span.end - first_query, end - start)
+        ones = torch.ones(shape, dtype=torch.bool, device=self._pool.device)
+        return ones.triu_(first_query - start + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """`num_keys` positions from `start` on. `pages`: int64 [n], where they lie. `unseen`: bool
+    [queries at `start` or later, num_keys], None when all of them see all."""
+
+    pages: Tensor
+    start: int
+    num_keys: int
+    unseen: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A span that is expanded, and all positions it sees."""
+
+    span: Span
+    blocks: list[_Block]
+
+
+class MlaPlan:
+    """One forward's latent attention, for every layer of a pool."""
+
+    __slots__ = ("_absorbed", "_expanded", "_pool", "_rule", "_shape", "_slots")
+
+    def __init__(
+        self,
+        pool: MlaPool,
+        rule: AttentionRule,
+        shape: MlaShape,
+        slots: Tensor,
+        *,
+        absorbed: AttentionPlan | None,
+        expanded: list[_Chunk],
+    ) -> None:
+        """Args:
+        pool: the latents.
+        rule: query heads and scale.
+        shape: of the heads.
+        slots: int64 [tokens that are not absorbed], where their rows go.
+        absorbed: attention of the tokens before those.
+        expanded: the spans after them.
+        """
+        self._pool = pool
+        self._rule = rule
+        self._shape = shape
+        self._slots = slots
+        self._absorbed = absorbed
+        self._expanded = expanded
+
+    def attend(self, layer: int, q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
+        """Store the new latents of one layer, then attend.
+
+        Args:
+            layer: index within the pool.
+            q: [tokens, heads, nope + rope], the rotary part rotated.
+            rows: [tokens, latent + rope], the latent normed, the rotary key rotated.
+            up: [heads, nope + value, latent], what makes K and V of a latent.
+
+        Returns:
+            [tokens, heads * value]. Token t of a span sees its row's positions up to its own.
+        """
+        num_absorbed = len(q) - len(self._slots)
+        mixed = []
+        if self._absorbed is not None:
+            mixed.append(self._absorb(layer, q[:num_absorbed], rows[:num_absorbed], up))
+        if self._expanded:
+            self._pool.write(layer, self._slots, _both(rows[num_absorbed:]))
+        for chunk in self._expanded:
+            span = chunk.span
+            own = q[span.offset : span.offset + span.num_tokens]
+            mixed.append(self._expand(layer, own, chunk, up))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _absorb(self, layer: int, q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
+        assert self._absorbed is not None, "somebody is absorbed"
+        nope_dim, num_tokens = self._shape.nope_dim, len(q)
+        to_latents = torch.bmm(q[..., :nope_dim].transpose(0, 1), up[:, :nope_dim])
+        absorbed = torch.cat((to_latents.transpose(0, 1), q[..., nope_dim:]), dim=-1)
+        mixed = self._absorbed.attend(layer, absorbed, _both(rows), None)
+        latents = mixed.view(num_tokens, self._rule.num_heads, -1)[..., : self._pool.rank]
+        values = torch.bmm(latents.transpose(0, 1), up[:, nope_dim:].transpose(1, 2))
+        return values.transpose(0, 1).flatten(1)
+
+    def _expand(self, layer: int, q: Tensor, chunk: _Chunk, up: Tensor) -> Tensor:
+        """Attention over blocks of keys, merged by log-sum-exp (Milakov and Gimelshein 2018)."""
+        heads = q.transpose(0, 1)
+        shape = (self._rule.num_heads, chunk.span.num_tokens, self._shape.value_dim)
+        out = torch.zeros(shape, dtype=torch.float32, device=q.device)
+        lse = out.new_full(shape[:2], -math.inf)
+        for block in chunk.blocks:
+            first = max(0, block.start - chunk.span.start)
+            part, part_lse = self._attend_block(layer, heads[:, first:], block, up)
+            seen_lse = lse[:, first:]
+            share = torch.sigmoid(part_lse - seen_lse).unsqueeze(-1)
+            out[:, first:].lerp_(part, share)
+            torch.logaddexp(seen_lse, part_lse, out=seen_lse)
+        return out.to(q.dtype).transpose(0, 1).flatten(1)
+
+    def _attend_block(
+        self, layer: int, q: Tensor, block: _Block, up: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [heads, queries, value] and its log-sum-exp [heads, queries]."""
+        rank, nope_dim = self._pool.rank, self._shape.nope_dim
+        rows = self._pool.gather(layer, block.pages)[0, 0, : block.num_keys]
+        expanded = torch.matmul(rows[:, :rank], up.flatten(0, 1).t())
+        keys_values = expanded.view(block.num_keys, len(up), -1).transpose(0, 1)
+        scores = torch.matmul(q[..., nope_dim:], rows[:, rank:].t())
+        scores = torch.baddbmm(scores, q[..., :nope_dim], keys_values[..., :nope_dim].mT)
+        scores = scores.float().mul_(self._rule.scale)
+        if block.unseen is not None:
+            scores.masked_fill_(block.unseen, -math.inf)
+        lse = scores.logsumexp(-1)
+        weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(q.dtype)
+        return torch.bmm(weights, keys_values[..., nope_dim:]).float(), lse
+
+
+def _both(rows: Tensor) -> Tensor:
+    """Rows as K and V of one head: [tokens, n] -> [tokens, 2, n], without a copy."""
+    return rows.unsqueeze(1).expand(-1, 2, -1)
