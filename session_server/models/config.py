@@ -21,6 +21,9 @@ FULL_POOL: Final = PoolName("full")
 WINDOW_POOL: Final = PoolName("window")
 """The pool of sliding window layers."""
 
+LATENT_POOL: Final = PoolName("latent")
+"""The pool of multi-head latent attention layers."""
+
 DTypeName = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: Final[dict[DTypeName, int]] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -86,6 +89,61 @@ class AttentionConfig:
         """Where its K and V are kept."""
         return FULL_POOL if self.window is None else WINDOW_POOL
 
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are rotated: all."""
+        return self.head_dim
+
+    def group(self, layers: tuple[int, ...], dtype: DTypeName) -> LayerGroup:
+        """What such layers store."""
+        return LayerGroup(
+            pool=self.pool,
+            kind=LayerKind.FULL if self.window is None else LayerKind.WINDOW,
+            layers=layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            window=self.window or 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Multi-head latent attention (MLA, DeepSeek-AI 2024).
+
+    `rank`: elements of the latent that K and V are made of. `q_rank`: of the one that queries are
+    made of; None where they are projected at once. `nope_dim`, `rope_dim`: elements of a key of one
+    head that know no position, and of the rotated key that all heads share. `value_dim`: of a
+    value. `scale`: factor on the scores. `bias`: on projections from and to the hidden state.
+    """
+
+    num_heads: int
+    rank: int
+    q_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    rope: RopeConfig
+    bias: bool = False
+
+    @property
+    def pool(self) -> PoolName:
+        """Where its latents are kept."""
+        return LATENT_POOL
+
+    def group(self, layers: tuple[int, ...], dtype: DTypeName) -> LayerGroup:
+        """What such layers store."""
+        return LayerGroup(
+            pool=self.pool,
+            kind=LayerKind.LATENT,
+            layers=layers,
+            num_kv_heads=1,
+            head_dim=self.rank + self.rope_dim,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            rope_dim=self.rope_dim,
+        )
+
 
 class GateKind(Enum):
     """How the gate of a feed-forward acts on the other half."""
@@ -122,11 +180,35 @@ class ExpertLayout(Enum):
     """Stacked, inputs before outputs, gate and up taking turns; or MXFP4 blocks and scales."""
 
 
+class Scoring(Enum):
+    """How a router's outputs become the shares of experts."""
+
+    SOFTMAX = "softmax"
+    """Of all experts. A group is as good as its best one."""
+    SIGMOID = "sigmoid"
+    """Each on its own. A learned correction counts where experts are chosen, not in their weights,
+    and a group is as good as its two best together (DeepSeek-AI 2024, the V3 report)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Experts are chosen from the best `num_chosen_groups` of `num_groups` groups of neighbours.
+
+    `weight_scale` multiplies the weights of the chosen.
+    """
+
+    scoring: Scoring = Scoring.SOFTMAX
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    weight_scale: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
     """A mixture of experts (Shazeer et al. 2017), the best `num_chosen` of them for every token.
 
     `normalised`: the weights of the chosen add up to one, instead of those of all experts.
+    `shared`: what every token goes through besides (Dai et al. 2024).
     """
 
     num_experts: int
@@ -135,13 +217,15 @@ class MoeConfig:
     normalised: bool
     layout: ExpertLayout
     router_bias: bool = False
+    routing: RoutingConfig = RoutingConfig()
+    shared: MlpConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """One decoder layer."""
 
-    mixer: AttentionConfig
+    mixer: AttentionConfig | MlaConfig
     ffn: MlpConfig | MoeConfig
 
 
@@ -168,6 +252,7 @@ class ModelConfig:
 
     `max_context_len`: positions the model can address. `dtype`: what the checkpoint says it was
     saved in. `embedding_scale` multiplies embeddings; `logit_softcap` squashes logits.
+    `num_draft_layers`: layers behind the last that guess further tokens, and are not loaded.
     """
 
     model_type: str
@@ -180,6 +265,7 @@ class ModelConfig:
     dtype: DTypeName
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    num_draft_layers: int = 0
 
     @property
     def pools(self) -> Mapping[PoolName, tuple[int, ...]]:
@@ -189,29 +275,15 @@ class ModelConfig:
             by_pool.setdefault(layer.mixer.pool, []).append(index)
         return MappingProxyType({pool: tuple(by_pool[pool]) for pool in sorted(by_pool)})
 
-    def mixer_of(self, pool: PoolName) -> AttentionConfig:
+    def mixer_of(self, pool: PoolName) -> AttentionConfig | MlaConfig:
         """What the layers of a pool have in common: all that attention needs to know."""
-        layers = [self.layers[index].mixer for index in self.pools[pool]]
-        assert len({(m.num_heads, m.num_kv_heads, m.head_dim, m.window) for m in layers}) == 1, (
+        mixers = [self.layers[index].mixer for index in self.pools[pool]]
+        assert len({(mixer.num_heads, mixer.group((), self.dtype)) for mixer in mixers}) == 1, (
             "layers of one pool store and read the same"
         )
-        return layers[0]
+        return mixers[0]
 
     def cache_spec(self, page_size: int, dtype: DTypeName) -> CacheSpec:
         """What the layers store per position, with elements of `dtype`."""
-        return CacheSpec(
-            tuple(self._group(pool, layers, dtype) for pool, layers in self.pools.items()),
-            page_size,
-        )
-
-    def _group(self, pool: PoolName, layers: tuple[int, ...], dtype: DTypeName) -> LayerGroup:
-        mixer = self.mixer_of(pool)
-        return LayerGroup(
-            pool=pool,
-            kind=LayerKind.FULL if mixer.window is None else LayerKind.WINDOW,
-            layers=layers,
-            num_kv_heads=mixer.num_kv_heads,
-            head_dim=mixer.head_dim,
-            dtype_bytes=DTYPE_BYTES[dtype],
-            window=mixer.window or 0,
-        )
+        groups = (self.mixer_of(pool).group(layers, dtype) for pool, layers in self.pools.items())
+        return CacheSpec(tuple(groups), page_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -12,11 +12,23 @@ from torch.nn import functional
 
 from cache.types import PoolName
 from session_server.attention.base import AttentionPlan
+from session_server.attention.mla import MlaPlan
 from session_server.models.config import DTypeName, ModelConfig
-from session_server.models.layers.attention import GqaMixer
 from session_server.models.layers.linear import Linear
 from session_server.models.layers.norm import RmsNorm
 from session_server.models.layers.rope import Rope
+
+
+class Mixer(Protocol):
+    """Mixes tokens with their past."""
+
+    def __call__(self, x: Tensor, phases: Tensor, attention: Any) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden].
+
+        `phases`: rotations of the positions. `attention`: the plan of the pool that the layer
+        stores to, in the form that its kind of layer asks.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +44,7 @@ class DecoderLayer:
     """Weights of one layer, ready to run."""
 
     mixer_norms: Norms
-    mixer: GqaMixer
+    mixer: Mixer
     ffn_norms: Norms
     ffn: Callable[[Tensor], Tensor]
 
@@ -65,9 +77,9 @@ class Decoder:
         # Rounded as the embedding is: families are trained with the rounded factor.
         self._scale = torch.tensor(config.embedding_scale, dtype=embedding.dtype).item()
         mixers = [layer.mixer for layer in config.layers]
-        kinds = list(dict.fromkeys((mixer.rope, mixer.head_dim) for mixer in mixers))
+        kinds = list(dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in mixers))
         self._ropes = tuple(Rope(rope, size, device=embedding.device) for rope, size in kinds)
-        of_layers = [kinds.index((mixer.rope, mixer.head_dim)) for mixer in mixers]
+        of_layers = [kinds.index((mixer.rope, mixer.rope_dim)) for mixer in mixers]
         pools = [mixer.pool for mixer in mixers]
         self._layers = tuple(zip(layers, of_layers, pools, strict=True))
 
@@ -91,7 +103,7 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         *,
-        attention: Mapping[PoolName, AttentionPlan],
+        attention: Mapping[PoolName, AttentionPlan | MlaPlan],
         wanted: Tensor | None,
     ) -> Tensor:
         """Run all layers, and write the KV of every token.

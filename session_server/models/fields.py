@@ -215,19 +215,21 @@ def model(
     )
 
 
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """By how much a context stretched by `factor` sharpens attention."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn_attention_factor(settings: RawConfig, factor: float) -> float:
     """The temperature of YaRN (Peng et al. 2023, eq. 22), DeepSeek's `mscale` form included."""
-
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     given = settings.get("attention_factor")
     if given is not None:
         return float(given)
     mscale, mscale_all = settings.get("mscale"), settings.get("mscale_all_dim")
     if mscale and mscale_all:
-        return magnitude(float(mscale)) / magnitude(float(mscale_all))
-    return magnitude(1.0)
+        return yarn_magnitude(factor, float(mscale)) / yarn_magnitude(factor, float(mscale_all))
+    return yarn_magnitude(factor, 1.0)
 
 
 def _number(settings: RawConfig, key: str) -> float:

@@ -14,11 +14,13 @@ from typing import Final
 
 from session_server.models.config import ModelConfig
 from session_server.models.errors import CheckpointError, UnsupportedModel
-from session_server.models.families import dense, experts, gemma, olmo3
+from session_server.models.families import deepseek, dense, experts, gemma, olmo3
 from session_server.models.fields import RawConfig
 
 FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = MappingProxyType(
     {
+        "deepseek_v2": deepseek.deepseek_v2,
+        "deepseek_v3": deepseek.deepseek_v3,
         "gemma2": gemma.gemma2,
         "gemma3_text": gemma.gemma3,
         "gpt_oss": experts.gpt_oss,
@@ -32,7 +34,9 @@ FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = MappingProxy
 )
 """What describes every implemented `model_type`."""
 
-QUANTISATIONS: Final[Mapping[str, str]] = MappingProxyType({"gpt_oss": "mxfp4"})
+QUANTISATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {"deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
+)
 """The `quant_method` a family's weights may come in. They are dequantised when they are loaded."""
 
 

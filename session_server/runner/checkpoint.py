@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from session_server.models.errors import CheckpointError
+from session_server.runner import fp8
 
 Progress = Callable[[int, int], None]
 """Called with (tensors read, tensors in all)."""
@@ -49,8 +50,8 @@ class Tensors(Protocol):
         """A tensor of that shape, in the model's dtype on its device."""
         ...
 
-    def take_bytes(self, name: str, *shape: int) -> Tensor:
-        """A tensor of bytes, as they are stored."""
+    def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
+        """A tensor of that shape in a dtype of its own, for what the model's would spoil."""
         ...
 
 
@@ -72,18 +73,19 @@ class WantedTensors:
         self.shapes[name] = shape
         return torch.empty(shape, device="meta")
 
-    def take_bytes(self, name: str, *shape: int) -> Tensor:
-        """See `Tensors.take_bytes`."""
+    def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
+        """See `Tensors.take_as`."""
         self.shapes[name] = shape
-        return torch.empty(shape, dtype=torch.uint8, device="meta")
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file."""
+    """A tensor in a file. `is_fp8`: of 8-bit floats, which need scales."""
 
     path: Path
     shape: Shape
+    is_fp8: bool
 
 
 class Checkpoint:
@@ -100,15 +102,22 @@ class Checkpoint:
         for path in _weight_files(directory):
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118, no mapping
-                    shape = tuple(file.get_slice(name).get_shape())
-                    self.tensors[name] = Stored(path, shape)
+                    header = file.get_slice(name)
+                    is_fp8 = header.get_dtype() == fp8.STORED_DTYPE
+                    self.tensors[name] = Stored(path, tuple(header.get_shape()), is_fp8)
 
     def check(self, wanted: Mapping[str, Shape], ignorable: set[str]) -> None:
-        """Compare names and shapes before anything is used.
+        """Compare names and shapes before anything is used. What is stored in FP8 needs its scales.
 
         Raises:
             CheckpointError: they differ; all differences are named.
         """
+        scales = {
+            name + fp8.SCALES_SUFFIX: fp8.scales_shape(shape)
+            for name, shape in wanted.items()
+            if name in self.tensors and self.tensors[name].is_fp8
+        }
+        wanted = {**wanted, **scales}
         faults = []
         missing = sorted(wanted.keys() - self.tensors.keys())
         if missing:
@@ -164,22 +173,28 @@ class TensorReader:
         del shape  # checked with all others
         return self._read(name, self.dtype)
 
-    def take_bytes(self, name: str, *shape: int) -> Tensor:
-        """See `Tensors.take_bytes`."""
+    def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
+        """See `Tensors.take_as`."""
         del shape
-        return self._read(name, torch.uint8)
+        return self._read(name, dtype)
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = self._stored(name)
+        if self._tensors[name].is_fp8:
+            tensor = fp8.dequantised(tensor, self._stored(name + fp8.SCALES_SUFFIX))
+        copied = tensor.to(device=self._device, dtype=dtype, copy=True)
+        self._num_read += 1
+        self._progress(self._num_read)
+        return copied
+
+    def _stored(self, name: str) -> Tensor:
         path = self._tensors[name].path
         if path != self._path:
             self._stack.close()
             self._file = self._stack.enter_context(_opened(path))
             self._path = path
         tensor: Tensor = self._file.get_tensor(name)
-        copied = tensor.to(device=self._device, dtype=dtype, copy=True)
-        self._num_read += 1
-        self._progress(self._num_read)
-        return copied
+        return tensor
 
 
 def _opened(path: Path) -> Any:

@@ -9,10 +9,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig
+from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig, Scoring
 from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
 from session_server.models.layers.moe import MixtureOfExperts
+from session_server.models.layers.routing import Router
 from session_server.runner.checkpoint import Tensors
 from session_server.runner.mxfp4 import take_mxfp4
 
@@ -33,11 +34,17 @@ def take_ffn(
     router, experts = _LAYOUTS[ffn.layout]
     weight = tensors.take(f"{prefix}{router}.weight", ffn.num_experts, hidden)
     bias = tensors.take(f"{prefix}{router}.bias", ffn.num_experts) if ffn.router_bias else None
+    correction = None
+    if ffn.routing.scoring is Scoring.SIGMOID:
+        name = f"{prefix}{router}.e_score_correction_bias"
+        correction = tensors.take_as(torch.float32, name, ffn.num_experts)
+    shared = None
+    if ffn.shared is not None:
+        shared = _dense(ffn.shared, hidden, tensors, f"{prefix}shared_experts.")
     return MixtureOfExperts(
-        make_linear(weight, bias),
+        Router(make_linear(weight, bias), ffn, correction),
         list(experts(ffn, hidden, tensors, f"{prefix}experts.")),
-        num_chosen=ffn.num_chosen,
-        is_normalised=ffn.normalised,
+        shared,
     )
 
 

@@ -118,8 +118,8 @@ def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -
         # Its KV lies under the model's page ids, and is released when the model's is.
         if pool not in of_model.pools:
             raise DraftMismatch(f"{cannot}: it has {pool} attention layers, which that one has not")
-        own, other = (of.mixer_of(pool).window for of in (of_draft, of_model))
-        if own is not None and other is not None and own > other:
+        own, other = (of.mixer_of(pool).group((), of.dtype).window for of in (of_draft, of_model))
+        if own > other:
             raise DraftMismatch(f"{cannot}: its window is {own} positions, and not up to {other}")
 
 

@@ -32,8 +32,10 @@ def take_mxfp4(tensors: Tensors, name: str, shape: tuple[int, int, int]) -> Tens
     """
     num_experts, outputs, inputs = shape
     num_blocks = inputs // BLOCK
-    blocks = tensors.take_bytes(f"{name}_blocks", num_experts, outputs, num_blocks, BLOCK // 2)
-    scales = tensors.take_bytes(f"{name}_scales", num_experts, outputs, num_blocks)
+    blocks = tensors.take_as(
+        torch.uint8, f"{name}_blocks", num_experts, outputs, num_blocks, BLOCK // 2
+    )
+    scales = tensors.take_as(torch.uint8, f"{name}_scales", num_experts, outputs, num_blocks)
     weights = torch.empty(shape, dtype=tensors.dtype, device=blocks.device)
     # One expert at a time: the numbers in between take several times the memory of the result.
     for expert in range(num_experts):

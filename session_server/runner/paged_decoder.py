@@ -8,13 +8,17 @@ from typing import Final, Literal
 
 from torch import Tensor
 
+from cache.pool.base import KvPages
 from cache.pool.mha import MhaPool
+from cache.pool.mla import MlaPool
 from cache.pool.page_table import PageTable
-from cache.spec import CacheSpec, Capacity
+from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName
 from session_server.attention.base import AttentionBackend, AttentionRule, BackendFactory
 from session_server.attention.cpu import CpuBackend
+from session_server.attention.mla import MlaBackend, MlaShape
 from session_server.attention.reference import ReferenceBackend
+from session_server.models.config import MlaConfig
 from session_server.models.decoder import Decoder
 from session_server.runner.inputs import ForwardInputs
 
@@ -22,6 +26,10 @@ BackendName = Literal["auto", "cpu", "torch"]
 
 _BACKENDS: Final[Mapping[str, BackendFactory]] = MappingProxyType(
     {"cpu": CpuBackend, "torch": ReferenceBackend}
+)
+
+_POOLS: Final[Mapping[LayerKind, type[MhaPool] | type[MlaPool]]] = MappingProxyType(
+    {LayerKind.FULL: MhaPool, LayerKind.WINDOW: MhaPool, LayerKind.LATENT: MlaPool}
 )
 
 
@@ -58,9 +66,9 @@ class PagedDecoder:
         device = decoder.device
         self.decoder = decoder
         self.page_size = spec.page_size
-        self.pools: Mapping[PoolName, MhaPool] = MappingProxyType(
+        self.pools: Mapping[PoolName, KvPages] = MappingProxyType(
             {
-                group.pool: MhaPool(
+                group.pool: _POOLS[group.kind](
                     group,
                     page_size=spec.page_size,
                     num_pages=capacity.num_pages[group.pool],
@@ -73,14 +81,24 @@ class PagedDecoder:
         self.backend_name = backend
         if backend == "auto":
             self.backend_name = "cpu" if device.type == "cpu" else "torch"
-        factory = _BACKENDS[self.backend_name]
-        self._backends: dict[PoolName, AttentionBackend] = {
-            name: factory(pool, tables[name], self.rule(name)) for name, pool in self.pools.items()
+        self._backends = {
+            name: self._backend(pool, tables[name]) for name, pool in self.pools.items()
         }
+
+    def _backend(self, pool: KvPages, table: PageTable) -> AttentionBackend | MlaBackend:
+        factory, rule = _BACKENDS[self.backend_name], self.rule(pool.name)
+        mixer = self.decoder.config.mixer_of(pool.name)
+        if isinstance(mixer, MlaConfig):
+            assert isinstance(pool, MlaPool), "latents lie in a pool of their own kind"
+            shape = MlaShape(mixer.nope_dim, mixer.value_dim)
+            return MlaBackend(pool, table, rule, shape, absorbed=factory)
+        return factory(pool, table, rule)
 
     def rule(self, pool: PoolName) -> AttentionRule:
         """How the layers of a pool attend."""
         mixer = self.decoder.config.mixer_of(pool)
+        if isinstance(mixer, MlaConfig):
+            return AttentionRule(mixer.num_heads, mixer.scale)
         return AttentionRule(mixer.num_heads, mixer.scale, mixer.window, mixer.softcap)
 
     def forward(self, inputs: ForwardInputs, wanted: Tensor) -> Tensor:

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from session_server.models.config import (
     AttentionConfig,
+    MlaConfig,
     ModelConfig,
     NormConfig,
     NormPlacement,
     QkNorm,
 )
-from session_server.models.decoder import Decoder, DecoderLayer, Norms
+from session_server.models.decoder import Decoder, DecoderLayer, Mixer, Norms
 from session_server.models.layers.attention import GqaMixer, GqaWeights
 from session_server.models.layers.linear import make_linear
+from session_server.models.layers.mla import MlaMixer
 from session_server.models.layers.norm import ProjectionNorm, RmsNorm
 from session_server.models.layers.rope import interleave_pairs
 from session_server.runner.checkpoint import (
@@ -30,6 +32,7 @@ from session_server.runner.checkpoint import (
     WantedTensors,
 )
 from session_server.runner.ffn_weights import take_ffn
+from session_server.runner.mla_weights import take_mla
 
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -70,7 +73,7 @@ def load_decoder(
     """
     checkpoint = Checkpoint(directory)
     wanted = expected_tensors(config, checkpoint.tensors)
-    checkpoint.check(wanted, _ignorable(config))
+    checkpoint.check(wanted, _ignorable(config, checkpoint.tensors))
     with TensorReader(checkpoint, device=device, dtype=dtype) as reader:
         if progress is not None:
             reader.report_to(progress, len(wanted))
@@ -89,11 +92,13 @@ def expected_tensors(config: ModelConfig, names: Iterable[str] = ()) -> dict[str
     return wanted.shapes
 
 
-def _ignorable(config: ModelConfig) -> set[str]:
-    """Tensors that some checkpoints carry and nobody needs."""
-    ignorable = {
-        f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(config.layers))
-    }
+def _ignorable(config: ModelConfig, names: Iterable[str]) -> set[str]:
+    """Those of `names` that some checkpoints carry and nobody needs."""
+    num_layers = len(config.layers)
+    further = range(num_layers, num_layers + config.num_draft_layers)
+    behind = tuple(f"model.layers.{index}." for index in further)
+    ignorable = {name for name in names if name.startswith(behind)}
+    ignorable |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(num_layers)}
     return ignorable | {_HEAD} if config.tied_embeddings else ignorable
 
 
@@ -115,19 +120,23 @@ def _layer(config: ModelConfig, index: int, tensors: Tensors) -> DecoderLayer:
         return RmsNorm(_gain(config.norm, tensors, prefix + name, hidden), config.norm.eps)
 
     names = _NORM_NAMES[config.norm.placement]
-    weights = _mixer(config, layer.mixer, tensors, prefix + "self_attn.")
-    in_pool = config.pools[layer.mixer.pool].index(index)
     return DecoderLayer(
         mixer_norms=Norms(norm(names[0]), norm(names[1])),
-        mixer=GqaMixer(layer.mixer, in_pool, weights),
+        mixer=_mixer(config, index, tensors, prefix + "self_attn."),
         ffn_norms=Norms(norm(names[2]), norm(names[3])),
         ffn=take_ffn(layer.ffn, hidden, tensors, prefix + "mlp."),
     )
 
 
-def _mixer(
-    config: ModelConfig, mixer: AttentionConfig, tensors: Tensors, prefix: str
-) -> GqaWeights:
+def _mixer(config: ModelConfig, index: int, tensors: Tensors, prefix: str) -> Mixer:
+    mixer = config.layers[index].mixer
+    in_pool = config.pools[mixer.pool].index(index)
+    if isinstance(mixer, MlaConfig):
+        return MlaMixer(mixer, in_pool, take_mla(mixer, config.hidden_size, tensors, prefix))
+    return GqaMixer(mixer, in_pool, _gqa(config, mixer, tensors, prefix))
+
+
+def _gqa(config: ModelConfig, mixer: AttentionConfig, tensors: Tensors, prefix: str) -> GqaWeights:
     head_dim, hidden = mixer.head_dim, config.hidden_size
     sizes = [heads * head_dim for heads in (mixer.num_heads, mixer.num_kv_heads)]
 

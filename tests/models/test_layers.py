@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from session_server.models.config import GateConfig, GateKind, RopeConfig
+from session_server.models.config import (
+    ExpertLayout,
+    GateConfig,
+    GateKind,
+    MlpConfig,
+    MoeConfig,
+    RopeConfig,
+)
 from session_server.models.layers.linear import (
     MIN_PACKED_ELEMENTS,
     PackedLinear,
@@ -21,6 +28,7 @@ from session_server.models.layers.mlp import make_gate
 from session_server.models.layers.moe import MixtureOfExperts
 from session_server.models.layers.norm import ProjectionNorm, RmsNorm
 from session_server.models.layers.rope import Rope, interleave_pairs
+from session_server.models.layers.routing import Router
 
 CPU = torch.device("cpu")
 
@@ -106,8 +114,9 @@ def test_a_gate_is_its_formula(kind: GateKind) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
 @pytest.mark.parametrize("is_normalised", [False, True])
+@pytest.mark.parametrize("has_shared", [False, True])
 def test_a_mixture_is_the_weighted_sum_of_the_best_experts(
-    num_tokens: int, is_normalised: bool
+    *, num_tokens: int, is_normalised: bool, has_shared: bool
 ) -> None:
     router, x = torch.randn(5, 16), torch.randn(num_tokens, 16)
     calls: list[int] = []
@@ -120,18 +129,19 @@ def test_a_mixture_is_the_weighted_sum_of_the_best_experts(
 
         return call
 
+    config = MoeConfig(5, 2, MlpConfig(16), is_normalised, ExpertLayout.QWEN)
+    common = torch.randn(16, 16) if has_shared else torch.zeros(16, 16)
     mixture = MixtureOfExperts(
-        PlainLinear(router, None),
+        Router(PlainLinear(router, None), config, None),
         [expert(index) for index in range(5)],
-        num_chosen=2,
-        is_normalised=is_normalised,
+        PlainLinear(common.T, None) if has_shared else None,
     )
     shares = (x @ router.T).softmax(-1)
     for token, mixed in enumerate(mixture(x)):
         best = sorted(range(5), key=lambda index: -float(shares[token, index]))[:2]
         total = float(shares[token, best].sum()) if is_normalised else 1.0
         expected = sum(shares[token, e] / total * (x[token] @ matrices[e]) for e in best)
-        torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mixed, expected + x[token] @ common, rtol=1e-4, atol=1e-5)
     assert len(calls) == len(set(calls)), "an expert runs once, whatever the number of tokens"
 
 

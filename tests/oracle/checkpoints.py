@@ -32,8 +32,11 @@ LAYERED_FAMILIES: Final = (
     "olmo3",
     "gpt_oss",
     "qwen3_moe",
+    "deepseek_v2_lite",
+    "deepseek_v2",
+    "deepseek_v3",
 )
-"""Families with layers of several kinds: windows, experts, norms in other places."""
+"""Families with layers of several kinds: windows, experts, latents, norms in other places."""
 
 WINDOW: Final = 16
 
@@ -56,6 +59,32 @@ _SHAPE: Final[Mapping[str, Any]] = MappingProxyType(
         "pad_token_id": None,
     }
 )
+_DEEPSEEK: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "num_key_value_heads": 6,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "mscale": 0.9,
+            "mscale_all_dim": 0.6,
+            "rope_theta": 500.0,
+        },
+    }
+)
+"""At these sizes, ten new tokens of a row are absorbed and eleven expanded."""
+
 _FAMILY: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "llama": {"attention_bias": True, "mlp_bias": True},
@@ -118,6 +147,28 @@ _FAMILY: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
         },
+        "deepseek_v2_lite": {
+            **_DEEPSEEK,
+            "model_type": "deepseek_v2",
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "attention_bias": True,
+        },
+        "deepseek_v2": {
+            **_DEEPSEEK,
+            "q_lora_rank": 14,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 3.0,
+        },
+        "deepseek_v3": {
+            **_DEEPSEEK,
+            "q_lora_rank": 14,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+        },
     }
 )
 
@@ -153,6 +204,9 @@ def write_checkpoint(
                 parameter.copy_(noise)
             else:
                 parameter.copy_(std * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory

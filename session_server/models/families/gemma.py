@@ -26,11 +26,9 @@ from session_server.models.fields import RawConfig
 
 def gemma2(raw: RawConfig) -> ModelConfig:
     """Gemma 2 (2024): soft-capped scores and logits; every second layer is full."""
-    rope = fields.one_rope(raw)
-    model = _gemma(raw, (rope, rope), lambda index: index % 2 == 0)
     softcap = _softcap(raw, "attn_logit_softcapping")
-    layers = (replace(layer, mixer=replace(layer.mixer, softcap=softcap)) for layer in model.layers)
-    return replace(model, layers=tuple(layers))
+    mixer = replace(_mixer(raw, fields.one_rope(raw)), softcap=softcap)
+    return _gemma(raw, (mixer, mixer), lambda index: index % 2 == 0)
 
 
 def gemma3(raw: RawConfig) -> ModelConfig:
@@ -39,24 +37,23 @@ def gemma3(raw: RawConfig) -> ModelConfig:
     theta = float(raw.get("rope_theta") or 1_000_000.0)
     local_theta = float(raw.get("rope_local_base_freq") or 10_000.0)
     ropes = fields.two_ropes(raw, full=theta, window=local_theta)
+    full, windowed = (replace(_mixer(raw, rope), qk_norm=QkNorm.HEAD) for rope in ropes)
     period = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
-    model = _gemma(raw, ropes, lambda index: (index + 1) % period != 0)
-    layers = (
-        replace(layer, mixer=replace(layer.mixer, qk_norm=QkNorm.HEAD)) for layer in model.layers
-    )
-    return replace(model, layers=tuple(layers))
+    return _gemma(raw, (full, windowed), lambda index: (index + 1) % period != 0)
 
 
 def _gemma(
-    raw: RawConfig, ropes: tuple[RopeConfig, RopeConfig], is_windowed: Callable[[int], bool]
+    raw: RawConfig,
+    mixers: tuple[AttentionConfig, AttentionConfig],
+    is_windowed: Callable[[int], bool],
 ) -> ModelConfig:
-    """What both have in common. `ropes`: of full and of windowed layers."""
+    """What both have in common. `mixers`: of full and of windowed layers."""
     fields.refuse_unless(raw, "use_bidirectional_attention", False)
     fields.refuse_unless(raw, "hidden_activation", "gelu_pytorch_tanh")
     gate = GateConfig(GateKind.GELU_TANH)
     ffn = MlpConfig(fields.integer(raw, "intermediate_size"), gate=gate)
     windows = fields.layer_windows(raw, fields.integer(raw, "sliding_window"), is_windowed)
-    full, windowed = (_mixer(raw, rope) for rope in ropes)
+    full, windowed = mixers
     layers = (
         LayerConfig(full if window is None else replace(windowed, window=window), ffn)
         for window in windows

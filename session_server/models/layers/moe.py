@@ -7,39 +7,35 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from session_server.models.layers.linear import Linear
+from session_server.models.layers.routing import Router
 
 
 class MixtureOfExperts:
-    """Top-k routing (Shazeer et al. 2017). An expert runs once per step, over all of its tokens."""
+    """An expert runs once per step, over all of its tokens (Shazeer et al. 2017)."""
 
-    __slots__ = ("_experts", "_is_normalised", "_num_chosen", "_router")
+    __slots__ = ("_experts", "_router", "_shared")
 
     def __init__(
         self,
-        router: Linear,
+        router: Router,
         experts: Sequence[Callable[[Tensor], Tensor]],
-        *,
-        num_chosen: int,
-        is_normalised: bool,
+        shared: Callable[[Tensor], Tensor] | None,
     ) -> None:
         """Args:
-        router: [hidden] -> [experts], scores.
-        experts: the feed-forwards, each [tokens, hidden] -> [tokens, hidden].
-        num_chosen: experts per token.
-        is_normalised: whether the weights of the chosen add up to one.
+        router: says who goes where.
+        experts: the feed-forwards.
+        shared: the one for every token; None without.
         """
         self._router = router
         self._experts = tuple(experts)
-        self._num_chosen = num_chosen
-        self._is_normalised = is_normalised
+        self._shared = shared
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        weights, chosen = self._route(x)
+        weights, chosen = self._router(x)
         # Choices sorted by expert: those of one expert are neighbours, and one call serves them.
         order = chosen.flatten().argsort(stable=True)
-        tokens = order // self._num_chosen
+        tokens = order // chosen.shape[1]
         counts = torch.bincount(chosen.flatten(), minlength=len(self._experts)).tolist()
         inputs = x.index_select(0, tokens)
         outputs = torch.empty_like(inputs)
@@ -49,12 +45,5 @@ class MixtureOfExperts:
                 outputs[first : first + count] = expert(inputs[first : first + count])
                 first += count
         outputs *= weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(x).index_add_(0, tokens, outputs)
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, in the dtype of `x`, and indices of the chosen experts, each [tokens, k]."""
-        shares = torch.softmax(self._router(x), dim=-1, dtype=torch.float32)
-        weights, chosen = torch.topk(shares, self._num_chosen, dim=-1)
-        if self._is_normalised:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), chosen
+        mixed = torch.zeros_like(x) if self._shared is None else self._shared(x)
+        return mixed.index_add_(0, tokens, outputs)

@@ -1,0 +1,127 @@
+"""Latent attention and experts beside shared ones: `deepseek_v2` (V2-Lite too), `deepseek_v3`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Final
+
+from session_server.models import fields
+from session_server.models.config import (
+    ExpertLayout,
+    LayerConfig,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    RopeKind,
+    RoutingConfig,
+    Scoring,
+)
+from session_server.models.errors import UnsupportedModel
+from session_server.models.families import dense
+from session_server.models.fields import RawConfig
+
+FP8_BLOCK: Final = [128, 128]
+
+
+def deepseek_v2(raw: RawConfig) -> ModelConfig:
+    """DeepSeek-V2 (2024). The Lite model projects queries at once and has one group of experts."""
+    fields.refuse_unless(raw, "topk_method", "greedy", "group_limited_greedy")
+    fields.refuse_unless(raw, "scoring_func", "softmax")
+    fields.refuse_unless(raw, "norm_topk_prob", False)
+    is_grouped = raw.get("topk_method", "greedy") == "group_limited_greedy"
+    routing = _routing(raw, Scoring.SOFTMAX) if is_grouped else RoutingConfig()
+    scale = float(raw.get("routed_scaling_factor") or 1.0)
+    return _deepseek(raw, replace(routing, weight_scale=scale), num_dense=0)
+
+
+def deepseek_v3(raw: RawConfig) -> ModelConfig:
+    """DeepSeek-V3 and R1 (2024). The layers that predict further tokens are not loaded."""
+    fields.refuse_unless(raw, "topk_method", "noaux_tc")
+    fields.refuse_unless(raw, "scoring_func", "sigmoid")
+    fields.refuse_unless(raw, "rope_interleave", True)
+    _refuse_other_blocks(raw.get("quantization_config") or {})
+    scale = float(raw.get("routed_scaling_factor", 2.5))
+    routing = replace(_routing(raw, Scoring.SIGMOID), weight_scale=scale)
+    num_further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1))
+    return replace(_deepseek(raw, routing, num_dense=3), num_draft_layers=num_further)
+
+
+def _deepseek(raw: RawConfig, routing: RoutingConfig, *, num_dense: int) -> ModelConfig:
+    """What both have in common. `num_dense`: layers without experts where nothing says it."""
+    fields.refuse_unless(raw, "moe_layer_freq", 1)
+    fields.refuse_unless(raw, "mlp_bias", False)
+    mixer, dense_ffn = _mixer(raw), fields.silu_mlp(raw)
+    num_dense = raw.get("first_k_dense_replace", num_dense)
+    num_layers = fields.integer(raw, "num_hidden_layers")
+    experts = _experts(raw, routing) if num_dense < num_layers else dense_ffn
+    layers = (
+        LayerConfig(mixer, dense_ffn if index < num_dense else experts)
+        for index in range(num_layers)
+    )
+    return fields.model(raw, layers, dense.norm(raw))
+
+
+def _mixer(raw: RawConfig) -> MlaConfig:
+    rope = fields.one_rope(raw)
+    nope_dim = fields.integer(raw, "qk_nope_head_dim")
+    rope_dim = fields.integer(raw, "qk_rope_head_dim")
+    rank = fields.integer(raw, "kv_lora_rank")
+    sizes = {"qk_nope_head_dim": nope_dim, "qk_rope_head_dim": rope_dim, "kv_lora_rank": rank}
+    for name, size in sizes.items():
+        if size % 2 != 0:
+            raise UnsupportedModel(f"{name} {size} is odd, which is not implemented")
+    has_q_rank = raw.get("q_lora_rank") is not None
+    return MlaConfig(
+        num_heads=fields.integer(raw, "num_attention_heads"),
+        rank=rank,
+        q_rank=fields.integer(raw, "q_lora_rank") if has_q_rank else None,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=fields.integer(raw, "v_head_dim"),
+        scale=_scale(raw, rope) / math.sqrt(nope_dim + rope_dim),
+        rope=rope,
+        bias=bool(raw.get("attention_bias", False)),
+    )
+
+
+def _scale(raw: RawConfig, rope: RopeConfig) -> float:
+    """What stretched positions multiply scores by: the square of YaRN's temperature (Peng et al.
+    2023), of which cosines and sines only have the part that `mscale` says."""
+    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    weight = settings.get("mscale_all_dim")
+    if rope.kind is RopeKind.DEFAULT or not weight:
+        return 1.0
+    return fields.yarn_magnitude(rope.factor, float(weight)) ** 2
+
+
+def _experts(raw: RawConfig, routing: RoutingConfig) -> MoeConfig:
+    num_experts = fields.integer(raw, "n_routed_experts")
+    if num_experts % routing.num_groups != 0:
+        raise UnsupportedModel(
+            f"{num_experts} routed experts do not divide over {routing.num_groups} groups"
+        )
+    expert = fields.silu_mlp(raw, "moe_intermediate_size")
+    num_shared = raw.get("n_shared_experts") or 0
+    return MoeConfig(
+        num_experts=num_experts,
+        num_chosen=fields.integer(raw, "num_experts_per_tok"),
+        expert=expert,
+        normalised=bool(raw.get("norm_topk_prob", routing.scoring is Scoring.SIGMOID)),
+        layout=ExpertLayout.QWEN,
+        routing=routing,
+        shared=replace(expert, intermediate_size=num_shared * expert.intermediate_size)
+        if num_shared
+        else None,
+    )
+
+
+def _routing(raw: RawConfig, scoring: Scoring) -> RoutingConfig:
+    return RoutingConfig(scoring, fields.integer(raw, "n_group"), fields.integer(raw, "topk_group"))
+
+
+def _refuse_other_blocks(quantisation: dict[str, Any]) -> None:
+    block = quantisation.get("weight_block_size", FP8_BLOCK)
+    if block != FP8_BLOCK:
+        raise UnsupportedModel(f"weight_block_size {block} is not implemented; known: {FP8_BLOCK}")

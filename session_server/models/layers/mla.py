@@ -1,0 +1,71 @@
+"""The latent attention mixer: projections, norms, rotation, and the backend in the middle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from session_server.attention.mla import MlaPlan
+from session_server.models.config import MlaConfig
+from session_server.models.layers.linear import Linear
+from session_server.models.layers.norm import RmsNorm
+from session_server.models.layers.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class QueryUp:
+    """What makes queries of their latent: a norm of it, and [q_rank] -> [heads * (nope + rope)]."""
+
+    norm: RmsNorm
+    up: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class MlaWeights:
+    """What one latent attention layer has learned.
+
+    `down`: [hidden] -> queries, or their latent, then [rank + rope], rotary pairs adjacent.
+    `query`: None where `down` gives queries. `norm`: of the latent. `up`: [heads, nope + value,
+    rank], what makes K and V of a latent. `output`: [heads * value] -> [hidden].
+    """
+
+    down: Linear
+    query: QueryUp | None
+    norm: RmsNorm
+    up: Tensor
+    output: Linear
+
+
+class MlaMixer:
+    """Multi-head latent attention (DeepSeek-AI 2024) with the projections of a token fused."""
+
+    __slots__ = ("_config", "_layer", "_weights")
+
+    def __init__(self, config: MlaConfig, layer: int, weights: MlaWeights) -> None:
+        """Args:
+        config: sizes.
+        layer: index of the layer within its pool.
+        weights: of this layer.
+        """
+        self._config = config
+        self._layer = layer
+        self._weights = weights
+
+    def __call__(self, x: Tensor, phases: Tensor, attention: MlaPlan) -> Tensor:
+        """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden].
+
+        Writes the latent and rotary key of every token to the pool before it reads.
+        """
+        config, weights = self._config, self._weights
+        lowered = weights.down(x)
+        # What is stored lies behind the queries, and becomes what is stored where it lies.
+        split = lowered.shape[-1] - config.rank - config.rope_dim
+        q, rows = lowered[:, :split], lowered[:, split:]
+        if weights.query is not None:
+            q = weights.query.up(weights.query.norm(q))
+        q = q.view(len(x), config.num_heads, -1)
+        weights.norm.apply_(rows[:, : config.rank])
+        Rope.rotate_(q[..., config.nope_dim :], phases)
+        Rope.rotate_(rows[:, None, config.rank :], phases)
+        return weights.output(attention.attend(self._layer, q, rows, weights.up))

@@ -1,0 +1,32 @@
+"""FP8 weights with a scale per block (DeepSeek-AI 2024, the V3 report, section 3.3) to floats.
+
+A weight `W` of 8-bit floats (E4M3) comes with `W_scale_inv`: a factor for every block of 128 by 128
+numbers. Blocks at the end of a row or column are cut off where the weight ends.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+BLOCK: Final = 128
+"""Rows, and columns, that share a scale."""
+
+STORED_DTYPE: Final = "F8_E4M3"
+"""What safetensors calls such numbers."""
+
+SCALES_SUFFIX: Final = "_scale_inv"
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the scales of a weight [..., outputs, inputs]."""
+    return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+
+
+def dequantised(weight: Tensor, scales: Tensor) -> Tensor:
+    """FP8 [outputs, inputs] and its scales to float32 [outputs, inputs]."""
+    outputs, inputs = weight.shape
+    by_row = scales.float().repeat_interleave(BLOCK, dim=0)[:outputs]
+    factors = by_row.repeat_interleave(BLOCK, dim=1)[:, :inputs]
+    return weight.float().mul_(factors)

@@ -1,0 +1,69 @@
+"""The latent attention of one layer from a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from session_server.models.config import MlaConfig
+from session_server.models.layers.linear import Linear, make_linear
+from session_server.models.layers.mla import MlaWeights, QueryUp
+from session_server.models.layers.norm import RmsNorm
+from session_server.runner.checkpoint import Tensors
+
+NORM_EPS: Final = 1e-6
+"""Of the norms of latents, whatever the configuration says of the others."""
+
+
+def take_mla(mixer: MlaConfig, hidden: int, tensors: Tensors, prefix: str) -> MlaWeights:
+    """Build one.
+
+    Args:
+        mixer: its description.
+        hidden: size of what goes in and comes out.
+        tensors: where the weights are.
+        prefix: of their names.
+    """
+    heads, width = mixer.num_heads, mixer.nope_dim + mixer.value_dim
+    up = tensors.take(f"{prefix}kv_b_proj.weight", heads * width, mixer.rank)
+    output = tensors.take(f"{prefix}o_proj.weight", hidden, heads * mixer.value_dim)
+    output_bias = tensors.take(f"{prefix}o_proj.bias", hidden) if mixer.bias else None
+    return MlaWeights(
+        down=_down(mixer, hidden, tensors, prefix),
+        query=_query(mixer, tensors, prefix),
+        norm=RmsNorm(tensors.take(f"{prefix}kv_a_layernorm.weight", mixer.rank), NORM_EPS),
+        up=up.view(heads, width, mixer.rank),
+        output=make_linear(output, output_bias),
+    )
+
+
+def _down(mixer: MlaConfig, hidden: int, tensors: Tensors, prefix: str) -> Linear:
+    """Queries, or their latent, and what is stored, in one projection."""
+    query = f"{prefix}q_proj" if mixer.q_rank is None else f"{prefix}q_a_proj"
+    query_size, stored = mixer.q_rank or _query_size(mixer), f"{prefix}kv_a_proj_with_mqa"
+    stored_size = mixer.rank + mixer.rope_dim
+    weights = (
+        tensors.take(f"{query}.weight", query_size, hidden),
+        tensors.take(f"{stored}.weight", stored_size, hidden),
+    )
+    if not mixer.bias:
+        return make_linear(torch.cat(weights))
+    stored_bias = tensors.take(f"{stored}.bias", stored_size)
+    # Queries projected at once have no bias in any checkpoint.
+    query_bias = stored_bias.new_zeros(query_size)
+    if mixer.q_rank is not None:
+        query_bias = tensors.take(f"{query}.bias", query_size)
+    return make_linear(torch.cat(weights), torch.cat((query_bias, stored_bias)))
+
+
+def _query(mixer: MlaConfig, tensors: Tensors, prefix: str) -> QueryUp | None:
+    if mixer.q_rank is None:
+        return None
+    gain = tensors.take(f"{prefix}q_a_layernorm.weight", mixer.q_rank)
+    up = tensors.take(f"{prefix}q_b_proj.weight", _query_size(mixer), mixer.q_rank)
+    return QueryUp(RmsNorm(gain, NORM_EPS), make_linear(up))
+
+
+def _query_size(mixer: MlaConfig) -> int:
+    return mixer.num_heads * (mixer.nope_dim + mixer.rope_dim)
