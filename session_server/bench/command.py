@@ -4,6 +4,7 @@
   kept         the next turn on a kept session against resending the conversation
   speculation  answers with guesses from the session's own text against those without
   memory-check what the memory checker adds to a step, beside idle sessions
+  mla          a decode step of latent attention while the history grows, absorbed and expanded
 
 Shared machines are noisy: quote ratios of one run, and run twice before believing one.
 """
@@ -29,6 +30,7 @@ from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
 from session_server.bench.memory_check import MemoryCheckWorkload, measure_memory_check
+from session_server.bench.mla import MlaWorkload, measure_mla
 from session_server.bench.plots import plot_growth
 from session_server.bench.speculation import SpeculationWorkload, measure_speculation
 
@@ -170,11 +172,32 @@ def _show_memory_check(report: Figures, console: Console) -> None:
     )
 
 
+def _measure_mla(_: argparse.Namespace, progress: Progress) -> Figures:
+    load = MlaWorkload()
+    task = progress.add_task("steps", total=load.total_steps)
+    return measure_mla(load, on_step=lambda: progress.advance(task))
+
+
+def _show_mla(report: Figures, console: Console) -> None:
+    sizes = f"{report['num_layers']} layers, {report['bytes_per_layer_token']} bytes per position"
+    table = Table(title=f"decode step of latent attention, {sizes}: median ms (ratio)")
+    histories = list(next(iter(report["ways"].values())))
+    for column in ("", *(f"history {history}" for history in histories)):
+        table.add_column(column, justify="right")
+    for way, figures in report["ways"].items():
+        cells = (
+            f"{figure['median_ms']:.2f} ({figure['ratio']:.2f})" for figure in figures.values()
+        )
+        table.add_row(way, *cells)
+    console.print(table)
+
+
 BENCHMARKS: Final[Mapping[str, Benchmark]] = MappingProxyType(
     {
         "sessions": Benchmark(_measure_sessions, _show_sessions),
         "kept": Benchmark(_measure_kept, _show_kept),
         "memory-check": Benchmark(_measure_memory_check, _show_memory_check),
+        "mla": Benchmark(_measure_mla, _show_mla),
         "speculation": Benchmark(_measure_speculation, _show_speculation),
     }
 )

@@ -11,9 +11,11 @@ from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
 from session_server.bench.memory_check import MemoryCheckWorkload, measure_memory_check
+from session_server.bench.mla import MlaWorkload, measure_mla
 from session_server.bench.plots import plot_growth
 from session_server.bench.speculation import WORKLOADS, SpeculationWorkload, measure_speculation
 from session_server.runner.capacity import MemoryLimits
+from session_server.runner.latent_layers import WAYS as MLA_WAYS
 from session_server.runner.loader import RunnerOptions, load_runner
 
 
@@ -90,3 +92,15 @@ def test_host_benchmarks_time_the_real_engine() -> None:
     for figures in (idle, admission):
         assert all(figure["median_us"] > 0 for figure in figures.values())
         assert next(iter(figures.values()))["ratio"] == 1.0
+
+
+def test_latent_attention_is_timed_in_every_way_at_every_history() -> None:
+    steps = []
+    load = MlaWorkload(hidden_size=64, num_layers=1, histories=(20, 40), num_steps=2)
+    figures = measure_mla(load, on_step=lambda: steps.append(1))
+    assert len(steps) == load.total_steps == len(MLA_WAYS) * 2 * 3
+    assert figures["bytes_per_layer_token"] == (512 + 64) * 4
+    assert set(figures["ways"]) == set(MLA_WAYS)
+    for of_way in figures["ways"].values():
+        assert of_way["20"]["ratio"] == 1.0
+        assert of_way["20"]["median_ms"] > 0 < of_way["40"]["median_ms"]

@@ -1,0 +1,84 @@
+"""What a decode step of latent attention costs while the history grows.
+
+Layers of DeepSeek-V2-Lite's sizes with random weights, attention only: what a feed-forward adds is
+the same at every history and would hide how attention grows. Absorbed attention reads the latents
+as they lie, on either backend; beside it, the same layers make K and V of the whole history in
+every step, which is what caching latents costs where queries are not absorbed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from session_server.models.config import MlaConfig, RopeConfig
+from session_server.runner.latent_layers import WAYS, LatentLayers
+
+DEEPSEEK_V2_LITE: Final = MlaConfig(
+    num_heads=16,
+    rank=512,
+    q_rank=None,
+    nope_dim=128,
+    rope_dim=64,
+    value_dim=128,
+    scale=192**-0.5,
+    rope=RopeConfig(10_000.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MlaWorkload:
+    """One token per step, after each of `histories` positions on consecutive pages."""
+
+    mixer: MlaConfig = DEEPSEEK_V2_LITE
+    hidden_size: int = 2048
+    num_layers: int = 2
+    histories: tuple[int, ...] = (256, 1024, 4096)
+    num_steps: int = 15
+    page_size: int = 16
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all ways, those that warm up included."""
+        return len(WAYS) * len(self.histories) * (self.num_steps + 1)
+
+
+def measure_mla(load: MlaWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
+    """Time the workload; calls `on_step` after each step.
+
+    Histories and ways take turns, so that a noisy minute spoils none of them more than others.
+    """
+    layers = LatentLayers(
+        load.mixer,
+        hidden_size=load.hidden_size,
+        num_layers=load.num_layers,
+        max_history=max(load.histories),
+        page_size=load.page_size,
+    )
+    times: dict[str, dict[int, list[float]]] = {
+        way: {history: [] for history in load.histories} for way in WAYS
+    }
+    for step in range(load.num_steps + 1):
+        for way, of_way in times.items():
+            for history in load.histories:
+                seconds = layers.step_s(way, history)
+                if step:
+                    of_way[history].append(seconds)
+                on_step()
+    return {
+        "num_layers": load.num_layers,
+        "hidden_size": load.hidden_size,
+        "bytes_per_layer_token": layers.bytes_per_layer_token,
+        "ways": {way: _figures(of_way) for way, of_way in times.items()},
+    }
+
+
+def _figures(times: dict[int, list[float]]) -> dict[str, dict[str, float]]:
+    medians = {history: statistics.median(of_history) for history, of_history in times.items()}
+    first = medians[min(medians)]
+    return {
+        str(history): {"median_ms": median * 1e3, "ratio": median / first}
+        for history, median in medians.items()
+    }
