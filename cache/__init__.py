@@ -18,7 +18,7 @@ from cache.errors import (
     UnknownSession,
 )
 from cache.ledger import Accounts
-from cache.radix import MatchResult
+from cache.radix_node import MatchResult
 from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind, plan_capacity

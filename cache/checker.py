@@ -20,10 +20,11 @@ from typing import Final
 
 import numpy as np
 
+from cache.components import Component
 from cache.errors import AuditFailed
 from cache.lease import KVLease
 from cache.ledger import Accounts
-from cache.radix import RadixNode
+from cache.radix_node import RadixNode
 from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
 from cache.stores import KVStores
@@ -89,7 +90,8 @@ def find_violations(
         found += [Violation(f"{name}: {text}", name) for text in _slot(slot, stores)]
     if level == 1:
         return found
-    texts = [*_locks(slots, stores), *_shape(stores), *_rows(slots, stores)]
+    texts = [*_locks(slots, stores), *_page_locks(slots, stores)]
+    texts += [*_shape(stores), *_rows(slots, stores)]
     for pool in stores.ledgers:
         texts += _pages(pool, slots, stores)
     return found + [Violation(text) for text in texts]
@@ -110,18 +112,31 @@ def _slot(slot: SessionSlot, stores: KVStores) -> Iterator[str]:
     path = stores.tree.path(lease.receipt)
     yield from _content(slot, lease, path)
     for component in stores.components:
-        num_dead = component.live_from(lease.computed_len) // stores.page_size
         row = stores.rows.entries(component.pool, lease.row)
-        # The pair check: what the lease says it holds is what attention will read, and before and
-        # behind it are null pages, which are zeros.
-        held = bytes(num_dead * row.itemsize)
-        held += b"".join(pages.tobytes() for pages in _page_arrays(path, component.pool))
-        held += np.array(lease.private_pages(component.pool), np.int32).tobytes()
+        # The pair check: what the lease says it holds is what attention will read, and behind it
+        # are null pages, which are zeros.
+        held = b"".join(pages.tobytes() for pages in _page_arrays(path, component.pool))
+        if component.forgets:
+            held = _held_part(held, row, lease, component)
+        held += np.array(lease.private_entries(component.pool), np.int32).tobytes()
         if row.tobytes() != held.ljust(row.nbytes, b"\0"):
             entries = row[: np.flatnonzero(row)[-1] + 1] if row.any() else row[:0]
             pages = np.frombuffer(held, np.int32)
             yield f"{component.pool}: row {lease.row} is {entries}, the lease holds {pages}"
-        yield from _closed_form(slot, lease, component.pool, stores)
+        yield from _closed_form(slot, lease, component, stores)
+
+
+def _held_part(pages: bytes, row: Pages, lease: KVLease, component: Component) -> bytes:
+    """The pages of a lock path that the lease has locked, null pages in the place of others.
+
+    One that is locked and not read may be missing in the row: somebody else has published it since.
+    """
+    entries = np.frombuffer(pages, np.int32).copy()
+    for page in range(len(entries)):
+        is_gone = row[page] == NULL_PAGE and not lease.needs(component, page)
+        if is_gone or not lease.holds(component, page):
+            entries[page] = NULL_PAGE
+    return entries.tobytes()
 
 
 def _lengths(slot: SessionSlot, lease: KVLease, page_size: int) -> Iterator[str]:
@@ -150,13 +165,37 @@ def _content(slot: SessionSlot, lease: KVLease, path: list[RadixNode]) -> Iterat
 
 
 def _closed_form(
-    slot: SessionSlot, lease: KVLease, pool: PoolName, stores: KVStores
+    slot: SessionSlot, lease: KVLease, component: Component, stores: KVStores
 ) -> Iterator[str]:
-    """The formula of the original work: private = ceil(allocated / P) - protected / P."""
-    page_size = stores.page_size
+    """The formula of the original work: private = ceil(allocated / P) - protected / P; where a pool
+    forgets, without what was let go, and with all that the next forward reads."""
+    pool, page_size = component.pool, stores.page_size
     private = pages_for(slot.kv_allocated_len, page_size) - slot.cache_protected_len // page_size
-    if private != lease.num_private(pool):
+    entries = lease.private_entries(pool)
+    num_gone = entries.count(NULL_PAGE)
+    if private - num_gone != lease.num_private(pool) or (num_gone and not component.forgets):
         yield f"{pool}: {lease.num_private(pool)} private pages, the closed form says {private}"
+    if lease.continuable_len(slot.kv_committed_len) != slot.kv_committed_len:
+        yield f"{pool}: a page that the next forward reads was let go"
+
+
+def _page_locks(slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:
+    """In pools that forget, lock counts of pages are the number of leases that hold them."""
+    for component in stores.forgetful:
+        expected: Counter[tuple[int, int]] = Counter()
+        for slot in slots:
+            if slot.lease is None:
+                continue
+            at = 0
+            for node in stores.tree.path(slot.lease.receipt):
+                for index in range(len(node.pages[component.pool])):
+                    expected[id(node), index] += slot.lease.holds(component, at + index)
+                at += len(node.pages[component.pool])
+        for _, root in stores.tree.roots():
+            for node in _below(root):
+                locks = node.page_locks[component.pool].view().tolist()
+                if locks != [expected[id(node), index] for index in range(len(locks))]:
+                    yield f"{component.pool}: pages of a node count {locks} locks"
 
 
 def _locks(slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:
@@ -219,8 +258,8 @@ def _pages(pool: PoolName, slots: Iterable[SessionSlot], stores: KVStores) -> It
         if slot.lease is not None:
             private[slot.is_active] += slot.lease.private_pages(pool)
     free = stores.allocators[pool].free_pages()
-    evictable = _page_arrays([node for node in nodes if not node.lock_count], pool)
-    protected = _page_arrays([node for node in nodes if node.lock_count], pool)
+    evictable = [pages for node in nodes if len(pages := _tree_pages(node, pool, is_locked=False))]
+    protected = [pages for node in nodes if len(pages := _tree_pages(node, pool, is_locked=True))]
     recount = Accounts(
         pool=pool,
         pages=ledger.num_pages,
@@ -245,6 +284,14 @@ def _pages(pool: PoolName, slots: Iterable[SessionSlot], stores: KVStores) -> It
     if (num_holders != 1).any():
         twice, lost = np.flatnonzero(num_holders > 1), np.flatnonzero(num_holders == 0)
         yield f"{pool}: pages with two holders {twice}, with none {lost}"
+
+
+def _tree_pages(node: RadixNode, pool: PoolName, *, is_locked: bool) -> Pages:
+    """Pages of an edge that are there and locked, or not."""
+    pages: Pages = node.pages[pool].view()
+    if pool in node.page_locks:
+        return pages[((node.page_locks[pool].view() > 0) == is_locked) & (pages != NULL_PAGE)]
+    return pages if (node.lock_count > 0) == is_locked else pages[:0]
 
 
 def _page_arrays(nodes: Iterable[RadixNode], pool: PoolName) -> list[Pages]:

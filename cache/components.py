@@ -1,7 +1,9 @@
-"""What each kind of layer allows: how far its KV can be reused, cut back, and what it still reads.
+"""What each kind of layer keeps of the past, and so where a forward can go on from.
 
-The lease and the façade ask every component and take the smallest answer, so a kind with stricter
-rules (a sliding window, a recurrent state) adds a class here and an entry in `_RULES`.
+A pool's pages of one session are entries of its row: a page id, or `NULL_PAGE` for a page that was
+let go because nothing will read it again. The tree keeps the same entries on its edges. One
+question decides matches, rewinds and releases alike, and every component answers it: from which
+position on does a forward at this length still read? What lies before may be gone.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from cache.spec import CacheSpec, LayerKind
-from cache.types import PoolName
+import numpy as np
+
+from cache.spec import CacheSpec, LayerGroup, LayerKind
+from cache.types import Pages, PoolName, pages_for
 
 
 class Component(Protocol):
@@ -22,24 +26,28 @@ class Component(Protocol):
         """The pool whose pages it rules."""
         ...
 
-    def reusable_len(self, matched_len: int) -> int:
-        """The longest prefix of a tree match that a forward can continue from."""
+    @property
+    def forgets(self) -> bool:
+        """Whether there are pages that nothing reads again, however the session goes on."""
         ...
 
-    def rewind_len(self, computed_len: int, to_len: int) -> int:
-        """The longest length <= `to_len` to which content of `computed_len` can be cut back."""
+    def first_page(self, length: int) -> int:
+        """The first page that a query at position `length` reads."""
         ...
 
-    def live_from(self, length: int) -> int:
-        """The first position a query at `length` still reads.
+    def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
+        """The longest length <= `length` that a forward can go on from.
 
-        Whole pages before it are neither locked nor held.
+        Args:
+            entries: pages from index `first` on, int32 [n]; they reach up to `length`.
+            length: tokens whose content is valid where there is a page.
+            first: index of the first entry; pages before it are gone.
         """
         ...
 
 
 class FullAttention:
-    """Every position on its own: reused and cut back to any length.
+    """Every position on its own: kept, reused and cut back to any length.
 
     That is K and V of full attention (Vaswani et al. 2017), and the latents of MLA (DeepSeek-AI
     2024), which K and V are made from.
@@ -47,49 +55,90 @@ class FullAttention:
 
     __slots__ = ("_pool",)
 
-    def __init__(self, pool: PoolName) -> None:
-        self._pool = pool
+    def __init__(self, group: LayerGroup, page_size: int) -> None:
+        del page_size
+        self._pool = group.pool
 
     @property
     def pool(self) -> PoolName:
         """The pool whose pages it rules."""
         return self._pool
 
-    def reusable_len(self, matched_len: int) -> int:
-        """All of it."""
-        return matched_len
+    @property
+    def forgets(self) -> bool:
+        """Nothing: every position is read by all that follow."""
+        return False
 
-    def rewind_len(self, computed_len: int, to_len: int) -> int:
-        """Anywhere: an earlier position does not know the later ones."""
-        return min(computed_len, to_len)
-
-    def live_from(self, length: int) -> int:
-        """Everything is read."""
+    def first_page(self, length: int) -> int:
+        """The first of all."""
         del length
         return 0
 
+    def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
+        """All of it: no page goes before the ones behind it."""
+        del entries, first
+        return length
 
-class SlidingWindow(FullAttention):
-    """K and V of the last positions (Beltagy et al. 2020). Nothing is released yet."""
 
-    __slots__ = ()
+class SlidingWindow:
+    """K and V of the last `window` positions (Beltagy et al. 2020): a query sees itself and the
+    `window - 1` positions before it.
+    """
+
+    __slots__ = ("_page_size", "_pool", "_window")
+
+    def __init__(self, group: LayerGroup, page_size: int) -> None:
+        assert group.window > 0, "a window sees at least its own position"
+        self._pool = group.pool
+        self._window = group.window
+        self._page_size = page_size
+
+    @property
+    def pool(self) -> PoolName:
+        """The pool whose pages it rules."""
+        return self._pool
+
+    @property
+    def forgets(self) -> bool:
+        """Whatever the window has passed."""
+        return True
+
+    def first_page(self, length: int) -> int:
+        """The page of position `length - window + 1`."""
+        return max(0, length - self._window + 1) // self._page_size
+
+    def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
+        """Where the whole window before it is there.
+
+        A hole hides every length whose window it is in, and what ends right before the hole is the
+        next candidate.
+        """
+        while length > 0:
+            start, end = self.first_page(length), pages_for(length, self._page_size)
+            holes = np.flatnonzero(entries[max(0, start - first) : end - first] == 0)
+            if len(holes):
+                length = (max(start, first) + int(holes[-1])) * self._page_size
+            else:
+                return length if start >= first else 0
+        return 0
 
 
 def can_take_back(components: Iterable[Component]) -> bool:
     """Whether content computed from a wrong token can be cut off again, which guessing needs."""
-    return all(component.rewind_len(2, 1) == 1 for component in components)
+    return all(isinstance(component, FullAttention | SlidingWindow) for component in components)
 
 
 def components_of(spec: CacheSpec) -> tuple[Component, ...]:
     """One component per pool, in the order of the spec's groups."""
-    kinds: dict[PoolName, LayerKind] = {}
+    groups: dict[PoolName, LayerGroup] = {}
     for group in spec.groups:
-        if kinds.setdefault(group.pool, group.kind) is not group.kind:
+        first = groups.setdefault(group.pool, group)
+        if (first.kind, first.window) != (group.kind, group.window):
             raise ValueError(f"pool {group.pool} is shared by layers of different kinds")
-    return tuple(_RULES[kind](pool) for pool, kind in kinds.items())
+    return tuple(_RULES[group.kind](group, spec.page_size) for group in groups.values())
 
 
-_RULES: Final[Mapping[LayerKind, type[FullAttention]]] = MappingProxyType(
+_RULES: Final[Mapping[LayerKind, type[FullAttention] | type[SlidingWindow]]] = MappingProxyType(
     {
         LayerKind.FULL: FullAttention,
         LayerKind.WINDOW: SlidingWindow,

@@ -1,6 +1,7 @@
 """`IntBuffer`: an int32 array that grows at its end and is cut at its end.
 
-Token histories, tree edges and page lists all do exactly that, so each costs what it appends.
+Token histories, tree edges, page lists and lock counts all do exactly that, so each costs what it
+appends.
 """
 
 from __future__ import annotations
@@ -39,6 +40,15 @@ class IntBuffer:
         """Drop everything from `length` on."""
         assert 0 <= length <= self._length, "a cut lies inside the buffer"
         self._length = length
+
+    def put(self, index: int, value: int) -> None:
+        """Replace one value."""
+        assert 0 <= index < self._length, "only what is there is replaced"
+        self._data[index] = value
+
+    def add(self, start: int, end: int, amount: int) -> None:
+        """Add to every value of [start, end)."""
+        self._data[start : min(end, self._length)] += amount
 
     def view(self, start: int = 0, end: int | None = None) -> NDArray[np.int32]:
         """[start, end) without a copy, read-only.

@@ -4,14 +4,23 @@ A lease is a row, a lock on the published part, the private pages that follow it
 content is valid. Lengths are derived from those, so they cannot disagree with them:
 
     protected_len = what the lock covers     <= computed_len     <= capacity_len = pages * page_size
+
+In a pool that forgets, a lease holds the pages that a forward at its length reads, and while a turn
+runs those at its mark, to which a rollback leads; in the place of all others is `NULL_PAGE`.
 """
 
 from __future__ import annotations
 
+from itertools import chain
+
+import numpy as np
+
+from cache.components import Component
 from cache.errors import AuditFailed
-from cache.radix import LockReceipt, PagesByPool
+from cache.radix_node import LockReceipt, PagesByPool
 from cache.stores import KVStores
 from cache.types import (
+    NULL_PAGE,
     Holder,
     Namespace,
     PageId,
@@ -30,7 +39,7 @@ class KVLease:
     while lent and SESSION_HELD while parked.
     """
 
-    __slots__ = ("_private", "_stores", "computed_len", "holder", "receipt", "row")
+    __slots__ = ("_mark_len", "_private", "_stores", "computed_len", "holder", "receipt", "row")
 
     def __init__(self, stores: KVStores, namespace: Namespace) -> None:
         """Take a row, hold no pages; lent from the start.
@@ -42,6 +51,7 @@ class KVLease:
         self.row: RowId = stores.rows.alloc()
         self.receipt: LockReceipt = stores.tree.lock_root(namespace)
         self._private: PagesByPool = {component.pool: [] for component in stores.components}
+        self._mark_len = 0
         self.computed_len = 0
         self.holder = Holder.ACTIVE
 
@@ -62,11 +72,30 @@ class KVLease:
 
     def private_pages(self, pool: PoolName) -> tuple[int, ...]:
         """Pages of one pool that no other session can see, in order of position."""
-        return tuple(self._private[pool])
+        return tuple(filter(None, self._private[pool]))
 
     def num_private(self, pool: PoolName) -> int:
         """How many `private_pages` there are."""
-        return len(self._private[pool])
+        private = self._private[pool]
+        return len(private) - private.count(NULL_PAGE)
+
+    def private_entries(self, pool: PoolName) -> tuple[int, ...]:
+        """What the row has behind the protected part: `private_pages`, and where one was let go
+        `NULL_PAGE`."""
+        return tuple(self._private[pool])
+
+    def holds(self, component: Component, page: int) -> bool:
+        """Whether a protected page is one that the lease has locked."""
+        length, mark = self.receipt.length, self.receipt.mark
+        if page >= component.first_page(length) or mark is None:
+            return page >= component.first_page(length)
+        return component.first_page(mark) <= page < mark // self._stores.page_size
+
+    def needs(self, component: Component, page: int) -> bool:
+        """Whether a protected page is one that a forward at its length or its mark reads."""
+        if page >= component.first_page(self.computed_len):
+            return True
+        return self.receipt.mark is not None and page >= component.first_page(self._mark_len)
 
     def missing_pages(self, to_len: int) -> int:
         """Pages (per pool) that `grow` would have to buy."""
@@ -81,11 +110,17 @@ class KVLease:
         writes = []
         for pool, private in self._private.items():
             entries = stores.rows.entries(pool, self.row)
-            last = PageId(int(entries[start - 1])) if start else None
+            last = PageId(int(entries[start - 1])) if start and entries[start - 1] else None
             bought = stores.allocators[pool].acquire(missing, self.holder, after=last)
             writes.append(stores.rows.write(pool, self.row, start, bought))
             private.extend(bought)
         return writes
+
+    def mark(self) -> None:
+        """Keep what it takes to come back to this length, until `park`."""
+        self._mark_len = self.computed_len
+        if self._stores.forgetful:
+            self._stores.tree.mark(self.receipt)
 
     def extend_match(self, tokens: Tokens) -> list[TableWrite]:
         """Adopt what the tree holds of the tokens after `protected_len`, if it reaches further
@@ -93,19 +128,36 @@ class KVLease:
         """
         tree = self._stores.tree
         match = tree.match_below(self.receipt, tokens)
-        found_len = self.protected_len + match.matched_len
-        reusable = min(c.reusable_len(found_len) for c in self._stores.components)
-        if reusable <= self.computed_len:
+        if self.protected_len + match.matched_len <= self.computed_len:
             return []
-        if reusable < found_len:
-            match = tree.match_below(self.receipt, tokens[: reusable - self.protected_len])
         self._drop_private(0)
         start = self._protected_pages
         locked = tree.advance(self.receipt, match)
         self.computed_len = self.protected_len
-        return [
-            self._stores.rows.write(pool, self.row, start, pages) for pool, pages in locked.items()
-        ]
+        rows = self._stores.rows
+        writes = [rows.write(pool, self.row, start, pages) for pool, pages in locked.items()]
+        self._forget_protected()
+        return writes
+
+    def advance(self, computed_len: int) -> None:
+        """Note how far the content is valid now, and free the pages that nothing reads again.
+
+        What a forward at the last whole page reads stays too, so that others can go on from what
+        will be published.
+        """
+        self.computed_len = computed_len
+        stores, start = self._stores, self._protected_pages
+        kept = pages_for(self._mark_len, stores.page_size)
+        for component in stores.forgetful:
+            pool = component.pool
+            private = self._private[pool]
+            first = component.first_page(computed_len - computed_len % stores.page_size)
+            begin, end = max(start, kept), min(first, start + len(private))
+            dead = [page for page in private[begin - start : end - start] if page != NULL_PAGE]
+            if begin < end and dead:
+                stores.rows.clear(pool, self.row, begin, end)
+                stores.allocators[pool].release(dead, self.holder)
+                private[begin - start : end - start] = [NULL_PAGE] * (end - begin)
 
     def publish(self, tokens: Tokens) -> list[TableWrite]:
         """Give the whole computed pages to the tree and lock them.
@@ -125,11 +177,13 @@ class KVLease:
             raise AuditFailed("only a lent lease publishes")
         theirs = stores.tree.insert(self.receipt, tokens[: num_pages * stores.page_size], ours)
         writes = []
-        for pool, replaced in theirs.items():
+        for pool, known in theirs.items():
             del self._private[pool][:num_pages]
+            replaced = [mine for mine, its in zip(ours[pool], known, strict=False) if mine != its]
             if replaced:
-                stores.allocators[pool].release(ours[pool][: len(replaced)], self.holder)
-                writes.append(stores.rows.repoint(pool, self.row, start, replaced))
+                stores.allocators[pool].release(filter(None, replaced), self.holder)
+                writes.append(self._repoint(pool, start, known))
+        self._forget_protected()
         return writes
 
     def rewind(self, to_len: int) -> None:
@@ -138,8 +192,7 @@ class KVLease:
         Published pages stay in the tree, unlocked; a page that `to_len` cuts and the tree owns is
         given up as a whole, because it must not be overwritten.
         """
-        components = self._stores.components
-        target = min(c.rewind_len(self.computed_len, to_len) for c in components)
+        target = self.continuable_len(to_len)
         if target < self.protected_len:
             self._drop_private(0)
             kept_pages = target // self._stores.page_size
@@ -157,14 +210,32 @@ class KVLease:
         taken = self._stores.tree.take_back(self.receipt, to_len, self.holder)
         for pool, pages in taken.items():
             self._private[pool][:0] = pages
+            # In a pool that forgets the row may not name them any more; the device's mirror does.
+            self._repoint(pool, self._protected_pages, pages)
         self.rewind(to_len)
+
+    def continuable_len(self, to_len: int) -> int:
+        """The longest length <= `to_len` that a forward can go on from with what is held."""
+        rows, page_size = self._stores.rows, self._stores.page_size
+        length, reach = -1, min(self.computed_len, to_len)
+        while reach != length:
+            length = reach
+            for component in self._stores.forgetful:
+                reach = component.continuable_len(rows.entries(component.pool, self.row), reach)
+            if reach < self.protected_len:
+                reach -= reach % page_size  # a page that is cut and the tree's is given up whole
+        return length
 
     def lend(self) -> None:
         """Private pages SESSION_HELD -> ACTIVE."""
         self._rebook(Holder.SESSION_HELD, Holder.ACTIVE)
 
     def park(self) -> None:
-        """Private pages ACTIVE -> SESSION_HELD."""
+        """Private pages ACTIVE -> SESSION_HELD; the mark is given up."""
+        self._mark_len = 0
+        if self._stores.forgetful:
+            self._stores.tree.unmark(self.receipt)
+            self._forget_protected()
         self._rebook(Holder.ACTIVE, Holder.SESSION_HELD)
 
     def release(self) -> None:
@@ -183,9 +254,10 @@ class KVLease:
             stores.rows.clear(pool, self.row, 0, stores.rows.row_pages)
         condemned = stores.tree.condemn(self.receipt)
         for pool, private in self._private.items():
-            stores.ledgers[pool].transfer(len(private), self.holder, Holder.QUARANTINE)
+            held = self.private_pages(pool)
+            stores.ledgers[pool].transfer(len(held), self.holder, Holder.QUARANTINE)
             stores.ledgers[pool].transfer(len(condemned[pool]), Holder.TREE, Holder.QUARANTINE)
-            stores.quarantined[pool].extend(private + condemned[pool])
+            stores.quarantined[pool].extend(chain(held, condemned[pool]))
             private.clear()
         stores.rows.free(self.row)
 
@@ -198,16 +270,34 @@ class KVLease:
         stores, start = self._stores, self._protected_pages
         for pool, pages in self._private.items():
             stores.rows.clear(pool, self.row, start + num_kept, start + len(pages))
-            stores.allocators[pool].release(pages[num_kept:], self.holder)
+            stores.allocators[pool].release(filter(None, pages[num_kept:]), self.holder)
             del pages[num_kept:]
 
     def _clear_row(self) -> None:
         for pool in self._private:
             self._stores.rows.clear(pool, self.row, 0, self._protected_pages)
 
+    def _repoint(self, pool: PoolName, start: int, pages: list[int]) -> TableWrite:
+        """Replace entries of the row from index `start` on."""
+        rows = self._stores.rows
+        if any(component.pool == pool for component in self._stores.forgetful):
+            rows.clear(pool, self.row, start, start + len(pages))
+            return rows.write(pool, self.row, start, pages)
+        return rows.repoint(pool, self.row, start, pages)
+
+    def _forget_protected(self) -> None:
+        """Empty the row where it names pages of the tree that are not locked any more."""
+        for component in self._stores.forgetful:
+            pool = component.pool
+            row = self._stores.rows.entries(pool, self.row)[: self._protected_pages]
+            for page in np.flatnonzero(row).tolist():
+                if not self.holds(component, page):
+                    self._stores.rows.clear(pool, self.row, page, page + 1)
+
     def _rebook(self, source: Holder, target: Holder) -> None:
         if self.holder is not source:
             raise AuditFailed(f"the lease of row {self.row} is not {source.name}")
         for pool, pages in self._private.items():
-            self._stores.ledgers[pool].transfer(len(pages), source, target)
+            num_pages = len(pages) - pages.count(NULL_PAGE)
+            self._stores.ledgers[pool].transfer(num_pages, source, target)
         self.holder = target

@@ -9,6 +9,9 @@ Locks are receipts. A receipt always ends at the end of a node: locking inside a
 first, and a split puts the *new* node above, so a receipt below keeps its node and the new node
 inherits the count. Whoever holds a receipt extends the tree from it, at the cost of the new tokens.
 
+In pools that forget (`Component.forgets`) a page of an edge may be a tombstone, and locks are by
+the page (`cache.page_locks`): a path is matched as far as a forward can go on from it.
+
 The tree books pages that enter it from a lease and leave it to one. Evicted pages are still booked
 as TREE; the caller passes them on in the same call.
 """
@@ -17,87 +20,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from cache.components import Component
 from cache.errors import AuditFailed
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
-from cache.types import Holder, Namespace, Pages, PoolName, Tokens
+from cache.page_locks import PageLocks, begin_locks
+from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Root
+from cache.types import NULL_PAGE, Holder, Namespace, Pages, PoolName, Tokens
 
 _MIN_LEAF_BOUND: Final = 1024
-
-PagesByPool = dict[PoolName, list[int]]
-
-
-class RadixNode:
-    """One edge and its end. Written by `RadixCache` only; public for audits and reports.
-
-    `tokens`: the edge, a multiple of the page size (0 for a root); `key`: the bytes of its first
-    page; `pages`: per pool, one per page of the edge; `lock_count`: receipts whose path has it.
-    """
-
-    __slots__ = ("children", "key", "last_used", "lock_count", "pages", "parent", "tokens")
-
-    def __init__(
-        self, parent: RadixNode | None, key: bytes, tokens: Tokens, pages: Mapping[PoolName, Pages]
-    ) -> None:
-        self.parent = parent
-        self.key = key
-        self.tokens = IntBuffer(tokens)
-        self.pages = {pool: IntBuffer(ids) for pool, ids in pages.items()}
-        self.children: dict[bytes, RadixNode] = {}
-        self.lock_count = 0
-        self.last_used = 0
-
-
-class _Root(RadixNode):
-    """Where a namespace begins."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, b"", np.empty(0, np.int32), {})
-        self.namespace = namespace
-
-
-class LockReceipt:
-    """Proof that [0, length) of a path is locked. Opaque: given back to the tree that made it."""
-
-    __slots__ = ("_is_released", "_length", "_node", "namespace")
-
-    def __init__(self, namespace: Namespace, root: RadixNode) -> None:
-        self.namespace = namespace
-        self._node = root
-        self._length = 0
-        self._is_released = False
-
-    @property
-    def length(self) -> int:
-        """Tokens locked: a multiple of the page size."""
-        return self._length
-
-
-@dataclass(frozen=True, slots=True)
-class MatchResult:
-    """What the tree holds of some tokens; valid until the tree changes.
-
-    `matched_len`: tokens matched, whole pages only; from the receipt on if one was given.
-    `evictable_pages`: how many of the matched pages no lock covers, per pool: locking them takes
-    that many away from what eviction could give.
-    """
-
-    matched_len: int
-    evictable_pages: Mapping[PoolName, int]
-    _nodes: tuple[RadixNode, ...]
-    _version: int
-
-    @property
-    def cache_protected_len(self) -> int:
-        """The length a lock on this match protects; page-aligned by construction."""
-        return self.matched_len
 
 
 class RadixCache:
@@ -105,19 +40,29 @@ class RadixCache:
 
     __slots__ = (
         "_clock",
+        "_kept",
         "_leaf_bound",
         "_leaves",
         "_ledgers",
+        "_locks",
         "_num_pushed",
         "_page_size",
         "_roots",
         "_version",
     )
 
-    def __init__(self, page_size: int, ledgers: Mapping[PoolName, Ledger]) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        ledgers: Mapping[PoolName, Ledger],
+        components: Sequence[Component] = (),
+    ) -> None:
+        """`components`: of the pools that `ledgers` count; without, no pool forgets."""
         self._page_size = page_size
         self._ledgers = ledgers
-        self._roots: dict[Namespace, _Root] = {}
+        self._locks = PageLocks(page_size, ledgers, [c for c in components if c.forgets])
+        self._kept = {pool: ledgers[pool] for pool in ledgers if pool not in self._locks.pools}
+        self._roots: dict[Namespace, Root] = {}
         self._leaves: list[tuple[int, int, RadixNode]] = []
         self._leaf_bound = _MIN_LEAF_BOUND
         self._num_pushed = 0
@@ -125,18 +70,20 @@ class RadixCache:
         self._version = 0
 
     def match(self, namespace: Namespace, tokens: Tokens) -> MatchResult:
-        """Find the longest published prefix of `tokens`. Changes nothing, not even the LRU."""
-        return self._walk(self._roots.get(namespace), tokens)
+        """Find the longest published prefix of `tokens` that a forward can go on from. Changes
+        nothing, not even the LRU.
+        """
+        return self._found(None, *self._walk(self._roots.get(namespace), tokens))
 
     def match_below(self, receipt: LockReceipt, tokens: Tokens) -> MatchResult:
         """The same, for the tokens that follow a locked path."""
-        return self._walk(receipt._node, tokens)
+        return self._found(receipt, *self._walk(receipt._node, tokens))
 
     def lock_root(self, namespace: Namespace) -> LockReceipt:
         """A receipt of length 0, to be advanced."""
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = _Root(namespace)
+            root = self._roots[namespace] = Root(namespace)
         root.lock_count += 1
         return LockReceipt(namespace, root)
 
@@ -151,16 +98,10 @@ class RadixCache:
         """
         if match._version != self._version:
             raise AuditFailed("a match was used after the tree had changed")
-        pages: PagesByPool = {pool: [] for pool in self._ledgers}
-        wanted = match.matched_len
-        for found in match._nodes:
-            assert found.parent is receipt._node, "a match goes on where the receipt ends"
-            node = found if wanted >= len(found.tokens) else self._split(found, wanted)
-            self._step_down(receipt, node)
-            wanted -= len(node.tokens)
-            for pool, ids in node.pages.items():
-                pages[pool].extend(ids.view().tolist())
-        return pages
+        self._locks.let_go(receipt, self._clock)
+        nodes = self._descend(receipt, match._nodes, match.matched_len)
+        self._locks.hold(receipt)
+        return self._pages_of(nodes)
 
     def insert(
         self, receipt: LockReceipt, tokens: Tokens, pages: Mapping[PoolName, Sequence[int]]
@@ -170,32 +111,54 @@ class RadixCache:
         Args:
             receipt: where to insert; afterwards it covers `tokens` as well.
             tokens: what the pages hold, a multiple of the page size.
-            pages: one ACTIVE page of the caller per page of tokens, per pool.
+            pages: one ACTIVE page of the caller per page of tokens, per pool; `NULL_PAGE` where it
+                was let go.
 
         Returns:
-            What the tree had already, as its own pages: they replace the first of `pages`, which
-            stay with the caller. All others now belong to the tree.
+            What the tree has now of the tokens it knew before: its own pages, which replace the
+            first of `pages` (those stay with the caller), or the caller's where they filled a
+            tombstone. All others now belong to the tree.
         """
         assert len(tokens) % self._page_size == 0, "only whole pages are published"
-        found = self.advance(receipt, self.match_below(receipt, tokens))
-        num_new = len(tokens) // self._page_size - min(len(ids) for ids in found.values())
-        if num_new == 0:
-            return found
-        fresh = {pool: np.array(ids[-num_new:], np.int32) for pool, ids in pages.items()}
-        for ledger in self._ledgers.values():
-            ledger.transfer(num_new, Holder.ACTIVE, Holder.TREE)
-        self._append(receipt, tokens[-num_new * self._page_size :], fresh)
+        self._locks.let_go(receipt, self._clock)
+        nodes = self._descend(receipt, *self._walk(receipt._node, tokens))
+        self._heal(nodes, pages)
+        found = self._pages_of(nodes)
+        num_new = len(tokens) // self._page_size - sum(map(self._num_pages, nodes))
+        if num_new:
+            fresh = {pool: np.array(ids[-num_new:], np.int32) for pool, ids in pages.items()}
+            for pool, ledger in self._ledgers.items():
+                ledger.transfer(int(np.count_nonzero(fresh[pool])), Holder.ACTIVE, Holder.TREE)
+            self._append(receipt, tokens[-num_new * self._page_size :], fresh)
+        self._locks.hold(receipt)
+        self._locks.offer(receipt._node)
         return found
+
+    def mark(self, receipt: LockReceipt) -> None:
+        """Keep what a forward at the receipt's length reads, wherever the receipt goes on to."""
+        self._locks.let_go(receipt, self._clock)
+        receipt._mark = receipt._length
+        self._locks.hold(receipt)
+
+    def unmark(self, receipt: LockReceipt) -> None:
+        """Undo `mark`."""
+        self._locks.let_go(receipt, self._clock)
+        receipt._mark = None
+        self._locks.hold(receipt)
 
     def shorten(self, receipt: LockReceipt, to_len: int) -> None:
         """Let go of what lies past the last whole page of `to_len`. It stays in the tree."""
         target = to_len // self._page_size * self._page_size
         self._clock += 1
+        self._locks.let_go(receipt, self._clock)
+        if receipt._mark is not None and receipt._mark > target:
+            receipt._mark = None
         while receipt._length > target:
             start = receipt._length - len(receipt._node.tokens)
             if start < target:
                 self._split(receipt._node, target - start)
             self._step_up(receipt)
+        self._locks.hold(receipt)
 
     def take_back(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
         """Remove pages past the last whole page of `to_len`, as far as only this receipt has them.
@@ -203,22 +166,25 @@ class RadixCache:
         Used to undo: what nobody else has locked or built on becomes private again (`holder`),
         in order, and the receipt ends before it.
         """
-        target = to_len // self._page_size * self._page_size
+        target = max(to_len, receipt.mark or 0) // self._page_size * self._page_size
         taken: PagesByPool = {pool: [] for pool in self._ledgers}
+        self._locks.let_go(receipt, self._clock)
         while receipt._length > target:
             node = receipt._node
             if node.children or node.lock_count != 1:
                 break
             num_pages = min(receipt._length - target, len(node.tokens)) // self._page_size
             for pool, ids in self._trim(node, num_pages).items():
-                self._ledgers[pool].expose(num_pages)
-                self._ledgers[pool].transfer(num_pages, Holder.TREE, holder)
+                if pool in self._kept:
+                    self._ledgers[pool].expose(num_pages)
+                self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)
                 taken[pool] = ids + taken[pool]
             receipt._length -= num_pages * self._page_size
             if not len(node.tokens):
                 assert node.parent is not None, "a root has no pages to take"
                 receipt._node = node.parent
                 self._detach(node)
+        self._locks.hold(receipt)
         return taken
 
     def unlock(self, receipt: LockReceipt) -> None:
@@ -232,29 +198,29 @@ class RadixCache:
         self.shorten(receipt, 0)
         receipt._is_released = True
         root = receipt._node
-        assert isinstance(root, _Root), "a receipt of length 0 ends at its root"
+        assert isinstance(root, Root), "a receipt of length 0 ends at its root"
         root.lock_count -= 1
         self._drop_if_idle(root)
 
     def evict(self, pool: PoolName, num_pages: int) -> PagesByPool:
         """Remove the least recently used unlocked pages until `num_pages` of `pool` are out.
 
-        Leaves go first, and from their tails: a long edge loses what is needed and no more.
+        Leaves go first, and from their tails: a long edge loses what is needed and no more. A pool
+        that forgets gives its pages alone, wherever they are.
 
         Raises:
             AuditFailed: fewer are evictable; the caller checks the ledger before.
         """
         evicted: PagesByPool = {name: [] for name in self._ledgers}
-        while len(evicted[pool]) < num_pages:
-            node = self._pop_oldest_leaf()
-            wanted = num_pages - len(evicted[pool])
-            trimmed = self._trim(node, min(wanted, len(node.tokens) // self._page_size))
-            for name, ids in trimmed.items():
-                evicted[name].extend(ids)
-            if len(node.tokens):
-                self._push_leaf(node)
-            else:
-                self._detach(node)
+        while (wanted := num_pages - len(evicted[pool])) > 0:
+            if pool in self._kept:
+                self._cut_leaf(self._pop_oldest_leaf(), wanted, evicted)
+                continue
+            node, pages = self._locks.take_oldest(pool, wanted)
+            self._version += 1
+            evicted[pool] += pages
+            if _is_evictable_leaf(node) and not node.pages[pool].view().any():
+                self._cut_leaf(node, self._num_pages(node), evicted)  # nobody can match it any more
         return evicted
 
     def condemn(self, receipt: LockReceipt) -> PagesByPool:
@@ -267,9 +233,12 @@ class RadixCache:
         top = next((node for node in path if node.lock_count == 0), None)
         if top is None:
             return condemned
-        for node in _subtree(top):
+        for node in list(top.subtree()):
             for pool, ids in node.pages.items():
-                condemned[pool].extend(ids.view().tolist())
+                condemned[pool] += filter(None, ids.view().tolist())
+                ids.truncate(0)
+            for locks in node.page_locks.values():
+                locks.truncate(0)
             node.tokens.truncate(0)
         self._version += 1
         self._detach(top)
@@ -284,13 +253,14 @@ class RadixCache:
             node = node.parent
         return nodes[::-1]
 
-    def sole_pages(self, receipt: LockReceipt) -> int:
-        """Pages (per pool) that would become evictable if this receipt were given back."""
+    def sole_pages(self, receipt: LockReceipt) -> dict[PoolName, int]:
+        """Pages, per pool, that would become evictable if this receipt were given back."""
         num_tokens, node = 0, receipt._node
         while node.parent is not None and node.lock_count == 1:
             num_tokens += len(node.tokens)
             node = node.parent
-        return num_tokens // self._page_size
+        kept = dict.fromkeys(self._kept, num_tokens // self._page_size)
+        return kept | self._locks.num_sole(receipt)
 
     def roots(self) -> Iterator[tuple[Namespace, RadixNode]]:
         """Every namespace that holds or locks something."""
@@ -298,10 +268,11 @@ class RadixCache:
 
     # Walking
 
-    def _walk(self, start: RadixNode | None, tokens: Tokens) -> MatchResult:
+    def _walk(self, start: RadixNode | None, tokens: Tokens) -> tuple[list[RadixNode], int]:
+        """The edges below `start` that begin with what follows of `tokens`, and how many tokens
+        they have in common, in whole pages."""
         nodes: list[RadixNode] = []
-        evictable = matched = 0
-        page_size, node = self._page_size, start
+        page_size, node, matched = self._page_size, start, 0
         while node is not None and matched + page_size <= len(tokens):
             node = node.children.get(tokens[matched : matched + page_size].tobytes())
             if node is None:
@@ -309,15 +280,64 @@ class RadixCache:
             common = _common_len(node.tokens.view(), tokens[matched:]) // page_size * page_size
             nodes.append(node)
             matched += common
-            evictable += 0 if node.lock_count else common // page_size
             if common < len(node.tokens):
                 break
+        return nodes, matched
+
+    def _found(
+        self, receipt: LockReceipt | None, nodes: list[RadixNode], matched: int
+    ) -> MatchResult:
+        start = receipt.length if receipt is not None else 0
+        if self._locks.pools:
+            matched = max(0, self._locks.continuable(receipt, nodes, start + matched) - start)
+        used: list[RadixNode] = []
+        evictable = at = 0
+        for node in nodes:
+            if at >= matched:
+                break
+            used.append(node)
+            common = min(len(node.tokens), matched - at)
+            evictable += 0 if node.lock_count else common // self._page_size
+            at += common
+        unlocked = self._locks.num_unlocked(used, start, start + matched)
         return MatchResult(
             matched_len=matched,
-            evictable_pages=dict.fromkeys(self._ledgers, evictable),
-            _nodes=tuple(nodes),
+            evictable_pages=dict.fromkeys(self._kept, evictable) | unlocked,
+            _nodes=tuple(used),
             _version=self._version,
         )
+
+    def _descend(
+        self, receipt: LockReceipt, nodes: Sequence[RadixNode], length: int
+    ) -> list[RadixNode]:
+        """Lead a receipt down these edges, the last of which is split where `length` ends."""
+        passed = []
+        for found in nodes:
+            assert found.parent is receipt._node, "a match goes on where the receipt ends"
+            node = found if length >= len(found.tokens) else self._split(found, length)
+            self._step_down(receipt, node)
+            length -= len(node.tokens)
+            passed.append(node)
+        return passed
+
+    def _pages_of(self, nodes: Sequence[RadixNode]) -> PagesByPool:
+        pages: PagesByPool = {pool: [] for pool in self._ledgers}
+        for node in nodes:
+            for pool, ids in node.pages.items():
+                pages[pool].extend(ids.view().tolist())
+        return pages
+
+    def _heal(self, nodes: Sequence[RadixNode], pages: Mapping[PoolName, Sequence[int]]) -> None:
+        """Fill tombstones with pages of whoever computed the same tokens."""
+        for pool in self._locks.pools:
+            at = 0
+            for node in nodes:
+                for index in np.flatnonzero(node.pages[pool].view() == NULL_PAGE).tolist():
+                    if page := pages[pool][at + index]:
+                        self._version += 1
+                        self._ledgers[pool].transfer(1, Holder.ACTIVE, Holder.TREE)
+                        self._locks.heal(node, pool, index, page)
+                at += self._num_pages(node)
 
     def _step_down(self, receipt: LockReceipt, node: RadixNode) -> None:
         if node.lock_count == 0:
@@ -335,9 +355,10 @@ class RadixCache:
         receipt._node = node.parent
         receipt._length -= len(node.tokens)
         if node.lock_count == 0:
-            for ledger in self._ledgers.values():
-                ledger.expose(len(node.tokens) // self._page_size)
+            for ledger in self._kept.values():
+                ledger.expose(self._num_pages(node))
             self._push_leaf(node)
+        self._locks.offer(node)
 
     # Shape
 
@@ -359,6 +380,8 @@ class RadixCache:
         node.tokens.append(tokens)
         for pool, ids in pages.items():
             node.pages[pool].append(ids)
+        for locks in node.page_locks.values():
+            locks.append([0] * (len(tokens) // self._page_size))
         self._protect(len(tokens))
         receipt._length += len(tokens)
 
@@ -381,6 +404,10 @@ class RadixCache:
         node.key = self._key(node.tokens.view())
         node.pages = {pool: IntBuffer(ids.view(num_pages)) for pool, ids in node.pages.items()}
         upper.children[node.key] = node
+        for pool, locks in node.page_locks.items():
+            upper.page_locks[pool] = IntBuffer(locks.view(0, num_pages))
+            node.page_locks[pool] = IntBuffer(locks.view(num_pages))
+        self._locks.offer(upper)
         return upper
 
     def _trim(self, node: RadixNode, num_pages: int) -> PagesByPool:
@@ -392,6 +419,8 @@ class RadixCache:
         for pool, ids in node.pages.items():
             cut[pool] = ids.view(keep).tolist()
             ids.truncate(keep)
+        for locks in node.page_locks.values():
+            locks.truncate(keep)
         node.tokens.truncate(keep * self._page_size)
         return cut
 
@@ -399,34 +428,52 @@ class RadixCache:
         self, parent: RadixNode, tokens: Tokens, pages: Mapping[PoolName, Pages]
     ) -> RadixNode:
         node = RadixNode(parent, self._key(tokens), tokens, pages)
+        begin_locks(node, self._locks.pools)
         node.last_used = self._clock
         return node
+
+    def _cut_leaf(self, node: RadixNode, num_pages: int, evicted: PagesByPool) -> None:
+        """Take up to so many pages off the end of a leaf, in every pool."""
+        trimmed = self._trim(node, min(num_pages, self._num_pages(node)))
+        for pool, ids in trimmed.items():
+            evicted[pool] += filter(None, ids)
+        if len(node.tokens):
+            self._push_leaf(node)
+        else:
+            self._detach(node)
 
     def _detach(self, node: RadixNode) -> None:
         parent = node.parent
         assert parent is not None, "a root is not detached"
         assert parent.children[node.key] is node, "it hangs where it says"
         del parent.children[node.key]
-        if isinstance(parent, _Root):
+        if isinstance(parent, Root):
             self._drop_if_idle(parent)
         else:
             self._push_leaf(parent)
 
-    def _drop_if_idle(self, root: _Root) -> None:
+    def _drop_if_idle(self, root: Root) -> None:
         if not root.children and root.lock_count == 0:
             del self._roots[root.namespace]
 
     def _key(self, tokens: Tokens) -> bytes:
         return tokens[: self._page_size].tobytes()
 
+    def _num_pages(self, node: RadixNode) -> int:
+        return len(node.tokens) // self._page_size
+
     def _protect(self, num_tokens: int) -> None:
-        for ledger in self._ledgers.values():
+        for ledger in self._kept.values():
             ledger.protect(num_tokens // self._page_size)
 
     # Order of eviction
 
     def _push_leaf(self, node: RadixNode) -> None:
         if not _is_evictable_leaf(node):
+            return
+        if not self._kept and _is_hollow(node):
+            self._trim(node, self._num_pages(node))
+            self._detach(node)
             return
         self._num_pushed += 1
         heapq.heappush(self._leaves, (node.last_used, self._num_pushed, node))
@@ -450,6 +497,11 @@ def _is_evictable_leaf(node: RadixNode) -> bool:
     return not node.children and node.lock_count == 0 and len(node.tokens) > 0
 
 
+def _is_hollow(node: RadixNode) -> bool:
+    """Whether all its pages are tombstones."""
+    return not any(ids.view().any() for ids in node.pages.values())
+
+
 def _is_current(entry: tuple[int, int, RadixNode]) -> bool:
     last_used, _, node = entry
     return _is_evictable_leaf(node) and node.last_used == last_used
@@ -461,11 +513,3 @@ def _common_len(left: Tokens, right: Tokens) -> int:
     differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length
-
-
-def _subtree(top: RadixNode) -> Iterator[RadixNode]:
-    pending = [top]
-    while pending:
-        node = pending.pop()
-        pending.extend(node.children.values())
-        yield node

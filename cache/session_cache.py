@@ -29,7 +29,7 @@ from cache.lease import KVLease
 from cache.ledger import Accounts
 from cache.pages import Allocation
 from cache.pinned_quota import PinnedQuota
-from cache.radix import MatchResult
+from cache.radix_node import MatchResult
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
 from cache.stores import KVStores
@@ -249,6 +249,7 @@ class SessionAwareCache:
         # A forward needs a query, so the last token is never reused.
         reuse_len = min(context_len - 1, context_len if max_reuse_len is None else max_reuse_len)
         lease.rewind(min(base_len, reuse_len))
+        lease.mark()
         slot.tokens.truncate(base_len)
         slot.tokens.append(new_tokens)
         writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))
@@ -298,7 +299,7 @@ class SessionAwareCache:
         slot.tokens.append(new_tokens)
         assert lease.computed_len <= computed_len <= lease.capacity_len, "KV grows within its pages"
         assert computed_len <= len(slot.tokens), "KV of a token needs the token"
-        lease.computed_len = computed_len
+        lease.advance(computed_len)
         if turn.is_prompt_complete or computed_len < turn.prompt_len:
             return []
         turn.is_prompt_complete = True
@@ -533,7 +534,7 @@ class SessionAwareCache:
     def _freed_pages(self, lease: KVLease) -> Mapping[PoolName, int]:
         """Pages that only this lease keeps from being free or evictable."""
         published = self.stores.tree.sole_pages(lease.receipt)
-        return {pool: published + lease.num_private(pool) for pool in self.stores.ledgers}
+        return {pool: count + lease.num_private(pool) for pool, count in published.items()}
 
     def _refuse_over_quota(self, slot: SessionSlot, num_tokens: int) -> None:
         if slot.retention is Retention.PINNED:

@@ -1,7 +1,7 @@
 """What a model's layers store per token, and how many pages a memory budget buys.
 
-A `LayerGroup` is one or more layers that store the same thing in the same pool. A further kind adds
-its name to `LayerKind` and its rules to `cache.components`.
+A `LayerGroup` is one or more layers that store the same thing in the same pool. A further kind of
+layer adds its name to `LayerKind` and its rules to `cache.components`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class LayerKind(Enum):
 
     FULL = "full"
     """K and V of every position (MHA, GQA, MQA)."""
+
     WINDOW = "window"
     """K and V of the last positions (sliding window attention)."""
     LATENT = "latent"

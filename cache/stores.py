@@ -16,10 +16,12 @@ from cache.types import NULL_PAGE, Holder, PoolName, pages_for
 
 @dataclass(frozen=True, slots=True)
 class KVStores:
-    """`quarantined`: per pool, the pages that are never used again."""
+    """`forgetful`: the components whose pages go while their session goes on. `quarantined`: per
+    pool, the pages that are never used again."""
 
     page_size: int
     components: tuple[Component, ...]
+    forgetful: tuple[Component, ...]
     ledgers: Mapping[PoolName, Ledger]
     allocators: Mapping[PoolName, PageAllocator]
     rows: ReqToTokenPool
@@ -54,10 +56,11 @@ class KVStores:
         return cls(
             page_size=spec.page_size,
             components=components,
+            forgetful=tuple(component for component in components if component.forgets),
             ledgers=ledgers,
             allocators=allocators,
             rows=ReqToTokenPool(capacity.num_rows, row_pages, pools),
-            tree=RadixCache(spec.page_size, ledgers),
+            tree=RadixCache(spec.page_size, ledgers, components),
             quarantined=quarantined,
         )
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.ledger import Ledger
 from cache.pages import Allocation
-from cache.radix import LockReceipt, MatchResult, PagesByPool, RadixCache, RadixNode
+from cache.radix import RadixCache
+from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode
 from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity
 from cache.types import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cache import SessionAwareCache, SessionId
 from cache.lease import KVLease
-from cache.radix import RadixNode
+from cache.radix_node import RadixNode
 from cache.types import Holder, PageId
 from tests.cache.kv_world import POOL
 

@@ -5,6 +5,8 @@ forward reads each earlier cell through the *device's* page table, which knows o
 `TableWrite`s it was sent, and compares it with the chain of the history; the "sampled" token is
 taken from the last tag. An aliased page, a stale tail, a wrong prefix, a lost delta or a late write
 changes a tag. `marks` counts the interesting things that happened.
+
+Pools of several kinds hold the same tags; of a window, those that the next forward reads.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Literal
 
 import numpy as np
 
@@ -33,19 +36,32 @@ from cache import (
     TurnLoan,
     audit,
 )
+from cache.components import Component
 from cache.pages import Allocation
-from cache.radix import RadixNode
+from cache.radix_node import RadixNode
 from cache.types import PoolName, RowId
 
 POOL = PoolName("full")
+WINDOW_POOL = PoolName("window")
+WINDOW = 6
 NAMESPACES = (Namespace("alice", "model"), Namespace("bob", "model"))
 NUM_TOKEN_IDS = 3
 
 
-def make_spec(page_size: int) -> CacheSpec:
-    """One full-attention pool."""
-    group = LayerGroup(POOL, LayerKind.FULL, (0, 1), num_kv_heads=1, head_dim=4, dtype_bytes=4)
-    return CacheSpec((group,), page_size)
+FULL_GROUP = LayerGroup(POOL, LayerKind.FULL, (0, 1), num_kv_heads=1, head_dim=4, dtype_bytes=4)
+WINDOW_GROUP = LayerGroup(WINDOW_POOL, LayerKind.WINDOW, (2,), 1, 4, 4, window=WINDOW)
+
+Mixture = Literal["full", "full + window", "window"]
+MIXTURES: dict[Mixture, tuple[LayerGroup, ...]] = {
+    "full": (FULL_GROUP,),
+    "full + window": (FULL_GROUP, WINDOW_GROUP),
+    "window": (WINDOW_GROUP,),
+}
+
+
+def make_spec(page_size: int, mixture: Mixture = "full") -> CacheSpec:
+    """The pools of a mixture of layers."""
+    return CacheSpec(MIXTURES[mixture], page_size)
 
 
 def make_cache(
@@ -56,11 +72,14 @@ def make_cache(
     pinned_quota_pages: int = 0,
     max_context_len: int = 512,
     allocation: Allocation = "lifo",
+    mixture: Mixture = "full",
 ) -> SessionAwareCache:
     """A small cache; by default the page freed last is reused first, so that mistakes alias."""
-    capacity = Capacity({POOL: num_pages}, num_rows, max_context_len)
+    spec = make_spec(page_size, mixture)
+    pages = {group.pool: num_pages for group in spec.groups}
+    capacity = Capacity(pages, num_rows, max_context_len)
     return SessionAwareCache(
-        make_spec(page_size),
+        spec,
         capacity,
         pinned_quota_pages=pinned_quota_pages,
         allocation=allocation,
@@ -76,18 +95,20 @@ class LiveTurn:
     base_len: int
     tokens: list[int]
     computed_len: int
+    mark_len: int
 
 
 @dataclass
 class Device:
-    """Tags per cell, and the mirror of the page table."""
+    """Tags per cell, and the mirror of the page table, per pool."""
 
-    tags: np.ndarray
-    table: np.ndarray
+    tags: dict[PoolName, np.ndarray]
+    tables: dict[PoolName, np.ndarray]
 
     def apply(self, writes: Sequence[TableWrite]) -> None:
         for write in writes:
-            self.table[write.row, write.start : write.start + len(write.pages)] = write.pages
+            table = self.tables[write.pool]
+            table[write.row, write.start : write.start + len(write.pages)] = write.pages
 
 
 @dataclass
@@ -107,12 +128,20 @@ class World:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        rows = self.cache.stores.rows
-        num_pages = self.cache.stores.ledgers[POOL].num_pages
+        stores = self.cache.stores
+        shape = (stores.rows.num_rows + 1, stores.rows.row_pages)
         self.device = Device(
-            tags=np.zeros((num_pages, self.page_size), np.int64),
-            table=np.zeros((rows.num_rows + 1, rows.row_pages), np.int32),
+            tags={
+                pool: np.zeros((ledger.num_pages, self.page_size), np.int64)
+                for pool, ledger in stores.ledgers.items()
+            },
+            tables={pool: np.zeros(shape, np.int32) for pool in stores.ledgers},
         )
+
+    @property
+    def pool(self) -> PoolName:
+        """The first pool: what is counted where one count will do."""
+        return self.cache.stores.components[0].pool
 
     # Sessions
 
@@ -196,7 +225,11 @@ class World:
         tokens = [*history, *new_tokens]
         limit = len(tokens) - 1 if max_reuse_len is None else min(max_reuse_len, len(tokens) - 1)
         assert loan.cached_len <= limit, "one token at least is computed"
-        self.turns[session_id] = LiveTurn(turn_id, session_id, base_len, tokens, loan.cached_len)
+        is_going_on = before.state is SlotState.PARKED and base_len == before.num_tokens
+        mark_len = before.committed_len if is_going_on and max_reuse_len is None else 0
+        self.turns[session_id] = LiveTurn(
+            turn_id, session_id, base_len, tokens, loan.cached_len, mark_len
+        )
         return loan
 
     def step(self, session_id: SessionId, max_tokens: int) -> None:
@@ -210,7 +243,9 @@ class World:
         sampled = [last_tag % NUM_TOKEN_IDS] if turn.computed_len == len(turn.tokens) else []
         turn.tokens += sampled
         num_nodes, num_published = self._num_nodes(), self._num_tree_pages()
+        num_free = self._num_window_pages()
         writes = self.cache.record(turn.turn_id, turn.computed_len, sampled)
+        self._mark("window slid", self._num_window_pages() > num_free)
         self._mark_publish(writes, num_nodes, num_published)
 
     def overshoot(self, session_id: SessionId, num_tokens: int) -> None:
@@ -219,9 +254,10 @@ class World:
         end = turn.computed_len + num_tokens
         if not self.make_room(session_id, end):
             return
-        row = self.cache.stores.rows.entries(POOL, self._row(session_id))
-        for position in range(turn.computed_len, end):
-            self.device.tags[row[position // self.page_size], position % self.page_size] = -1
+        for pool, tags in self.device.tags.items():
+            row = self.cache.stores.rows.entries(pool, self._row(session_id))
+            for position in range(turn.computed_len, end):
+                tags[row[position // self.page_size], position % self.page_size] = -1
         self.marks["overshoot"] += 1
 
     def end(self, session_id: SessionId, keep_len: int) -> None:
@@ -239,8 +275,14 @@ class World:
         if keep_len < before.protected_len:
             self._mark("page taken back", after.committed_len == keep_len)
             self._mark("page shared, not taken back", after.committed_len < keep_len)
-        else:
+        elif not self.cache.stores.forgetful:
             assert after.committed_len == min(before.committed_len, keep_len)
+        if keep_len >= before.committed_len:
+            assert after.committed_len == before.committed_len, "what was computed last is kept"
+        if keep_len == turn.base_len:
+            whole = turn.mark_len // self.page_size * self.page_size
+            assert after.committed_len >= whole, "a rollback lost the way back"
+            self._mark("rollback to a window", bool(self.cache.stores.forgetful) and whole > WINDOW)
         self._ended(session_id)
 
     def discard(self, session_id: SessionId) -> None:
@@ -276,10 +318,11 @@ class World:
                 if self._num_tree_pages() < num_published:
                     self.marks["eviction"] += 1
                     self._mark("long edge trimmed", self._num_nodes() == num_nodes)
+                    self._mark("tombstone", self._has_tombstone())
                 return True
             idle = next(self.cache.idle_sessions(), None)
             if idle is not None:
-                self._cool_for_pages(idle.session_id, dict(idle.freed_pages)[POOL])
+                self._cool_for_pages(idle.session_id, dict(idle.freed_pages))
                 continue
             youngest = list(self.turns)[-1]
             self.retract(youngest)
@@ -295,20 +338,9 @@ class World:
             turn = self.turns.get(session_id)
             expected = turn.tokens if turn else history
             assert self.cache.tokens(session_id).tolist() == expected, "history differs"
-        for slot in self.cache.inspect_slots():
-            if slot.lease is not None:
-                row = self.cache.stores.rows.entries(POOL, slot.lease.row)
-                tokens = slot.tokens.view(0, slot.kv_committed_len).tolist()
-                self._check_cells(row.tolist(), tokens, self.namespaces[slot.session_id])
-        for namespace, root in self.cache.stores.tree.roots():
-            pending: list[tuple[RadixNode, list[int], list[int]]] = [(root, [], [])]
-            while pending:
-                node, tokens, pages = pending.pop()
-                tokens = tokens + node.tokens.view().tolist()
-                pages = pages + (node.pages[POOL].view().tolist() if node.parent else [])
-                if not node.children:
-                    self._check_cells(pages, tokens, namespace)
-                pending += [(child, tokens, pages) for child in node.children.values()]
+        for component in self.cache.stores.components:
+            self._check_slots(component)
+            self._check_tree(component.pool)
 
     def close_everything(self) -> None:
         """I16: with nothing running and everything evicted, every page and row is back."""
@@ -318,8 +350,9 @@ class World:
             self.close(session_id)
         self.cache.flush()
         audit(self.cache)
-        accounts, headroom = self.cache.accounts()[POOL], self.cache.headroom()
-        assert accounts.free + accounts.quarantine == accounts.pages - 1
+        headroom = self.cache.headroom()
+        for accounts in self.cache.accounts().values():
+            assert accounts.free + accounts.quarantine == accounts.pages - 1
         assert headroom.free_rows == self.cache.stores.rows.num_rows
         assert not list(self.cache.stores.tree.roots())
 
@@ -335,31 +368,75 @@ class World:
     # Private
 
     def _forward(self, turn: LiveTurn, count: int) -> int:
-        row = self._row(turn.session_id)
         end = turn.computed_len + count
-        num_pages = -(-end // self.page_size)
-        entries = self.device.table[row]
-        host = self.cache.stores.rows.entries(POOL, row)
-        assert entries[:num_pages].tolist() == host[:num_pages].tolist(), "a delta was lost"
         tags = chain(self.namespaces[turn.session_id], turn.tokens[:end])
-        for position in range(end):
+        for component in self.cache.stores.components:
+            self._forward_in(component, turn, tags)
+        return tags[-1]
+
+    def _forward_in(self, component: Component, turn: LiveTurn, tags: list[int]) -> None:
+        row, pool = self._row(turn.session_id), component.pool
+        first, num_pages = component.first_page(turn.computed_len), -(-len(tags) // self.page_size)
+        entries, cells = self.device.tables[pool][row], self.device.tags[pool]
+        host = self.cache.stores.rows.entries(pool, row)
+        assert entries[first:num_pages].tolist() == host[first:num_pages].tolist(), (
+            "a delta is lost"
+        )
+        for position in range(first * self.page_size, len(tags)):
             page, offset = entries[position // self.page_size], position % self.page_size
             assert page != 0, "a live position reads the padding page"
             if position < turn.computed_len:
-                assert self.device.tags[page, offset] == tags[position], "KV is not of the history"
+                assert cells[page, offset] == tags[position], "KV is not of the history"
             else:
-                self.device.tags[page, offset] = tags[position]
-        return tags[-1]
+                cells[page, offset] = tags[position]
 
-    def _check_cells(self, pages: Sequence[int], tokens: list[int], namespace: Namespace) -> None:
-        for position, tag in enumerate(chain(namespace, tokens)):
+    def _check_slots(self, component: Component) -> None:
+        for slot in self.cache.inspect_slots():
+            if slot.lease is not None:
+                row = self.cache.stores.rows.entries(component.pool, slot.lease.row).tolist()
+                length = slot.kv_committed_len
+                first, end = component.first_page(length), -(-length // self.page_size)
+                assert all(row[first:end]), "a page that is read next was let go"
+                tokens = slot.tokens.view(0, length).tolist()
+                namespace = self.namespaces[slot.session_id]
+                self._check_cells(component.pool, row, chain(namespace, tokens))
+
+    def _check_tree(self, pool: PoolName) -> None:
+        for namespace, root in self.cache.stores.tree.roots():
+            pending: list[tuple[RadixNode, list[int], list[int]]] = [(root, [], [])]
+            while pending:
+                node, tokens, pages = pending.pop()
+                tokens = tokens + node.tokens.view().tolist()
+                pages = pages + (node.pages[pool].view().tolist() if node.parent else [])
+                if not node.children:
+                    self._check_cells(pool, pages, chain(namespace, tokens))
+                pending += [(child, tokens, pages) for child in node.children.values()]
+
+    def _check_cells(self, pool: PoolName, pages: Sequence[int], tags: list[int]) -> None:
+        for position, tag in enumerate(tags):
             page, offset = pages[position // self.page_size], position % self.page_size
-            assert self.device.tags[page, offset] == tag, "a cell does not hold what is said"
+            if page or pool == POOL:
+                assert self.device.tags[pool][page, offset] == tag, "a cell is not what is said"
 
-    def _cool_for_pages(self, session_id: SessionId, promised: int) -> None:
-        before = self.cache.headroom().pages(POOL)
+    def _cool_for_pages(self, session_id: SessionId, promised: dict[PoolName, int]) -> None:
+        before = self.cache.headroom()
         self.cool(session_id)
-        assert self.cache.headroom().pages(POOL) == before + promised
+        after = self.cache.headroom()
+        assert {p: after.pages(p) - before.pages(p) for p in promised} == promised
+
+    def _num_window_pages(self) -> int:
+        """Window pages that are free."""
+        accounts = self.cache.accounts().get(WINDOW_POOL)
+        return accounts.free if accounts else 0
+
+    def _has_tombstone(self) -> bool:
+        """Whether an edge has lost a window page and nothing else."""
+        if WINDOW_POOL not in self.cache.stores.ledgers:
+            return False
+        nodes = (node for _, root in self.cache.stores.tree.roots() for node in root.subtree())
+        return any(
+            not node.pages[WINDOW_POOL].view().all() for node in nodes if node.parent is not None
+        )
 
     def _mark_begin(self, before: SlotView, base_len: int, loan: TurnLoan) -> None:
         session_id = before.session_id
@@ -404,7 +481,7 @@ class World:
         return self.now
 
     def _num_tree_pages(self) -> int:
-        accounts = self.cache.accounts()[POOL]
+        accounts = self.cache.accounts()[self.pool]
         return accounts.tree_evictable + accounts.tree_protected
 
     def _num_nodes(self) -> int:

@@ -23,7 +23,14 @@ from cache import (
     TurnId,
 )
 from cache.pages import Allocation
-from tests.cache.kv_world import NAMESPACES, NUM_TOKEN_IDS, World, documents, make_cache
+from tests.cache.kv_world import (
+    NAMESPACES,
+    NUM_TOKEN_IDS,
+    Mixture,
+    World,
+    documents,
+    make_cache,
+)
 
 SESSIONS = [SessionId(f"session-{number}") for number in range(6)]
 DOCUMENTS = documents()
@@ -63,7 +70,12 @@ class Player:
     """Six sessions of two tenants on a pool that holds about one and a half of them."""
 
     def __init__(
-        self, page_size: int, *, num_pages: int | None = None, allocation: Allocation = "lifo"
+        self,
+        page_size: int,
+        *,
+        num_pages: int | None = None,
+        allocation: Allocation = "lifo",
+        mixture: Mixture = "full",
     ) -> None:
         num_pages = num_pages or NUM_PAGES[page_size]
         cache = make_cache(
@@ -73,6 +85,7 @@ class Player:
             pinned_quota_pages=num_pages // 4,
             max_context_len=2 * MAX_LEN,
             allocation=allocation,
+            mixture=mixture,
         )
         self.world = World(cache, page_size)
         for number, session_id in enumerate(SESSIONS[:4]):

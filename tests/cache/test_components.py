@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cache.components import components_of
@@ -12,6 +13,7 @@ from cache.types import PoolName, pages_for
 GROUP = LayerGroup(PoolName("full"), LayerKind.FULL, (0, 1, 2), 2, 16, 2)
 LATENT = LayerGroup(PoolName("latent"), LayerKind.LATENT, tuple(range(27)), 1, 576, 2, rope_dim=64)
 """DeepSeek-V2-Lite in halves."""
+WINDOW = LayerGroup(PoolName("window"), LayerKind.WINDOW, (3,), 1, 4, 4, window=6)
 
 
 def test_groups_of_one_pool_are_one_component() -> None:
@@ -22,9 +24,42 @@ def test_groups_of_one_pool_are_one_component() -> None:
 @pytest.mark.parametrize("group", [GROUP, LATENT], ids=["full", "latent"])
 def test_positions_kept_alone_are_reused_and_cut_anywhere_and_all_read(group: LayerGroup) -> None:
     (component,) = components_of(CacheSpec((group,), 16))
-    assert component.reusable_len(48) == 48
-    assert (component.rewind_len(48, 17), component.rewind_len(10, 17)) == (17, 10)
-    assert component.live_from(1000) == 0
+    assert component.continuable_len(np.array([3, 4, 9], np.int32), 41) == 41
+    assert component.first_page(1000) == 0
+    assert not component.forgets
+
+
+def test_a_window_reads_its_own_position_and_those_right_before() -> None:
+    (window,) = components_of(CacheSpec((WINDOW,), 4))
+    assert window.forgets
+    # Six positions: a query at 9 reads 4 to 9, one at 8 reads 3 to 8.
+    assert [window.first_page(length) for length in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("entries", "length", "reachable"),
+    [
+        ([1, 2, 3, 4], 16, 16),
+        ([0, 0, 3, 4], 16, 16),
+        ([0, 0, 0, 4], 16, 0),
+        ([1, 2, 0, 4], 16, 8),
+        ([1, 2, 0, 4, 5], 18, 18),
+        ([1, 2, 3, 0], 14, 12),
+        ([0, 2, 3, 0], 13, 12),
+        ([0, 2, 0, 4], 15, 0),
+    ],
+)
+def test_a_window_goes_on_only_where_all_of_it_is_there(
+    entries: list[int], length: int, reachable: int
+) -> None:
+    (window,) = components_of(CacheSpec((WINDOW,), 4))
+    assert window.continuable_len(np.array(entries, np.int32), length) == reachable
+
+
+def test_a_pool_has_layers_of_one_kind_and_window() -> None:
+    other = LayerGroup(PoolName("window"), LayerKind.WINDOW, (4,), 1, 4, 4, window=7)
+    with pytest.raises(ValueError, match="different kinds"):
+        components_of(CacheSpec((WINDOW, other), 4))
 
 
 def test_a_page_costs_k_and_v_of_all_layers() -> None:

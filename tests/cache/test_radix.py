@@ -7,7 +7,8 @@ import pytest
 
 from cache.errors import AuditFailed
 from cache.ledger import Ledger
-from cache.radix import LockReceipt, RadixCache, RadixNode
+from cache.radix import RadixCache
+from cache.radix_node import LockReceipt, RadixNode
 from cache.types import Holder, Namespace, PoolName, Tokens
 
 POOL = PoolName("full")

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from cache.pages import Allocation
+from tests.cache.kv_world import Mixture
 from tests.cache.player import INTERESTING, Player, act
 
 RARE = {
@@ -136,6 +137,27 @@ def test_no_program_of_verbs_loses_a_page_or_misreads_a_history(page_size: int) 
         ),
     )
     assert_reached(Machine.reached, INTERESTING - RARE)
+
+
+FORGETTING = frozenset({"rollback to a window", "tombstone", "window slid"})
+
+
+@pytest.mark.parametrize("mixture", ["full + window", "window"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_long_walks_over_layers_that_forget_end_with_every_page_back(
+    page_size: int, mixture: Mixture
+) -> None:
+    reached: Counter[str] = Counter()
+    for seed in range(30):
+        allocation = ALLOCATIONS[seed % 2]
+        player = Player(page_size, allocation=allocation, mixture=mixture)
+        random = Random(seed)
+        for _ in range(300):
+            act(player, random)
+            player.world.check()
+        player.world.close_everything()
+        reached.update(player.world.marks)
+    assert_reached(reached, INTERESTING | FORGETTING)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

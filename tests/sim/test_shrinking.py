@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cache.radix import RadixCache, RadixNode
+from cache.radix import RadixCache
+from cache.radix_node import RadixNode
 from session_server.sim import SimFailure
 from session_server.sim.config import draw_config
 from session_server.sim.shrink import minimise, shrink

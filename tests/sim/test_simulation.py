@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cache.lease import KVLease
-from cache.radix import LockReceipt, MatchResult, RadixCache
+from cache.radix import RadixCache
+from cache.radix_node import LockReceipt, MatchResult
 from session_server.sim import SimFailure, run
 from session_server.sim.config import Front, draw_config
 from session_server.sim.faults import FaultRates, OneFault, Site

@@ -1,0 +1,205 @@
+"""Locks by the page, in the pools that forget.
+
+Where every position is read by all that follow, a lock on a path covers the whole path, and one
+count per edge says so. In a pool that forgets, a session needs the pages of its last window only;
+those before them stay published while memory lasts, for whoever turns back or shares a beginning,
+and may go at any time. So here every page of an edge has a count of its own, and a page that goes
+leaves a tombstone, `NULL_PAGE` in the place of its id (word and idea are SGLang's).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from cache.components import Component
+from cache.errors import AuditFailed
+from cache.int_buffer import IntBuffer
+from cache.ledger import Ledger
+from cache.radix_node import LockReceipt, RadixNode
+from cache.types import NULL_PAGE, PoolName
+
+_Oldest = list[tuple[int, int, RadixNode]]
+_MIN_BOUND: Final = 1024
+
+
+class PageLocks:
+    """The pages that receipts hold in pools that forget, and the order in which others go."""
+
+    __slots__ = ("_bounds", "_components", "_ledgers", "_num_pushed", "_oldest", "_page_size")
+
+    def __init__(
+        self,
+        page_size: int,
+        ledgers: Mapping[PoolName, Ledger],
+        components: Sequence[Component] = (),
+    ) -> None:
+        """`components`: those that forget."""
+        self._page_size = page_size
+        self._ledgers = ledgers
+        self._components = tuple(components)
+        self._oldest: dict[PoolName, _Oldest] = {c.pool: [] for c in self._components}
+        self._bounds = dict.fromkeys(self._oldest, _MIN_BOUND)
+        self._num_pushed = 0
+
+    @property
+    def pools(self) -> tuple[PoolName, ...]:
+        """The pools that forget."""
+        return tuple(self._oldest)
+
+    def hold(self, receipt: LockReceipt) -> None:
+        """Lock what forwards at the receipt's length and at its mark read."""
+        for pool, node, start, end in self._held(receipt):
+            self._ledgers[pool].protect(self._count(node, pool, start, end, num_locks=0))
+            node.page_locks[pool].add(start, end, 1)
+
+    def let_go(self, receipt: LockReceipt, clock: int) -> None:
+        """Undo `hold`, while the receipt is what it was then."""
+        for pool, node, start, end in self._held(receipt):
+            if node.page_locks[pool].view(start, end).min() < 1:
+                raise AuditFailed(f"{pool}: a page was unlocked that was not locked")
+            self._ledgers[pool].expose(self._count(node, pool, start, end, num_locks=1))
+            node.page_locks[pool].add(start, end, -1)
+            node.last_used = clock
+            self.offer(node)
+
+    def num_sole(self, receipt: LockReceipt) -> dict[PoolName, int]:
+        """Pages, per pool, that nobody else has locked."""
+        counts = dict.fromkeys(self._oldest, 0)
+        for pool, node, start, end in self._held(receipt):
+            counts[pool] += self._count(node, pool, start, end, num_locks=1)
+        return counts
+
+    def continuable(self, receipt: LockReceipt | None, nodes: Sequence[RadixNode], end: int) -> int:
+        """How much of a path a forward can go on from, in whole pages.
+
+        Args:
+            receipt: what the path begins with; None at a root.
+            nodes: the edges that follow it.
+            end: length of the path, cut inside the last edge perhaps.
+        """
+        length = end
+        for component in self._components:
+            entries = [node.pages[component.pool].view() for node in nodes]
+            first = 0
+            if receipt is not None:
+                first = component.first_page(receipt.length)
+                span = (first, receipt.length // self._page_size)
+                above = [
+                    node.pages[component.pool].view(i, j)
+                    for node, i, j in self._slices(receipt, span)
+                ]
+                entries = above[::-1] + entries
+            if entries:
+                length = component.continuable_len(np.concatenate(entries), length, first=first)
+                length -= length % self._page_size
+        return length
+
+    def num_unlocked(self, nodes: Sequence[RadixNode], start: int, end: int) -> dict[PoolName, int]:
+        """Pages, per pool, that a lock of length `end` would be the first to hold, in edges that
+        begin at `start`."""
+        counts = dict.fromkeys(self._oldest, 0)
+        for component in self._components:
+            first, last = component.first_page(end), end // self._page_size
+            at = start // self._page_size
+            for node in nodes:
+                i, j = max(first - at, 0), last - at
+                counts[component.pool] += self._count(node, component.pool, i, j, num_locks=0)
+                at += len(node.pages[component.pool])
+        return counts
+
+    def heal(self, node: RadixNode, pool: PoolName, index: int, page: int) -> None:
+        """Fill a tombstone with a page that was just booked as the tree's."""
+        node.pages[pool].put(index, page)
+        if node.page_locks[pool].view()[index]:
+            self._ledgers[pool].protect(1)
+        else:
+            self.offer(node)
+
+    def offer(self, node: RadixNode) -> None:
+        """Note that pages of an edge may go."""
+        for pool, oldest in self._oldest.items():
+            if len(_idle(node, pool)):
+                self._num_pushed += 1
+                heapq.heappush(oldest, (node.last_used, self._num_pushed, node))
+                if len(oldest) > self._bounds[pool]:
+                    # Every entry but the newest of an edge is stale; dropping them whenever there
+                    # are twice as many costs O(1) amortised.
+                    newest = {id(entry[-1]): entry for entry in sorted(oldest, key=_by_push)}
+                    self._oldest[pool] = list(newest.values())
+                    heapq.heapify(self._oldest[pool])
+                    self._bounds[pool] = max(_MIN_BOUND, 2 * len(newest))
+
+    def take_oldest(self, pool: PoolName, num_pages: int) -> tuple[RadixNode, list[int]]:
+        """Leave tombstones in the edge that was used least recently, from its beginning on: who
+        goes on from its end needs the last pages.
+
+        Returns:
+            The edge, and up to `num_pages` pages that were its own, still booked as the tree's.
+
+        Raises:
+            AuditFailed: none may go; the caller checks the ledger before.
+        """
+        oldest = self._oldest[pool]
+        while oldest:
+            last_used, _, node = heapq.heappop(oldest)
+            idle = _idle(node, pool)[:num_pages]
+            if len(idle) and last_used == node.last_used:
+                pages = [int(node.pages[pool].view()[index]) for index in idle]
+                for index in idle:
+                    node.pages[pool].put(int(index), NULL_PAGE)
+                self.offer(node)
+                return node, pages
+        raise AuditFailed(f"{pool}: nothing is evictable, though the ledger says so")
+
+    def _held(self, receipt: LockReceipt) -> Iterator[tuple[PoolName, RadixNode, int, int]]:
+        """Every page the receipt holds, once, as slices of edges."""
+        for component in self._components:
+            first, end = component.first_page(receipt.length), receipt.length // self._page_size
+            spans = [(first, end)]
+            if receipt.mark is not None:
+                marked = component.first_page(receipt.mark)
+                spans.append((marked, min(receipt.mark // self._page_size, first)))
+            for span in spans:
+                for node, i, j in self._slices(receipt, span):
+                    yield component.pool, node, i, j
+
+    def _slices(
+        self, receipt: LockReceipt, span: tuple[int, int]
+    ) -> Iterator[tuple[RadixNode, int, int]]:
+        """The edges that have the pages [first, end) of a receipt's path, from its end upwards."""
+        node, at = receipt._node, receipt.length // self._page_size
+        first, end = span
+        while node.parent is not None and at > first:
+            at -= len(node.tokens) // self._page_size
+            i, j = max(first - at, 0), min(end - at, len(node.tokens) // self._page_size)
+            if i < j:
+                yield node, i, j
+            node = node.parent
+
+    @staticmethod
+    def _count(node: RadixNode, pool: PoolName, start: int, end: int, *, num_locks: int) -> int:
+        """Pages of a slice that are there and have so many locks."""
+        if start >= end:
+            return 0
+        pages, locks = node.pages[pool].view(start, end), node.page_locks[pool].view(start, end)
+        return int(np.count_nonzero((pages != NULL_PAGE) & (locks == num_locks)))
+
+
+def _by_push(entry: tuple[int, int, RadixNode]) -> int:
+    return entry[1]
+
+
+def begin_locks(node: RadixNode, pools: Sequence[PoolName]) -> None:
+    """A new edge: nobody has locked a page of it."""
+    for pool in pools:
+        node.page_locks[pool] = IntBuffer([0] * len(node.pages[pool]))
+
+
+def _idle(node: RadixNode, pool: PoolName) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Indices of pages that are there and unlocked; none of an edge that was removed."""
+    pages, locks = node.pages[pool].view(), node.page_locks[pool].view()
+    return np.flatnonzero((pages != NULL_PAGE) & (locks == 0))

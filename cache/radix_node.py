@@ -1,0 +1,111 @@
+"""What the radix tree is made of: edges, receipts for locks, and the answer to a match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache.int_buffer import IntBuffer
+from cache.types import Namespace, Pages, PoolName, Tokens
+
+PagesByPool = dict[PoolName, list[int]]
+"""Per pool, entries in order of position: page ids, and `NULL_PAGE` where a page was let go."""
+
+
+class RadixNode:
+    """One edge and its end. Written by `RadixCache` only; public for audits and reports.
+
+    `tokens`: the edge, a multiple of the page size (0 for a root); `key`: the bytes of its first
+    page; `pages`: per pool, one entry per page of the edge; `lock_count`: receipts whose path has
+    it; `page_locks`: in pools that forget, how often each page is locked.
+    """
+
+    __slots__ = (
+        "children",
+        "key",
+        "last_used",
+        "lock_count",
+        "page_locks",
+        "pages",
+        "parent",
+        "tokens",
+    )
+
+    def __init__(
+        self, parent: RadixNode | None, key: bytes, tokens: Tokens, pages: Mapping[PoolName, Pages]
+    ) -> None:
+        self.parent = parent
+        self.key = key
+        self.tokens = IntBuffer(tokens)
+        self.pages = {pool: IntBuffer(ids) for pool, ids in pages.items()}
+        self.page_locks: dict[PoolName, IntBuffer] = {}
+        self.children: dict[bytes, RadixNode] = {}
+        self.lock_count = 0
+        self.last_used = 0
+
+    def subtree(self) -> Iterator[RadixNode]:
+        """This node and all below it, parents first."""
+        pending = [self]
+        while pending:
+            node = pending.pop()
+            pending.extend(node.children.values())
+            yield node
+
+
+class Root(RadixNode):
+    """Where a namespace begins."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(None, b"", np.empty(0, np.int32), {})
+        self.namespace = namespace
+
+
+class LockReceipt:
+    """Proof that [0, length) of a path is locked. Opaque: given back to the tree that made it.
+
+    In pools that forget, the pages a forward at `length` reads are locked, and those a forward at
+    `mark` reads: where a rollback leads to.
+    """
+
+    __slots__ = ("_is_released", "_length", "_mark", "_node", "namespace")
+
+    def __init__(self, namespace: Namespace, root: RadixNode) -> None:
+        self.namespace = namespace
+        self._node = root
+        self._length = 0
+        self._mark: int | None = None
+        self._is_released = False
+
+    @property
+    def length(self) -> int:
+        """Tokens locked: a multiple of the page size."""
+        return self._length
+
+    @property
+    def mark(self) -> int | None:
+        """A length <= `length` that stays reachable; None when there is none."""
+        return self._mark
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """What the tree holds of some tokens; valid until the tree changes.
+
+    `matched_len`: tokens a forward can go on from, whole pages only; from the receipt on if one was
+    given. `evictable_pages`: how many of the pages that locking it would lock no lock covers, per
+    pool: that many are taken away from what eviction could give.
+    """
+
+    matched_len: int
+    evictable_pages: Mapping[PoolName, int]
+    _nodes: tuple[RadixNode, ...]
+    _version: int
+
+    @property
+    def cache_protected_len(self) -> int:
+        """The length a lock on this match protects; page-aligned by construction."""
+        return self.matched_len
