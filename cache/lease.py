@@ -116,8 +116,9 @@ class KVLease:
             private.extend(bought)
         return writes
 
-    def mark(self) -> None:
-        """Keep what it takes to come back to this length, until `park`."""
+    def mark(self, to_len: int) -> None:
+        """Rewind, and keep what it takes to come back to where that led, until `park`."""
+        self.rewind(to_len)
         self._mark_len = self.computed_len
         if self._stores.forgetful:
             self._stores.tree.mark(self.receipt)

@@ -248,8 +248,7 @@ class SessionAwareCache:
         lease = slot.restore_to_req(turn_id)
         # A forward needs a query, so the last token is never reused.
         reuse_len = min(context_len - 1, context_len if max_reuse_len is None else max_reuse_len)
-        lease.rewind(min(base_len, reuse_len))
-        lease.mark()
+        lease.mark(min(base_len, reuse_len))
         slot.tokens.truncate(base_len)
         slot.tokens.append(new_tokens)
         writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))

@@ -56,7 +56,7 @@ DUPLICATE_IS_FORGOTTEN = Mutant(
     "systematic",
     Edit(
         "cache.lease:KVLease.publish",
-        "stores.allocators[pool].release(ours[pool][: len(replaced)], self.holder)",
+        "stores.allocators[pool].release(filter(None, replaced), self.holder)",
         "pass",
     ),
 )
@@ -169,8 +169,8 @@ CUT_HISTORY_KEEPS_KV = Mutant(
     "vllm#49377 (A5)",
     Edit(
         "cache.session_cache:SessionAwareCache.begin_turn",
-        "lease.rewind(min(base_len, reuse_len))",
-        "lease.rewind(min(max(base_len, lease.computed_len), reuse_len))",
+        "lease.mark(min(base_len, reuse_len))",
+        "lease.mark(min(max(base_len, lease.computed_len), reuse_len))",
     ),
 )
 

@@ -57,8 +57,8 @@ LOCK_COVERS_WHOLE_EDGE = Mutant(
     "A match that ends inside an edge locks and reuses all of it.",
     "bytedance-iaas/sglang#508 (L10)",
     Edit(
-        "cache.radix:RadixCache.advance",
-        "found if wanted >= len(found.tokens) else self._split(found, wanted)",
+        "cache.radix:RadixCache._descend",
+        "found if length >= len(found.tokens) else self._split(found, length)",
         "found",
     ),
 )
@@ -172,7 +172,7 @@ PUBLISHED_PAGES_STAY_PRIVATE = Mutant(
     "sglang#35470 (D6)",
     Edit(
         "cache.radix:RadixCache.insert",
-        "ledger.transfer(num_new, Holder.ACTIVE, Holder.TREE)",
+        "ledger.transfer(int(np.count_nonzero(fresh[pool])), Holder.ACTIVE, Holder.TREE)",
         "ledger._accounts[Holder.TREE] += num_new",
     ),
 )
