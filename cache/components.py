@@ -31,6 +31,11 @@ class Component(Protocol):
         """Whether there are pages that nothing reads again, however the session goes on."""
         ...
 
+    @property
+    def takes_back(self) -> bool:
+        """Whether content computed from a wrong token can be cut off again."""
+        ...
+
     def first_page(self, length: int) -> int:
         """The first page that a query at position `length` reads."""
         ...
@@ -69,6 +74,11 @@ class FullAttention:
         """Nothing: every position is read by all that follow."""
         return False
 
+    @property
+    def takes_back(self) -> bool:
+        """An earlier position does not know the later ones."""
+        return True
+
     def first_page(self, length: int) -> int:
         """The first of all."""
         del length
@@ -103,6 +113,11 @@ class SlidingWindow:
         """Whatever the window has passed."""
         return True
 
+    @property
+    def takes_back(self) -> bool:
+        """An earlier position does not know the later ones."""
+        return True
+
     def first_page(self, length: int) -> int:
         """The page of position `length - window + 1`."""
         return max(0, length - self._window + 1) // self._page_size
@@ -125,7 +140,7 @@ class SlidingWindow:
 
 def can_take_back(components: Iterable[Component]) -> bool:
     """Whether content computed from a wrong token can be cut off again, which guessing needs."""
-    return all(isinstance(component, FullAttention | SlidingWindow) for component in components)
+    return all(component.takes_back for component in components)
 
 
 def components_of(spec: CacheSpec) -> tuple[Component, ...]:

@@ -243,7 +243,7 @@ GUESSES_WITHOUT_A_WAY_BACK = Mutant(
     "mlx-lm#1109 (A10)",
     Edit(
         "cache.components:can_take_back",
-        "all(component.rewind_len(2, 1) == 1 for component in components)",
+        "all(component.takes_back for component in components)",
         "any(True for component in components)",
     ),
 )

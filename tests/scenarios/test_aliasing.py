@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cache.components import Component, FullAttention
+from cache.spec import LayerGroup, LayerKind
 from cache.types import SlotState, TurnId
 from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason
@@ -185,14 +186,16 @@ def test_a8_a_token_that_lands_behind_a_launch_that_failed_is_not_applied() -> N
 class OneWay(FullAttention):
     """A layer that cannot forget: it keeps all that it was shown, or nothing."""
 
-    def rewind_len(self, computed_len: int, to_len: int) -> int:
-        return computed_len if to_len >= computed_len else 0
+    @property
+    def takes_back(self) -> bool:
+        return False
 
 
 @scenario("A10", GUESSES_WITHOUT_A_WAY_BACK)
 def test_a10_nobody_guesses_where_a_layer_cannot_forget_a_rejected_token() -> None:
     bench = Bench(Stage(speculation=Speculation(4, Drafter.MODEL)))
-    components: tuple[Component, ...] = (OneWay(POOL),)
+    group = LayerGroup(POOL, LayerKind.FULL, (0,), 1, 1, 4)
+    components: tuple[Component, ...] = (OneWay(group, 4),)
     object.__setattr__(bench.cache.stores, "components", components)
     bench.engine = type(bench.engine)(bench.cache, bench.settings)
     session_id = bench.open("s")
