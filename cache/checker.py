@@ -175,7 +175,7 @@ def _closed_form(
     num_gone = entries.count(NULL_PAGE)
     if private - num_gone != lease.num_private(pool) or (num_gone and not component.forgets):
         yield f"{pool}: {lease.num_private(pool)} private pages, the closed form says {private}"
-    if lease.continuable_len(slot.kv_committed_len) != slot.kv_committed_len:
+    if lease.rewound_len(slot.kv_committed_len) != slot.kv_committed_len:
         yield f"{pool}: a page that the next forward reads was let go"
 
 

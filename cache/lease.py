@@ -79,6 +79,13 @@ class KVLease:
         private = self._private[pool]
         return len(private) - private.count(NULL_PAGE)
 
+    def num_protected(self, pool: PoolName) -> int:
+        """How many pages of one pool it has locked."""
+        if not self._forgets(pool):
+            return self._protected_pages
+        entries = self._stores.rows.entries(pool, self.row)[: self._protected_pages]
+        return int(np.count_nonzero(entries))
+
     def private_entries(self, pool: PoolName) -> tuple[int, ...]:
         """What the row has behind the protected part: `private_pages`, and where one was let go
         `NULL_PAGE`."""
@@ -193,7 +200,7 @@ class KVLease:
         Published pages stay in the tree, unlocked; a page that `to_len` cuts and the tree owns is
         given up as a whole, because it must not be overwritten.
         """
-        target = self.continuable_len(to_len)
+        target = self.rewound_len(to_len)
         if target < self.protected_len:
             self._drop_private(0)
             kept_pages = target // self._stores.page_size
@@ -215,8 +222,10 @@ class KVLease:
             self._repoint(pool, self._protected_pages, pages)
         self.rewind(to_len)
 
-    def continuable_len(self, to_len: int) -> int:
-        """The longest length <= `to_len` that a forward can go on from with what is held."""
+    def rewound_len(self, to_len: int) -> int:
+        """How much content `rewind` leaves: the longest length <= `to_len` that a forward can go on
+        from with what is held; whole pages, where it lies in what the tree owns.
+        """
         rows, page_size = self._stores.rows, self._stores.page_size
         length, reach = -1, min(self.computed_len, to_len)
         while reach != length:
@@ -224,7 +233,7 @@ class KVLease:
             for component in self._stores.forgetful:
                 reach = component.continuable_len(rows.entries(component.pool, self.row), reach)
             if reach < self.protected_len:
-                reach -= reach % page_size  # a page that is cut and the tree's is given up whole
+                reach -= reach % page_size
         return length
 
     def lend(self) -> None:
@@ -281,10 +290,13 @@ class KVLease:
     def _repoint(self, pool: PoolName, start: int, pages: list[int]) -> TableWrite:
         """Replace entries of the row from index `start` on."""
         rows = self._stores.rows
-        if any(component.pool == pool for component in self._stores.forgetful):
+        if self._forgets(pool):
             rows.clear(pool, self.row, start, start + len(pages))
             return rows.write(pool, self.row, start, pages)
         return rows.repoint(pool, self.row, start, pages)
+
+    def _forgets(self, pool: PoolName) -> bool:
+        return any(component.pool == pool for component in self._stores.forgetful)
 
     def _forget_protected(self) -> None:
         """Empty the row where it names pages of the tree that are not locked any more."""

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Final
 
 from cache.errors import (
-    HistoryMismatch,
     NamespaceMismatch,
     OutOfPages,
     SessionExists,
@@ -156,7 +155,7 @@ class SessionAwareCache:
         """
         slot = self._slot(session_id)
         slot.refuse_if_busy()
-        _refuse_beyond(slot, to_len)
+        slot.refuse_beyond(to_len)
         if slot.lease is not None:
             slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
@@ -236,7 +235,7 @@ class SessionAwareCache:
         slot.refuse_if_busy()
         if turn_id in self._turns:
             raise SlotBusy(f"turn {turn_id} has borrowed another session")
-        _refuse_beyond(slot, base_len)
+        slot.refuse_beyond(base_len)
         context_len = base_len + len(new_tokens)
         if not 0 < context_len <= self.max_context_len:
             raise ValueError(f"a context of {context_len} tokens does not fit a row")
@@ -412,6 +411,11 @@ class SessionAwareCache:
             free_rows=self.stores.rows.num_free,
         )
 
+    def kept_len(self, session_id: SessionId, to_len: int) -> int:
+        """Positions that a turn on the first `to_len` tokens of a parked session goes on from."""
+        lease = self._slot(session_id).lease
+        return lease.rewound_len(to_len) if lease is not None else 0
+
     def capacity_len(self, turn_id: TurnId) -> int:
         """Tokens that the pages of a running turn have room for. O(1)."""
         return self._turn(turn_id).lease.capacity_len
@@ -543,10 +547,3 @@ class SessionAwareCache:
     def _count_pinned(self, slot: SessionSlot) -> None:
         if slot.retention is Retention.PINNED:
             self._pinned.note(slot.session_id, slot.lease.num_pages if slot.lease else None)
-
-
-def _refuse_beyond(slot: SessionSlot, length: int) -> None:
-    if not 0 <= length <= len(slot.tokens):
-        raise HistoryMismatch(
-            f"session {slot.session_id} holds {len(slot.tokens)} tokens, not {length}"
-        )

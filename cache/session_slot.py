@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from cache.errors import SlotBusy
+from cache.errors import HistoryMismatch, SlotBusy
 from cache.int_buffer import IntBuffer
 from cache.lease import KVLease
 from cache.types import Namespace, Retention, SessionId, SlotState, Tokens, TurnId
@@ -107,6 +107,13 @@ class SessionSlot:
         """Raise `SlotBusy` while a turn has borrowed the slot."""
         if self.is_active:
             raise SlotBusy(f"session {self.session_id} is {self.state.name} to {self.borrower}")
+
+    def refuse_beyond(self, length: int) -> None:
+        """Raise `HistoryMismatch` when the history is shorter."""
+        if not 0 <= length <= len(self.tokens):
+            raise HistoryMismatch(
+                f"session {self.session_id} holds {len(self.tokens)} tokens, not {length}"
+            )
 
     def take_back(self) -> None:
         """End a loan: park the lease if there is one still, be cold otherwise."""

@@ -69,6 +69,7 @@ class SlotView:
     protected_len: int
     committed_len: int
     allocated_len: int
+    protected_pages: Mapping[PoolName, int]
     private_pages: Mapping[PoolName, int]
     last_used_s: float
 
@@ -86,6 +87,7 @@ class SlotView:
             protected_len=slot.cache_protected_len,
             committed_len=slot.kv_committed_len,
             allocated_len=slot.kv_allocated_len,
+            protected_pages={pool: lease.num_protected(pool) if lease else 0 for pool in pools},
             private_pages={pool: lease.num_private(pool) if lease else 0 for pool in pools},
             last_used_s=slot.last_used_s,
         )

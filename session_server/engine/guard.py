@@ -133,7 +133,7 @@ class MemoryGuard:
             },
             rows=rows.num_rows,
             rows_free=rows.num_free,
-            sessions=tuple(session_pages(slot, page_size) for slot in self._cache.slots()),
+            sessions=tuple(session_pages(slot) for slot in self._cache.slots()),
             checks=self._checks(now_s),
             trace=self._watch.trace.frozen() if with_trace else (),
         )

@@ -95,7 +95,7 @@ def pool_report(accounts: Accounts, page_size: int) -> PoolReport:
     )
 
 
-def session_pages(slot: SlotView, page_size: int) -> SessionPages:
+def session_pages(slot: SlotView) -> SessionPages:
     """One session's holdings as the server hears of them."""
     private = {str(pool): num_pages for pool, num_pages in slot.private_pages.items()}
     return SessionPages(
@@ -103,6 +103,6 @@ def session_pages(slot: SlotView, page_size: int) -> SessionPages:
         state=slot.state.name.lower(),
         tokens=slot.num_tokens,
         committed_len=slot.committed_len,
-        protected_pages=dict.fromkeys(private, slot.protected_len // page_size),
+        protected_pages={str(pool): num for pool, num in slot.protected_pages.items()},
         private_pages=private,
     )

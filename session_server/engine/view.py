@@ -109,12 +109,10 @@ class LiveWaiting(msgspec.Struct, gc=False):
         slot = self.cache.slot(self.session_id)
         if slot.state is SlotState.COLD:
             return self._quote_cold(slot)
-        # What `begin_turn` will keep: published pages are given up whole, private ones are cut.
-        reuse_len = min(slot.committed_len, self.turn.request.base_len, self._reusable_len())
-        page_size = self.cache.stores.page_size
-        if reuse_len < slot.protected_len:
-            reuse_len -= reuse_len % page_size
-        return self._quote(reuse_len, -reuse_len % page_size, num_match_pages=0, needs_row=False)
+        to_len = min(self.turn.request.base_len, self._reusable_len())
+        reuse_len = self.cache.kept_len(self.session_id, to_len)
+        num_spare = -reuse_len % self.cache.stores.page_size
+        return self._quote(reuse_len, num_spare, num_match_pages=0, needs_row=False)
 
     def _quote_cold(self, slot: SlotView) -> AdmissionQuote:
         history = self.cache.tokens(self.session_id, 0, self.turn.request.base_len)
