@@ -22,6 +22,7 @@ class LayerKind(Enum):
 
     WINDOW = "window"
     """K and V of the last positions (sliding window attention)."""
+
     LATENT = "latent"
     """One compressed vector and one rotary key of every position, for all heads (MLA)."""
 
