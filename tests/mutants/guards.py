@@ -164,8 +164,8 @@ QUOTE_ROUNDS_UP = Mutant(
     "sglang#20070 (G1)",
     Edit(
         "session_server.engine.view:LiveWaiting.quote",
-        "return self._quote(reuse_len, -reuse_len % page_size,",
-        "return self._quote(reuse_len, 0 * page_size,",
+        "num_spare = -reuse_len % self.cache.stores.page_size",
+        "num_spare = 0",
     ),
 )
 
