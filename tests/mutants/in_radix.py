@@ -161,9 +161,9 @@ REWIND_ROUNDS_UP = Mutant(
     "A rewind keeps the published page that it cuts.",
     "sglang#20070 (G1)",
     Edit(
-        "cache.radix:RadixCache.shorten",
-        "target = to_len // self._page_size * self._page_size",
-        "target = -(-to_len // self._page_size) * self._page_size",
+        "cache.lease:KVLease.rewound_len",
+        "reach -= reach % page_size",
+        "reach += -reach % page_size",
     ),
 )
 
