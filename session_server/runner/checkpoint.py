@@ -9,7 +9,7 @@ under memory pressure, and a step that must read them back from disk takes 20 ti
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,17 @@ class WantedTensors:
         """See `Tensors.take_as`."""
         self.shapes[name] = shape
         return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.cat` along the first dimension.
+
+    For tensors without content torch imports its compiler first, which takes two seconds.
+    """
+    first = parts[0]
+    if first.is_meta:
+        return first.new_empty((sum(map(len, parts)), *first.shape[1:]))
+    return torch.cat(tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
 from session_server.models.layers.moe import MixtureOfExperts
 from session_server.models.layers.routing import Router
-from session_server.runner.checkpoint import Tensors
+from session_server.runner.checkpoint import Tensors, joined
 from session_server.runner.mxfp4 import take_mxfp4
 
 
@@ -53,7 +53,7 @@ def _dense(mlp: MlpConfig, hidden: int, tensors: Tensors, prefix: str) -> GatedM
 
     def fused(kind: str, *inputs: int) -> Tensor:
         sides = (tensors.take(f"{prefix}{s}_proj.{kind}", inner, *inputs) for s in ("gate", "up"))
-        return torch.cat(tuple(sides))
+        return joined(tuple(sides))
 
     gate_up = make_linear(fused("weight", hidden), fused("bias") if mlp.bias else None)
     weight = tensors.take(f"{prefix}down_proj.weight", hidden, inner)
@@ -100,7 +100,7 @@ def _gpt_oss_matrices(tensors: Tensors, name: str, shape: tuple[int, int, int]) 
 
 def _gate_first(rows: Tensor) -> Tensor:
     """Gate and up take turns in the checkpoint; the gate's half comes first here."""
-    return torch.cat((rows[::2], rows[1::2]))
+    return joined((rows[::2], rows[1::2]))
 
 
 _TakeExperts = Callable[[MoeConfig, int, Tensors, str], Iterator[GatedMlp]]

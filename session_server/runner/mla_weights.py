@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
-
 from session_server.models.config import MlaConfig
 from session_server.models.layers.linear import Linear, make_linear
 from session_server.models.layers.mla import MlaWeights, QueryUp
 from session_server.models.layers.norm import RmsNorm
-from session_server.runner.checkpoint import Tensors
+from session_server.runner.checkpoint import Tensors, joined
 
 NORM_EPS: Final = 1e-6
 """Of the norms of latents, whatever the configuration says of the others."""
@@ -48,13 +46,13 @@ def _down(mixer: MlaConfig, hidden: int, tensors: Tensors, prefix: str) -> Linea
         tensors.take(f"{stored}.weight", stored_size, hidden),
     )
     if not mixer.bias:
-        return make_linear(torch.cat(weights))
+        return make_linear(joined(weights))
     stored_bias = tensors.take(f"{stored}.bias", stored_size)
     # Queries projected at once have no bias in any checkpoint.
     query_bias = stored_bias.new_zeros(query_size)
     if mixer.q_rank is not None:
         query_bias = tensors.take(f"{query}.bias", query_size)
-    return make_linear(torch.cat(weights), torch.cat((query_bias, stored_bias)))
+    return make_linear(joined(weights), joined((query_bias, stored_bias)))
 
 
 def _query(mixer: MlaConfig, tensors: Tensors, prefix: str) -> QueryUp | None:

@@ -30,6 +30,7 @@ from session_server.runner.checkpoint import (
     TensorReader,
     Tensors,
     WantedTensors,
+    joined,
 )
 from session_server.runner.ffn_weights import take_ffn
 from session_server.runner.mla_weights import take_mla
@@ -145,7 +146,7 @@ def _gqa(config: ModelConfig, mixer: AttentionConfig, tensors: Tensors, prefix: 
             tensors.take(f"{prefix}{side}_proj.{kind}", size, *inputs)
             for side, size in zip("qkv", (*sizes, sizes[1]), strict=True)
         )
-        return torch.cat((interleave_pairs(q, head_dim), interleave_pairs(k, head_dim), v))
+        return joined((interleave_pairs(q, head_dim), interleave_pairs(k, head_dim), v))
 
     qkv = make_linear(fused("weight", hidden), fused("bias") if mixer.qkv_bias else None)
     weight = tensors.take(f"{prefix}o_proj.weight", hidden, sizes[0])
@@ -173,11 +174,11 @@ def _qk_norm(
         for side, num in zip("qk", heads, strict=True)
     )
     if by_head:
-        gains = torch.cat((q.expand(heads[0], -1), k.expand(heads[1], -1)))
+        gains = joined((q.expand(heads[0], -1), k.expand(heads[1], -1)))
         return RmsNorm(gains, norm.eps)
     return ProjectionNorm(RmsNorm(q, norm.eps), RmsNorm(k, norm.eps), num_heads=heads[0])
 
 
 def _gain(norm: NormConfig, tensors: Tensors, name: str, size: int) -> Tensor:
     weight = tensors.take(f"{name}.weight", size)
-    return weight + 1 if norm.adds_one else weight
+    return weight.add_(1) if norm.adds_one else weight

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -107,6 +109,19 @@ def test_halves_are_close(
         spoken.append(runner.logits(rows.batch(rows.row(1, tokens))))
     exact, half = spoken
     assert 0 < (exact - half).norm() < 0.1 * exact.norm()
+
+
+def test_checking_a_checkpoint_does_not_wake_the_compiler(checkpoints: Mapping[str, Path]) -> None:
+    """Importing it takes a server two seconds, and it is for developers."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from session_server.models.registry import load_config\n"
+        "from session_server.runner.weights import expected_tensors\n"
+        "for path in sys.argv[1:]: assert expected_tensors(load_config(Path(path)))\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    directories = [str(checkpoints[family]) for family in LAYERED_FAMILIES]
+    subprocess.run([sys.executable, "-c", code, *directories], check=True)
 
 
 def test_the_record_is_of_every_family_and_within_bounds() -> None:

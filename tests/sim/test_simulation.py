@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from cache.lease import KVLease
 from cache.radix import RadixCache
-from cache.radix_node import LockReceipt, MatchResult
+from cache.radix_node import RadixNode
+from cache.types import PoolName
 from session_server.sim import SimFailure, run
 from session_server.sim.config import Front, draw_config
 from session_server.sim.faults import FaultRates, OneFault, Site
@@ -90,14 +92,12 @@ def test_corrupt_content_is_named_by_row_position_and_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A match that gives the pages in another order than the tokens."""
-    advance = RadixCache.advance
+    pages_of = RadixCache._pages_of
 
-    def shuffled(
-        self: RadixCache, receipt: LockReceipt, match: MatchResult
-    ) -> dict[object, list[int]]:
-        return {pool: pages[::-1] for pool, pages in advance(self, receipt, match).items()}
+    def shuffled(self: RadixCache, nodes: Sequence[RadixNode]) -> dict[PoolName, list[int]]:
+        return {pool: pages[::-1] for pool, pages in pages_of(self, nodes).items()}
 
-    monkeypatch.setattr(RadixCache, "advance", shuffled)
+    monkeypatch.setattr(RadixCache, "_pages_of", shuffled)
     failures = [failure for seed in range(12) if (failure := failure_of(seed)) is not None]
     messages = [failure.message for failure in failures if failure.layer == "content"]
     assert len(failures) > 6

@@ -202,7 +202,7 @@ def test_an_address_in_use_is_one_line_and_exit_status_one(server: LocalServer) 
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [(None, "has no config.json"), ('{"model_type": "gpt2"}', "known: llama, mistral")],
+    [(None, "has no config.json"), ('{"model_type": "gpt2"}', "known: deepseek_v2, ")],
 )
 def test_a_checkpoint_that_cannot_be_served_is_one_line_and_exit_status_two(
     tmp_path: Path, config: str | None, words: str

@@ -100,6 +100,7 @@ def served(environment: Mapping[str, str], tmp_path: Path) -> Iterator[str]:
         if "listening on " in line:
             break
     else:
+        process.communicate(timeout=60)
         pytest.fail("the server ended:\n" + "".join(seen))
     yield line.rpartition("listening on ")[2].split()[0]
     process.send_signal(signal.SIGTERM)
