@@ -154,7 +154,10 @@ class KVLease:
         will be published.
         """
         self.computed_len = computed_len
-        stores, start = self._stores, self._protected_pages
+        stores = self._stores
+        if not stores.forgetful:
+            return
+        start = self._protected_pages
         kept = pages_for(self._mark_len, stores.page_size)
         for component in stores.forgetful:
             pool = component.pool

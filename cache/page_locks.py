@@ -45,6 +45,10 @@ class PageLocks:
         self._bounds = dict.fromkeys(self._oldest, _MIN_BOUND)
         self._num_pushed = 0
 
+    def __bool__(self) -> bool:
+        """Whether any pool forgets."""
+        return bool(self._components)
+
     @property
     def pools(self) -> tuple[PoolName, ...]:
         """The pools that forget."""
@@ -52,12 +56,16 @@ class PageLocks:
 
     def hold(self, receipt: LockReceipt) -> None:
         """Lock what forwards at the receipt's length and at its mark read."""
+        if not self._components:
+            return
         for pool, node, start, end in self._held(receipt):
             self._ledgers[pool].protect(self._count(node, pool, start, end, num_locks=0))
             node.page_locks[pool].add(start, end, 1)
 
     def let_go(self, receipt: LockReceipt, clock: int) -> None:
         """Undo `hold`, while the receipt is what it was then."""
+        if not self._components:
+            return
         for pool, node, start, end in self._held(receipt):
             if node.page_locks[pool].view(start, end).min() < 1:
                 raise AuditFailed(f"{pool}: a page was unlocked that was not locked")

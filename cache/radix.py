@@ -288,7 +288,7 @@ class RadixCache:
         self, receipt: LockReceipt | None, nodes: list[RadixNode], matched: int
     ) -> MatchResult:
         start = receipt.length if receipt is not None else 0
-        if self._locks.pools:
+        if self._locks:
             matched = max(0, self._locks.continuable(receipt, nodes, start + matched) - start)
         used: list[RadixNode] = []
         evictable = at = 0
@@ -299,10 +299,12 @@ class RadixCache:
             common = min(len(node.tokens), matched - at)
             evictable += 0 if node.lock_count else common // self._page_size
             at += common
-        unlocked = self._locks.num_unlocked(used, start, start + matched)
+        unlocked = dict.fromkeys(self._kept, evictable)
+        if self._locks:
+            unlocked |= self._locks.num_unlocked(used, start, start + matched)
         return MatchResult(
             matched_len=matched,
-            evictable_pages=dict.fromkeys(self._kept, evictable) | unlocked,
+            evictable_pages=unlocked,
             _nodes=tuple(used),
             _version=self._version,
         )
