@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cache.checker import Violation
 from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
-from cache.types import PoolName, RowId, SessionId, SlotState, Tokens, pages_for
+from cache.types import NULL_PAGE, PoolName, RowId, SessionId, SlotState, Tokens, pages_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class Rotation:
     page after it. So in as many rounds as the longest session has pages, no page is left out.
     Sessions begin at pages of their own choosing: those that share a beginning would otherwise
     show the same page one after another.
+
+    A page is computed from those before it. Where a window has let go of them, the session's last
+    page stands in for it; a session in which that cannot be computed either is passed over. So is
+    one longer than its window at rest, as a rule: it holds what its next token reads, no more.
     """
 
     def __init__(self) -> None:
@@ -86,8 +90,9 @@ class Rotation:
         while self._suspects:
             index, pages = self._suspects.popleft()
             for slot in _holders(cache, index, pages):
-                if (index + 1) * cache.stores.page_size <= slot.cache_protected_len:
-                    return _content(cache, slot, index)
+                is_published = (index + 1) * cache.stores.page_size <= slot.cache_protected_len
+                if is_published and (content := _content(cache, slot, index)) is not None:
+                    return content
         return None
 
     def _next_of_round(self, cache: SessionAwareCache) -> PageContent | None:
@@ -95,18 +100,26 @@ class Rotation:
         for session_id in self._left:
             for slot in cache.inspect_slots(session_id):
                 num_pages = pages_for(slot.kv_committed_len, page_size)
-                if slot.state is SlotState.PARKED and num_pages:
-                    index = (self._round + zlib.crc32(session_id.encode())) % num_pages
-                    return _content(cache, slot, index)
+                if slot.state is not SlotState.PARKED or not num_pages:
+                    continue
+                index = (self._round + zlib.crc32(session_id.encode())) % num_pages
+                content = _content(cache, slot, index) or _content(cache, slot, num_pages - 1)
+                if content is not None:
+                    return content
         return None
 
 
-def _content(cache: SessionAwareCache, slot: SessionSlot, index: int) -> PageContent:
-    """Page `index` of a slot: of a parked one, or a published page, which nobody writes either."""
+def _content(cache: SessionAwareCache, slot: SessionSlot, index: int) -> PageContent | None:
+    """Page `index` of a slot: of a parked one, or a published page, which nobody writes either.
+
+    None where it cannot be computed again: it was let go, or what its positions read was.
+    """
     assert slot.lease is not None
     start = index * cache.stores.page_size
-    end = min(start + cache.stores.page_size, slot.kv_committed_len)
-    tokens, pages = slot.tokens.copy(start, end), _pages_at(cache, slot, index)
+    pages = _pages_at(cache, slot, index)
+    if not all(pages.values()) or slot.lease.rewound_len(start) < start:
+        return None
+    tokens = slot.tokens.copy(start, min(start + cache.stores.page_size, slot.kv_committed_len))
     return PageContent(slot.session_id, slot.lease.row, start, tokens, pages)
 
 
@@ -125,5 +138,8 @@ def _holders(
         slot
         for slot in cache.inspect_slots()
         if slot.lease is not None
-        and any(rows.entries(pool, slot.lease.row)[index] == page for pool, page in pages.items())
+        and any(
+            page != NULL_PAGE and rows.entries(pool, slot.lease.row)[index] == page
+            for pool, page in pages.items()
+        )
     ]

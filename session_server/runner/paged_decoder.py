@@ -86,20 +86,14 @@ class PagedDecoder:
         }
 
     def _backend(self, pool: KvPages, table: PageTable) -> AttentionBackend | MlaBackend:
-        factory, rule = _BACKENDS[self.backend_name], self.rule(pool.name)
-        mixer = self.decoder.config.mixer_of(pool.name)
+        factory, mixer = _BACKENDS[self.backend_name], self.decoder.config.mixer_of(pool.name)
         if isinstance(mixer, MlaConfig):
             assert isinstance(pool, MlaPool), "latents lie in a pool of their own kind"
+            rule = AttentionRule(mixer.num_heads, mixer.scale)
             shape = MlaShape(mixer.nope_dim, mixer.value_dim)
             return MlaBackend(pool, table, rule, shape, absorbed=factory)
+        rule = AttentionRule(mixer.num_heads, mixer.scale, mixer.window, mixer.softcap)
         return factory(pool, table, rule)
-
-    def rule(self, pool: PoolName) -> AttentionRule:
-        """How the layers of a pool attend."""
-        mixer = self.decoder.config.mixer_of(pool)
-        if isinstance(mixer, MlaConfig):
-            return AttentionRule(mixer.num_heads, mixer.scale)
-        return AttentionRule(mixer.num_heads, mixer.scale, mixer.window, mixer.softcap)
 
     def forward(self, inputs: ForwardInputs, wanted: Tensor) -> Tensor:
         """Compute every token of a forward and write its KV.

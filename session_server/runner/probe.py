@@ -42,17 +42,12 @@ def probe_holds(probe: Probe, model: PagedDecoder, tables: Mapping[PoolName, Pag
 
     Returns:
         bool scalar on the pools' device: whether the pages hold what `probe.tokens` give. NaN and
-        infinities hold nothing. What is computed from positions that a window has released says
-        nothing, and so nothing against the page.
+        infinities hold nothing.
     """
     page_size, device = model.page_size, model.decoder.device
     num_tokens, index = len(probe.tokens), probe.start // page_size
     assert 0 < num_tokens <= page_size, "a probe looks at one page"
     assert probe.start % page_size == 0, "a probe starts where a page does"
-    for name in model.pools:
-        first = model.rule(name).first_seen(probe.start) // page_size
-        if (tables[name].pages(probe.row, index + 1, first=first) == NULL_PAGE).any():
-            return torch.ones((), dtype=torch.bool, device=device)
     positions = torch.arange(probe.start, probe.start + num_tokens).to(device)
     slots = positions - probe.start + NULL_PAGE * page_size
     span = Span(probe.row, probe.start, num_tokens, 0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cache import SessionId, find_violations
 from cache.content import PageContent, Rotation
-from tests.cache.kv_world import POOL, World, make_cache
+from cache.types import NULL_PAGE, RowId, pages_for
+from tests.cache.kv_world import POOL, WINDOW, WINDOW_POOL, Mixture, World, make_cache
 from tests.cache.two_sessions import ALICE, BOB, A, B, C, run_turn
 
 LENGTHS = {A: 5, B: 9, C: 30}
@@ -71,6 +74,43 @@ def test_the_same_cache_is_looked_at_in_the_same_order() -> None:
     for _ in range(50):
         first, second = look(one, world), look(two, world)
         assert (first.session_id, first.start) == (second.session_id, second.start)
+
+
+@pytest.mark.parametrize("mixture", ["full + window", "window"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_where_a_window_let_go_only_what_can_be_computed_again_is_looked_at(
+    page_size: int, mixture: Mixture
+) -> None:
+    cache = make_cache(page_size, num_pages=99, mixture=mixture, max_context_len=60)
+    world, rotation = World(cache, page_size), Rotation()
+    starts: dict[SessionId, set[int]] = {}
+    for session_id, length in ((A, 1), (C, 30)):
+        starts[session_id] = set()
+        world.open(session_id, ALICE)
+        run_turn(world, session_id, [1] * length)
+    for _ in range(99):
+        content = look(rotation, world)
+        (slot,) = cache.inspect_slots(content.session_id)
+        assert slot.lease is not None
+        entries = cache.stores.rows.entries(WINDOW_POOL, slot.lease.row)
+        first_read = max(0, content.start - WINDOW + 1) // page_size
+        assert all(entries[first_read : content.start // page_size + 1])
+        assert content.pages[WINDOW_POOL] == entries[content.start // page_size]
+        starts[content.session_id].add(content.start)
+    assert len(starts[A]) == pages_for(3, page_size), "nothing was let go of"
+    assert not starts[C], "it holds what its next token reads, which is less than its last one read"
+
+
+def test_a_page_let_go_is_not_what_others_share() -> None:
+    """The null page stands in every row that let go of something."""
+    cache = make_cache(4, num_pages=99, mixture="window", max_context_len=60)
+    world = World(cache, 4)
+    for session_id in (A, B):
+        world.open(session_id, ALICE)
+        run_turn(world, session_id, [int(session_id == A), *([1] * 20)])
+    content = PageContent(A, RowId(0), 0, world.cache.tokens(A)[:4], {WINDOW_POOL: NULL_PAGE})
+    (violation,) = Rotation().blame(cache, content)
+    assert violation.session_id is None
 
 
 def sharing_world() -> World:

@@ -1,8 +1,11 @@
-"""A long mixed run of the embedded model, probed as often as it may be: no page is called wrong."""
+"""Long mixed runs, probed as often as may be: no page is called wrong."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -32,44 +35,56 @@ from session_server.models.config import DTypeName
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 from session_server.text.model_text import load_model_text
+from tests.oracle.checkpoints import VOCAB_SIZE
+
+Text = tuple[int, ...]
 
 NUM_SESSIONS = 10
 NUM_TURNS = 90
 PAGE_SIZE = 16
-POOL_TOKENS = 800
-"""Less than the sessions come to, so that they are cooled and turns are retracted."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model, and a pool in which its sessions do not fit: they are cooled, turns retracted."""
+
+    directory: Path
+    texts: Sequence[Text]
+    pool_tokens: int = 800
+    dtype: DTypeName = "float32"
+    num_in_flight: int = 2
 
 
 class Crowd:
     """Sessions that talk, cancel, rewind and close at random; half of them begin alike."""
 
-    def __init__(self, dtype: DTypeName, num_in_flight: int) -> None:
+    def __init__(self, scene: Scene) -> None:
         loaded = load_runner(
-            MODEL_DIR,
+            scene.directory,
             RunnerOptions(
                 page_size=PAGE_SIZE,
                 num_rows=8,
-                dtype=dtype,
+                dtype=scene.dtype,
                 max_context_len=512,
-                memory=MemoryLimits(max_total_tokens=POOL_TOKENS),
+                memory=MemoryLimits(max_total_tokens=scene.pool_tokens),
             ),
         )
         settings = EngineSettings(
-            model_fingerprint="embedded",
+            model_fingerprint="probed",
             vocab_size=loaded.config.vocab_size,
             eos_token_ids=(),
             chunk_tokens=24,
-            num_in_flight=num_in_flight,
+            num_in_flight=scene.num_in_flight,
             memory=MemoryPolicy(MemoryCheck.WARN, probe_interval_s=0.001),
             speculation=Speculation(num_drafts=3),
         )
         self.engine = Engine(SessionAwareCache(loaded.spec, loaded.plan.capacity), settings)
         self.runner = loaded.runner
-        self.random = Random(num_in_flight)
+        self.random = Random(scene.num_in_flight)
         self.results: list[StepResult] = []
         self.lengths: dict[SessionId, int] = {}
         self.live: dict[TurnId, SessionId] = {}
-        self.texts = [self._text(seed) for seed in range(NUM_SESSIONS // 2)]
+        self.texts = scene.texts
         self.reached: Counter[str] = Counter()
         self.num_steps = 0
 
@@ -146,10 +161,31 @@ class Crowd:
             ),
         )
 
-    def _text(self, seed: int) -> tuple[int, ...]:
-        tokenizer = load_model_text(MODEL_DIR).tokenizer
-        turns = dialogue(seed, 80).turns
-        return tuple(tokenizer.encode_content("\n".join(f"{t.user} {t.assistant}" for t in turns)))
+    def assert_honest(self, *, min_probes: int, is_retracted: bool = True) -> None:
+        """Many probes, no alarm, and everything happened that moves pages."""
+        watch, prober = self.engine._guard._watch, self.engine._guard.prober
+        assert list(watch.texts) == []
+        assert prober.num_probes > self.reached["turn batches"] / 4 > min_probes
+        assert self.engine.counters.coolings > 0
+        assert (self.reached["retracted"] > 0) == is_retracted
+        for name in ("rewound", "closed", "cancelled", "length"):
+            assert self.reached[name], f"never happened: {name}; {dict(self.reached)}"
+
+
+def dialogues() -> list[Text]:
+    """What the embedded model was trained on."""
+    tokenizer = load_model_text(MODEL_DIR).tokenizer
+    told = [dialogue(seed, 80).turns for seed in range(NUM_SESSIONS // 2)]
+    joined = ["\n".join(f"{t.user} {t.assistant}" for t in turns) for turns in told]
+    return [tuple(tokenizer.encode_content(text)) for text in joined]
+
+
+def noise() -> list[Text]:
+    """Anything, for models that were not trained."""
+    random = Random(0)
+    return [
+        tuple(random.randrange(3, VOCAB_SIZE) for _ in range(500)) for _ in range(NUM_SESSIONS // 2)
+    ]
 
 
 @pytest.mark.timeout(300)
@@ -157,12 +193,21 @@ class Crowd:
     ("dtype", "num_in_flight"), [("float32", 1), ("float32", 2), ("float16", 2), ("bfloat16", 2)]
 )
 def test_no_honest_page_is_called_wrong(dtype: DTypeName, num_in_flight: int) -> None:
-    crowd = Crowd(dtype, num_in_flight)
+    crowd = Crowd(Scene(MODEL_DIR, dialogues(), dtype=dtype, num_in_flight=num_in_flight))
     crowd.run()
-    watch, prober = crowd.engine._guard._watch, crowd.engine._guard.prober
-    assert list(watch.texts) == []
-    assert prober.num_probes > crowd.reached["turn batches"] / 4 > 100
-    counters = crowd.engine.counters
-    assert counters.coolings > 0 < counters.accepted_tokens
-    for name in ("retracted", "rewound", "closed", "cancelled", "length"):
-        assert crowd.reached[name], f"never happened: {name}; {dict(crowd.reached)}"
+    crowd.assert_honest(min_probes=100)
+    assert crowd.engine.counters.accepted_tokens > 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("family", "pool_tokens"), [("gemma3_text", 560), ("mistral_window", 480), ("deepseek_v3", 800)]
+)
+def test_no_honest_page_of_another_layout_is_called_wrong(
+    family: str, pool_tokens: int, checkpoints: Mapping[str, Path]
+) -> None:
+    """Pages behind a window are gone: what was computed from them cannot be computed again."""
+    crowd = Crowd(Scene(checkpoints[family], noise(), pool_tokens))
+    crowd.run()
+    # Where every layer forgets, a session stops growing: nobody is retracted for the others.
+    crowd.assert_honest(min_probes=50, is_retracted=family != "mistral_window")

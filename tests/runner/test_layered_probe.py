@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from cache.spec import Capacity
-from cache.types import PoolName, RowId, TableWrite
+from cache.types import PoolName, RowId
 from session_server.core.batch import Batch, Probe
 from session_server.models.config import FULL_POOL, WINDOW_POOL
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import BackendName, ModelRunner
 from session_server.runner.weights import load_decoder
-from tests.oracle.checkpoints import VOCAB_SIZE, WINDOW, write_checkpoint
+from tests.oracle.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.runner.rows import Rows
 
 PAGE_SIZE = 4
@@ -62,15 +62,3 @@ def test_a_damaged_page_is_found_in_either_pool(pool: PoolName, spoken: Spoken) 
     spoken.runner.pools[pool].page(spoken.page(pool, 9), PAGE_SIZE)[1][-1] += 1.0
     assert spoken.holds(9) is False
     assert spoken.holds(8) is True
-
-
-def test_what_a_window_has_released_is_nothing_against_a_page(spoken: Spoken) -> None:
-    """The pages of positions before 20 are gone: what reads them cannot be computed again."""
-    num_gone = 20 // PAGE_SIZE
-    gone = np.zeros(num_gone, dtype=np.int32)
-    spoken.runner.launch(Batch(0, (), (TableWrite(WINDOW_POOL, RowId(ROW), 0, gone),))).wait()
-    first_sure = (20 + WINDOW - 1) // PAGE_SIZE
-    damaged = first_sure + 1
-    spoken.runner.pools[FULL_POOL].page(spoken.page(FULL_POOL, damaged), PAGE_SIZE)[0][0] += 1.0
-    assert all(spoken.holds(index) for index in range(num_gone, damaged))
-    assert spoken.holds(damaged) is False
