@@ -241,6 +241,7 @@ def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: st
             body = turn(turn_id="t1", on_disconnect="detach")
             asking = asyncio.create_task(this.http.post(path, json=body))
             await this.until(lambda: bool(this.sessions.get("anonymous", session_id).running_turn))
+            asking.cancel()
             view = this.sessions.turn("anonymous", session_id, "t1")
             journal = this.sessions.journal("anonymous", session_id)
             with TurnReading(call, journal, view, keep_partial=None) as reading:
@@ -255,7 +256,6 @@ def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: st
                 parse_event(refusal.decode().strip())["data"]["error"]["code"] == "session_closing"
             )
             assert rest == ([] if dialect == "ours" else [b"data: [DONE]\n\n"])
-            assert (await asking).json()["status"] == "cancelled"
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
