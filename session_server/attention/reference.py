@@ -41,23 +41,29 @@ class ReferenceBackend:
         first = self._rule.first_seen(span.start)
         first_page, end_page = first // page_size, pages_for(span.end, page_size)
         pages = self._table.device_pages[span.row, first_page:end_page].long()
+        first_slot = first % page_size
+        end_slot = first_slot + span.end - first
+        if span.num_tokens == 1:
+            # A mask that hides nothing keeps SDPA from its fastest kernels.
+            return _Row(span, pages, first_slot, end_slot, None)
         queries = torch.arange(span.start, span.end, device=device).unsqueeze(1)
         keys = torch.arange(first, span.end, device=device)
         seen = keys <= queries
         if self._rule.window is not None:
             seen &= keys > queries - self._rule.window
-        return _Row(span, pages, first % page_size, seen)
+        return _Row(span, pages, first_slot, end_slot, seen)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One span. `pages`: int64 [n], those it looks at. `num_skipped`: cells of the first page
-    before the first key. `seen`: bool [tokens, keys]."""
+    """One span. `pages`: int64 [n], those it looks at; its keys lie in their slots from
+    `first_slot` up to `end_slot`. `seen`: bool [tokens, keys]; None where one token sees all."""
 
     span: Span
     pages: Tensor
-    num_skipped: int
-    seen: Tensor
+    first_slot: int
+    end_slot: int
+    seen: Tensor | None
 
 
 class _ReferencePlan:
@@ -76,8 +82,8 @@ class _ReferencePlan:
         self._pool.write(layer, self._slots, kv)
         mixed = []
         for row in self._rows:
-            span, end = row.span, row.num_skipped + row.seen.shape[1]
-            k, v = self._pool.gather(layer, row.pages)[:, None, :, row.num_skipped : end]
+            span = row.span
+            k, v = self._pool.gather(layer, row.pages)[:, None, :, row.first_slot : row.end_slot]
             row_q = q[span.offset : span.offset + span.num_tokens].transpose(0, 1).unsqueeze(0)
             if self._rule.softcap is None and sinks is None:
                 out = self._sdpa(row_q, k, v, row.seen)
@@ -87,7 +93,7 @@ class _ReferencePlan:
             mixed.append(out[0].transpose(0, 1).flatten(1))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         """[1, heads, queries, head_dim], as `q`."""
         if q.shape[2] > 1:
             return functional.scaled_dot_product_attention(
@@ -95,17 +101,16 @@ class _ReferencePlan:
             )
         # The heads of a group see the same keys: as queries of one head they read them once.
         grouped = q.reshape(1, k.shape[1], -1, q.shape[3])
-        out = functional.scaled_dot_product_attention(
-            grouped, k, v, attn_mask=seen, scale=self._rule.scale
-        )
+        out = functional.scaled_dot_product_attention(grouped, k, v, scale=self._rule.scale)
         return out.reshape(q.shape)
 
-    def _shares(self, q: Tensor, k: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
+    def _shares(self, q: Tensor, k: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
         """Softmax in fp32, where SDPA lacks an argument: [1, heads, queries, keys]."""
         scores = (q @ k.transpose(-1, -2)).float() * self._rule.scale
         if self._rule.softcap is not None:
             scores = self._rule.softcap * torch.tanh(scores / self._rule.softcap)
-        scores = scores.masked_fill(~seen, -torch.inf)
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is None:
             return scores.softmax(-1)
         of_heads = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
