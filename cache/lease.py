@@ -68,7 +68,7 @@ class KVLease:
     @property
     def num_pages(self) -> int:
         """Pages of the row, per pool: locked and private."""
-        return self._protected_pages + min(map(len, self._private.values()))
+        return self._protected_pages + len(next(iter(self._private.values())))
 
     def private_pages(self, pool: PoolName) -> tuple[int, ...]:
         """Pages of one pool that no other session can see, in order of position."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cache.session_slot import SessionSlot
 from cache.types import (
@@ -32,8 +33,7 @@ class TurnLoan:
     table_writes: tuple[TableWrite, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Headroom:
+class Headroom(NamedTuple):
     """What could be handed out now: pages free, pages eviction could free, rows free."""
 
     free_pages: Mapping[PoolName, int]
@@ -56,8 +56,7 @@ class IdleSession:
     freed_pages: Mapping[PoolName, int]
 
 
-@dataclass(frozen=True, slots=True)
-class SlotView:
+class SlotView(NamedTuple):
     """One session at one moment. Lengths are tokens; `num_tokens` is the history's."""
 
     session_id: SessionId

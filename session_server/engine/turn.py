@@ -140,6 +140,11 @@ class Turn:
         return self.prompt_len + len(self.outputs)
 
     @property
+    def coming_len(self) -> int:
+        """`known_len` of a running turn, and what is being sampled for it."""
+        return self.known_len + self.borrowed.num_sampling
+
+    @property
     def last_len(self) -> int:
         """Positions it will ever compute: its last output token needs no KV."""
         return self.prompt_len + max(0, self.max_new - 1)
@@ -157,24 +162,22 @@ class Turn:
         Bounded by `max_new`, which is known ahead, so no forward is ever planned past it. None for
         a turn that waits for a token to guess on from, or for its guesses to be verified.
         """
-        admission = self.borrowed
         if self.is_held_back:
             return 0
-        known_or_coming = self.known_len + admission.num_sampling
-        return max(0, min(known_or_coming, self.last_len) - admission.launched_len)
+        return max(0, min(self.coming_len, self.last_len) - self.borrowed.launched_len)
 
     @property
     def is_held_back(self) -> bool:
         """Whether it waits for what is in flight: a token to guess on from, or its own guesses."""
         admission = self.borrowed
-        is_verifying = admission.launched_len >= self.known_len + admission.num_sampling
-        return admission.num_sampling > 0 and (is_verifying or admission.guess is not None)
+        if admission.num_sampling == 0:
+            return False
+        return admission.guess is not None or admission.launched_len >= self.coming_len
 
     @property
     def is_decoding(self) -> bool:
         """Whether what it lacks is only the position of its latest token, seen or coming."""
-        admission = self.borrowed
-        return admission.launched_len == self.known_len + admission.num_sampling - 1
+        return self.borrowed.launched_len == self.coming_len - 1
 
     @property
     def num_drafts(self) -> int:
@@ -190,7 +193,7 @@ class Turn:
 
     def samples_at(self, end: int) -> bool:
         """Whether a row that ends at `end` chooses the next token."""
-        return self.max_new > 0 and end == self.known_len + self.borrowed.num_sampling
+        return self.max_new > 0 and end == self.coming_len
 
     def next_score_position(self) -> int | None:
         """First position whose logits have a prompt token to score; None when nothing is wanted.

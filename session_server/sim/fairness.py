@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Final
 
@@ -44,7 +43,8 @@ class FairnessWatch:
         """
         scheduler, counters = self._engine.scheduler, self._engine.counters
         for line in (scheduler.waiting, scheduler.running):
-            if any(before.order > turn.order for before, turn in itertools.pairwise(line)):
+            orders = [turn.order for turn in line]
+            if orders != sorted(orders):
                 raise Broken(Layer.LIVENESS, f"out of order: {[turn.turn_id for turn in line]}")
         # A promise of pages that could not be kept, an injected shortage, a turn retracted or
         # refused: what was planned was not done, and the next plan makes up for it.
@@ -114,7 +114,7 @@ class FairnessWatch:
             raise Broken(Layer.LIVENESS, f"{first.turn_id} waits beside plenty of everything")
 
     def _free_pages(self) -> int:
-        return min(self._cache.headroom().free_pages.values())
+        return min(ledger.num_free for ledger in self._cache.stores.ledgers.values())
 
     def _pages_to_come(self, turn: Turn) -> int:
         held = self._cache.capacity_len(turn.turn_id)

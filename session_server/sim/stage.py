@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from cache.checker import find_violations
 from cache.errors import AuditFailed
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
@@ -220,7 +218,7 @@ class Stage:
         held = session.held
         num_compared = None if turn.num_starts else len(held)
         copy = self.cache.tokens(event.session_id, 0, num_compared)
-        if not np.array_equal(copy, held):
+        if tuple(copy.tolist()) != held:
             raise Broken(Layer.SHADOW, f"{event}: the engine holds {copy}, not {held}")
 
     def _leave_device(self, event: TurnFinished | TurnFailed) -> None:
