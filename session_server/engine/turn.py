@@ -189,6 +189,8 @@ class Turn:
         """int32 [n]: everything after `base_len`, input then output. Asked for in every plan while
         the turn waits, so its input is converted once.
         """
+        if not self.outputs:
+            return self._input
         return np.concatenate((self._input, np.array(self.outputs, dtype=np.int32)))
 
     def samples_at(self, end: int) -> bool:
