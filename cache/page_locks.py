@@ -9,27 +9,24 @@ leaves a tombstone, `NULL_PAGE` in the place of its id (word and idea are SGLang
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from functools import partial
 
 import numpy as np
 
 from cache.components import Component
 from cache.errors import AuditFailed
+from cache.eviction_order import EvictionOrder
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
 from cache.radix_node import LockReceipt, RadixNode
 from cache.types import NULL_PAGE, PoolName
 
-_Oldest = list[tuple[int, int, RadixNode]]
-_MIN_BOUND: Final = 1024
-
 
 class PageLocks:
     """The pages that receipts hold in pools that forget, and the order in which others go."""
 
-    __slots__ = ("_bounds", "_components", "_ledgers", "_num_pushed", "_oldest", "_page_size")
+    __slots__ = ("_components", "_ledgers", "_orders", "_page_size")
 
     def __init__(
         self,
@@ -41,9 +38,9 @@ class PageLocks:
         self._page_size = page_size
         self._ledgers = ledgers
         self._components = tuple(components)
-        self._oldest: dict[PoolName, _Oldest] = {c.pool: [] for c in self._components}
-        self._bounds = dict.fromkeys(self._oldest, _MIN_BOUND)
-        self._num_pushed = 0
+        self._orders = {
+            c.pool: EvictionOrder(partial(_has_idle, pool=c.pool)) for c in self._components
+        }
 
     def __bool__(self) -> bool:
         """Whether any pool forgets."""
@@ -52,7 +49,7 @@ class PageLocks:
     @property
     def pools(self) -> tuple[PoolName, ...]:
         """The pools that forget."""
-        return tuple(self._oldest)
+        return tuple(self._orders)
 
     def hold(self, receipt: LockReceipt) -> None:
         """Lock what forwards at the receipt's length and at its mark read."""
@@ -76,7 +73,7 @@ class PageLocks:
 
     def num_sole(self, receipt: LockReceipt) -> dict[PoolName, int]:
         """Pages, per pool, that nobody else has locked."""
-        counts = dict.fromkeys(self._oldest, 0)
+        counts = dict.fromkeys(self._orders, 0)
         for pool, node, start, end in self._held(receipt):
             counts[pool] += self._count(node, pool, start, end, num_locks=1)
         return counts
@@ -109,7 +106,7 @@ class PageLocks:
     def num_unlocked(self, nodes: Sequence[RadixNode], start: int, end: int) -> dict[PoolName, int]:
         """Pages, per pool, that a lock of length `end` would be the first to hold, in edges that
         begin at `start`."""
-        counts = dict.fromkeys(self._oldest, 0)
+        counts = dict.fromkeys(self._orders, 0)
         for component in self._components:
             first, last = component.first_page(end), end // self._page_size
             at = start // self._page_size
@@ -129,17 +126,9 @@ class PageLocks:
 
     def offer(self, node: RadixNode) -> None:
         """Note that pages of an edge may go."""
-        for pool, oldest in self._oldest.items():
-            if len(_idle(node, pool)):
-                self._num_pushed += 1
-                heapq.heappush(oldest, (node.last_used, self._num_pushed, node))
-                if len(oldest) > self._bounds[pool]:
-                    # Every entry but the newest of an edge is stale; dropping them whenever there
-                    # are twice as many costs O(1) amortised.
-                    newest = {id(entry[-1]): entry for entry in sorted(oldest, key=_by_push)}
-                    self._oldest[pool] = list(newest.values())
-                    heapq.heapify(self._oldest[pool])
-                    self._bounds[pool] = max(_MIN_BOUND, 2 * len(newest))
+        for pool, order in self._orders.items():
+            if _has_idle(node, pool):
+                order.offer(node)
 
     def take_oldest(self, pool: PoolName, num_pages: int) -> tuple[RadixNode, list[int]]:
         """Leave tombstones in the edge that was used least recently, from its beginning on: who
@@ -151,17 +140,13 @@ class PageLocks:
         Raises:
             AuditFailed: none may go; the caller checks the ledger before.
         """
-        oldest = self._oldest[pool]
-        while oldest:
-            last_used, _, node = heapq.heappop(oldest)
-            idle = _idle(node, pool)[:num_pages]
-            if len(idle) and last_used == node.last_used:
-                pages = [int(node.pages[pool].view()[index]) for index in idle]
-                for index in idle:
-                    node.pages[pool].put(int(index), NULL_PAGE)
-                self.offer(node)
-                return node, pages
-        raise AuditFailed(f"{pool}: nothing is evictable, though the ledger says so")
+        node = self._orders[pool].pop()
+        idle = _idle(node, pool)[:num_pages]
+        pages = [int(node.pages[pool].view()[index]) for index in idle]
+        for index in idle:
+            node.pages[pool].put(int(index), NULL_PAGE)
+        self.offer(node)
+        return node, pages
 
     def _held(self, receipt: LockReceipt) -> Iterator[tuple[PoolName, RadixNode, int, int]]:
         """Every page the receipt holds, once, as slices of edges."""
@@ -197,14 +182,14 @@ class PageLocks:
         return int(np.count_nonzero((pages != NULL_PAGE) & (locks == num_locks)))
 
 
-def _by_push(entry: tuple[int, int, RadixNode]) -> int:
-    return entry[1]
-
-
 def begin_locks(node: RadixNode, pools: Sequence[PoolName]) -> None:
     """A new edge: nobody has locked a page of it."""
     for pool in pools:
         node.page_locks[pool] = IntBuffer([0] * len(node.pages[pool]))
+
+
+def _has_idle(node: RadixNode, pool: PoolName) -> bool:
+    return len(_idle(node, pool)) > 0
 
 
 def _idle(node: RadixNode, pool: PoolName) -> np.ndarray[tuple[int], np.dtype[np.intp]]:

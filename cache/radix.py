@@ -18,21 +18,18 @@ as TREE; the caller passes them on in the same call.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
 
 import numpy as np
 
 from cache.components import Component
 from cache.errors import AuditFailed
+from cache.eviction_order import EvictionOrder
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
 from cache.page_locks import PageLocks, begin_locks
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Root
 from cache.types import NULL_PAGE, Holder, Namespace, Pages, PoolName, Tokens
-
-_MIN_LEAF_BOUND: Final = 1024
 
 
 class RadixCache:
@@ -41,11 +38,9 @@ class RadixCache:
     __slots__ = (
         "_clock",
         "_kept",
-        "_leaf_bound",
         "_leaves",
         "_ledgers",
         "_locks",
-        "_num_pushed",
         "_page_size",
         "_roots",
         "_version",
@@ -63,9 +58,7 @@ class RadixCache:
         self._locks = PageLocks(page_size, ledgers, [c for c in components if c.forgets])
         self._kept = {pool: ledgers[pool] for pool in ledgers if pool not in self._locks.pools}
         self._roots: dict[Namespace, Root] = {}
-        self._leaves: list[tuple[int, int, RadixNode]] = []
-        self._leaf_bound = _MIN_LEAF_BOUND
-        self._num_pushed = 0
+        self._leaves = EvictionOrder(_is_evictable_leaf)
         self._clock = 0
         self._version = 0
 
@@ -214,7 +207,7 @@ class RadixCache:
         evicted: PagesByPool = {name: [] for name in self._ledgers}
         while (wanted := num_pages - len(evicted[pool])) > 0:
             if pool in self._kept:
-                self._cut_leaf(self._pop_oldest_leaf(), wanted, evicted)
+                self._cut_leaf(self._leaves.pop(), wanted, evicted)
                 continue
             node, pages = self._locks.take_oldest(pool, wanted)
             self._version += 1
@@ -477,21 +470,7 @@ class RadixCache:
             self._trim(node, self._num_pages(node))
             self._detach(node)
             return
-        self._num_pushed += 1
-        heapq.heappush(self._leaves, (node.last_used, self._num_pushed, node))
-        if len(self._leaves) > self._leaf_bound:
-            # Entries of leaves that were locked or grew since are stale and stay behind; dropping
-            # them whenever the heap has doubled costs O(1) amortised.
-            self._leaves = [entry for entry in self._leaves if _is_current(entry)]
-            heapq.heapify(self._leaves)
-            self._leaf_bound = max(_MIN_LEAF_BOUND, 2 * len(self._leaves))
-
-    def _pop_oldest_leaf(self) -> RadixNode:
-        while self._leaves:
-            entry = heapq.heappop(self._leaves)
-            if _is_current(entry):
-                return entry[-1]
-        raise AuditFailed("nothing is evictable, though the ledger says so")
+        self._leaves.offer(node)
 
 
 def _is_evictable_leaf(node: RadixNode) -> bool:
@@ -502,11 +481,6 @@ def _is_evictable_leaf(node: RadixNode) -> bool:
 def _is_hollow(node: RadixNode) -> bool:
     """Whether all its pages are tombstones."""
     return not any(ids.view().any() for ids in node.pages.values())
-
-
-def _is_current(entry: tuple[int, int, RadixNode]) -> bool:
-    last_used, _, node = entry
-    return _is_evictable_leaf(node) and node.last_used == last_used
 
 
 def _common_len(left: Tokens, right: Tokens) -> int:
