@@ -124,6 +124,8 @@ def _slot(slot: SessionSlot, stores: KVStores) -> Iterator[str]:
             pages = np.frombuffer(held, np.int32)
             yield f"{component.pool}: row {lease.row} is {entries}, the lease holds {pages}"
         yield from _closed_form(slot, lease, component, stores)
+    if stores.forgetful and lease.rewound_len(slot.kv_committed_len) != slot.kv_committed_len:
+        yield "a page that the next forward reads was let go"
 
 
 def _held_part(pages: bytes, row: Pages, lease: KVLease, component: Component) -> bytes:
@@ -167,16 +169,13 @@ def _content(slot: SessionSlot, lease: KVLease, path: list[RadixNode]) -> Iterat
 def _closed_form(
     slot: SessionSlot, lease: KVLease, component: Component, stores: KVStores
 ) -> Iterator[str]:
-    """The formula of the original work: private = ceil(allocated / P) - protected / P; where a pool
-    forgets, without what was let go, and with all that the next forward reads."""
+    """The formula of the original work: private = ceil(allocated / P) - protected / P; only a pool
+    that forgets has let go of some."""
     pool, page_size = component.pool, stores.page_size
     private = pages_for(slot.kv_allocated_len, page_size) - slot.cache_protected_len // page_size
     entries = lease.private_entries(pool)
-    num_gone = entries.count(NULL_PAGE)
-    if private - num_gone != lease.num_private(pool) or (num_gone and not component.forgets):
-        yield f"{pool}: {lease.num_private(pool)} private pages, the closed form says {private}"
-    if lease.rewound_len(slot.kv_committed_len) != slot.kv_committed_len:
-        yield f"{pool}: a page that the next forward reads was let go"
+    if len(entries) != private or (NULL_PAGE in entries and not component.forgets):
+        yield f"{pool}: private are {entries}, the closed form says {private} pages"
 
 
 def _page_locks(slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:
@@ -192,7 +191,7 @@ def _page_locks(slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]
                     expected[id(node), index] += slot.lease.holds(component, at + index)
                 at += len(node.pages[component.pool])
         for _, root in stores.tree.roots():
-            for node in _below(root):
+            for node in root.below():
                 locks = node.page_locks[component.pool].view().tolist()
                 if locks != [expected[id(node), index] for index in range(len(locks))]:
                     yield f"{component.pool}: pages of a node count {locks} locks"
@@ -209,7 +208,7 @@ def _locks(slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:
     for namespace, root in stores.tree.roots():
         if root.lock_count != roots.pop(namespace, 0):
             yield f"the root of {namespace} counts {root.lock_count} locks"
-        for node in _below(root):
+        for node in root.below():
             if node.lock_count != expected.pop(id(node), 0):
                 yield f"a node of {len(node.tokens)} tokens counts {node.lock_count} locks"
     if expected or roots:
@@ -221,7 +220,7 @@ def _shape(stores: KVStores) -> Iterator[str]:
     for namespace, root in stores.tree.roots():
         if not root.children and not root.lock_count:
             yield f"an idle root of {namespace} was kept"
-        for node in (root, *_below(root)):
+        for node in (root, *root.below()):
             for key, child in node.children.items():
                 num_pages = len(child.tokens) // stores.page_size
                 if key != child.key or key != child.tokens.view(0, stores.page_size).tobytes():
@@ -252,7 +251,7 @@ def _rows(slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:
 def _pages(pool: PoolName, slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:
     """Every page once, in the structure that the ledger says."""
     ledger = stores.ledgers[pool]
-    nodes = [node for _, root in stores.tree.roots() for node in _below(root)]
+    nodes = [node for _, root in stores.tree.roots() for node in root.below()]
     private: dict[bool, list[int]] = {True: [], False: []}
     for slot in slots:
         if slot.lease is not None:
@@ -297,11 +296,3 @@ def _tree_pages(node: RadixNode, pool: PoolName, *, is_locked: bool) -> Pages:
 
 def _page_arrays(nodes: Iterable[RadixNode], pool: PoolName) -> list[Pages]:
     return [node.pages[pool].view() for node in nodes]
-
-
-def _below(root: RadixNode) -> Iterator[RadixNode]:
-    pending = list(root.children.values())
-    while pending:
-        node = pending.pop()
-        pending.extend(node.children.values())
-        yield node

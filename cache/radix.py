@@ -226,7 +226,7 @@ class RadixCache:
         top = next((node for node in path if node.lock_count == 0), None)
         if top is None:
             return condemned
-        for node in list(top.subtree()):
+        for node in (top, *top.below()):
             for pool, ids in node.pages.items():
                 condemned[pool] += filter(None, ids.view().tolist())
                 ids.truncate(0)

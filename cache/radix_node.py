@@ -45,9 +45,9 @@ class RadixNode:
         self.lock_count = 0
         self.last_used = 0
 
-    def subtree(self) -> Iterator[RadixNode]:
-        """This node and all below it, parents first."""
-        pending = [self]
+    def below(self) -> Iterator[RadixNode]:
+        """All nodes below this one, parents first."""
+        pending = list(self.children.values())
         while pending:
             node = pending.pop()
             pending.extend(node.children.values())

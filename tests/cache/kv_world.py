@@ -433,10 +433,8 @@ class World:
         """Whether an edge has lost a window page and nothing else."""
         if WINDOW_POOL not in self.cache.stores.ledgers:
             return False
-        nodes = (node for _, root in self.cache.stores.tree.roots() for node in root.subtree())
-        return any(
-            not node.pages[WINDOW_POOL].view().all() for node in nodes if node.parent is not None
-        )
+        nodes = (node for _, root in self.cache.stores.tree.roots() for node in root.below())
+        return any(not node.pages[WINDOW_POOL].view().all() for node in nodes)
 
     def _mark_begin(self, before: SlotView, base_len: int, loan: TurnLoan) -> None:
         session_id = before.session_id
