@@ -93,9 +93,11 @@ class KVLease:
 
     def holds(self, component: Component, page: int) -> bool:
         """Whether a protected page is one that the lease has locked."""
-        length, mark = self.receipt.length, self.receipt.mark
-        if page >= component.first_page(length) or mark is None:
-            return page >= component.first_page(length)
+        if page >= component.first_page(self.receipt.length):
+            return True
+        mark = self.receipt.mark
+        if mark is None:
+            return False
         return component.first_page(mark) <= page < mark // self._stores.page_size
 
     def needs(self, component: Component, page: int) -> bool:
@@ -128,7 +130,7 @@ class KVLease:
         self.rewind(to_len)
         self._mark_len = self.computed_len
         if self._stores.forgetful:
-            self._stores.tree.mark(self.receipt)
+            self._stores.tree.mark(self.receipt, self.protected_len)
 
     def extend_match(self, tokens: Tokens) -> list[TableWrite]:
         """Adopt what the tree holds of the tokens after `protected_len`, if it reaches further
@@ -247,7 +249,7 @@ class KVLease:
         """Private pages ACTIVE -> SESSION_HELD; the mark is given up."""
         self._mark_len = 0
         if self._stores.forgetful:
-            self._stores.tree.unmark(self.receipt)
+            self._stores.tree.mark(self.receipt, None)
             self._forget_protected()
         self._rebook(Holder.ACTIVE, Holder.SESSION_HELD)
 

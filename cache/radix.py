@@ -127,16 +127,11 @@ class RadixCache:
         self._locks.offer(receipt._node)
         return found
 
-    def mark(self, receipt: LockReceipt) -> None:
-        """Keep what a forward at the receipt's length reads, wherever the receipt goes on to."""
+    def mark(self, receipt: LockReceipt, length: int | None) -> None:
+        """Keep what a forward at this length reads, wherever the receipt goes on to; None: let go
+        of it."""
         self._locks.let_go(receipt, self._clock)
-        receipt._mark = receipt._length
-        self._locks.hold(receipt)
-
-    def unmark(self, receipt: LockReceipt) -> None:
-        """Undo `mark`."""
-        self._locks.let_go(receipt, self._clock)
-        receipt._mark = None
+        receipt._mark = length
         self._locks.hold(receipt)
 
     def shorten(self, receipt: LockReceipt, to_len: int) -> None:
