@@ -9,11 +9,12 @@ under memory pressure, and a step that must read them back from disk takes 20 ti
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,31 +32,28 @@ MAX_NAMED_TENSORS: Final = 8
 """An error names so many tensors and counts the rest."""
 
 
-class Tensors(Protocol):
-    """Where the parts of a decoder take their weights from.
+class Tensors(ABC):
+    """Where the parts of a decoder take their weights from. `dtype`: of the model.
 
     Building a decoder twice, first from `WantedTensors`, tells what a checkpoint must have.
     """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the model."""
-        ...
+    dtype: torch.dtype
 
+    @abstractmethod
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of that name."""
-        ...
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A tensor of that shape, in the model's dtype on its device."""
-        ...
+        return self.take_as(self.dtype, name, *shape)
 
+    @abstractmethod
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
         """A tensor of that shape in a dtype of its own, for what the model's would spoil."""
-        ...
 
 
-class WantedTensors:
+class WantedTensors(Tensors):
     """Notes what is asked for and gives tensors without content."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -67,11 +65,6 @@ class WantedTensors:
     def has(self, name: str) -> bool:
         """See `Tensors.has`."""
         return name in self._names
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """See `Tensors.take`."""
-        self.shapes[name] = shape
-        return torch.empty(shape, device="meta")
 
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
         """See `Tensors.take_as`."""
@@ -147,7 +140,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory}: {'; '.join(faults)}")
 
 
-class TensorReader:
+class TensorReader(Tensors):
     """Copies tensors out of a checkpoint; a context manager that holds one file at a time."""
 
     def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -179,17 +172,9 @@ class TensorReader:
         """See `Tensors.has`."""
         return name in self._tensors
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """See `Tensors.take`."""
-        del shape  # checked with all others
-        return self._read(name, self.dtype)
-
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
         """See `Tensors.take_as`."""
-        del shape
-        return self._read(name, dtype)
-
-    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        del shape  # checked with all others
         tensor = self._stored(name)
         if self._tensors[name].is_fp8:
             tensor = fp8.dequantised(tensor, self._stored(name + fp8.SCALES_SUFFIX))

@@ -37,6 +37,8 @@ def take_mxfp4(tensors: Tensors, name: str, shape: tuple[int, int, int]) -> Tens
     )
     scales = tensors.take_as(torch.uint8, f"{name}_scales", num_experts, outputs, num_blocks)
     weights = torch.empty(shape, dtype=tensors.dtype, device=blocks.device)
+    if weights.is_meta:
+        return weights  # no content, so none of torch's compiler either; see `checkpoint.joined`
     # One expert at a time: the numbers in between take several times the memory of the result.
     for expert in range(num_experts):
         weights[expert] = dequantised(blocks[expert], scales[expert]).view(outputs, inputs)

@@ -111,16 +111,22 @@ def test_halves_are_close(
     assert 0 < (exact - half).norm() < 0.1 * exact.norm()
 
 
-def test_checking_a_checkpoint_does_not_wake_the_compiler(checkpoints: Mapping[str, Path]) -> None:
+def test_checking_a_checkpoint_does_not_wake_the_compiler(
+    checkpoints: Mapping[str, Path], tmp_path: Path
+) -> None:
     """Importing it takes a server two seconds, and it is for developers."""
     code = (
         "import sys; from pathlib import Path\n"
         "from session_server.models.registry import load_config\n"
+        "from session_server.runner.checkpoint import Checkpoint\n"
         "from session_server.runner.weights import expected_tensors\n"
-        "for path in sys.argv[1:]: assert expected_tensors(load_config(Path(path)))\n"
+        "for path in map(Path, sys.argv[1:]):\n"
+        "    assert expected_tensors(load_config(path), Checkpoint(path).tensors)\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
-    directories = [str(checkpoints[family]) for family in LAYERED_FAMILIES]
+    packed = write_checkpoint("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
+    to_mxfp4(packed)
+    directories = [packed, *(checkpoints[family] for family in LAYERED_FAMILIES)]
     subprocess.run([sys.executable, "-c", code, *directories], check=True)
 
 
