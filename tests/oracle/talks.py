@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,10 +163,17 @@ def run_talks(
 def assert_like_reference(talk: Talk, reference: Reference) -> None:
     """Every generated token is the reference's choice, with the reference's probabilities."""
     assert len(talk.outputs) == talk.num_outputs * len(talk.pieces)
-    logprobs = torch.log_softmax(reference(talk.tokens), dim=-1)
-    for position, said in talk.outputs.items():
+    assert_said(talk.tokens, talk.outputs, reference)
+
+
+def assert_said(
+    tokens: list[int], outputs: Mapping[int, TokenLogprob], reference: Reference
+) -> None:
+    """What was generated at some positions of these tokens is what the reference says there."""
+    logprobs = torch.log_softmax(reference(tokens), dim=-1)
+    for position, said in outputs.items():
         expected = logprobs[position - 1]
-        assert said.token_id == talk.tokens[position] == int(expected.argmax())
+        assert said.token_id == tokens[position] == int(expected.argmax())
         assert said.logprob == pytest.approx(float(expected[said.token_id]), abs=TOLERANCE)
         for token, logprob in said.top:
             assert logprob == pytest.approx(float(expected[token]), abs=TOLERANCE)

@@ -1,0 +1,138 @@
+"""What a session went through leaves no trace: its next turn is what `transformers` computes of its
+tokens alone.
+
+Every detour is taken at every residue of the page size, back by less, exactly and more than a
+window, by a session that shares the engine with one that goes straight on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from session_server.core.commands import CancelTurn, SubmitTurn
+from tests.oracle.checkpoints import WINDOW
+from tests.oracle.house import CHUNK, Guest, House
+from tests.oracle.talks import Reference, assert_said
+
+FAMILIES = ("qwen3", "gemma3_text", "mistral_window", "deepseek_v3")
+SHALLOW = 3
+DEPTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1)
+FIRST_LEN = 2 * WINDOW - 2
+
+Detour = Callable[[House, Guest, int], None]
+
+
+def cancelled(house: House, guest: Guest, depth: int) -> None:
+    """A turn is cut off when it has said `depth` tokens, and nothing of it stays."""
+    before = list(guest.tokens)
+    turn = house.submit(guest, SHALLOW, depth + 5)
+    stop = CancelTurn(turn_id=turn.turn_id, num_outputs=None)
+    house.hold([turn], cancel=stop, when=lambda: len(guest.said) >= depth)
+    assert guest.tokens == before
+    assert len(guest.said) >= depth
+
+
+def cut(house: House, guest: Guest, depth: int) -> None:
+    """A turn is cut off, and `depth` of the tokens it has said do not stay."""
+    turn = house.submit(guest, SHALLOW, depth + 5)
+    stop = CancelTurn(turn_id=turn.turn_id, num_outputs=1)
+    house.hold([turn], cancel=stop, when=lambda: len(guest.said) > depth)
+    assert len(guest.said) > depth
+    assert len(guest.tokens) == turn.base_len + SHALLOW + 1
+
+
+def cancelled_in_its_prompt(house: House, guest: Guest, depth: int) -> None:
+    """A turn is cut off while its input is computed in chunks."""
+    before, last_step = list(guest.tokens), house.num_steps + 2
+    turn = house.submit(guest, 2 * CHUNK + depth, 1)
+    stop = CancelTurn(turn_id=turn.turn_id, num_outputs=None)
+    house.hold([turn], cancel=stop, when=lambda: house.num_steps == last_step)
+    assert guest.tokens == before
+    assert not guest.said
+
+
+def rewound(house: House, guest: Guest, depth: int) -> None:
+    """A turn goes on from `depth` tokens ago."""
+    house.say(guest, SHALLOW, 2, base_len=len(guest.tokens) - depth)
+
+
+def forked(house: House, guest: Guest, depth: int) -> None:
+    """Another session goes on from `depth` tokens ago, and ends."""
+    fork = house.open(tuple(guest.tokens[: len(guest.tokens) - depth]))
+    house.say(fork, SHALLOW, depth)
+    house.close(fork)
+
+
+def cooled(house: House, guest: Guest, depth: int) -> None:
+    """It speaks on, loses its KV, and the tree has some of it."""
+    house.say(guest, depth, 1)
+    house.cool(guest)
+
+
+def cooled_and_rewound(house: House, guest: Guest, depth: int) -> None:
+    """It loses its KV, and comes back from `depth` tokens ago."""
+    house.cool(guest)
+    rewound(house, guest, depth)
+
+
+DETOURS: tuple[Detour, ...] = (
+    cancelled,
+    cut,
+    cancelled_in_its_prompt,
+    rewound,
+    forked,
+    cooled,
+    cooled_and_rewound,
+)
+
+
+@pytest.mark.parametrize("detour", DETOURS, ids=lambda detour: detour.__name__)
+@pytest.mark.parametrize(("family", "page_size"), list(itertools.product(FAMILIES, (1, 4, 16))))
+def test_after_a_detour_a_session_goes_on_as_if_it_had_taken_none(
+    *,
+    family: str,
+    page_size: int,
+    detour: Detour,
+    checkpoints: Mapping[str, Path],
+    references: Mapping[str, Reference],
+) -> None:
+    house = House(checkpoints[family], page_size)
+    lengths = range(FIRST_LEN, FIRST_LEN + page_size)
+    for length, depth in itertools.product(lengths, DEPTHS):
+        guest, other = house.open(), house.open()
+        house.say(guest, length - 1, 1)
+        house.say(other, SHALLOW, 1)
+        detour(house, guest, depth)
+        turns: list[SubmitTurn] = [house.submit(g, SHALLOW, 2) for g in (guest, other)]
+        house.hold(turns)
+        for speaker in (guest, other):
+            assert len(speaker.said) == 2
+            assert_said(speaker.tokens, speaker.said, references[family])
+        house.close(guest, other)
+    house.assert_empty()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3"])
+def test_a_retracted_turn_goes_on_as_if_it_never_was(
+    family: str,
+    page_size: int,
+    checkpoints: Mapping[str, Path],
+    references: Mapping[str, Reference],
+) -> None:
+    """Where every layer forgets, a session stops growing: nobody is retracted for the others."""
+    house = House(checkpoints[family], page_size, max_total_tokens=2 * FIRST_LEN + 2 * page_size)
+    num_retracted = 0
+    for length in range(FIRST_LEN, FIRST_LEN + max(4, page_size)):
+        guests = [house.open() for _ in range(3)]
+        house.hold([house.submit(guest, length - 11, 20) for guest in guests])
+        for guest in guests:
+            assert_said(guest.tokens, guest.said, references[family])
+            num_retracted += guest.num_retractions > 0
+        house.close(*guests)
+    assert num_retracted > 0, "the pool was never short"
+    house.assert_empty()
