@@ -40,6 +40,19 @@ class Component(Protocol):
         """The first page that a query at position `length` reads."""
         ...
 
+    def parked_pages(self, num_pages: int) -> int:
+        """The most pages that a parked session holds whose row has `num_pages`."""
+        ...
+
+    def running_pages(self, num_pages: int, num_ahead: int) -> int:
+        """The most pages that a turn holds at a time beyond what its session held before it.
+
+        Args:
+            num_pages: how many it adds to its row altogether.
+            num_ahead: positions that may be launched and not settled, on which it may come back.
+        """
+        ...
+
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
         """The longest length <= `length` that a forward can go on from.
 
@@ -84,6 +97,15 @@ class FullAttention:
         del length
         return 0
 
+    def parked_pages(self, num_pages: int) -> int:
+        """All of them."""
+        return num_pages
+
+    def running_pages(self, num_pages: int, num_ahead: int) -> int:
+        """All of them."""
+        del num_ahead
+        return num_pages
+
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
         """All of it: no page goes before the ones behind it."""
         del entries, first
@@ -121,6 +143,16 @@ class SlidingWindow:
     def first_page(self, length: int) -> int:
         """The page of position `length - window + 1`."""
         return max(0, length - self._window + 1) // self._page_size
+
+    def parked_pages(self, num_pages: int) -> int:
+        """The window before the last whole page, and the page that is begun."""
+        return min(num_pages, pages_for(self._window - 1, self._page_size) + 1)
+
+    def running_pages(self, num_pages: int, num_ahead: int) -> int:
+        """The window at the end of its prompt, which is published, the window that is read, and
+        what is computed ahead of it."""
+        window = pages_for(self._window - 1, self._page_size)
+        return min(num_pages, 2 * window + pages_for(num_ahead, self._page_size) + 1)
 
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
         """Where the whole window before it is there.

@@ -2,52 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cache.errors import PinQuotaExceeded
-from cache.types import SessionId
+from cache.stores import KVStores
+from cache.types import PoolName, SessionId
 
 
 class PinnedQuota:
-    """Pages (per pool) and rows of pinned sessions; every call is O(1).
+    """Pages per pool, and rows, of pinned sessions; every call is O(pools).
 
     Admission refuses what would exceed the quota. A turn that is running is never refused a page
     for it: what its answer grows past the quota may be cooled when the session is idle.
     """
 
-    __slots__ = ("_num_pages", "_pages", "num_rows", "quota_pages")
+    __slots__ = ("_components", "_held", "_num_rows", "_row_pages", "quota_pages")
 
-    def __init__(self, quota_pages: int, num_rows: int) -> None:
-        self.quota_pages = quota_pages
-        self.num_rows = num_rows
-        self._pages: dict[SessionId, int] = {}
-        self._num_pages = 0
+    def __init__(self, num_pages: int, stores: KVStores) -> None:
+        """`num_pages`: of the largest pool; of the others it is as large a part.
+
+        Raises:
+            ValueError: it is the whole pool, so nobody else could run.
+        """
+        usable = {pool: ledger.num_pages - 1 for pool, ledger in stores.ledgers.items()}
+        most = max(usable.values())
+        if not 0 <= num_pages < most:
+            raise ValueError(f"a pinned quota of {num_pages} pages leaves none to others")
+        self.quota_pages: Mapping[PoolName, int] = {
+            pool: pages * num_pages // most for pool, pages in usable.items()
+        }
+        self._num_rows = stores.rows.num_rows
+        self._components = stores.components
+        self._row_pages: dict[SessionId, int] = {}
+        self._held = self.pages(0)
 
     @property
-    def excess_pages(self) -> int:
-        """Pages held beyond the quota; negative while there is room."""
-        return self._num_pages - self.quota_pages
+    def excess_pages(self) -> tuple[int, ...]:
+        """Pages held beyond the quota of each pool; negative while there is room."""
+        quotas = self.quota_pages.values()
+        return tuple(held - quota for held, quota in zip(self._held, quotas, strict=True))
 
-    def pages_of(self, session_id: SessionId) -> int:
-        """Pages that one pinned session holds."""
-        return self._pages.get(session_id, 0)
+    def pages(self, num_pages: int) -> tuple[int, ...]:
+        """What an idle session whose row has `num_pages` holds of each pool, at most."""
+        return tuple(component.parked_pages(num_pages) for component in self._components)
+
+    def pages_of(self, session_id: SessionId) -> tuple[int, ...]:
+        """The same, of one pinned session."""
+        return self.pages(self._row_pages.get(session_id, 0))
 
     def refuse_beyond(self, session_id: SessionId, num_pages: int) -> None:
-        """Ask whether one session may hold `num_pages`, the others staying as they are.
+        """Ask whether the row of one session may have `num_pages`, the others staying as they are.
 
         Raises:
             PinQuotaExceeded: it may not.
         """
-        others = self._num_pages - self.pages_of(session_id)
-        if others + num_pages > self.quota_pages:
-            raise PinQuotaExceeded(
-                f"{num_pages} pages for a pinned session, {others} of {self.quota_pages} held"
-            )
+        own, wanted = self.pages_of(session_id), self.pages(num_pages)
+        for index, (pool, quota) in enumerate(self.quota_pages.items()):
+            others = self._held[index] - own[index]
+            if others + wanted[index] > quota:
+                raise PinQuotaExceeded(
+                    f"{wanted[index]} {pool} pages for a pinned session, {others} of {quota} held"
+                )
         # Whatever the quota, one row stays for those that are not pinned.
-        if len(self._pages) - (session_id in self._pages) >= self.num_rows - 1:
+        if len(self._row_pages) - (session_id in self._row_pages) >= self._num_rows - 1:
             raise PinQuotaExceeded("pinned sessions hold all rows but one")
 
     def note(self, session_id: SessionId, num_pages: int | None) -> None:
-        """What a pinned session holds now; None without a row."""
-        self._num_pages -= self._pages.pop(session_id, 0)
+        """How many pages the row of a pinned session has now; None without a row."""
+        before, now = self.pages_of(session_id), self.pages(num_pages or 0)
+        self._row_pages.pop(session_id, None)
         if num_pages is not None:
-            self._pages[session_id] = num_pages
-            self._num_pages += num_pages
+            self._row_pages[session_id] = num_pages
+        sums = zip(self._held, before, now, strict=True)
+        self._held = tuple(held - old + new for held, old, new in sums)

@@ -83,17 +83,15 @@ class SessionAwareCache:
         Args:
             spec: what layers store; decides page size and pools.
             capacity: pages per pool and rows.
-            pinned_quota_pages: pages (per pool) that PINNED sessions may keep from being
-                reclaimed; smaller than the pool, or nobody else could run.
+            pinned_quota_pages: pages of the largest pool that PINNED sessions may keep from being
+                reclaimed, and as large a part of the others.
             allocation: which free page goes next; see `cache.pages`.
         """
         self._empty_stores = partial(KVStores.empty, spec, capacity, allocation)
         self.stores = self._empty_stores()
-        ledgers = self.stores.ledgers
-        if not 0 <= pinned_quota_pages < min(ledger.num_pages for ledger in ledgers.values()) - 1:
-            raise ValueError(f"a pinned quota of {pinned_quota_pages} pages leaves none to others")
         self.max_context_len = capacity.max_context_len
-        self._pinned = PinnedQuota(pinned_quota_pages, capacity.num_rows)
+        self._empty_quota = partial(PinnedQuota, pinned_quota_pages)
+        self._pinned = self._empty_quota(self.stores)
         self._slots: dict[SessionId, SessionSlot] = {}
         self._turns: dict[TurnId, _Turn] = {}
         self._idle: dict[Retention, OrderedDict[SessionId, SessionSlot]] = {
@@ -386,8 +384,8 @@ class SessionAwareCache:
             slot.forget_kv()
         for idle in self._idle.values():
             idle.clear()
-        self._pinned = PinnedQuota(self._pinned.quota_pages, self._pinned.num_rows)
         self.stores = self._empty_stores(self.stores.quarantined)
+        self._pinned = self._empty_quota(self.stores)
         return resident
 
     # Answers
@@ -424,6 +422,10 @@ class SessionAwareCache:
         """What `retract` would make free or evictable, per pool, now."""
         return self._freed_pages(self._turn(turn_id).lease)
 
+    def pinned_quota(self) -> Mapping[PoolName, int]:
+        """Pages that PINNED sessions may keep, per pool."""
+        return self._pinned.quota_pages
+
     def accounts(self) -> dict[PoolName, Accounts]:
         """The ledger of every pool, for reports."""
         return {pool: ledger.snapshot() for pool, ledger in self.stores.ledgers.items()}
@@ -438,9 +440,10 @@ class SessionAwareCache:
             yield self._idle_session(slot)
         excess = self._pinned.excess_pages
         for slot in self._idle[Retention.PINNED].values():
-            if excess <= 0:
+            if max(excess) <= 0:
                 return
-            excess -= self._pinned.pages_of(slot.session_id)
+            held = self._pinned.pages_of(slot.session_id)
+            excess = tuple(a - b for a, b in zip(excess, held, strict=True))
             yield self._idle_session(slot)
 
     def slot(self, session_id: SessionId) -> SlotView:
@@ -537,7 +540,7 @@ class SessionAwareCache:
     def _freed_pages(self, lease: KVLease) -> Mapping[PoolName, int]:
         """Pages that only this lease keeps from being free or evictable."""
         published = self.stores.tree.sole_pages(lease.receipt)
-        return {pool: count + lease.num_private(pool) for pool, count in published.items()}
+        return {pool: published[pool] + lease.num_private(pool) for pool in self.stores.ledgers}
 
     def _refuse_over_quota(self, slot: SessionSlot, num_tokens: int) -> None:
         if slot.retention is Retention.PINNED:

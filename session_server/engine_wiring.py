@@ -55,8 +55,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
     started_s = time.monotonic()
     loaded = load_runner(directory, options, progress=_progress_lines())
     capacity = loaded.plan.capacity
-    num_pages = min(capacity.num_pages.values())
-    quota = int(num_pages * settings.cache.pinned_fraction)
+    quota = int(max(capacity.num_pages.values()) * settings.cache.pinned_fraction)
     _LOG.info(
         "model loaded seconds=%.1f device=%s dtype=%s kv_mib=%.0f (%s)",
         time.monotonic() - started_s,
@@ -76,7 +75,6 @@ def build_engine(settings: Settings) -> EngineAssembly:
             max_sessions=settings.sessions.max_sessions * 2,
             chunk_tokens=settings.engine.chunked_prefill_size,
             num_in_flight=2 if settings.engine.overlap else 1,
-            pinned_quota_pages=quota,
             speculation=_speculation(settings),
             memory=MemoryPolicy(settings.cache.memory_check, settings.cache.probe_interval_s),
         ),

@@ -102,8 +102,8 @@ class Engine:
 
     @property
     def max_turn_len(self) -> int:
-        """Longest context one turn may reach; see `Intake.max_turn_len`."""
-        return self._intake.max_turn_len
+        """Longest context one turn may reach; see `TurnRoom`."""
+        return self._intake.room.max_turn_len
 
     @property
     def is_in_flight(self) -> bool:
@@ -194,7 +194,8 @@ class Engine:
             # The next forward takes everybody: one that is split costs nearly as much twice, and
             # those held back would take part in every second one only.
             return None, None
-        view = LiveView(self._cache, running, waiting, self.is_in_flight)
+        most_pages = self._intake.room.most_pages
+        view = LiveView(self._cache, running, waiting, self.is_in_flight, most_pages)
         plan = plan_step(view, self._limits)
         try:
             rows = self._apply(plan, now_s)

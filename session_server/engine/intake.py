@@ -47,6 +47,7 @@ from session_server.core.events import (
 from session_server.core.sampling import TokenLogprob
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.outbox import Outbox
+from session_server.engine.room import TurnRoom
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.settings import EngineSettings
 from session_server.engine.settle import Settler
@@ -54,7 +55,8 @@ from session_server.engine.turn import Turn, TurnClock
 
 
 class Intake:
-    """Obeys commands. `is_leaving`: `Shutdown` was among them, so nothing more is launched."""
+    """Obeys commands. `is_leaving`: `Shutdown` was among them, so nothing more is launched.
+    `room`: what a turn may take of the pools."""
 
     def __init__(
         self,
@@ -72,16 +74,9 @@ class Intake:
         self._settler = settler
         self._outbox = outbox
         self._memory = memory
+        self.room = TurnRoom.of(cache, settings)
         self._num_submitted = 0
         self.is_leaving = False
-
-    @property
-    def max_turn_len(self) -> int:
-        """Longest context one turn may reach: what it can count on with the pool to itself."""
-        page_size = self._cache.stores.page_size
-        pages = min(ledger.num_pages for ledger in self._cache.stores.ledgers.values()) - 1
-        usable = (pages - self._settings.pinned_quota_pages) * page_size
-        return min(self._cache.max_context_len, usable)
 
     def obey(self, command: EngineCommand, now_s: float) -> None:
         """Carry out one command. What cannot be done is answered by an event, never raised."""
@@ -143,7 +138,7 @@ class Intake:
         turn = Turn(
             request=command,
             order=(now_s - priority_s, self._num_submitted),
-            max_new=min(sampling.max_tokens, self.max_turn_len - context_len),
+            max_new=min(sampling.max_tokens, self.room.max_turn_len - context_len),
             clock=TurnClock(now_s),
         )
         if sampling.prompt_logprobs_from == 0:
@@ -177,10 +172,10 @@ class Intake:
             return InvalidRequest("a submitted turn has a seed", param="seed")
         if not self._are_tokens(command.tokens):
             return InvalidRequest("a token id is outside the vocabulary", param="input")
-        if context_len + min(1, sampling.max_tokens) > self.max_turn_len:
+        if context_len + min(1, sampling.max_tokens) > self.room.max_turn_len:
             return ContextTooLong(
                 f"{context_len} tokens and an answer do not fit: a turn may reach "
-                f"{self.max_turn_len} tokens"
+                f"{self.room.max_turn_len} tokens"
             )
         return None
 

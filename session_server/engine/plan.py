@@ -20,6 +20,7 @@ import msgspec
 
 from cache.types import SessionId, TurnId, pages_for
 from session_server.engine.shares import fair_shares, share_len
+from session_server.engine.shortage import IdleSession, PoolPages, Shortage, total
 
 MAX_OVERTAKINGS: Final = 64
 """Short turns that may pass a turn that waits for pages, before nobody does."""
@@ -47,23 +48,27 @@ class RunningTurn(Protocol):
         ...
 
     @property
-    def num_held_pages(self) -> int:
+    def held_pages(self) -> PoolPages:
         """Pages that retracting it makes free or evictable; a lower bound."""
+        ...
+
+    @property
+    def promised_pages(self) -> PoolPages:
+        """Pages it still takes until nothing is uncomputed. Less than its positions fill in a pool
+        where it gives pages back as it goes."""
         ...
 
 
 class AdmissionQuote(msgspec.Struct, frozen=True, gc=False):
     """What admitting a waiting turn would cost.
 
-    `num_uncomputed`: positions to compute before its next token. `num_context`: positions it
-    needs room for before long, never past its last one. `num_spare`: as in `RunningTurn`.
-    `num_match_pages`: evictable pages that its match would lock, which is headroom spent.
+    `num_uncomputed`: positions to compute before its next token. `context_pages`: what it needs
+    before long, but never past its last position: pages it will take, and evictable pages that its
+    match would lock, which is headroom spent.
     """
 
     num_uncomputed: int
-    num_context: int
-    num_spare: int
-    num_match_pages: int
+    context_pages: PoolPages
     needs_row: bool
 
 
@@ -86,19 +91,6 @@ class WaitingTurn(Protocol):
         ...
 
 
-class IdleSession(Protocol):
-    """A parked session that pressure may cool."""
-
-    @property
-    def session_id(self) -> SessionId: ...
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that cooling it makes free or evictable; a lower bound, since sessions that
-        share a prefix each report it as not theirs to give."""
-        ...
-
-
 class SchedulerView(Protocol):
     """The world as the planner sees it."""
 
@@ -118,8 +110,8 @@ class SchedulerView(Protocol):
         ...
 
     @property
-    def num_headroom_pages(self) -> int:
-        """Free and evictable pages of the scarcest pool."""
+    def headroom_pages(self) -> PoolPages:
+        """Free and evictable pages."""
         ...
 
     @property
@@ -188,6 +180,9 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     sessions too, but admission never causes a retraction. Turns that this forward brings to their
     next token may pass one that cannot come yet; one that waits for pages they pass only so often.
 
+    Whoever goes on takes as many new pages of every pool. What is short in one is asked of those
+    who have pages of that one.
+
     Nothing is taken in vain: who cannot get enough takes nothing, except the one turn whose
     progress everybody's depends on, and nobody else is given what was taken for it. Cooling
     sessions that share a prefix may free more than was counted, so that turn's progress is promised
@@ -215,7 +210,7 @@ class _Planner:
         self._limits = limits
         self._running = list(view.running)
         self._idle = view.idle
-        self._pages = view.num_headroom_pages
+        self._pages = view.headroom_pages
         self._rows = view.num_free_rows
         self._tokens = limits.num_tokens
         self._shares: dict[TurnId, int] = {}
@@ -275,7 +270,7 @@ class _Planner:
             num_tokens = self._shares.get(turn.turn_id, 0)
             needed = self._new_pages(num_tokens, turn.num_spare)
             if num_tokens > 0 and self._reclaim_for_running(needed, index):
-                self._pages -= needed
+                self._grow(needed)
                 self._work[turn.turn_id] = num_tokens
                 if turn.num_uncomputed > 1:
                     self._tokens -= num_tokens
@@ -340,8 +335,8 @@ class _Planner:
                 continue
             held = self._new_pages(done, turn.num_spare)
             needed = self._new_pages(done + extra, turn.num_spare) - held
-            if needed <= self._pages:
-                self._pages -= needed
+            if needed <= min(self._pages):
+                self._grow(needed)
                 self._tokens -= extra
                 self._work[turn.turn_id] = done + extra
         for candidate in self._candidates:
@@ -359,17 +354,17 @@ class _Planner:
             num_drafts = min(turn.num_drafts, self._tokens)
             needed = self._new_pages(1 + num_drafts, turn.num_spare)
             needed -= self._new_pages(1, turn.num_spare)
-            if needed > self._pages:
+            if needed > min(self._pages):
                 num_drafts, needed = min(num_drafts, max(0, turn.num_spare - 1)), 0
             if num_drafts > 0:
-                self._pages -= needed
+                self._grow(needed)
                 self._tokens -= num_drafts
                 self._drafts[turn.turn_id] = num_drafts
 
     def finish(self) -> StepPlan:
         """The plan as a value."""
         parts = self._plan
-        assert self._pages >= 0, "a plan must not overdraw its headroom"
+        assert min(self._pages) >= 0, "a plan must not overdraw its headroom"
         assert self._tokens >= 0
         assert not self._work.keys() & set(parts.retract)
         return StepPlan(
@@ -409,76 +404,93 @@ class _Planner:
         # Room for the whole context, or two long prompts would evict each other in turns. A
         # turn that one forward can bring to its first token may borrow what is promised to the
         # long ones: it is soon idle, and then its pages can be taken back.
-        needed = self._new_pages(quote.num_context, quote.num_spare) + quote.num_match_pages
-        promised = self._promised_pages() if quote.num_uncomputed > self._limits.num_tokens else 0
-        if not self._reclaim_for_admission(needed + promised, quote.needs_row, turn.session_id):
+        needed = quote.context_pages
+        if quote.num_uncomputed > self._limits.num_tokens:
+            needed = total(needed, self._promised_pages())
+        if not self._reclaim_for_admission(needed, quote.needs_row, turn.session_id):
             return BlockReason.PAGES
-        self._pages -= needed
+        self._take(quote.context_pages)
         self._rows -= quote.needs_row
         self._tokens -= num_tokens
         self._work[turn.turn_id] = num_tokens
         self._plan.admit.append(turn.turn_id)
         return None
 
-    def _promised_pages(self) -> int:
-        """Pages that running turns still need for what they know already."""
-        return sum(
-            self._new_pages(t.num_uncomputed, t.num_spare)
-            - self._new_pages(self._work.get(t.turn_id, 0), t.num_spare)
-            for t in self._running
-            if t.num_uncomputed > 1
-        )
+    def _promised_pages(self) -> Iterator[PoolPages]:
+        """Pages that running turns still take for what they know already, after this forward."""
+        for turn in self._running:
+            if turn.num_uncomputed > 1:
+                claimed = self._new_pages(self._work.get(turn.turn_id, 0), turn.num_spare)
+                yield tuple(max(0, num_pages - claimed) for num_pages in turn.promised_pages)
 
     def _reclaim_for_running(self, num_pages: int, index: int) -> bool:
-        if self._pages >= num_pages:
+        if num_pages <= min(self._pages):
             return True
-        pages, cooled, kept = self._pages, list[IdleSession](), list(self._running)
-        retracted: list[RunningTurn] = []
-        while pages < num_pages:
-            victim = next(self._idle, None)
-            if victim is not None:
-                cooled.append(victim)
-                pages += victim.num_pages
-            elif len(self._running) > index + 1:
-                youngest = self._running.pop()
-                retracted.append(youngest)
-                pages += youngest.num_held_pages
-            else:
-                break
-        if pages < num_pages and index > 0:
-            self._running = kept
-            self._idle = itertools.chain(cooled, self._idle)
+        shortage = Shortage(self._pages, (num_pages,) * len(self._pages))
+        self._ask_idle(shortage, own=None)
+        younger = self._running[:index:-1]
+        retracted = [t for t in younger if shortage and shortage.ask_pages(t.held_pages)]
+        cooled, is_enough = shortage.cooled, not shortage
+        if is_enough:
+            self._idle = itertools.chain(shortage.spared, self._idle)
+        elif index > 0:
+            self._idle = itertools.chain(shortage.asked, self._idle)
             return False
-        self._pages = pages
-        self._rows += len(cooled) + len(retracted)
-        self._plan.cool += [session.session_id for session in cooled]
-        self._plan.retract += [turn.turn_id for turn in retracted]
-        return pages >= num_pages
+        else:
+            # What is shared is reported by nobody: the last resort is to let go of everything.
+            cooled, retracted = shortage.asked, younger
+        self._cool(cooled)
+        self._retract(retracted)
+        return is_enough
 
-    def _reclaim_for_admission(self, num_pages: int, needs_row: bool, own: SessionId) -> bool:
-        pages, rows, cooled = self._pages, self._rows, list[IdleSession]()
-        own_session: IdleSession | None = None
-        while pages < num_pages or rows < needs_row:
-            victim = next(self._idle, None)
-            if victim is None:
-                break
-            if victim.session_id == own:
-                own_session = victim
-                continue
-            cooled.append(victim)
-            pages += victim.num_pages
-            rows += 1
-        is_enough = pages >= num_pages and rows >= needs_row
-        if not is_enough and own_session is not None:
+    def _reclaim_for_admission(self, needed: PoolPages, needs_row: bool, own: SessionId) -> bool:
+        shortage = Shortage(self._pages, needed, needs_row - self._rows)
+        own_session = self._ask_idle(shortage, own)
+        if not shortage:
+            self._idle = itertools.chain(shortage.spared, self._idle)
+            self._cool(shortage.cooled)
+            return True
+        asked = shortage.asked
+        if own_session is not None:
             # A turn that rewinds its session needs less than it holds. Once cold it is priced
             # anew, without what the rewind lets go.
-            cooled.append(own_session)
-        if is_enough or not (self._running or self._work):
-            self._pages, self._rows = pages, rows
-            self._plan.cool += [session.session_id for session in cooled]
+            asked.append(own_session)
+        if self._running or self._work:
+            self._idle = itertools.chain(asked, self._idle)
         else:
-            self._idle = itertools.chain(cooled, self._idle)
-        return is_enough
+            self._cool(asked)
+        return False
+
+    def _ask_idle(self, shortage: Shortage, own: SessionId | None) -> IdleSession | None:
+        """Ask idle sessions until nothing is short; gives the one whose own turn is in need, which
+        is not asked."""
+        own_session = None
+        while shortage and (session := next(self._idle, None)) is not None:
+            if session.session_id == own:
+                own_session = session
+            else:
+                shortage.ask(session)
+        return own_session
+
+    def _cool(self, sessions: Sequence[IdleSession]) -> None:
+        self._pages = total(self._pages, (session.freed_pages for session in sessions))
+        self._rows += len(sessions)
+        self._plan.cool += [session.session_id for session in sessions]
+
+    def _retract(self, turns: Sequence[RunningTurn]) -> None:
+        """`turns`: youngest first."""
+        self._pages = total(self._pages, (turn.held_pages for turn in turns))
+        self._rows += len(turns)
+        self._plan.retract += [turn.turn_id for turn in turns]
+        gone = set(self._plan.retract)
+        self._running = [turn for turn in self._running if turn.turn_id not in gone]
+
+    def _grow(self, num_pages: int) -> None:
+        if num_pages:
+            self._take((num_pages,) * len(self._pages))
+
+    def _take(self, pages: PoolPages) -> None:
+        self._pages = tuple(left - num for left, num in zip(self._pages, pages, strict=True))
 
     def _stuck_turn(self) -> TurnId | None:
         parts = self._plan

@@ -59,7 +59,6 @@ class EngineSettings:
     `chunk_tokens`: prompt positions one forward computes, over all turns; each running turn that
     needs a single position gets it on top, so a forward never exceeds `chunk_tokens +
     max_running`. `num_in_flight`: launches that may be unsettled, 2 is overlap and 1 lockstep.
-    `pinned_quota_pages`: what pinned sessions may keep; the rest is what one turn can count on.
     `priority_step_s`: how much waiting one level of priority is worth, so that no turn starves.
     """
 
@@ -71,7 +70,6 @@ class EngineSettings:
     max_sessions: int = 65536
     chunk_tokens: int = 512
     num_in_flight: int = 2
-    pinned_quota_pages: int = 0
     memory: MemoryPolicy = MemoryPolicy()
     priority_step_s: float = 10.0
     speculation: Speculation = Speculation()

@@ -9,31 +9,34 @@ import msgspec
 import numpy as np
 
 from cache.session_cache import SessionAwareCache
-from cache.types import SessionId, SlotState, TurnId
+from cache.types import SessionId, SlotState, TurnId, pages_for
 from cache.views import SlotView
 from session_server.engine.plan import AdmissionQuote
+from session_server.engine.shortage import PoolPages, total
 from session_server.engine.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """A `SchedulerView`; valid until the cache or a turn changes."""
+    """A `SchedulerView`; valid until the cache or a turn changes. `most_pages`: of `TurnRoom`."""
 
     cache: SessionAwareCache
     running_turns: Sequence[Turn]
     waiting_turns: Sequence[Turn]
     is_in_flight: bool
+    most_pages: PoolPages
 
     @property
     def running(self) -> Sequence[LiveRunning]:
         """See `SchedulerView`."""
         return [
             LiveRunning(
-                turn_id=turn.turn_id,
+                turn_id=turn.request.turn_id,
+                session_id=turn.request.session_id,
                 num_uncomputed=turn.num_uncomputed,
                 num_drafts=turn.num_drafts,
                 num_spare=self.cache.capacity_len(turn.turn_id) - turn.borrowed.launched_len,
-                cache=self.cache,
+                view=self,
             )
             for turn in self.running_turns
         ]
@@ -41,19 +44,19 @@ class LiveView:
     @property
     def waiting(self) -> Iterable[LiveWaiting]:
         """See `SchedulerView`."""
-        return (LiveWaiting(self.cache, turn) for turn in self.waiting_turns)
+        return (LiveWaiting(self, turn) for turn in self.waiting_turns)
 
     @property
     def idle(self) -> Iterator[LiveIdle]:
         """See `SchedulerView`."""
         for session in self.cache.idle_sessions():
-            yield LiveIdle(session.session_id, min(session.freed_pages.values()))
+            yield LiveIdle(session.session_id, tuple(session.freed_pages.values()))
 
     @property
-    def num_headroom_pages(self) -> int:
+    def headroom_pages(self) -> PoolPages:
         """See `SchedulerView`."""
         ledgers = self.cache.stores.ledgers.values()
-        return min(ledger.num_free + ledger.num_evictable for ledger in ledgers)
+        return tuple([ledger.num_free + ledger.num_evictable for ledger in ledgers])
 
     @property
     def num_free_rows(self) -> int:
@@ -65,28 +68,38 @@ class LiveIdle(msgspec.Struct, gc=False):
     """An `IdleSession`."""
 
     session_id: SessionId
-    num_pages: int
+    freed_pages: PoolPages
 
 
 class LiveRunning(msgspec.Struct, gc=False):
     """A `RunningTurn`. Its numbers are taken once, since a plan asks for them several times."""
 
     turn_id: TurnId
+    session_id: SessionId
     num_uncomputed: int
     num_drafts: int
     num_spare: int
-    cache: SessionAwareCache
+    view: LiveView
 
     @property
-    def num_held_pages(self) -> int:
+    def held_pages(self) -> PoolPages:
         """See `RunningTurn`."""
-        return min(self.cache.retractable_pages(self.turn_id).values())
+        return tuple(self.view.cache.retractable_pages(self.turn_id).values())
+
+    @property
+    def promised_pages(self) -> PoolPages:
+        """See `RunningTurn`."""
+        cache, missing = self.view.cache, max(0, self.num_uncomputed - self.num_spare)
+        num_pages = pages_for(missing, cache.stores.page_size)
+        private = cache.slot(self.session_id).private_pages.values()
+        room = zip(self.view.most_pages, private, strict=True)
+        return tuple(min(num_pages, max(0, most - held)) for most, held in room)
 
 
 class LiveWaiting(msgspec.Struct, gc=False):
     """A `WaitingTurn`."""
 
-    cache: SessionAwareCache
+    view: LiveView
     turn: Turn
 
     @property
@@ -106,20 +119,20 @@ class LiveWaiting(msgspec.Struct, gc=False):
 
     def quote(self) -> AdmissionQuote:
         """O(1) for a parked session; a cold one is matched against the tree."""
-        slot = self.cache.slot(self.session_id)
+        cache = self.view.cache
+        slot = cache.slot(self.session_id)
         if slot.state is SlotState.COLD:
             return self._quote_cold(slot)
         to_len = min(self.turn.request.base_len, self._reusable_len())
-        reuse_len = self.cache.kept_len(self.session_id, to_len)
-        num_spare = -reuse_len % self.cache.stores.page_size
-        return self._quote(reuse_len, num_spare, num_match_pages=0, needs_row=False)
+        return self._quote(cache.kept_len(self.session_id, to_len), None)
 
     def _quote_cold(self, slot: SlotView) -> AdmissionQuote:
-        history = self.cache.tokens(self.session_id, 0, self.turn.request.base_len)
+        cache = self.view.cache
+        history = cache.tokens(self.session_id, 0, self.turn.request.base_len)
         tokens = np.concatenate((history, self.turn.uncommitted_tokens()))
-        match = self.cache.peek(tokens[: self._reusable_len() + 1], slot.namespace)
-        evictable = max(match.evictable_pages.values())
-        return self._quote(match.matched_len, 0, num_match_pages=evictable, needs_row=True)
+        match = cache.peek(tokens[: self._reusable_len() + 1], slot.namespace)
+        evictable = [match.evictable_pages[pool] for pool in cache.stores.ledgers]
+        return self._quote(match.matched_len, evictable)
 
     def _reusable_len(self) -> int:
         """A forward needs a query, and a prompt's logprobs need its positions computed."""
@@ -127,18 +140,17 @@ class LiveWaiting(msgspec.Struct, gc=False):
         last = self.turn.known_len - 1
         return last if max_reuse_len is None else min(last, max_reuse_len)
 
-    def _quote(
-        self, reuse_len: int, num_spare: int, *, num_match_pages: int, needs_row: bool
-    ) -> AdmissionQuote:
-        turn = self.turn
+    def _quote(self, reuse_len: int, match_pages: Sequence[int] | None) -> AdmissionQuote:
+        """`match_pages`: evictable ones that it locks, per pool; None for a parked session."""
+        turn, page_size = self.turn, self.view.cache.stores.page_size
         # One page beyond the context, so that it is not retracted over its first tokens.
-        soon_len = min(turn.known_len + self.cache.stores.page_size, turn.last_len)
+        soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.last_len))
+        num_pages = pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)
+        pages = tuple([min(num_pages, most) for most in self.view.most_pages])
         return AdmissionQuote(
             num_uncomputed=turn.known_len - reuse_len,
-            num_context=max(turn.known_len, soon_len) - reuse_len,
-            num_spare=num_spare,
-            num_match_pages=num_match_pages,
-            needs_row=needs_row,
+            context_pages=pages if match_pages is None else total(pages, [tuple(match_pages)]),
+            needs_row=match_pages is not None,
         )
 
 

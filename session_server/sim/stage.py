@@ -254,7 +254,6 @@ def _settings(config: SimConfig, model: EchoModel) -> EngineSettings:
         max_waiting=sizes.max_waiting,
         chunk_tokens=sizes.chunk_tokens,
         num_in_flight=sizes.num_in_flight,
-        pinned_quota_pages=sizes.pinned_quota_pages,
         memory=MemoryPolicy(sizes.memory_check, PROBE_INTERVAL_S),
         speculation=Speculation(sizes.num_drafts, sizes.drafter),
     )

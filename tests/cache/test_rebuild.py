@@ -84,11 +84,11 @@ def test_a_pinned_session_pins_nothing_until_it_runs_again() -> None:
     run_turn(world, PINNED, PROMPT)
     before = world.cache._pinned.excess_pages
     world.cache.rebuild()
-    assert world.cache._pinned.excess_pages == -5 < before
+    assert world.cache._pinned.excess_pages == (-5,) < before
     loan = world.cache.begin_turn(PINNED, TurnId("again"), base_len=0, new_tokens=[1], now=0.0)
     world.cache.grow(TurnId("again"), 1)
     assert loan.cached_len == 0
-    assert world.cache._pinned.excess_pages == -4
+    assert world.cache._pinned.excess_pages == (-4,)
 
 
 def test_after_any_damage_the_books_balance() -> None:

@@ -109,7 +109,6 @@ class Bench:
             max_waiting=stage.max_waiting,
             chunk_tokens=stage.chunk_tokens,
             num_in_flight=stage.num_in_flight,
-            pinned_quota_pages=stage.pinned_quota_pages,
             memory=MemoryPolicy(stage.memory_check, stage.probe_interval_s),
             speculation=stage.speculation,
         )

@@ -163,9 +163,9 @@ QUOTE_ROUNDS_UP = Mutant(
     "A parked session's last page is priced as if it had to be bought again.",
     "sglang#20070 (G1)",
     Edit(
-        "session_server.engine.view:LiveWaiting.quote",
-        "num_spare = -reuse_len % self.cache.stores.page_size",
-        "num_spare = 0",
+        "session_server.engine.view:LiveWaiting._quote",
+        "pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)",
+        "pages_for(soon_len - reuse_len, page_size)",
     ),
 )
 
@@ -381,8 +381,8 @@ HITS_GO_FIRST = Mutant(
     "arXiv 2409.20002 (C5)",
     Edit(
         "session_server.engine.view:LiveView.waiting",
-        "return (LiveWaiting(self.cache, turn) for turn in self.waiting_turns)",
-        "line = [LiveWaiting(self.cache, turn) for turn in self.waiting_turns]\n"
+        "return (LiveWaiting(self, turn) for turn in self.waiting_turns)",
+        "line = [LiveWaiting(self, turn) for turn in self.waiting_turns]\n"
         "        return sorted(line, key=lambda one: one.quote().num_uncomputed)",
     ),
 )

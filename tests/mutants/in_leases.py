@@ -229,8 +229,8 @@ PIN_COUNT_DRIFTS = Mutant(
     "sglang#22753 (D7)",
     Edit(
         "cache.pinned_quota:PinnedQuota.note",
-        "self._num_pages -= self._pages.pop(session_id, 0)",
-        "self._pages.pop(session_id, 0)",
+        "held - old + new",
+        "held + new",
     ),
 )
 
@@ -239,8 +239,8 @@ PINS_ARE_UNBOUNDED = Mutant(
     "systematic",
     Edit(
         "cache.pinned_quota:PinnedQuota.refuse_beyond",
-        "if others + num_pages > self.quota_pages:",
-        "if others + num_pages > 100 * self.quota_pages:",
+        "if others + wanted[index] > quota:",
+        "if others + wanted[index] > 100 * quota:",
     ),
 )
 

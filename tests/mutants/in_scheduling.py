@@ -49,8 +49,8 @@ TOO_LONG_IS_ADMITTED = Mutant(
     "vllm#39734 (X4)",
     Edit(
         "session_server.engine.intake:Intake._input_refusal",
-        "context_len + min(1, sampling.max_tokens) > self.max_turn_len",
-        "context_len > self.max_turn_len",
+        "context_len + min(1, sampling.max_tokens) > self.room.max_turn_len",
+        "context_len > self.room.max_turn_len",
     ),
 )
 
@@ -58,9 +58,9 @@ PADDING_COUNTS_AS_ROOM = Mutant(
     "The padding page counts among those that a turn may fill.",
     "sglang#23635 (A4)",
     Edit(
-        "session_server.engine.intake:Intake.max_turn_len",
-        "for ledger in self._cache.stores.ledgers.values()) - 1",
-        "for ledger in self._cache.stores.ledgers.values())",
+        "session_server.engine.room:TurnRoom.of",
+        "cache.stores.ledgers[component.pool].num_pages - 1",
+        "cache.stores.ledgers[component.pool].num_pages",
     ),
 )
 
@@ -68,9 +68,9 @@ PINNED_COUNTS_AS_ROOM = Mutant(
     "What pinned sessions may keep counts among what a turn may fill.",
     "sglang#27024 (X2)",
     Edit(
-        "session_server.engine.intake:Intake.max_turn_len",
-        "(pages - self._settings.pinned_quota_pages) * page_size",
-        "pages * page_size",
+        "session_server.engine.room:TurnRoom.of",
+        "usable -= cache.pinned_quota()[component.pool]",
+        "pass",
     ),
 )
 
@@ -166,8 +166,8 @@ NOBODY_IS_RETRACTED = Mutant(
     "vllm#49439 (X3)",
     Edit(
         "session_server.engine.plan:_Planner._reclaim_for_running",
-        "elif len(self._running) > index + 1:",
-        "elif False:",
+        "younger = self._running[:index:-1]",
+        "younger = []",
     ),
 )
 
@@ -176,8 +176,8 @@ EVERYBODY_IS_RETRACTED = Mutant(
     "vllm-ascend#16315 (X5)",
     Edit(
         "session_server.engine.plan:_Planner._reclaim_for_running",
-        "pages += youngest.num_held_pages",
-        "pages += min(youngest.num_held_pages, 1)",
+        "shortage.ask_pages(t.held_pages)",
+        "shortage.ask_pages(tuple(min(num, 1) for num in t.held_pages))",
     ),
 )
 
@@ -232,8 +232,8 @@ MATCH_IS_PRICED_AS_FREE = Mutant(
     "systematic",
     Edit(
         "session_server.engine.view:LiveWaiting._quote_cold",
-        "num_match_pages=evictable",
-        "num_match_pages=0 * evictable",
+        "self._quote(match.matched_len, evictable)",
+        "self._quote(match.matched_len, [0 for _ in evictable])",
     ),
 )
 
@@ -262,8 +262,8 @@ QUOTE_TAKES_A_LOCK = Mutant(
     "sglang#20476, #12693 (L3, L4)",
     Edit(
         "session_server.engine.view:LiveWaiting._quote_cold",
-        "match = self.cache.peek(",
-        "self.cache.stores.tree.lock_root(slot.namespace)\n        match = self.cache.peek(",
+        "match = cache.peek(",
+        "cache.stores.tree.lock_root(slot.namespace)\n        match = cache.peek(",
     ),
 )
 
