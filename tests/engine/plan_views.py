@@ -1,0 +1,73 @@
+"""Frozen views for the planner: what it is told, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cache.types import SessionId, TurnId, pages_for
+from session_server.engine.plan import AdmissionQuote, Limits, StepPlan
+from session_server.engine.shortage import PoolPages
+
+
+@dataclass(frozen=True)
+class FakeRunning:
+    turn_id: TurnId
+    num_uncomputed: int
+    num_spare: int = 0
+    held_pages: PoolPages = (0,)
+    promised_pages: PoolPages = (0,)
+    num_drafts: int = 0
+
+
+@dataclass(frozen=True)
+class FakeWaiting:
+    turn_id: TurnId
+    session_id: SessionId
+    price: AdmissionQuote
+    num_overtakings: int = 0
+
+    def quote(self) -> AdmissionQuote:
+        return self.price
+
+
+@dataclass(frozen=True)
+class FakeIdle:
+    session_id: SessionId
+    freed_pages: PoolPages
+
+
+@dataclass(frozen=True)
+class FakeView:
+    running: tuple[FakeRunning, ...] = ()
+    waiting: tuple[FakeWaiting, ...] = ()
+    idle_sessions: tuple[FakeIdle, ...] = ()
+    headroom_pages: PoolPages = (0,)
+    num_free_rows: int = 8
+    is_in_flight: bool = False
+
+    @property
+    def idle(self) -> Iterator[FakeIdle]:
+        return iter(self.idle_sessions)
+
+
+LIMITS = Limits(num_tokens=16, num_turns=8, page_size=4)
+
+
+def running(name: str, num_uncomputed: int, spare: int = 0, held: int = 0) -> FakeRunning:
+    promised = pages_for(max(0, num_uncomputed - spare), LIMITS.page_size)
+    return FakeRunning(TurnId(name), num_uncomputed, spare, (held,), (promised,))
+
+
+def waiting(name: str, num_uncomputed: int, *, context: int | None = None) -> FakeWaiting:
+    room = num_uncomputed if context is None else context
+    return in_line(name, num_uncomputed, (pages_for(room, LIMITS.page_size),))
+
+
+def in_line(name: str, num_uncomputed: int, pages: PoolPages) -> FakeWaiting:
+    quote = AdmissionQuote(num_uncomputed, pages, needs_row=True)
+    return FakeWaiting(TurnId(name), SessionId(f"of {name}"), quote)
+
+
+def work_of(plan: StepPlan) -> dict[str, int]:
+    return {work.turn_id: work.num_tokens for work in plan.work}
