@@ -16,6 +16,7 @@ from cache.pages import Allocation
 from session_server.engine.settings import Drafter, MemoryCheck
 from session_server.sim.draws import Draws
 from session_server.sim.faults import FaultRates, OneFault, Site
+from session_server.sim.layers import Layers, Mixture
 
 
 class Front(enum.StrEnum):
@@ -34,6 +35,7 @@ class Sizes:
     `EchoModel`.
     """
 
+    layers: Layers
     page_size: int
     num_pages: int
     num_rows: int
@@ -125,6 +127,9 @@ def from_json(plain: Mapping[str, Any]) -> SimConfig:
         KeyError, TypeError, ValueError: it is of another version, or was edited wrongly.
     """
     sizes = dict(plain["sizes"])
+    layers = dict(sizes["layers"])
+    layers["mixture"] = Mixture(layers["mixture"])
+    sizes["layers"] = Layers(**layers)
     sizes["drafter"] = Drafter(sizes["drafter"])
     sizes["memory_check"] = MemoryCheck(sizes["memory_check"])
     only = plain["only_fault"]
@@ -152,6 +157,7 @@ def _draw_sizes(draws: Draws) -> Sizes:
     allocations: tuple[Literal["lifo", "extent"], ...] = ("lifo", "lifo", "extent")
     checks = (MemoryCheck.OFF, MemoryCheck.OFF, MemoryCheck.WARN)
     return Sizes(
+        layers=Layers(),
         page_size=page_size,
         num_pages=num_pages,
         num_rows=draws.pick("num_rows", (2, 3, 5, 9, 12)),

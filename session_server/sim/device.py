@@ -6,6 +6,9 @@ sampler was given, and of the position. Aliased pages, stale tails, wrong prefix
 sampler that was not told of a new turn change the text. Given the `Truth` of a turn, every cell is
 also compared with what belongs there, so that the first wrong one is named.
 
+Every pool holds the same tags, and each is read as far as its layers see: one that keeps everything
+gives the text, and the others are compared with it.
+
 Nothing happens at launch: a launch is executed later, at a moment of the caller's choosing, from
 the frozen batch alone. Whatever the host does in between must not matter.
 """
@@ -13,12 +16,12 @@ the frozen batch alone. Whatever the host does in between must not matter.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
-from cache.types import RowId, TableWrite, TurnId
+from cache.types import PoolName, RowId, TableWrite, TurnId
 from session_server.core.batch import Batch, BatchRow, Probe, RowResult, StepResult
 from session_server.core.sampling import TokenLogprob
 from session_server.sim.draws import name_value, scramble
@@ -54,21 +57,25 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Sizes of the device's memory; `num_pages` counts the padding page, `num_rows` does not count
-    the padding row. `row_pages`: entries of a row of the page table."""
+    """Sizes of one pool; `num_pages` counts the padding page, `num_rows` does not count the padding
+    row. `row_pages`: entries of a row of the page table. `window`: positions that a query sees, its
+    own included, at least 2; 0 for all."""
 
     num_pages: int
     page_size: int
     num_rows: int
     row_pages: int
+    window: int = 0
 
 
 class EchoMemory:
-    """The device's pool and its mirror of the page table. What is not named is not touched."""
+    """One pool and its mirror of the page table. What is not named is not touched."""
 
-    __slots__ = ("_cells", "_page_size", "_table")
+    __slots__ = ("_cells", "_page_size", "_table", "_window")
 
     def __init__(self, shape: PoolShape) -> None:
+        assert shape.window != 1, "a cell is made from the one before it"
+        self._window = shape.window
         self._page_size = shape.page_size
         self._cells = [[GARBAGE] * shape.page_size for _ in range(shape.num_pages)]
         self._table = [[0] * shape.row_pages for _ in range(shape.num_rows + 1)]
@@ -90,13 +97,19 @@ class EchoMemory:
         """One cell."""
         return self._cells[self.page_of(row, position)][position % self._page_size]
 
-    def read(self, row: RowId, end: int) -> list[int]:
-        """The cells of positions [0, end)."""
-        pages = self._table[row][: -(-end // self._page_size)]
+    def first_read(self, start: int) -> int:
+        """The first position that a query at `start` sees."""
+        return max(0, start - self._window + 1) if self._window else 0
+
+    def read(self, row: RowId, start: int, end: int) -> list[int]:
+        """The cells that queries at [start, end) see: from `first_read` to the last of them."""
+        first = self.first_read(start)
+        begin = first // self._page_size
+        pages = self._table[row][begin : -(-end // self._page_size)]
         assert 0 not in pages, "a forward reads the padding page"
         values = list(chain.from_iterable(map(self._cells.__getitem__, pages)))
-        del values[end:]
-        return values
+        del values[end - begin * self._page_size :]
+        return values[first - begin * self._page_size :] if first else values
 
     def put(self, row: RowId, position: int, value: int) -> None:
         """Write one cell."""
@@ -120,22 +133,23 @@ class EchoMemory:
 class EchoRunner:
     """Executes launches strictly in order, when told to.
 
-    `salt_of`: the tenant's salt of a turn. `truth_of`: what a turn's cells must hold; without it
-    the text alone tells. `draft_skill`: how often in a thousand its draft model guesses right.
-    `reached` counts what speculation came to; `refused_alone` are turns whose forward failed when
-    nobody else was in it.
+    `memory`: the first pool, which gives the text. `salt_of`: the tenant's salt of a turn.
+    `truth_of`: what a turn's cells must hold; without it the text alone tells. `draft_skill`: how
+    often in a thousand its draft model guesses right. `reached` counts what speculation came to;
+    `refused_alone` are turns whose forward failed when nobody else was in it.
     """
 
     def __init__(
         self,
-        shape: PoolShape,
+        shapes: Mapping[PoolName, PoolShape],
         *,
         salt_of: Callable[[TurnId], str],
         model: EchoModel | None = None,
         truth_of: Callable[[TurnId], Truth] | None = None,
         draft_skill: int = 700,
     ) -> None:
-        self.memory = EchoMemory(shape)
+        self._memories = {pool: EchoMemory(shape) for pool, shape in shapes.items()}
+        self.memory, *self._others = self._memories.values()
         self._samplers: dict[RowId, Sampler] = {}
         self._spoilt: set[tuple[TurnId, int]] = set()
         self._salt_of = salt_of
@@ -177,7 +191,7 @@ class EchoRunner:
         """
         batch = self._queue.popleft()
         for write in batch.table_writes:
-            self.memory.point(write)
+            self._memories[write.pool].point(write)
         turns = {row.turn_id for row in batch.rows}
         if batch.step in self.faults.fail_steps or turns & self.faults.poison_turns:
             for row in batch.rows:
@@ -201,8 +215,9 @@ class EchoRunner:
             self._scribble(row)
             return RowResult((), (), (), finite=False)
         tokens = self._inputs(row, sampler)
-        self.memory.put_chain(row.row, row.start, tokens, root=sampler.root)
-        values = self.memory.read(row.row, row.start + len(tokens))
+        for memory in self._memories.values():
+            memory.put_chain(row.row, row.start, tokens, root=sampler.root)
+        values = self.memory.read(row.row, row.start, row.start + len(tokens))
         token_ids: tuple[int, ...] = ()
         if row.sample:
             token_ids = self._sample(row, values, last=tokens[-1])
@@ -212,16 +227,19 @@ class EchoRunner:
 
     def _sample(self, row: BatchRow, values: list[int], *, last: int) -> tuple[int, ...]:
         """Choose; then verify drafts one by one. `values` grows by the cells of right drafts."""
-        position, seed, choose = len(values), self._samplers[row.row].seed, self.model.choose
-        total = sum(values)
+        model, seed = self.model, self._samplers[row.row].seed
+        position, choose = row.start + row.num_tokens - row.num_drafts, model.choose
+        total = model.total(values)
         token_ids = [choose(total, position, seed, last)]
         if row.num_drafts == 0:
             return tuple(token_ids)
         drafts = self._drafts(row, values, last=last)
-        self.memory.put_chain(row.row, position, drafts, root=0)
+        for memory in self._memories.values():
+            memory.put_chain(row.row, position, drafts, root=0)
         for draft in drafts:
             if draft != token_ids[-1]:
                 break
+            total -= model.passed(values)
             values.append(self.memory.cell(row.row, position))
             total += values[-1]
             position += 1
@@ -235,14 +253,16 @@ class EchoRunner:
             drafts: list[int] = row.drafts.tolist()
             assert len(drafts) == row.num_drafts, "every draft is given"
             return drafts
-        seed, total, tag, drafts = self._samplers[row.row].seed, sum(values), values[-1], []
-        for at in range(len(values), len(values) + row.num_drafts):
-            last = self.model.choose(total, at, seed, last)
+        seed, model, seen, drafts = self._samplers[row.row].seed, self.model, list(values), []
+        total, end = model.total(seen), row.start + row.num_tokens
+        for at in range(end - row.num_drafts, end):
+            last = model.choose(total, at, seed, last)
             if scramble(total) % 1000 >= self._draft_skill:
-                last = self.model.alphabet[self.model.alphabet.index(last) - 1]
+                last = model.alphabet[model.alphabet.index(last) - 1]
             drafts.append(last)
-            tag = tag_after(tag, last, at)
-            total += tag
+            total -= model.passed(seen)
+            seen.append(tag_after(seen[-1], last, at))
+            total += seen[-1]
         return drafts
 
     def _count_drafts(self, row: BatchRow, num_right: int) -> None:
@@ -255,8 +275,9 @@ class EchoRunner:
     def _scores(self, row: BatchRow, values: list[int]) -> tuple[TokenLogprob, ...]:
         if row.score is None:
             return ()
+        first = self.memory.first_read(row.start)
         return tuple(
-            TokenLogprob(target, score_of(values[at], target))
+            TokenLogprob(target, score_of(values[at - first], target))
             for at, target in enumerate(row.score.targets.tolist(), row.score.start)
         )
 
@@ -273,17 +294,31 @@ class EchoRunner:
 
     def _compare(self, row: BatchRow, values: list[int]) -> None:
         """Everything a row read against what belongs there."""
-        if self._truth_of is None or (row.turn_id, row.incarnation) in self._spoilt:
+        if (row.turn_id, row.incarnation) in self._spoilt:
             return
-        truth = self._truth_of(row.turn_id)
-        truth.reach(len(values))
-        expected = truth.tags
-        if values == (expected if len(expected) == len(values) else expected[: len(values)]):
-            return
-        at = next(i for i, value in enumerate(values) if value != expected[i])
-        page = self.memory.page_of(row.row, at)
+        first, expected = self.memory.first_read(row.start), values
+        end = first + len(values)
+        if self._truth_of is not None:
+            truth = self._truth_of(row.turn_id)
+            truth.reach(end)
+            expected = truth.tags
+            expected = expected if len(expected) == len(values) else expected[first:end]
+            if values != expected:
+                raise self._mismatch(self.memory, row, values, expected)
+        for memory in self._others:
+            seen, past = memory.read(row.row, row.start, end), memory.first_read(row.start) - first
+            if seen != expected[past:]:
+                raise self._mismatch(memory, row, seen, expected[past:])
+
+    @staticmethod
+    def _mismatch(
+        memory: EchoMemory, row: BatchRow, values: list[int], expected: list[int]
+    ) -> ContentMismatch:
+        first = next(i for i, value in enumerate(values) if value != expected[i])
+        at = memory.first_read(row.start) + first
+        page = memory.page_of(row.row, at)
         what = "read" if at < row.start else "wrote"
-        raise ContentMismatch(
+        return ContentMismatch(
             f"turn {row.turn_id} in row {row.row} {what} position {at} (page {page}) with content "
             f"that its tokens do not give; the forward covers [{row.start}, "
             f"{row.start + row.num_tokens})"
@@ -296,13 +331,17 @@ class EchoRunner:
         root = name_value(self._salt_of(row.turn_id))
         self._samplers[row.row] = Sampler(seed=GARBAGE, root=root, last_token=1)
         self._spoilt.add((row.turn_id, row.incarnation))
-        for position in range(row.start, row.start + row.num_tokens):
-            self.memory.put(row.row, position, GARBAGE)
+        for memory in self._memories.values():
+            for position in range(row.start, row.start + row.num_tokens):
+                memory.put(row.row, position, GARBAGE)
 
     def _probe(self, probe: Probe) -> bool:
         """Whether cells hold what the cells before them and their tokens give."""
-        row, start, memory = probe.row, probe.start, self.memory
-        assert memory.is_page_start(start), "a probe looks at a page"
+        assert self.memory.is_page_start(probe.start), "a probe looks at a page"
+        return all(self._holds(memory, probe) for memory in self._memories.values())
+
+    def _holds(self, memory: EchoMemory, probe: Probe) -> bool:
+        row, start = probe.row, probe.start
         tag = memory.cell(row, start - 1) if start else self._samplers[row].root
         for position, token in enumerate(probe.tokens.tolist(), start):
             tag = tag_after(tag, token, position)

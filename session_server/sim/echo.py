@@ -37,12 +37,22 @@ class EchoModel:
     Ids from `vocab_size` on are none.
 
     `num_repeats` of 4 tokens follow from the token before alone, so that an answer repeats itself
-    and guessing from history is worth something.
+    and guessing from history is worth something. `window`: the last cells that an answer depends
+    on; 0 for all of them.
     """
 
     alphabet: tuple[int, ...] = tuple(range(VOCAB_SIZE))
     num_repeats: int = 0
     vocab_size: int = VOCAB_SIZE
+    window: int = 0
+
+    def total(self, tags: Sequence[int]) -> int:
+        """The sum of the cells that the token after `tags` depends on."""
+        return sum(tags[-self.window :] if self.window else tags)
+
+    def passed(self, tags: Sequence[int]) -> int:
+        """The cell that is no longer among them when one more follows; 0 if none goes."""
+        return tags[-self.window] if 0 < self.window <= len(tags) else 0
 
     def choose(self, total: int, position: int, seed: int, last: int) -> int:
         """The token at `position` after cells that sum to `total`, the last of token `last`."""
@@ -76,7 +86,7 @@ class Truth:
         for position in range(len(self.tags), len(self.tokens)):
             tag = tag_after(tag, self.tokens[position], position)
             self.tags.append(tag)
-        self._total = sum(self.tags)
+        self._total = model.total(self.tags)
 
     def reach(self, num_tags: int) -> None:
         """Find the cells of positions [0, num_tags)."""
@@ -84,6 +94,8 @@ class Truth:
             position = len(self.tags)
             self._say(position)
             tag = tag_after(self.tags[-1], self.tokens[position], position)
+            if self._model.window:
+                self._total -= self._model.passed(self.tags)
             self.tags.append(tag)
             self._total += tag
 

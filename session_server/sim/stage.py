@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from cache.checker import find_violations
 from cache.errors import AuditFailed
-from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
-from cache.types import PoolName, pages_for
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
@@ -17,7 +15,7 @@ from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
 from session_server.sim.config import SimConfig
 from session_server.sim.context import SimContext
-from session_server.sim.device import ContentMismatch, EchoRunner, Faults, PoolShape
+from session_server.sim.device import ContentMismatch, EchoRunner, Faults
 from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
 from session_server.sim.fairness import FairnessWatch
@@ -26,7 +24,6 @@ from session_server.sim.history import EngineHistory
 from session_server.sim.story import StepRecord
 from session_server.sim.watched_cache import WatchedCache
 
-POOL: Final = PoolName("full")
 PROBE_INTERVAL_S: Final = 0.3
 """Work between two probes, by the virtual clock: a few in every run."""
 
@@ -45,8 +42,8 @@ class Stage:
         self._results: deque[StepResult] = deque()
         self._num_idle = 0
         self.cache = WatchedCache(
-            CacheSpec((LayerGroup(POOL, LayerKind.FULL, (0,), 1, 1, 4),), sizes.page_size),
-            Capacity({POOL: sizes.num_pages + 1}, sizes.num_rows, sizes.max_context_len),
+            sizes.layers.spec(sizes.page_size),
+            sizes.layers.capacity(sizes.num_pages, sizes.num_rows, sizes.max_context_len),
             pinned_quota_pages=sizes.pinned_quota_pages,
             allocation=sizes.allocation,
             strikes=context.faults.strikes,
@@ -162,10 +159,9 @@ class Stage:
         counters = self.engine.counters
         self.history.reached["overshoot"] += counters.overshoots
         self.history.reached["shortfall"] += counters.shortfalls
-        accounts = self.cache.accounts()[POOL]
         headroom = self.cache.headroom()
         left = {
-            "pages": accounts.pages - 1 - accounts.free,
+            "pages": sum(a.pages - 1 - a.free for a in self.cache.accounts().values()),
             "rows": self._context.config.sizes.num_rows - headroom.free_rows,
             "sessions": len(self.cache),
             "turns": len(self.history.live),
@@ -186,7 +182,7 @@ class Stage:
             results=results,
             commands=commands,
             batch=outcome.batch if outcome is not None else None,
-            accounts=self.cache.accounts()[POOL],
+            accounts=next(iter(self.cache.accounts().values())),
             events=outcome.events if outcome is not None else (),
         )
 
@@ -261,14 +257,9 @@ def _settings(config: SimConfig, model: EchoModel) -> EngineSettings:
 
 def _device(config: SimConfig, model: EchoModel, history: EngineHistory) -> EchoRunner:
     sizes = config.sizes
-    shape = PoolShape(
-        num_pages=sizes.num_pages + 1,
-        page_size=sizes.page_size,
-        num_rows=sizes.num_rows,
-        row_pages=pages_for(sizes.max_context_len, sizes.page_size),
-    )
+    capacity = sizes.layers.capacity(sizes.num_pages, sizes.num_rows, sizes.max_context_len)
     return EchoRunner(
-        shape,
+        sizes.layers.shapes(capacity, sizes.page_size),
         salt_of=history.salt_of,
         model=model,
         truth_of=history.truth_of,

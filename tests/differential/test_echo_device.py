@@ -77,7 +77,7 @@ def play(config: Config, num_sessions: int | None = None) -> Player:
     )
     row_pages = -(-MAX_CONTEXT_LEN // config.page_size)
     shape = PoolShape(num_pages, config.page_size, capacity.num_rows, row_pages)
-    runner = EchoRunner(shape, salt_of=lambda _: "all", model=MODEL)
+    runner = EchoRunner({POOL: shape}, salt_of=lambda _: "all", model=MODEL)
     cache = SessionAwareCache(CacheSpec((group,), config.page_size), capacity)
     player = Player(config, cache, settings, runner)
     player.play(trace()[:num_sessions])

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cache.session_cache import SessionAwareCache
-from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName, SessionId, TableWrite, TurnId
 from session_server.core.batch import Batch, StepResult
 from session_server.core.commands import (
@@ -33,8 +32,9 @@ from session_server.engine.settings import (
     MemoryPolicy,
     Speculation,
 )
-from session_server.sim.device import EchoRunner, PoolShape
-from session_server.sim.echo import EOS, VOCAB_SIZE, replay
+from session_server.sim.device import EchoRunner
+from session_server.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
+from session_server.sim.layers import Layers
 
 POOL = PoolName("full")
 
@@ -56,6 +56,7 @@ class Stage:
     max_waiting: int = 1024
     vocab_size: int = VOCAB_SIZE
     pinned_quota_pages: int = 0
+    layers: Layers = field(default_factory=Layers)
     speculation: Speculation = field(default_factory=Speculation)
     memory_check: MemoryCheck = MemoryCheck.STRICT
     probe_interval_s: float = 10.0
@@ -95,11 +96,10 @@ class Bench:
     def __init__(self, stage: Stage | None = None) -> None:
         self.stage = stage or Stage()
         stage = self.stage
-        group = LayerGroup(POOL, LayerKind.FULL, (0,), 1, 1, 4)
+        layers = stage.layers
+        capacity = layers.capacity(stage.num_pages, stage.num_rows, stage.max_context_len)
         self.cache = CountingCache(
-            CacheSpec((group,), stage.page_size),
-            Capacity({POOL: stage.num_pages + 1}, stage.num_rows, stage.max_context_len),
-            pinned_quota_pages=stage.pinned_quota_pages,
+            layers.spec(stage.page_size), capacity, pinned_quota_pages=stage.pinned_quota_pages
         )
         self.settings = EngineSettings(
             model_fingerprint="echo",
@@ -113,13 +113,9 @@ class Bench:
             speculation=stage.speculation,
         )
         self.engine = Engine(self.cache, self.settings)
-        shape = PoolShape(
-            num_pages=stage.num_pages + 1,
-            page_size=stage.page_size,
-            num_rows=stage.num_rows,
-            row_pages=-(-stage.max_context_len // stage.page_size),
-        )
-        self.runner = EchoRunner(shape, salt_of=self._salt_of)
+        self.model = EchoModel(window=layers.read_window)
+        shapes = layers.shapes(capacity, stage.page_size)
+        self.runner = EchoRunner(shapes, salt_of=self._salt_of, model=self.model)
         self.now_s = 0.0
         self.salts: dict[SessionId, str] = {}
         self.sessions: dict[TurnId, SessionId] = {}
@@ -206,8 +202,8 @@ class Bench:
         """Close every session, flush, and see that every page and row came home."""
         self.run(*(CloseSession(session_id=session_id) for session_id in self.salts))
         self.run(FlushCache(request_id=1))
-        accounts = self.cache.accounts()[POOL]
-        assert accounts.free + accounts.quarantine == self.stage.num_pages
+        for accounts in self.cache.accounts().values():
+            assert accounts.free + accounts.quarantine == accounts.pages - 1
         assert self.cache.headroom().free_rows == self.stage.num_rows
         assert len(self.cache) == 0
 
@@ -233,7 +229,8 @@ class Bench:
         """A turn said what it would have said alone on an empty machine."""
         seen = self.turns[TurnId(turn_name)]
         salt = self._salt_of(TurnId(turn_name))
-        assert seen.tokens == replay(salt, prompt, seed=seed, max_new=len(seen.tokens))
+        said = replay(salt, prompt, seed=seed, max_new=len(seen.tokens), model=self.model)
+        assert seen.tokens == said
 
     def _hear(self, event: EngineEvent) -> None:
         self.events.append(event)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from session_server.engine.settings import Drafter, MemoryCheck
 from session_server.sim.config import Front, Habits, SimConfig, Sizes
 from session_server.sim.faults import FaultRates, OneFault
+from session_server.sim.layers import Layers
 
 NO_FAULTS = FaultRates()
 SIZES = Sizes(
+    layers=Layers(),
     page_size=4,
     num_pages=30,
     num_rows=5,

@@ -1,0 +1,78 @@
+"""What kinds of layers a simulated model has, and the pools they need."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
+from cache.types import PoolName, pages_for
+from session_server.sim.device import PoolShape
+
+POOLS: Final = {kind: PoolName(kind.value) for kind in LayerKind}
+"""The pool of each kind of layer."""
+
+
+class Mixture(enum.Enum):
+    """Kinds of layers side by side."""
+
+    FULL = "full"
+    FULL_AND_WINDOW = "full + window"
+    LATENT = "latent"
+    WINDOW = "window"
+
+
+_KINDS: Final[Mapping[Mixture, tuple[LayerKind, ...]]] = {
+    Mixture.FULL: (LayerKind.FULL,),
+    Mixture.FULL_AND_WINDOW: (LayerKind.FULL, LayerKind.WINDOW),
+    Mixture.LATENT: (LayerKind.LATENT,),
+    Mixture.WINDOW: (LayerKind.WINDOW,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers of one simulated model. `window`: positions that a window sees; `window_pages`:
+    pages of its pool, padding aside, where it is another number than that of the others.
+    """
+
+    mixture: Mixture = Mixture.FULL
+    window: int = 8
+    window_pages: int | None = None
+
+    @property
+    def read_window(self) -> int:
+        """Positions that an answer depends on; 0 where it is all of them."""
+        return self.window if self.mixture is Mixture.WINDOW else 0
+
+    def spec(self, page_size: int) -> CacheSpec:
+        """One group per kind of layers."""
+        groups = []
+        for index, kind in enumerate(_KINDS[self.mixture]):
+            window = self.window if kind is LayerKind.WINDOW else 0
+            rope_dim = 1 if kind is LayerKind.LATENT else 0
+            groups.append(LayerGroup(POOLS[kind], kind, (index,), 1, 1, 4, window, rope_dim))
+        return CacheSpec(tuple(groups), page_size)
+
+    def capacity(self, num_pages: int, num_rows: int, max_context_len: int) -> Capacity:
+        """`num_pages` in each pool, without the padding page."""
+        pages = {}
+        for kind in _KINDS[self.mixture]:
+            is_other = kind is LayerKind.WINDOW and self.window_pages is not None
+            pages[POOLS[kind]] = 1 + (self.window_pages or 0 if is_other else num_pages)
+        return Capacity(pages, num_rows, max_context_len)
+
+    def shapes(self, capacity: Capacity, page_size: int) -> dict[PoolName, PoolShape]:
+        """The device's memory: a pool per kind, the one that keeps everything first."""
+        shapes = {}
+        for kind in _KINDS[self.mixture]:
+            shapes[POOLS[kind]] = PoolShape(
+                num_pages=capacity.num_pages[POOLS[kind]],
+                page_size=page_size,
+                num_rows=capacity.num_rows,
+                row_pages=pages_for(capacity.max_context_len, page_size),
+                window=self.window if kind is LayerKind.WINDOW else 0,
+            )
+        return shapes
