@@ -149,7 +149,7 @@ class EchoRunner:
         draft_skill: int = 700,
     ) -> None:
         self._memories = {pool: EchoMemory(shape) for pool, shape in shapes.items()}
-        self.memory, *self._others = self._memories.values()
+        self.memory = next(iter(self._memories.values()))
         self._samplers: dict[RowId, Sampler] = {}
         self._spoilt: set[tuple[TurnId, int]] = set()
         self._salt_of = salt_of
@@ -305,7 +305,9 @@ class EchoRunner:
             expected = expected if len(expected) == len(values) else expected[first:end]
             if values != expected:
                 raise self._mismatch(self.memory, row, values, expected)
-        for memory in self._others:
+        for memory in self._memories.values():
+            if memory is self.memory:
+                continue
             seen, past = memory.read(row.row, row.start, end), memory.first_read(row.start) - first
             if seen != expected[past:]:
                 raise self._mismatch(memory, row, seen, expected[past:])
