@@ -206,7 +206,7 @@ def test_every_turn_that_fits_alone_finishes_and_no_plan_overdraws(num_pools: in
     assert (reached["spared"] > 20) == (num_pools > 1)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 1 << 32), num_pools=st.integers(1, 2))
 def test_a_plan_is_a_function_of_its_view(seed: int, num_pools: int) -> None:
     world = make_world(seed, Counter(), num_pools=num_pools)
@@ -214,7 +214,7 @@ def test_a_plan_is_a_function_of_its_view(seed: int, num_pools: int) -> None:
     assert plan_step(view, world.limits) == plan_step(view, world.limits)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_pool_that_has_enough_changes_no_plan(seed: int) -> None:
     """Beside one with room for everybody, a pool is planned as if it were alone."""
