@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from session_server.models.config import (
@@ -17,6 +18,7 @@ from session_server.models.config import (
     LayerConfig,
     MlpConfig,
     ModelConfig,
+    MoeConfig,
     NormConfig,
     RopeConfig,
     RopeKind,
@@ -108,6 +110,19 @@ def layer_windows(
     if window is not None and window >= context_len(raw):
         window = None
     return [window if _WINDOWED[name] else None for name in types]
+
+
+def windowed_layers(
+    full: AttentionConfig,
+    windowed: AttentionConfig,
+    ffn: MlpConfig | MoeConfig,
+    windows: Iterable[int | None],
+) -> list[LayerConfig]:
+    """Layers of one ffn: without a window they attend like `full`, with one like `windowed`."""
+    return [
+        LayerConfig(full if window is None else replace(windowed, window=window), ffn)
+        for window in windows
+    ]
 
 
 def rope_of(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0) -> RopeConfig:

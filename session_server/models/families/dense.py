@@ -48,6 +48,12 @@ def qwen3_mixer(raw: RawConfig) -> AttentionConfig:
     return replace(mixer, qk_norm=QkNorm.HEAD)
 
 
+def qwen_window(raw: RawConfig) -> int | None:
+    """The window of those layers of a Qwen that have one."""
+    window: int | None = raw.get("sliding_window")
+    return window if raw.get("use_sliding_window", False) else None
+
+
 def norm(raw: RawConfig) -> NormConfig:
     """Norms before mixer and ffn."""
     return NormConfig(float(raw.get("rms_norm_eps", 1e-6)))
@@ -59,12 +65,11 @@ def _mixer(raw: RawConfig) -> AttentionConfig:
 
 def _qwen_windows(raw: RawConfig) -> list[int | None]:
     """Qwen's lower layers see everything, where a window is used at all."""
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
+    window = qwen_window(raw)
     first = raw.get("max_window_layers", 28)
     return fields.layer_windows(raw, window, lambda index: window is not None and index >= first)
 
 
 def _windowed(raw: RawConfig, mixer: AttentionConfig, windows: list[int | None]) -> ModelConfig:
-    ffn = fields.silu_mlp(raw)
-    layers = (LayerConfig(replace(mixer, window=window), ffn) for window in windows)
+    layers = fields.windowed_layers(mixer, mixer, fields.silu_mlp(raw), windows)
     return fields.model(raw, layers, norm(raw))

@@ -21,7 +21,7 @@ from session_server.models.fields import RawConfig
 
 def qwen3_moe(raw: RawConfig) -> ModelConfig:
     """Qwen 3 with experts in all layers, in every `decoder_sparse_step`th, or not in some."""
-    window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
+    window = dense.qwen_window(raw)
     windows = fields.layer_windows(raw, window, lambda _: window is not None)
     mixer = dense.qwen3_mixer(raw)
     ffns = (_qwen3_ffn(raw, index) for index in range(len(windows)))
@@ -70,5 +70,5 @@ def gpt_oss(raw: RawConfig) -> ModelConfig:
         layout=ExpertLayout.GPT_OSS,
         router_bias=True,
     )
-    layers = (LayerConfig(replace(mixer, window=window), ffn) for window in windows)
+    layers = fields.windowed_layers(mixer, mixer, ffn, windows)
     return fields.model(raw, layers, NormConfig(float(raw.get("rms_norm_eps", 1e-5))))

@@ -13,7 +13,6 @@ from session_server.models.config import (
     AttentionConfig,
     GateConfig,
     GateKind,
-    LayerConfig,
     MlpConfig,
     ModelConfig,
     NormConfig,
@@ -53,11 +52,7 @@ def _gemma(
     gate = GateConfig(GateKind.GELU_TANH)
     ffn = MlpConfig(fields.integer(raw, "intermediate_size"), gate=gate)
     windows = fields.layer_windows(raw, fields.integer(raw, "sliding_window"), is_windowed)
-    full, windowed = mixers
-    layers = (
-        LayerConfig(full if window is None else replace(windowed, window=window), ffn)
-        for window in windows
-    )
+    layers = fields.windowed_layers(*mixers, ffn, windows)
     norm = NormConfig(float(raw.get("rms_norm_eps", 1e-6)), NormPlacement.SANDWICH, adds_one=True)
     return replace(
         fields.model(raw, layers, norm, tied=True),

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from session_server.models import fields
 from session_server.models.config import (
-    LayerConfig,
     ModelConfig,
     NormConfig,
     NormPlacement,
@@ -34,10 +33,6 @@ def olmo3(raw: RawConfig) -> ModelConfig:
     windows = fields.layer_windows(
         raw, fields.integer(raw, "sliding_window"), lambda index: (index + 1) % 4 != 0
     )
-    ffn = fields.silu_mlp(raw)
-    layers = (
-        LayerConfig(full if window is None else replace(windowed, window=window), ffn)
-        for window in windows
-    )
+    layers = fields.windowed_layers(full, windowed, fields.silu_mlp(raw), windows)
     norm = NormConfig(float(raw.get("rms_norm_eps", 1e-5)), NormPlacement.POST)
     return fields.model(raw, layers, norm)
