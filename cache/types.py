@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,8 +75,7 @@ class Namespace:
     adapter_generation: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TableWrite:
+class TableWrite(NamedTuple):
     """One delta of the host page table, to be mirrored on the device in launch order.
 
     `pages`: int32 [n], written to entries [start, start + n) of `row` in the table of `pool`.

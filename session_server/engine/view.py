@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -16,8 +15,7 @@ from session_server.engine.shortage import PoolPages, total
 from session_server.engine.turn import Turn
 
 
-@dataclass(frozen=True, slots=True)
-class LiveView:
+class LiveView(msgspec.Struct, frozen=True, gc=False):
     """A `SchedulerView`; valid until the cache or a turn changes. `most_pages`: of `TurnRoom`."""
 
     cache: SessionAwareCache
