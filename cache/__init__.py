@@ -4,6 +4,7 @@
 `audit` proves the books. Nothing here imports torch; device tensors are in `cache.pool`.
 """
 
+from cache.capacity import WindowRoom, plan_capacity
 from cache.checker import Violation, audit, find_violations
 from cache.errors import (
     AuditFailed,
@@ -21,7 +22,7 @@ from cache.ledger import Accounts
 from cache.radix_node import MatchResult
 from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
-from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind, plan_capacity
+from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import Namespace, Retention, SessionId, SlotState, TableWrite, TurnId, pages_for
 from cache.views import Headroom, IdleSession, SlotView, TurnLoan
 
@@ -55,6 +56,7 @@ __all__ = [
     "TurnLoan",
     "UnknownSession",
     "Violation",
+    "WindowRoom",
     "audit",
     "find_violations",
     "pages_for",

@@ -89,6 +89,7 @@ class SessionAwareCache:
         """
         self._empty_stores = partial(KVStores.empty, spec, capacity, allocation)
         self.stores = self._empty_stores()
+        self.spec = spec
         self.max_context_len = capacity.max_context_len
         self._empty_quota = partial(PinnedQuota, pinned_quota_pages)
         self._pinned = self._empty_quota(self.stores)

@@ -1,4 +1,4 @@
-"""What a model's layers store per token, and how many pages a memory budget buys.
+"""What a model's layers store per token.
 
 A `LayerGroup` is one or more layers that store the same thing in the same pool. A further kind of
 layer adds its name to `LayerKind` and its rules to `cache.components`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 from cache.types import PoolName
 
@@ -64,7 +63,15 @@ class CacheSpec:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page: of all groups together, since a page id is the same in each."""
-        return sum(group.bytes_per_token for group in self.groups) * self.page_size
+        return sum(self.pool_bytes_per_page.values())
+
+    @property
+    def pool_bytes_per_page(self) -> dict[PoolName, int]:
+        """Bytes of one page, by pool."""
+        sizes = dict.fromkeys((group.pool for group in self.groups), 0)
+        for group in self.groups:
+            sizes[group.pool] += group.bytes_per_token * self.page_size
+        return sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +81,3 @@ class Capacity:
     num_pages: Mapping[PoolName, int]
     num_rows: int
     max_context_len: int
-
-
-def plan_capacity(
-    spec: CacheSpec,
-    *,
-    budget_bytes: int,
-    num_rows: int,
-    max_context_len: int,
-    max_total_tokens: int | None = None,
-) -> Capacity:
-    """Spend `budget_bytes` on pages.
-
-    Args:
-        spec: what a page costs.
-        budget_bytes: memory for all pools together.
-        num_rows: sessions that can hold KV at the same time.
-        max_context_len: tokens one row can address.
-        max_total_tokens: an upper bound on the tokens held, whatever the budget allows.
-
-    Raises:
-        ValueError: the budget buys less than one page beside the padding page.
-    """
-    per_page = spec.bytes_per_page
-    num_pages = budget_bytes // per_page
-    if max_total_tokens is not None:
-        num_pages = min(num_pages, -(-max_total_tokens // spec.page_size) + 1)
-    if num_pages < 2:
-        raise ValueError(
-            f"{budget_bytes} bytes for KV buy {num_pages} pages of {per_page} bytes; at least 2 "
-            "are needed (one is padding): raise the memory fraction or lower the page size"
-        )
-    pages = {group.pool: num_pages for group in spec.groups}
-    return Capacity(MappingProxyType(pages), num_rows, max_context_len)

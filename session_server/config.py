@@ -75,6 +75,12 @@ class CacheSettings(_Part):
     max_total_tokens: Annotated[
         int | None, Field(ge=16, le=1 << 31, description="KV tokens held at most; none: as fit")
     ] = None
+    window_ratio: Annotated[
+        float | None,
+        Field(
+            gt=0, le=1, description="window pages per page of full attention; none: as fit"
+        ),
+    ] = None
     max_resident_sessions: Annotated[
         int, Field(ge=1, le=1 << 20, description="sessions that hold KV at the same time")
     ] = 1024

@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from cache.capacity import WindowRoom
 from cache.session_cache import SessionAwareCache
 from cache.types import NULL_ROW, TurnId
 from session_server.config import Settings, model_directory
@@ -23,7 +24,13 @@ from session_server.core.sampling import SamplingParams
 from session_server.engine.child import CannotStart, serve_engine
 from session_server.engine.engine import Engine
 from session_server.engine.loop import EngineAssembly
-from session_server.engine.settings import Drafter, EngineSettings, MemoryPolicy, Speculation
+from session_server.engine.settings import (
+    Drafter,
+    EngineSettings,
+    MemoryPolicy,
+    Speculation,
+    num_ahead,
+)
 from session_server.metrics.logging import configure_logging
 from session_server.models.errors import DraftMismatch, ModelError
 from session_server.models.hub import model_fingerprint, resolve_model
@@ -64,6 +71,11 @@ def build_engine(settings: Settings) -> EngineAssembly:
         loaded.plan.kv_bytes / 2**20,
         loaded.plan.reason,
     )
+    for pool, num_bytes in loaded.plan.pool_bytes.items():
+        num_pages = capacity.num_pages[pool]
+        num_tokens = (num_pages - 1) * loaded.spec.page_size
+        line = "kv pool=%s pages=%d tokens=%d mib=%.1f"
+        _LOG.info(line, pool, num_pages, num_tokens, num_bytes / 2**20)
     engine = Engine(
         SessionAwareCache(loaded.spec, capacity, pinned_quota_pages=quota),
         EngineSettings(
@@ -177,12 +189,22 @@ def _runner_options(
         device=model.device,
         dtype=model.dtype,
         max_context_len=model.context_length,
-        memory=MemoryLimits(cache.memory_fraction, cache.max_total_tokens),
+        memory=MemoryLimits(cache.memory_fraction, cache.max_total_tokens, _window_room(settings)),
         backend=model.attention_backend,
         num_threads=model.threads,
         eos_token_ids=eos_token_ids,
         draft=draft,
     )
+
+
+def _window_room(settings: Settings) -> WindowRoom:
+    engine = settings.engine
+    ahead = num_ahead(
+        chunk_tokens=engine.chunked_prefill_size,
+        num_in_flight=2 if engine.overlap else 1,
+        num_drafts=_speculation(settings).num_drafts,
+    )
+    return WindowRoom(ahead, settings.cache.window_ratio)
 
 
 def _ready(loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...]) -> EngineReady:
@@ -194,7 +216,7 @@ def _ready(loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...])
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=eos_token_ids,
         page_size=loaded.spec.page_size,
-        num_pages=min(capacity.num_pages.values()),
+        num_pages=max(capacity.num_pages.values()),
         device=loaded.device,
         dtype=loaded.dtype,
         backend=loaded.runner.backend_name,

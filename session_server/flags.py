@@ -40,6 +40,7 @@ FLAGS: Final = (
     Flag(("--page-size",), "cache", "page_size"),
     Flag(("--mem-fraction-static",), "cache", "memory_fraction"),
     Flag(("--max-total-tokens",), "cache", "max_total_tokens"),
+    Flag(("--swa-full-tokens-ratio",), "cache", "window_ratio"),
     Flag(("--max-resident-sessions",), "cache", "max_resident_sessions"),
     Flag(("--pinned-fraction",), "cache", "pinned_fraction"),
     Flag(("--disable-radix-cache",), "cache", "share_prefixes", False),

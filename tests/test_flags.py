@@ -27,6 +27,7 @@ def test_flags_of_sglang_fill_our_settings() -> None:
     words = (
         "--model-path m --page-size 4 --chunked-prefill-size 128 --context-length 512 "
         "--max-running-requests 8 --max-total-tokens 4096 --mem-fraction-static 0.5 "
+        "--swa-full-tokens-ratio 0.25 "
         "--disable-overlap-schedule --attention-backend torch --dtype float32 --log-level error "
         "--served-model-name x --random-seed 7 --host 0.0.0.0 --port 1234 --api-key k"
     )
@@ -38,6 +39,7 @@ def test_flags_of_sglang_fill_our_settings() -> None:
     assert settings.cache.page_size == 4
     assert settings.cache.memory_fraction == 0.5
     assert settings.cache.max_total_tokens == 4096
+    assert settings.cache.window_ratio == 0.25
     assert settings.engine.chunked_prefill_size == 128
     assert settings.engine.max_running_turns == 8
     assert not settings.engine.overlap

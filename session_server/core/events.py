@@ -53,6 +53,7 @@ class EngineReady(Event, frozen=True, tag=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     page_size: int
     num_pages: int
+    """Of the largest pool, padding included."""
     device: str
     dtype: str
     backend: str
@@ -152,10 +153,14 @@ class TurnFailed(Event, frozen=True, tag=True, kw_only=True):
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Accounts of one pool, in pages; the fields from `free` on add up to `pages`."""
+    """Accounts of one pool, in pages; the fields from `free` on add up to `pages`.
+
+    `page_bytes`: what a page takes in all layers of the pool, those of a draft model aside.
+    """
 
     pages: int
     page_size: int
+    page_bytes: int
     free: int
     reserved: int
     tree_evictable: int

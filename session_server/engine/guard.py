@@ -124,11 +124,11 @@ class MemoryGuard:
 
     def report(self, request_id: int, now_s: float, *, with_trace: bool) -> MemoryReported:
         """The books as they are, and what the checker has done. O(sessions)."""
-        rows, page_size = self._cache.stores.rows, self._cache.stores.page_size
+        rows = self._cache.stores.rows
         return MemoryReported(
             request_id=request_id,
             pools={
-                str(pool): pool_report(accounts, page_size)
+                str(pool): pool_report(accounts, self._cache.spec)
                 for pool, accounts in self._cache.accounts().items()
             },
             rows=rows.num_rows,

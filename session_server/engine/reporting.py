@@ -7,6 +7,7 @@ from typing import Final
 
 from cache.ledger import Accounts
 from cache.session_cache import SessionAwareCache
+from cache.spec import CacheSpec
 from cache.views import SlotView
 from session_server.core.events import EngineStats, PoolReport, SessionPages
 from session_server.engine.memory import MemoryWatch
@@ -78,11 +79,12 @@ class Reporter:
         )
 
 
-def pool_report(accounts: Accounts, page_size: int) -> PoolReport:
+def pool_report(accounts: Accounts, spec: CacheSpec) -> PoolReport:
     """One pool's accounts as the server hears of them."""
     return PoolReport(
         pages=accounts.pages,
-        page_size=page_size,
+        page_size=spec.page_size,
+        page_bytes=spec.pool_bytes_per_page[accounts.pool],
         free=accounts.free,
         reserved=accounts.reserved,
         tree_evictable=accounts.tree_evictable,

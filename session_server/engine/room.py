@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache.session_cache import SessionAwareCache
-from session_server.engine.settings import EngineSettings
+from session_server.engine.settings import EngineSettings, num_ahead
 from session_server.engine.shortage import PoolPages
 
 
@@ -26,11 +26,14 @@ class TurnRoom:
         reads at a time, along with the window that it began at, holds a turn of any length.
         """
         row_pages, max_len = cache.stores.rows.row_pages, cache.max_context_len
-        per_launch = max(settings.chunk_tokens, 1 + settings.speculation.num_drafts)
-        num_ahead = settings.num_in_flight * per_launch
+        ahead = num_ahead(
+            chunk_tokens=settings.chunk_tokens,
+            num_in_flight=settings.num_in_flight,
+            num_drafts=settings.speculation.num_drafts,
+        )
         most_pages = []
         for component in cache.stores.components:
-            most = component.running_pages(row_pages, num_ahead)
+            most = component.running_pages(row_pages, ahead)
             usable = cache.stores.ledgers[component.pool].num_pages - 1
             usable -= cache.pinned_quota()[component.pool]
             if not component.forgets or component.parked_pages(row_pages) + most > usable:

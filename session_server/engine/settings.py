@@ -52,6 +52,12 @@ class Speculation:
             raise ValueError(f"num_drafts lies in [0, {MAX_DRAFTS}]: {self.num_drafts}")
 
 
+def num_ahead(*, chunk_tokens: int, num_in_flight: int, num_drafts: int) -> int:
+    """Positions of one turn that may be launched and not settled: a chunk per launch, or a token
+    and its guesses."""
+    return num_in_flight * max(chunk_tokens, 1 + num_drafts)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Limits and identities, resolved by `wiring`; nothing here changes while an engine lives.

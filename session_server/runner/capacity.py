@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import torch
 
-from cache.spec import CacheSpec, Capacity, plan_capacity
+from cache.capacity import WindowRoom, plan_capacity
+from cache.spec import CacheSpec, Capacity
+from cache.types import PoolName
 
 CPU_FRACTION: Final = 0.25
 """Of the available memory, at most: a host has other things to do."""
@@ -25,21 +28,28 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 class MemoryLimits:
     """What the operator said about KV memory; None where nothing was said.
 
-    `fraction` of the free memory; `max_total_tokens` over all sessions.
+    `fraction` of the free memory; `max_total_tokens` over all sessions; `windows`: what pools of
+    windows have to hold.
     """
 
     fraction: float | None = None
     max_total_tokens: int | None = None
+    windows: WindowRoom = field(default_factory=WindowRoom)
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """The capacity, and how it came about, for the log."""
+    """The capacity, what it takes by pool, and how it came about, for the log."""
 
     capacity: Capacity
-    kv_bytes: int
+    pool_bytes: Mapping[PoolName, int]
     free_bytes: int
     reason: str
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all pools together."""
+        return sum(self.pool_bytes.values())
 
 
 def measure_capacity(
@@ -69,15 +79,16 @@ def measure_capacity(
         num_rows=num_rows,
         max_context_len=max_context_len,
         max_total_tokens=wanted,
+        windows=limits.windows,
     )
-    num_pages = min(capacity.num_pages.values())
-    is_bounded_by_tokens = (num_pages - 1) * spec.page_size >= wanted
-    reason = (
-        f"room for {wanted} tokens"
-        if is_bounded_by_tokens
-        else f"{fraction:.0%} of {free / 2**30:.1f} GiB free memory"
-    )
-    return CapacityPlan(capacity, num_pages * spec.bytes_per_page, free, reason)
+    sizes = spec.pool_bytes_per_page
+    pool_bytes = {pool: num * sizes[pool] for pool, num in capacity.num_pages.items()}
+    reason = f"{fraction:.0%} of {free / 2**30:.1f} GiB free memory"
+    if (max(capacity.num_pages.values()) - 1) * spec.page_size >= wanted:
+        reason = f"room for {wanted} tokens"
+    elif budget - sum(pool_bytes.values()) > spec.bytes_per_page:
+        reason = f"room for the windows of {num_rows} sessions"
+    return CapacityPlan(capacity, pool_bytes, free, reason)
 
 
 def free_bytes(device: torch.device) -> int:

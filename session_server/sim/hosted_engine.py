@@ -116,7 +116,7 @@ class HostedEngine:
             vocab_size=model.vocab_size,
             eos_token_ids=model.alphabet[:1],
             page_size=cache.stores.page_size,
-            num_pages=min(ledger.num_pages for ledger in cache.stores.ledgers.values()),
+            num_pages=max(ledger.num_pages for ledger in cache.stores.ledgers.values()),
             device="echo",
             dtype="none",
             backend="echo",

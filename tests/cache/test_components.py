@@ -7,7 +7,7 @@ import pytest
 
 from cache.components import components_of
 from cache.int_buffer import IntBuffer
-from cache.spec import CacheSpec, LayerGroup, LayerKind, plan_capacity
+from cache.spec import CacheSpec, LayerGroup, LayerKind
 from cache.types import PoolName, pages_for
 
 GROUP = LayerGroup(PoolName("full"), LayerKind.FULL, (0, 1, 2), 2, 16, 2)
@@ -70,27 +70,6 @@ def test_a_latent_page_costs_one_row_per_layer_and_position() -> None:
     assert LATENT.bytes_per_token == 27 * (512 + 64) * 2
     expanded = 27 * 16 * (192 + 128) * 2
     assert expanded / LATENT.bytes_per_token == pytest.approx(80 / 9)
-    spec = CacheSpec((LATENT,), 64)
-    budget = 7 * 64 * LATENT.bytes_per_token
-    capacity = plan_capacity(spec, budget_bytes=budget, num_rows=2, max_context_len=4096)
-    assert capacity.num_pages == {"latent": 7}
-
-
-def test_a_budget_buys_whole_pages_and_no_more_than_asked() -> None:
-    spec = CacheSpec((GROUP,), 16)
-    budget = 10 * spec.bytes_per_page + 1
-    free = plan_capacity(spec, budget_bytes=budget, num_rows=2, max_context_len=64)
-    assert free.num_pages == {"full": 10}
-    bounded = plan_capacity(
-        spec, budget_bytes=budget, num_rows=2, max_context_len=64, max_total_tokens=33
-    )
-    assert bounded.num_pages == {"full": 4}
-
-
-def test_a_budget_for_padding_alone_is_refused() -> None:
-    spec = CacheSpec((GROUP,), 16)
-    with pytest.raises(ValueError, match="raise the memory fraction"):
-        plan_capacity(spec, budget_bytes=spec.bytes_per_page, num_rows=2, max_context_len=64)
 
 
 @pytest.mark.parametrize(("num_tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2)])

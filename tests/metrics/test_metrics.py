@@ -52,6 +52,7 @@ REPORT = MemoryReported(
         "full": PoolReport(
             pages=10,
             page_size=16,
+            page_bytes=4096,
             free=1,
             reserved=1,
             tree_evictable=1,

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from session_server.inspector import ACCOUNTS
 from session_server.local_server import LocalServer
 
 FLAGS = ["--threads", "1", "--log-level", "warning", "--memory-check", "warn"]
@@ -37,8 +38,7 @@ def assert_books_balance(url: str) -> None:
     assert report["checks"]["runs"] > 0
     assert report["checks"]["violations"] == 0, report["checks"]
     for pool in report["pools"].values():
-        held = sum(pool.values()) - pool["pages"] - pool["page_size"]
-        assert held == pool["pages"], pool
+        assert sum(pool[account] for account in ACCOUNTS) == pool["pages"], pool
         assert pool["quarantine"] == 0
 
 

@@ -1,0 +1,98 @@
+"""How a budget of memory is split between pools: a pure function.
+
+A session holds a page of every position where all of them are read, and of the last ones only where
+a window passes. So a pool of windows has a size at which it is never short, however long sessions
+are, and what lies beyond buys nothing: it goes to the pools that keep everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cache.components import Component, components_of
+from cache.spec import CacheSpec, Capacity
+from cache.types import pages_for
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRoom:
+    """What pools of windows have to hold.
+
+    `num_ahead`: positions that all turns together may have launched and not settled. `ratio`: pages
+    of a window pool per page of a pool that keeps everything, where somebody has decided on it.
+    """
+
+    num_ahead: int = 0
+    ratio: float | None = None
+
+    def turn_pages(self, component: Component, row_pages: int) -> int:
+        """What one turn needs of a window pool, however long it is."""
+        running = component.running_pages(row_pages, self.num_ahead)
+        return min(row_pages, component.parked_pages(row_pages) + running)
+
+    def pages(self, component: Component, num_rows: int, row_pages: int, share_pages: int) -> int:
+        """How large a window pool has to be, padding aside.
+
+        It is short for nobody with the most that the session of every row holds at rest and a turn
+        in it besides. Of the three windows that this makes a parked session holds one, so the
+        others are for published beginnings. `share_pages` bound it, but not below one turn.
+        """
+        one_turn = self.turn_pages(component, row_pages)
+        per_row = component.parked_pages(row_pages) + component.running_pages(row_pages, 1)
+        everybody = (num_rows - 1) * min(row_pages, per_row) + one_turn
+        return min(everybody, max(share_pages, one_turn))
+
+
+def plan_capacity(
+    spec: CacheSpec,
+    *,
+    budget_bytes: int,
+    num_rows: int,
+    max_context_len: int,
+    max_total_tokens: int | None = None,
+    windows: WindowRoom = WindowRoom(),
+) -> Capacity:
+    """Spend `budget_bytes` on pages.
+
+    Pools that keep everything are equally large, and get what windows leave. A pool of windows has
+    as many pages as all rows may need of it (`WindowRoom.pages`), but no more than half of the
+    budget buys, for a short session is not worth a long one, and never more than the pools that
+    keep everything. With a `ratio` it has that part of their pages.
+
+    Args:
+        spec: what a page costs.
+        budget_bytes: memory for all pools together.
+        num_rows: sessions that can hold KV at the same time.
+        max_context_len: tokens one row can address.
+        max_total_tokens: an upper bound on the tokens held, whatever the budget allows.
+        windows: what is special about pools of windows.
+
+    Raises:
+        ValueError: the budget buys less than one page beside the padding page.
+    """
+    sizes = spec.pool_bytes_per_page
+    equal = budget_bytes // spec.bytes_per_page
+    most = budget_bytes
+    if max_total_tokens is not None:
+        most = pages_for(max_total_tokens, spec.page_size) + 1
+    if min(equal, most) < 2:
+        raise ValueError(
+            f"{budget_bytes} bytes for KV buy {equal} pages of {spec.bytes_per_page} bytes; at "
+            "least 2 are needed (one is padding): raise the memory fraction or lower the page size"
+        )
+    passing = [component for component in components_of(spec) if component.forgets]
+    window_bytes = sum(sizes[component.pool] for component in passing)
+    kept_bytes = spec.bytes_per_page - window_bytes
+    if windows.ratio is not None and kept_bytes:
+        whole = min(most, budget_bytes / (kept_bytes + windows.ratio * window_bytes))
+        pages = {component.pool: max(2, int(whole * windows.ratio)) for component in passing}
+    else:
+        share = budget_bytes // 2 // max(1, window_bytes) if kept_bytes else equal
+        row_pages = pages_for(max_context_len, spec.page_size)
+        room = {c.pool: windows.pages(c, num_rows, row_pages, share) for c in passing}
+        pages = {pool: min(equal, most, wanted + 1) for pool, wanted in room.items()}
+    left = budget_bytes - sum(num * sizes[pool] for pool, num in pages.items())
+    kept = min(most, left // kept_bytes) if kept_bytes else 0
+    num_pages = MappingProxyType({pool: pages.get(pool, kept) for pool in sizes})
+    return Capacity(num_pages, num_rows, max_context_len)
