@@ -77,9 +77,7 @@ class CacheSettings(_Part):
     ] = None
     window_ratio: Annotated[
         float | None,
-        Field(
-            gt=0, le=1, description="window pages per page of full attention; none: as fit"
-        ),
+        Field(gt=0, le=1, description="window pages per page of full attention; none: as fit"),
     ] = None
     max_resident_sessions: Annotated[
         int, Field(ge=1, le=1 << 20, description="sessions that hold KV at the same time")
