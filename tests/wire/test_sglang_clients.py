@@ -1,16 +1,74 @@
-"""What SGLang's own session tests assert, over plain HTTP against a real process."""
+"""What SGLang's own session tests assert, over plain HTTP against real processes: models of every
+layout, on pages of one, four and 256 tokens.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
+from session_server.local_server import LocalServer
+from tests.wire.conftest import SMALL, assert_books_balance
+from tests.wire.layered_models import write_model
+
 Body = dict[str, Any]
+
+
+NUM_RETRACTED = 6
+RETRACTED_TURN_LEN = 320
+"""Input and output of each turn of a crowd that does not fit."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A family, None for the embedded model, and the size of its pages."""
+
+    family: str | None
+    page_size: int
+
+    def __str__(self) -> str:
+        return f"{self.family or 'embedded'}-page{self.page_size}"
+
+
+LAYOUTS = [
+    Layout(None, 1),
+    *(Layout(family, size) for family in ("gemma3_text", "mistral_window") for size in (4, 256)),
+    Layout("deepseek_v2", 256),
+]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def layout(request: pytest.FixtureRequest) -> Layout:
+    chosen: Layout = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def flags(layout: Layout, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a server is started with, but for the size of its pools."""
+    chosen = [*SMALL, "--page-size", str(layout.page_size), "--chunked-prefill-size", "32"]
+    if layout.family is None:
+        return chosen
+    directory = write_model(layout.family, tmp_path_factory.mktemp(str(layout)))
+    return [*chosen, "--model-path", str(directory)]
+
+
+@pytest.fixture(scope="module")
+def http(flags: list[str]) -> Iterator[httpx.Client]:
+    with LocalServer(flags) as server:
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=60.0) as client:
+            yield client
+        assert_books_balance(server.url)
+        assert server.stop() == 0
 
 
 def sampling(max_new_tokens: int) -> Body:
@@ -63,7 +121,7 @@ def test_kv_cache_inheritance(http: httpx.Client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_nth_mid_abort_recovery(http: httpx.Client, stream: bool) -> None:
     session_id = open_session(http)
-    first = generate(http, session_id, "The first turn")
+    first = generate(http, session_id, f"The first turn ({stream=})")
     for index in range(3):
         rid = f"abort-{stream}-{index}"
         body = {
@@ -201,7 +259,7 @@ def test_an_appended_request_gives_what_one_request_of_everything_gives(
         history += new + answer["output_ids"]
 
 
-def test_requests_of_a_tree_branch_off_and_share(http: httpx.Client) -> None:
+def test_requests_of_a_tree_branch_off_and_share(layout: Layout, http: httpx.Client) -> None:
     session_id = http.post("/open_session", json={"capacity_of_str_len": 1000}).json()
 
     def ask(input_ids: list[int], **params: object) -> Body:
@@ -220,7 +278,7 @@ def test_requests_of_a_tree_branch_off_and_share(http: httpx.Client) -> None:
     one, other = ask([20], rid=rid), ask([20], rid=rid)
     assert one["output_ids"] == other["output_ids"]
     assert one["meta_info"]["prompt_tokens"] == 64 + 8 + 1
-    assert other["meta_info"]["cached_tokens"] >= 64
+    assert other["meta_info"]["cached_tokens"] >= 64 // layout.page_size * layout.page_size
     assert ask([20], rid=rid, drop_previous_output=True)["meta_info"]["prompt_tokens"] == 65
 
 
@@ -230,3 +288,46 @@ def test_health_generate_flush_and_info(http: httpx.Client) -> None:
     assert http.post("/flush_cache").status_code == 200
     assert http.get("/get_model_info").json()["is_generation"] is True
     assert http.get("/get_server_info").json()["version"]
+
+
+def test_turns_that_were_retracted_say_what_one_request_of_everything_gives(
+    layout: Layout, flags: list[str]
+) -> None:
+    """A crowd that does not fit: prompts in chunks beside answers, and the youngest give way."""
+    pool = str(4 * RETRACTED_TURN_LEN)
+    with LocalServer([*flags, "--max-total-tokens", pool]) as server:
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=120.0) as http:
+            sessions = [open_session(http) for _ in range(NUM_RETRACTED)]
+            prompts = [[40 + i, *range(100, 180)] for i in range(NUM_RETRACTED)]
+
+            def ask(session_id: str, input_ids: list[int]) -> list[int]:
+                body = {
+                    "input_ids": input_ids,
+                    "sampling_params": sampling(RETRACTED_TURN_LEN - len(input_ids)),
+                    "session_params": {"id": session_id},
+                }
+                answer = http.post("/generate", json=body)
+                assert answer.status_code == 200, answer.text
+                said: list[int] = answer.json()["output_ids"]
+                return said
+
+            with ThreadPoolExecutor(NUM_RETRACTED) as pool_of_clients:
+                said = list(pool_of_clients.map(ask, sessions, prompts))
+            for prompt, tokens in zip(prompts, said, strict=True):
+                alone = {"input_ids": prompt, "sampling_params": sampling(len(tokens))}
+                assert http.post("/generate", json=alone).json()["output_ids"] == tokens
+            # Where every layer forgets, a session stops growing: nobody has to give way.
+            if layout.family != "mistral_window":
+                assert num_retractions(http) > 0, "the pools were never short"
+        assert_books_balance(server.url)
+        assert server.stop() == 0
+
+
+def num_retractions(http: httpx.Client) -> int:
+    """What the engine has told by now; it tells twice a second."""
+    for _ in range(50):
+        found = re.search(r'what="retractions"} (\d+)', http.get("/metrics").text)
+        if found is not None and found[1] != "0":
+            return int(found[1])
+        time.sleep(0.1)
+    return 0
