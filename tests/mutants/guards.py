@@ -159,6 +159,26 @@ PARTIAL_PAGE_IS_PUBLISHED = Mutant(
     ),
 )
 
+WINDOW_PAGE_STAYS_PRIVATE = Mutant(
+    "A page behind the window is freed and stays in its lease.",
+    "streaming_session.py of sglang 0.5.23 (G2)",
+    Edit(
+        "cache.lease:KVLease.advance",
+        "private[begin - start : end - start] = [NULL_PAGE] * (end - begin)",
+        "pass",
+    ),
+)
+
+WINDOW_PAGE_STAYS_IN_ROW = Mutant(
+    "A page behind the window is freed and stays in its row.",
+    "sglang#27586, vllm#42273 (A17)",
+    Edit(
+        "cache.lease:KVLease.advance",
+        "stores.rows.clear(pool, self.row, begin, end)",
+        "pass",
+    ),
+)
+
 QUOTE_ROUNDS_UP = Mutant(
     "A parked session's last page is priced as if it had to be bought again.",
     "sglang#20070 (G1)",

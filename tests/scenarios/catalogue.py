@@ -107,8 +107,6 @@ NOT_APPLICABLE = MappingProxyType(
         "A3": "nothing copies KV in the background: there is one stream and no second tier",
         "A9": "there is no host tier: a cold session is computed again from its tokens",
         "A11": "pages are not cleared, so no stride can be wrong: their users write first",
-        "A17": "there is no window pool yet",
-        "G2": "there is no window pool yet",
         "C6": "input is text and token ids only",
         "C7": "there is no recurrent state yet",
     }

@@ -9,8 +9,9 @@ from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason
 from session_server.engine.settings import Drafter, Speculation
 from session_server.sim.echo import VOCAB_SIZE
+from session_server.sim.layers import Layers, Mixture
 from tests.engine.bench import POOL, Bench, Stage
-from tests.mutants.guards import GUESSES_WITHOUT_A_WAY_BACK
+from tests.mutants.guards import GUESSES_WITHOUT_A_WAY_BACK, WINDOW_PAGE_STAYS_IN_ROW
 from tests.mutants.in_books import DELTA_IS_A_VIEW, PADDING_ROW_IS_FREE
 from tests.mutants.in_leases import (
     CANCELLED_PROMPT_IS_PUBLISHED,
@@ -310,6 +311,26 @@ def test_a16_a_turn_that_is_too_long_is_refused_and_the_session_is_intact() -> N
     bench.run(bench.submit_command(session_id, "c", (1,) * (room - 1), base_len=len(history)))
     bench.expect("c", history + (1,) * (room - 1))
     assert len(bench.tokens("c")) == 1
+    bench.close_all()
+
+
+@scenario("A17", WINDOW_PAGE_STAYS_IN_ROW)
+def test_a17_what_a_window_let_go_of_is_somebody_elses_and_no_row_names_it() -> None:
+    """Two pools, so that one session's positions lie under different numbers in each of them; the
+    window's is so small that its pages change hands all the time."""
+    layers = Layers(Mixture.FULL_AND_WINDOW, window=8, window_pages=14)
+    bench = Bench(Stage(page_size=4, num_pages=100, chunk_tokens=8, layers=layers))
+    names = [f"s{i}" for i in range(4)]
+    prompts = [distinct(i, 30 + i) for i in range(4)]
+    bench.run(
+        *(
+            bench.submit_command(bench.open(name), f"{name}.a", prompt, max_tokens=30)
+            for name, prompt in zip(names, prompts, strict=True)
+        )
+    )
+    for name, prompt in zip(names, prompts, strict=True):
+        bench.expect(f"{name}.a", prompt)
+        assert len(bench.tokens(f"{name}.a")) == 30
     bench.close_all()
 
 

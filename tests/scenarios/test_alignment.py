@@ -10,10 +10,12 @@ from cache.types import SessionId
 from session_server.core.commands import ReportMemory, SubmitTurn
 from session_server.core.events import FinishReason, MemoryReported
 from session_server.engine.settings import Drafter, MemoryCheck, Speculation
+from session_server.sim.layers import Layers, Mixture
 from tests.engine.bench import Bench, Stage
 from tests.mutants.guards import (
     PARTIAL_PAGE_IS_PUBLISHED,
     QUOTE_ROUNDS_UP,
+    WINDOW_PAGE_STAYS_PRIVATE,
 )
 from tests.mutants.in_leases import (
     REWIND_FREES_THE_CUT_PAGE,
@@ -28,6 +30,8 @@ from tests.mutants.in_settling import (
 )
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
+
+WINDOW = 8
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,30 @@ def test_g1_only_whole_pages_are_protected_whatever_the_length() -> None:
         bench.expect("b", history + distinct(4, room))
         assert bench.finished("b").history_len == 32
         assert bench.finished("b").cached_tokens == len(history) - 1
+        bench.close_all()
+
+
+@scenario("G2", WINDOW_PAGE_STAYS_PRIVATE)
+def test_g2_a_cut_below_the_window_frees_each_page_once() -> None:
+    """A turn far ahead of its mark is cut at many lengths, and the next one goes on from there."""
+    for layers in (Layers(Mixture.FULL_AND_WINDOW, WINDOW), Layers(Mixture.WINDOW, WINDOW)):
+        bench = Bench(Stage(page_size=4, num_pages=40, chunk_tokens=7, layers=layers))
+        for kept in range(0, 30, 3):
+            name = f"s{kept}"
+            session_id = bench.open(name)
+            prompt = distinct(kept, 21)
+            command = bench.submit_command(session_id, f"{name}.a", prompt, max_tokens=40)
+            bench.step(command)
+            while len(bench.tokens(f"{name}.a")) < 30:
+                bench.settle()
+            bench.run(cancel(f"{name}.a", kept))
+            history = prompt + tuple(bench.tokens(f"{name}.a")[:kept])
+            assert bench.finished(f"{name}.a").history_len == len(history)
+            back = len(history) - kept // 2
+            again = bench.submit_command(session_id, f"{name}.b", distinct(1, 5), base_len=back)
+            bench.run(again)
+            bench.expect(f"{name}.b", history[:back] + distinct(1, 5))
+            bench.run(close(name))
         bench.close_all()
 
 
