@@ -175,6 +175,15 @@ def can_take_back(components: Iterable[Component]) -> bool:
     return all(component.takes_back for component in components)
 
 
+def pages_at_rest(component: Component, length: int, page_size: int) -> int:
+    """Pages of its pool that a parked session of `length` tokens holds, shared ones included.
+
+    They begin with what a forward at the last whole page reads: others can go on from there.
+    """
+    whole = length - length % page_size
+    return pages_for(length, page_size) - component.first_page(whole)
+
+
 def components_of(spec: CacheSpec) -> tuple[Component, ...]:
     """One component per pool, in the order of the spec's groups."""
     groups: dict[PoolName, LayerGroup] = {}

@@ -1,4 +1,4 @@
-"""The command line: `session-server serve | chat | demo | bench | sim | inspect | doctor`.
+"""The command line: `session-server serve | chat | demo | inspect | audit | doctor | bench | sim`.
 
 A command's module is imported when it is the one asked for, so `--help` answers at once and
 `chat` does not load torch.
@@ -21,6 +21,7 @@ first steps:
   session-server serve                    serve the embedded model on http://127.0.0.1:30000
   session-server chat                     talk to it in the terminal
   session-server serve --model-path DIR   serve a Hugging Face checkpoint
+  session-server inspect DIR              what that takes, before it is loaded
 """
 
 
@@ -39,7 +40,10 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "demo": Command("session_server.demo.command", "show and check what this server does"),
         "bench": Command("session_server.bench.command", "measure what a session costs"),
         "sim": Command("session_server.sim.command", "simulate the server and check every step"),
-        "inspect": Command("session_server.inspector", "sessions and memory of a running server"),
+        "inspect": Command(
+            "session_server.inspector.command", "what a checkpoint is, and what its sessions take"
+        ),
+        "audit": Command("session_server.auditor", "sessions and memory of a running server"),
         "doctor": Command("session_server.doctor", "what this machine has, and what is wrong"),
     }
 )

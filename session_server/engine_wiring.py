@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -58,7 +59,11 @@ def build_engine(settings: Settings) -> EngineAssembly:
     directory = model_directory(settings.model)
     text = load_model_text(directory)
     eos_token_ids = tuple(sorted(text.eos_token_ids))
-    options = _runner_options(settings, eos_token_ids, _draft_directory(settings, text))
+    options = replace(
+        runner_options(settings),
+        eos_token_ids=eos_token_ids,
+        draft=_draft_directory(settings, text),
+    )
     started_s = time.monotonic()
     loaded = load_runner(directory, options, progress=_progress_lines())
     capacity = loaded.plan.capacity
@@ -179,9 +184,8 @@ def _draft_directory(settings: Settings, text: ModelText) -> Path | None:
     return directory
 
 
-def _runner_options(
-    settings: Settings, eos_token_ids: tuple[int, ...], draft: Path | None
-) -> RunnerOptions:
+def runner_options(settings: Settings) -> RunnerOptions:
+    """What the settings say about running a model; what its files say is left open."""
     model, cache = settings.model, settings.cache
     return RunnerOptions(
         page_size=cache.page_size,
@@ -192,8 +196,6 @@ def _runner_options(
         memory=MemoryLimits(cache.memory_fraction, cache.max_total_tokens, _window_room(settings)),
         backend=model.attention_backend,
         num_threads=model.threads,
-        eos_token_ids=eos_token_ids,
-        draft=draft,
     )
 
 

@@ -100,17 +100,23 @@ _REPEATED: Final = frozenset({"allowed_origins"})
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag of `serve` to `parser`, grouped as the settings are."""
-    for part, settings_field in Settings.model_fields.items():
-        model: BaseModel = settings_field.default
-        title, _, _ = (type(model).__doc__ or part).partition("\n")
-        group = parser.add_argument_group(part, title)
-        for flag in FLAGS:
-            if flag.part == part:
-                _add_flag(group, flag, model)
+    add_flags(parser, FLAGS)
     for name in MEANINGLESS_SWITCHES:
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     for name in MEANINGLESS_VALUES:
         parser.add_argument(name, help=argparse.SUPPRESS)
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
+    """Add some flags of `serve`, for `read_settings` to read."""
+    for part, settings_field in Settings.model_fields.items():
+        model: BaseModel = settings_field.default
+        title, _, _ = (type(model).__doc__ or part).partition("\n")
+        of_part = [flag for flag in flags if flag.part == part]
+        if of_part:
+            group = parser.add_argument_group(part, title)
+            for flag in of_part:
+                _add_flag(group, flag, model)
 
 
 def read_settings(args: argparse.Namespace) -> Settings:

@@ -29,12 +29,13 @@ class MemoryLimits:
     """What the operator said about KV memory; None where nothing was said.
 
     `fraction` of the free memory; `max_total_tokens` over all sessions; `windows`: what pools of
-    windows have to hold.
+    windows have to hold; `free_bytes`: to plan with, instead of what is free now.
     """
 
     fraction: float | None = None
     max_total_tokens: int | None = None
     windows: WindowRoom = field(default_factory=WindowRoom)
+    free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def measure_capacity(
     Raises:
         ValueError: not even one page fits.
     """
-    free = free_bytes(device)
+    free = free_bytes(device) if limits.free_bytes is None else limits.free_bytes
     default = CPU_FRACTION if device.type == "cpu" else DEVICE_FRACTION
     fraction = default if limits.fraction is None else limits.fraction
     budget = int(free * fraction)

@@ -9,6 +9,7 @@ under memory pressure, and a step that must read them back from disk takes 20 ti
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -54,13 +55,20 @@ class Tensors(ABC):
 
 
 class WantedTensors(Tensors):
-    """Notes what is asked for and gives tensors without content."""
+    """Notes what is asked for and gives tensors without content.
 
-    def __init__(self, names: Iterable[str]) -> None:
-        """`names`: of the tensors there are."""
+    `num_bytes`: what a decoder would take of the tensors asked for.
+    """
+
+    def __init__(self, names: Iterable[str], dtype: torch.dtype = torch.float32) -> None:
+        """Args:
+        names: of the tensors there are.
+        dtype: of the model.
+        """
         self._names = frozenset(names)
-        self.dtype = torch.float32
+        self.dtype = dtype
         self.shapes: dict[str, Shape] = {}
+        self.num_bytes = 0
 
     def has(self, name: str) -> bool:
         """See `Tensors.has`."""
@@ -69,6 +77,7 @@ class WantedTensors(Tensors):
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
         """See `Tensors.take_as`."""
         self.shapes[name] = shape
+        self.num_bytes += math.prod(shape) * dtype.itemsize
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -93,7 +102,7 @@ class Stored:
 
 
 class Checkpoint:
-    """The headers of all files of a directory."""
+    """The headers of all files of a directory. `num_bytes`: of the files."""
 
     def __init__(self, directory: Path) -> None:
         """Read the headers.
@@ -102,8 +111,10 @@ class Checkpoint:
             CheckpointError: a file is missing, is cut off or is no safetensors file.
         """
         self.directory = directory
+        self.num_bytes = 0
         self.tensors: dict[str, Stored] = {}
         for path in _weight_files(directory):
+            self.num_bytes += path.stat().st_size
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118, no mapping
                     header = file.get_slice(name)

@@ -57,6 +57,49 @@ class LoadedRunner:
     dtype: DTypeName
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `RunnerOptions` leave open, decided for a model on this machine."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: DTypeName
+    max_context_len: int
+    num_rows: int
+
+    def capacity(self, stored: CacheSpec, limits: MemoryLimits) -> CapacityPlan:
+        """How many pages of what is `stored` there will be.
+
+        Raises:
+            ValueError: memory for less than one page.
+        """
+        return measure_capacity(
+            stored,
+            device=self.device,
+            num_rows=self.num_rows,
+            max_context_len=self.max_context_len,
+            limits=limits,
+        )
+
+
+def choose(config: ModelConfig, options: RunnerOptions) -> Choice:
+    """Decide on what `config` is run.
+
+    Raises:
+        ValueError: a device that does not exist.
+    """
+    device = choose_device(options.device)
+    return Choice(
+        config=config,
+        device=device,
+        dtype=choose_dtype(options.dtype, device),
+        max_context_len=min(
+            config.max_context_len, options.max_context_len or config.max_context_len
+        ),
+        num_rows=options.num_rows,
+    )
+
+
 def load_runner(
     directory: Path, options: RunnerOptions, *, progress: Progress | None = None
 ) -> LoadedRunner:
@@ -69,28 +112,20 @@ def load_runner(
     """
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    config = load_config(directory)
-    device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device)
-    max_context_len = min(config.max_context_len, options.max_context_len or config.max_context_len)
+    choice = choose(load_config(directory), options)
+    config, device, dtype = choice.config, choice.device, choice.dtype
     checkpoints = [(directory, config)]
     if options.draft is not None:
         draft_config = load_config(options.draft)
-        _check_draft((options.draft, draft_config), (directory, config), max_context_len)
+        _check_draft((options.draft, draft_config), (directory, config), choice.max_context_len)
         checkpoints.append((options.draft, draft_config))
     decoder, *drafts = (
-        load_decoder(source, of, device=device, dtype=_TORCH_DTYPES[dtype], progress=progress)
+        load_decoder(source, of, device=device, dtype=TORCH_DTYPES[dtype], progress=progress)
         for source, of in checkpoints
     )
     specs = [of.cache_spec(options.page_size, dtype) for _, of in checkpoints]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
-    plan = measure_capacity(
-        stored,
-        device=device,
-        num_rows=options.num_rows,
-        max_context_len=max_context_len,
-        limits=options.memory,
-    )
+    plan = choice.capacity(stored, options.memory)
     runner = ModelRunner(
         decoder,
         specs[0],
@@ -147,7 +182,7 @@ def choose_dtype(name: DTypeName | Literal["auto"], device: torch.device) -> DTy
     return "float32" if device.type == "cpu" else "bfloat16"
 
 
-_TORCH_DTYPES: Final[dict[DTypeName, torch.dtype]] = {
+TORCH_DTYPES: Final[dict[DTypeName, torch.dtype]] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,

@@ -19,7 +19,7 @@ from session_server.models.config import (
 )
 from session_server.models.decoder import Decoder, DecoderLayer, Mixer, Norms
 from session_server.models.layers.attention import GqaMixer, GqaWeights
-from session_server.models.layers.linear import make_linear
+from session_server.models.layers.linear import is_packed, make_linear
 from session_server.models.layers.mla import MlaMixer
 from session_server.models.layers.norm import ProjectionNorm, RmsNorm
 from session_server.models.layers.rope import interleave_pairs
@@ -72,13 +72,24 @@ def load_decoder(
         CheckpointError: files or tensors are missing, superfluous, unreadable or of the wrong
             shape; nothing was built.
     """
+    checkpoint = open_checkpoint(directory, config)
+    with TensorReader(checkpoint, device=device, dtype=dtype) as reader:
+        if progress is not None:
+            wanted = expected_tensors(config, checkpoint.tensors)
+            reader.report_to(progress, len(wanted))
+        return _build(config, reader)
+
+
+def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
+    """Read the headers and compare them with what the model must have.
+
+    Raises:
+        CheckpointError: see `load_decoder`.
+    """
     checkpoint = Checkpoint(directory)
     wanted = expected_tensors(config, checkpoint.tensors)
     checkpoint.check(wanted, _ignorable(config, checkpoint.tensors))
-    with TensorReader(checkpoint, device=device, dtype=dtype) as reader:
-        if progress is not None:
-            reader.report_to(progress, len(wanted))
-        return _build(config, reader)
+    return checkpoint
 
 
 def expected_tensors(config: ModelConfig, names: Iterable[str] = ()) -> dict[str, Shape]:
@@ -91,6 +102,16 @@ def expected_tensors(config: ModelConfig, names: Iterable[str] = ()) -> dict[str
     wanted = WantedTensors(names)
     _build(config, wanted)
     return wanted.shapes
+
+
+def weight_bytes(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> int:
+    """Memory of the parameters once they are loaded, layouts' padding aside."""
+    wanted = WantedTensors((), dtype)
+    _build(config, wanted)
+    num_shared = config.vocab_size * config.hidden_size if config.tied_embeddings else 0
+    # An embedding is read by rows: a head in a layout of its own is a second copy.
+    is_copied = is_packed(num_shared, dtype, device)
+    return wanted.num_bytes + (num_shared * dtype.itemsize if is_copied else 0)
 
 
 def _ignorable(config: ModelConfig, names: Iterable[str]) -> set[str]:

@@ -41,12 +41,12 @@ def test_a_chat_comes_back_to_a_session_that_is_still_open(url: str) -> None:
     assert "session_not_found" in again.stdout
 
 
-def test_the_inspector_finds_the_books_of_a_live_server_in_order(url: str) -> None:
+def test_the_auditor_finds_the_books_of_a_live_server_in_order(url: str) -> None:
     subprocess.run([sys.executable, "-c", OPEN_AND_LEAVE, url], check=True, capture_output=True)
-    shown = command("inspect", "--url", url, "--full")
+    shown = command("audit", "--url", url, "--full")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert "0 violations" in " ".join(shown.stdout.split()), "lines are as long as the terminal"
-    found = json.loads(command("inspect", "--url", url, "--json").stdout)
+    found = json.loads(command("audit", "--url", url, "--json").stdout)
     assert found["memory"]["checks"]["runs"] > 0
     assert len(found["sessions"]) >= 1
 

@@ -62,10 +62,16 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
         weight: [outputs, inputs]; may be kept, or copied into another layout.
         bias: [outputs] or None.
     """
-    is_packable = (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and weight.numel() >= MIN_PACKED_ELEMENTS
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if is_packed(weight.numel(), weight.dtype, weight.device):
+        return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+def is_packed(num_elements: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `make_linear` copies such a weight into another layout."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.float32
+        and num_elements >= MIN_PACKED_ELEMENTS
+        and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
     )
-    return PackedLinear(weight, bias) if is_packable else PlainLinear(weight, bias)

@@ -1,4 +1,4 @@
-"""The inspector reads books and says what is off."""
+"""The auditor reads books and says what is off."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from session_server import inspector
-from session_server.inspector import ACCOUNTS, imbalances
+from session_server import auditor
+from session_server.auditor import ACCOUNTS, imbalances
 
 
 def pool(**accounts: int) -> dict[str, int]:
@@ -94,10 +94,10 @@ def served() -> Iterator[tuple[str, dict[str, Any]]]:
     server.server_close()
 
 
-def inspect(url: str, *flags: str) -> int:
+def audit(url: str, *flags: str) -> int:
     parser = argparse.ArgumentParser()
-    inspector.add_arguments(parser)
-    return inspector.run(parser.parse_args(["--url", url, *flags]))
+    auditor.add_arguments(parser)
+    return auditor.run(parser.parse_args(["--url", url, *flags]))
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--full"]])
@@ -107,7 +107,7 @@ def test_balanced_books_are_shown_and_good(
     url, answers = served
     answers["/v1/admin/memory"] = memory()
     answers["/v1/sessions"] = {"data": [{"id": "s_1", "turns": 3}]}
-    assert inspect(url, *flags) == 0
+    assert audit(url, *flags) == 0
     shown = capsys.readouterr().out
     assert "s_1" in shown
     if "--json" not in flags:
@@ -119,14 +119,14 @@ def test_books_that_are_off_are_an_exit_status(served: tuple[str, dict[str, Any]
     url, answers = served
     answers["/v1/admin/memory"] = memory(violations=1)
     answers["/v1/sessions"] = {"data": []}
-    assert inspect(url) == 1
+    assert audit(url) == 1
 
 
 def test_a_refusal_and_a_dead_address_are_errors_and_not_tracebacks(
     served: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, _ = served
-    assert inspect(url) == 1
+    assert audit(url) == 1
     assert "404" in capsys.readouterr().out
-    assert inspect("http://127.0.0.1:1") == 1
+    assert audit("http://127.0.0.1:1") == 1
     assert "no answer" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`session-server inspect`: what a running server holds, and whether its books balance."""
+"""`session-server audit`: what a running server holds, and whether its books balance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ACCOUNTS: Final = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `inspect`."""
+    """Add the flags of `audit`."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="(default: %(default)s)")
     parser.add_argument("--api-key", help="shown to the server")
     parser.add_argument("--full", action="store_true", help="recount every page first")

@@ -1,0 +1,1 @@
+"""What a checkpoint is, and what serving it takes, before it is served."""

@@ -1,0 +1,239 @@
+"""What a checkpoint is, what its sessions take in memory, and how many of them fit.
+
+Reads the configuration and the headers of the weights: nothing is loaded, and what `serve` would
+refuse is refused here, at once and by name. The figures are those that `serve` works with, under
+the same flags.
+
+examples:
+  session-server inspect                                    the embedded model
+  session-server inspect DIR --lengths 1024,32768           what sessions of these lengths take
+  session-server inspect DIR --memory 16GiB --page-size 64  how many fit in so much KV memory
+  session-server inspect DIR --json | jq .pools             the same figures for a program
+
+A server that runs is asked with `session-server audit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from itertools import groupby
+from typing import Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from session_server import flags
+from session_server.config import model_directory
+from session_server.engine_wiring import runner_options
+from session_server.inspector.report import (
+    LayerFigures,
+    MemoryFigures,
+    ModelFigures,
+    PoolFigures,
+    Report,
+    SessionFigures,
+    make_report,
+)
+from session_server.models.errors import ModelError
+from session_server.runner.survey import survey
+
+MEMORY_FLAGS: Final = (
+    "--dtype",
+    "--device",
+    "--context-length",
+    "--page-size",
+    "--mem-fraction-static",
+    "--max-total-tokens",
+    "--max-resident-sessions",
+)
+"""The flags of `serve` that decide what memory holds."""
+
+MAX_LENGTHS: Final = 64
+MAX_LENGTH: Final = 1 << 31
+MAX_SHOWN_RUNS: Final = 3
+
+_UNITS: Final = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": size**power
+    for unit, size in (("iB", 1024), ("B", 1000), ("", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `session-server inspect`."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="directory of a Hugging Face checkpoint, or a hub id (none: the embedded model)",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=(),
+        metavar="N,N,...",
+        help="tokens of the sessions to show (default: some, up to the context)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=_num_bytes,
+        metavar="SIZE",
+        help="for KV, as in 16GiB (default: what `serve` takes of what the weights leave)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object; sizes are bytes")
+    flags.add_flags(parser, [flag for flag in flags.FLAGS if flag.names[0] in MEMORY_FLAGS])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show a checkpoint. Returns 2 when it cannot be served, or not with these flags."""
+    try:
+        report = _report(args)
+    except (ModelError, ValueError) as error:
+        print(f"session-server inspect: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(asdict(report), indent=2))
+        return 0
+    console = Console()
+    console.print(headline(report.model), highlight=False)
+    console.print(layer_table(report.layers))
+    console.print(session_table(report.pools, report.sessions))
+    console.print(memory_line(report.memory, report.pools), highlight=False)
+    return 0
+
+
+def _report(args: argparse.Namespace) -> Report:
+    if args.model is not None and "://" in args.model:
+        raise ValueError(
+            f"{args.model} is an address; a server is asked with: "
+            f"session-server audit --url {args.model}"
+        )
+    settings = flags.read_settings(args)
+    model = settings.model.model_copy(update={"path": args.model})
+    options = runner_options(settings)
+    if args.memory is not None:
+        fraction = options.memory.fraction or 1.0
+        limits = replace(options.memory, free_bytes=args.memory, fraction=fraction)
+        options = replace(options, memory=limits)
+    directory = model_directory(model)
+    return make_report(str(directory), survey(directory, options), args.lengths)
+
+
+def headline(model: ModelFigures) -> str:
+    """Name, size and reach, in two lines."""
+    active = (
+        f", {_count(model.active_parameters)} of them met by a token"
+        if model.active_parameters < model.parameters
+        else ""
+    )
+    return (
+        f"[bold]{escape(model.model_type)}[/] · {_count(model.parameters)} parameters{active} · "
+        f"vocabulary {model.vocab_size:,} · hidden {model.hidden_size:,} · "
+        f"context {model.context_len:,}\n"
+        f"weights: {_size(model.stored_bytes)} in files ({model.stored_dtype}), "
+        f"{_size(model.weight_bytes)} in memory ({model.dtype} on {model.device})"
+    )
+
+
+def layer_table(layers: Iterable[LayerFigures]) -> Table:
+    """One row per kind of layer."""
+    right = (Column(name, justify="right") for name in ("layers", ""))
+    table = Table(
+        *right, "attention", "heads", "feed-forward", title="layers", title_justify="left"
+    )
+    for alike in layers:
+        window = f" of {alike.window:,}" if alike.window else ""
+        heads = f"{alike.num_heads}, {alike.num_kv_heads} of KV, {alike.head_dim} wide"
+        ffn = f"{alike.ffn_size:,}"
+        if alike.num_experts:
+            ffn = f"{alike.num_chosen_experts} of {alike.num_experts} experts of {ffn}"
+        if alike.shared_size:
+            ffn += f", shared {alike.shared_size:,}"
+        where = layer_ranges(alike.layers)
+        table.add_row(str(len(alike.layers)), where, f"{alike.kind}{window}", heads, ffn)
+    return table
+
+
+def session_table(pools: tuple[PoolFigures, ...], sessions: Iterable[SessionFigures]) -> Table:
+    """What a token and a session of each length take in each pool, and how many fit."""
+    names = ["", *(f"pool {pool.name}" for pool in pools), "together", "fit"]
+    if len(pools) == 1:
+        names.remove("together")
+    title = f"KV in pages of {pools[0].page_size} tokens"
+    columns = (Column(name, justify="right") for name in names)
+    table = Table(*columns, title=title, title_justify="left")
+    table.add_row("a token", *_cells([pool.bytes_per_token for pool in pools]), "")
+    for session in sessions:
+        cells = _cells([session.bytes[pool.name] for pool in pools])
+        fit = "too long" if session.is_too_long else f"{session.fit:,}"
+        table.add_row(f"{session.length:,} tokens", *cells, fit)
+    table.add_section()
+    table.add_row("all pages", *_cells([pool.bytes for pool in pools]), "")
+    return table
+
+
+def memory_line(memory: MemoryFigures, pools: Iterable[PoolFigures]) -> str:
+    """How much memory holds KV, and what bounds it."""
+    pages = ", ".join(f"{pool.pages:,} pages of pool {pool.name}" for pool in pools)
+    return (
+        f"{_size(memory.kv_bytes)} for KV ({memory.reason}): {pages}. At most {memory.rows:,} "
+        "sessions hold KV at the same time; parked ones are counted, a turn that runs holds more."
+    )
+
+
+def layer_ranges(layers: Iterable[int]) -> str:
+    """Indices of layers: `0-4`, `0-4, 6-10 ... 24-25`."""
+    by_run = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in run] for _, run in by_run]
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    if len(words) > MAX_SHOWN_RUNS:
+        return f"{words[0]}, {words[1]} ... {words[-1]}"
+    return ", ".join(words)
+
+
+def _cells(sizes: list[int]) -> list[str]:
+    together = [sum(sizes)] if len(sizes) > 1 else []
+    return [_size(num_bytes) for num_bytes in (*sizes, *together)]
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < 10 * 1024:
+        return f"{num_bytes:,} B"
+    size, unit = num_bytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.1f} {unit}"
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if len(words) > MAX_LENGTHS or not all(word.strip().isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(
+            f"up to {MAX_LENGTHS} numbers of tokens, as 1024,32768; got {text!r}"
+        )
+    lengths = tuple(map(int, words))
+    if not all(1 <= length <= MAX_LENGTH for length in lengths):
+        raise argparse.ArgumentTypeError(f"lengths lie between 1 and {MAX_LENGTH}, got {text!r}")
+    return lengths
+
+
+def _num_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT](?:i?B)?|B?)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"a size as 16GiB or 500MB, got {text!r}")
+    return int(float(found[1]) * _UNITS[found[2]])

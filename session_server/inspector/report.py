@@ -1,0 +1,223 @@
+"""What a checkpoint is and what its sessions take, in figures: the ones the server works with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cache.components import components_of, pages_at_rest
+from session_server.models.config import LayerConfig, MlpConfig, ModelConfig, MoeConfig
+from session_server.runner.survey import Survey
+
+USUAL_LENGTHS: Final = (1024, 8192, 32_768, 131_072)
+"""Tokens of the sessions asked about where nobody says, as far as a context reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFigures:
+    """Layers that are alike. Sizes that a kind does not have are 0.
+
+    `layers`: indices. `window`: positions a token sees. `head_dim`: elements stored per head.
+    `ffn_size`: of a dense layer, or of one expert. `shared_size`: of what every token goes through
+    beside its experts.
+    """
+
+    layers: tuple[int, ...]
+    kind: str
+    window: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    num_experts: int = 0
+    num_chosen_experts: int = 0
+    shared_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFigures:
+    """`dtype`: what it is computed in, `stored_dtype`: what its configuration says it was saved in.
+
+    `active_parameters`: those that one token meets. `stored_bytes`: of the files, `weight_bytes`:
+    of the weights in memory.
+    """
+
+    path: str
+    model_type: str
+    stored_dtype: str
+    dtype: str
+    device: str
+    parameters: int
+    active_parameters: int
+    stored_bytes: int
+    weight_bytes: int
+    vocab_size: int
+    hidden_size: int
+    context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """`bytes_per_token`: over all layers of the pool. `pages`: the padding page included."""
+
+    name: str
+    kind: str
+    window: int
+    num_layers: int
+    bytes_per_token: int
+    page_size: int
+    pages: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFigures:
+    """A parked session of `length` tokens, by pool. `fit`: how many are held at the same time.
+
+    `is_too_long`: for the context, so that there is none.
+    """
+
+    length: int
+    pages: dict[str, int]
+    bytes: dict[str, int]
+    fit: int
+    is_too_long: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFigures:
+    """`kv_bytes`: of all pools, out of `free_bytes`; `reason`: what bounds it. `rows`: sessions
+    that can hold KV at the same time.
+    """
+
+    free_bytes: int
+    kv_bytes: int
+    reason: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `session-server inspect` shows."""
+
+    model: ModelFigures
+    layers: tuple[LayerFigures, ...]
+    pools: tuple[PoolFigures, ...]
+    memory: MemoryFigures
+    sessions: tuple[SessionFigures, ...]
+
+
+def make_report(path: str, found: Survey, lengths: Sequence[int] = ()) -> Report:
+    """Put the figures together.
+
+    Args:
+        path: of the checkpoint, as it was asked for.
+        found: what its headers say.
+        lengths: tokens of the sessions asked about; the usual ones where there are none.
+    """
+    config, plan = found.config, found.plan
+    return Report(
+        model=ModelFigures(
+            path=path,
+            model_type=config.model_type,
+            stored_dtype=config.dtype,
+            dtype=found.dtype,
+            device=found.device,
+            parameters=found.num_parameters,
+            active_parameters=found.num_parameters - num_idle_parameters(config),
+            stored_bytes=found.stored_bytes,
+            weight_bytes=found.weight_bytes,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            context_len=plan.capacity.max_context_len,
+        ),
+        layers=_layers(config),
+        pools=_pools(found),
+        memory=MemoryFigures(plan.free_bytes, plan.kv_bytes, plan.reason, plan.capacity.num_rows),
+        sessions=tuple(
+            session_figures(found, length)
+            for length in lengths or usual_lengths(plan.capacity.max_context_len)
+        ),
+    )
+
+
+def usual_lengths(context_len: int) -> tuple[int, ...]:
+    """Those that fit into a context, and the whole of it."""
+    return (*(length for length in USUAL_LENGTHS if length < context_len), context_len)
+
+
+def session_figures(found: Survey, length: int) -> SessionFigures:
+    """What a parked session of `length` tokens takes, and how many fit."""
+    page_size, capacity = found.spec.page_size, found.plan.capacity
+    pages = {
+        component.pool: pages_at_rest(component, length, page_size)
+        for component in components_of(found.spec)
+    }
+    page_bytes = {group.pool: group.bytes_per_token * page_size for group in found.spec.groups}
+    # Page 0 of every pool is padding.
+    fitting = min((capacity.num_pages[pool] - 1) // num for pool, num in pages.items())
+    is_too_long = length > capacity.max_context_len
+    return SessionFigures(
+        length=length,
+        pages={str(pool): num for pool, num in pages.items()},
+        bytes={str(pool): num * page_bytes[pool] for pool, num in pages.items()},
+        fit=0 if is_too_long else min(fitting, capacity.num_rows),
+        is_too_long=is_too_long,
+    )
+
+
+def num_idle_parameters(config: ModelConfig) -> int:
+    """Parameters of the experts that one token is not sent to."""
+    return sum(
+        (layer.ffn.num_experts - layer.ffn.num_chosen)
+        * _num_parameters(layer.ffn.expert, config.hidden_size)
+        for layer in config.layers
+        if isinstance(layer.ffn, MoeConfig)
+    )
+
+
+def _num_parameters(mlp: MlpConfig, hidden: int) -> int:
+    inner = mlp.intermediate_size
+    return 3 * inner * hidden + (2 * inner + hidden if mlp.bias else 0)
+
+
+def _layers(config: ModelConfig) -> tuple[LayerFigures, ...]:
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        group = layer.mixer.group((), config.dtype)
+        kinds.setdefault((group, layer.mixer.num_heads, layer.ffn), []).append(index)
+    return tuple(_figures(config.layers[alike[0]], tuple(alike)) for alike in kinds.values())
+
+
+def _figures(layer: LayerConfig, layers: tuple[int, ...]) -> LayerFigures:
+    mixer, ffn = layer.mixer, layer.ffn
+    group = mixer.group((), "float32")
+    of_mixer = (layers, group.kind.value, group.window, mixer.num_heads, group.num_kv_heads)
+    if isinstance(ffn, MlpConfig):
+        return LayerFigures(*of_mixer, group.head_dim, ffn.intermediate_size)
+    return LayerFigures(
+        *of_mixer,
+        group.head_dim,
+        ffn.expert.intermediate_size,
+        num_experts=ffn.num_experts,
+        num_chosen_experts=ffn.num_chosen,
+        shared_size=0 if ffn.shared is None else ffn.shared.intermediate_size,
+    )
+
+
+def _pools(found: Survey) -> tuple[PoolFigures, ...]:
+    page_size, num_pages = found.spec.page_size, found.plan.capacity.num_pages
+    return tuple(
+        PoolFigures(
+            name=str(group.pool),
+            kind=group.kind.value,
+            window=group.window,
+            num_layers=len(group.layers),
+            bytes_per_token=group.bytes_per_token,
+            page_size=page_size,
+            pages=num_pages[group.pool],
+            bytes=num_pages[group.pool] * page_size * group.bytes_per_token,
+        )
+        for group in found.spec.groups
+    )

@@ -1,0 +1,60 @@
+"""What serving a checkpoint takes, from its headers: no weights read, no memory taken."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cache.spec import CacheSpec
+from session_server.models.config import DTypeName, ModelConfig
+from session_server.models.registry import load_config
+from session_server.runner.capacity import CapacityPlan, free_bytes
+from session_server.runner.loader import TORCH_DTYPES, RunnerOptions, choose
+from session_server.runner.weights import expected_tensors, open_checkpoint, weight_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What `load_runner` would make of the same checkpoint with the same options.
+
+    `stored_bytes`: of the files. `weight_bytes`: of the weights in memory, as `dtype`.
+    """
+
+    config: ModelConfig
+    num_parameters: int
+    stored_bytes: int
+    weight_bytes: int
+    device: str
+    dtype: DTypeName
+    spec: CacheSpec
+    plan: CapacityPlan
+
+
+def survey(directory: Path, options: RunnerOptions) -> Survey:
+    """Read the configuration and the headers of the weights, and plan the memory.
+
+    Where `options.memory` does not say how much is free, it is what is free now less the weights.
+
+    Raises:
+        ModelError: the checkpoint cannot be served; see `models.errors`.
+        ValueError: a device that does not exist, or memory for less than one page.
+    """
+    choice = choose(load_config(directory), options)
+    config = choice.config
+    checkpoint = open_checkpoint(directory, config)
+    in_memory = weight_bytes(config, device=choice.device, dtype=TORCH_DTYPES[choice.dtype])
+    limits = options.memory
+    if limits.free_bytes is None:
+        limits = replace(limits, free_bytes=max(0, free_bytes(choice.device) - in_memory))
+    spec = config.cache_spec(options.page_size, choice.dtype)
+    return Survey(
+        config=config,
+        num_parameters=sum(map(math.prod, expected_tensors(config).values())),
+        stored_bytes=checkpoint.num_bytes,
+        weight_bytes=in_memory,
+        device=str(choice.device),
+        dtype=choice.dtype,
+        spec=spec,
+        plan=choice.capacity(spec, limits),
+    )

@@ -1,0 +1,153 @@
+"""`session-server inspect`: tables for people, JSON for programs, errors with names."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from session_server.inspector import command
+from tests.oracle.checkpoints import write_checkpoint
+
+
+def inspect(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint("gemma2", tmp_path / "gemma2")
+
+
+def rewrite(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors if tensor is None else {**tensors, name: tensor}, path)
+
+
+def test_the_embedded_model_is_what_nobody_asks_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect() == 0
+    shown = capsys.readouterr().out
+    for words in ("qwen3 · 1.87 M parameters", "context 4,096", "8.0 MiB", "2,048 B"):
+        assert words in shown
+
+
+def test_every_pool_is_a_column(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(str(checkpoint), "--lengths", "100,2000", "--page-size", "4") == 0
+    shown = capsys.readouterr().out
+    for words in ("pool full", "pool window", "together", "window of 16", "too long"):
+        assert words in shown
+
+
+def test_json_is_the_same_for_a_program(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--json", "--memory", "1MiB", "--lengths", "64", "--dtype", "bfloat16")
+    assert inspect(str(checkpoint), *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["path"] == str(checkpoint)
+    assert found["model"]["dtype"] == "bfloat16"
+    assert found["memory"]["free_bytes"] == 1 << 20
+    assert sum(pool["bytes"] for pool in found["pools"]) == found["memory"]["kv_bytes"] <= 1 << 20
+    assert [session["length"] for session in found["sessions"]] == [64]
+    assert found["sessions"][0]["fit"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("16GiB", 16 << 30),
+        ("16G", 16 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("2GB", 2_000_000_000),
+        ("4096", 4096),
+        ("4096B", 4096),
+    ],
+)
+def test_sizes_are_written_as_people_do(text: str, num_bytes: int) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert parser.parse_args(["--memory", text]).memory == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--memory", "much"),
+        ("--memory", "-1GiB"),
+        ("--memory", "1PiB"),
+        ("--lengths", ""),
+        ("--lengths", "1,,2"),
+        ("--lengths", "0"),
+        ("--lengths", "-5"),
+        ("--lengths", ",".join(["1"] * 65)),
+        ("--lengths", "9999999999"),
+    ],
+)
+def test_what_is_no_size_and_no_length_is_refused_by_flag(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        inspect(f"{flag}={value}")
+    assert flag in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("http://127.0.0.1:30000",), "session-server audit --url http://127.0.0.1:30000"),
+        (("--page-size", "0"), "--page-size"),
+        (("--memory", "1"), "raise the memory"),
+        (("no/such/model/at/all",), "no such directory"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_in_a_line(
+    words: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert inspect(*words) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.startswith("session-server inspect: ")
+
+
+def test_what_serve_would_refuse_is_named(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        assert inspect(str(checkpoint)) == 2
+        return capsys.readouterr().err
+
+    gain, up = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+    rewrite(checkpoint, gain, torch.ones(7))
+    assert f"wrong shapes: {gain} is [7] and should be [48]" in said()
+    rewrite(checkpoint, up, None)
+    assert f"missing tensors: {up}" in said()
+    rewrite(checkpoint, gain, torch.ones(48))
+    path = checkpoint / "model.safetensors"
+    save_file({**load_file(path), up: torch.ones(80, 48), "extra.weight": torch.ones(1)}, path)
+    assert "unexpected tensors: extra.weight" in said()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "model.safetensors cannot be read" in said()
+    (checkpoint / "config.json").write_text('{"model_type": "gpt9"}')
+    assert "model_type 'gpt9' is not implemented; known: " in said()
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((0,), "0"),
+        ((0, 1, 2), "0-2"),
+        ((0, 2, 3, 5), "0, 2-3, 5"),
+        ((1, 3, 5, 7), "1, 3 ... 7"),
+        ((0, 1, 3, 4, 6, 7, 9, 10), "0-1, 3-4 ... 9-10"),
+    ],
+)
+def test_layers_are_said_shortly(layers: tuple[int, ...], words: str) -> None:
+    assert command.layer_ranges(layers) == words

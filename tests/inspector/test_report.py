@@ -1,0 +1,216 @@
+"""What `inspect` says of a checkpoint is what the server makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from session_server.demo import MODEL_DIR
+from session_server.inspector.report import Report, make_report, session_figures
+from session_server.local_server import LocalServer
+from session_server.models.registry import load_config
+from session_server.runner.capacity import MemoryLimits
+from session_server.runner.loader import RunnerOptions, load_runner
+from session_server.runner.survey import survey
+from session_server.runner.weights import load_decoder
+from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, to_mxfp4, write_checkpoint
+from tests.text.tiny_models import write_model
+
+ALL_FAMILIES = (*FAMILIES, *LAYERED_FAMILIES)
+BOUNDED = MemoryLimits(max_total_tokens=1000)
+OPTIONS = RunnerOptions(page_size=16, num_rows=4, device="cpu", memory=BOUNDED)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {family: write_checkpoint(family, root / family) for family in ALL_FAMILIES}
+
+
+def report(directory: Path, options: RunnerOptions = OPTIONS, *lengths: int) -> Report:
+    return make_report(str(directory), survey(directory, options), lengths)
+
+
+def tensors_of(part: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Every tensor that an object of ours refers to, once."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, dict):
+        for value in part.values():
+            yield from tensors_of(value, seen)
+    elif isinstance(part, list | tuple):
+        for value in part:
+            yield from tensors_of(value, seen)
+    elif is_dataclass(part) or type(part).__module__.startswith("session_server"):
+        for kind in type(part).__mro__:
+            for name in getattr(kind, "__slots__", ()):
+                yield from tensors_of(getattr(part, name, None), seen)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_pools_take_the_bytes_that_were_foretold(
+    family: str, page_size: int, checkpoints: dict[str, Path]
+) -> None:
+    for limits in (BOUNDED, MemoryLimits(fraction=0.5, free_bytes=16 << 20)):
+        options = replace(OPTIONS, page_size=page_size, memory=limits)
+        foretold = report(checkpoints[family], options)
+        loaded = load_runner(checkpoints[family], options)
+        held = {str(name): pool for name, pool in loaded.runner.pools.items()}
+        assert {pool.name: pool.bytes for pool in foretold.pools} == {
+            name: pool.num_bytes for name, pool in held.items()
+        }
+        assert {pool.name: pool.pages for pool in foretold.pools} == {
+            name: pool.num_pages for name, pool in held.items()
+        }
+        assert foretold.memory.kv_bytes == sum(pool.num_bytes for pool in held.values())
+        assert foretold.model.dtype == loaded.dtype
+        for pool in foretold.pools:
+            per_layer = held[pool.name].bytes_per_layer_token
+            assert pool.bytes_per_token == pool.num_layers * per_layer
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+def test_a_served_session_holds_the_pages_that_were_foretold(family: str, tmp_path: Path) -> None:
+    """Over `/v1/admin/memory`: a dense family, one with windows, and one of latents."""
+    directory = write_checkpoint(family, tmp_path, vocab_size=512)
+    write_model(directory, "chatml")
+    options = replace(OPTIONS, page_size=4, max_context_len=512)
+    found = survey(directory, options)
+    flags = ["--page-size", "4", "--max-total-tokens", "1000", "--context-length", "512"]
+    flags += ["--max-resident-sessions", "4", "--threads", "1", "--log-level", "warning"]
+    ids = np.random.default_rng(0).integers(3, 500, 200).tolist()
+    with (
+        LocalServer(["--model-path", str(directory), *flags]) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60.0) as http,
+    ):
+        session = http.post("/v1/sessions", json={}).json()["id"]
+        lengths = []
+        for piece in (ids[:5], ids[5:24], ids[24:25], ids[25:150]):
+            body = {"input_ids": piece, "sampling": {"max_tokens": 3, "ignore_eos": True}}
+            turn = http.post(f"/v1/sessions/{session}/turns", json=body)
+            assert turn.status_code == 200, turn.text
+            memory = http.get("/v1/admin/memory").json()
+            (held,) = memory["sessions"]
+            lengths.append(held["committed_len"])
+            foretold = session_figures(found, held["committed_len"])
+            assert foretold.pages == {
+                pool: held["protected_pages"][pool] + held["private_pages"][pool]
+                for pool in memory["pools"]
+            }
+        assert lengths == sorted(lengths)
+        assert lengths[-1] >= 150
+        pages = {pool.name: pool.pages for pool in make_report("", found).pools}
+        assert {name: pool["pages"] for name, pool in memory["pools"].items()} == pages
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_parameters_are_those_in_the_files(family: str, checkpoints: dict[str, Path]) -> None:
+    (path,) = checkpoints[family].glob("*.safetensors")
+    tensors = load_file(path)
+    model = report(checkpoints[family]).model
+    assert model.parameters == sum(tensor.numel() for tensor in tensors.values())
+    assert model.stored_bytes == path.stat().st_size
+
+
+def test_quantised_experts_are_counted_as_numbers(tmp_path: Path) -> None:
+    directory = write_checkpoint("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96)
+    plain = report(directory).model
+    to_mxfp4(directory)
+    quantised = report(directory).model
+    assert quantised.parameters == plain.parameters
+    assert quantised.weight_bytes == plain.weight_bytes
+    assert quantised.stored_bytes < plain.stored_bytes
+
+
+def test_a_token_meets_the_experts_it_is_sent_to(checkpoints: dict[str, Path]) -> None:
+    model = report(checkpoints["qwen3_moe"]).model
+    # Two of three layers send a token to 3 of 7 experts of three matrices of 48 by 24.
+    assert model.parameters - model.active_parameters == 2 * (7 - 3) * 3 * 48 * 24
+    dense = report(checkpoints["llama"]).model
+    assert dense.parameters == dense.active_parameters
+
+
+@pytest.mark.parametrize("directory", [MODEL_DIR, *ALL_FAMILIES], ids=str)
+def test_weights_in_memory_are_as_large_as_foretold(
+    directory: Path | str, checkpoints: dict[str, Path]
+) -> None:
+    path = directory if isinstance(directory, Path) else checkpoints[directory]
+    cpu = torch.device("cpu")
+    decoder = load_decoder(path, load_config(path), device=cpu, dtype=torch.float32)
+    sizes: dict[int, int] = {}
+    for tensor in tensors_of(decoder, set()):
+        is_packed = tensor.layout is torch._mkldnn
+        place = id(tensor) if is_packed else tensor.untyped_storage().data_ptr()
+        size = tensor.numel() * 4 if is_packed else tensor.untyped_storage().nbytes()
+        sizes[place] = size
+    held, foretold = sum(sizes.values()), report(path).model.weight_bytes
+    # Beside the parameters there are gains spread over heads and rotary frequencies.
+    assert foretold <= held <= 1.03 * foretold
+
+
+def test_layers_that_are_alike_stand_together(checkpoints: dict[str, Path]) -> None:
+    windowed, full = report(checkpoints["gemma3_text"]).layers
+    assert (windowed.layers, windowed.kind, windowed.window) == ((0, 1, 2, 3, 4), "window", 16)
+    assert (full.layers, full.kind, full.window) == ((5,), "full", 0)
+    dense, routed = report(checkpoints["deepseek_v3"]).layers
+    assert (dense.layers, dense.num_experts, dense.ffn_size) == ((0,), 0, 80)
+    assert (routed.layers, routed.num_experts, routed.num_chosen_experts) == ((1, 2), 8, 3)
+    assert (routed.ffn_size, routed.shared_size, routed.head_dim) == (24, 48, 28)
+
+
+def test_as_many_sessions_fit_as_the_pools_have_pages_for(checkpoints: dict[str, Path]) -> None:
+    options = replace(OPTIONS, num_rows=1024)
+    found = report(checkpoints["llama"], options, 1, 16, 17, 300, 1000, 1024, 1025)
+    assert [session.fit for session in found.sessions] == [63, 63, 31, 3, 1, 0, 0]
+    assert [session.is_too_long for session in found.sessions] == [False] * 6 + [True]
+    few_rows = report(checkpoints["llama"], replace(options, num_rows=2), 1)
+    assert [session.fit for session in few_rows.sessions] == [2]
+
+
+def test_a_window_does_not_grow_with_its_session(checkpoints: dict[str, Path]) -> None:
+    found = report(checkpoints["gemma2"], OPTIONS, 160, 1024)
+    shorter, longer = found.sessions
+    assert shorter.bytes["window"] == longer.bytes["window"]
+    assert longer.bytes["full"] == 64 * 16 * found.pools[0].bytes_per_token
+    assert 16 <= shorter.pages["window"] * 16 <= 16 + 2 * 16
+
+
+def test_lengths_go_up_to_the_context() -> None:
+    shown = [session.length for session in report(MODEL_DIR).sessions]
+    assert shown == [1024, 4096]
+
+
+def test_what_is_free_is_measured_without_the_weights() -> None:
+    free = MemoryLimits(free_bytes=1 << 30)
+    given = report(MODEL_DIR, replace(OPTIONS, memory=free)).memory
+    assert given.free_bytes == 1 << 30
+    measured = survey(MODEL_DIR, replace(OPTIONS, memory=MemoryLimits()))
+    assert 0 < measured.plan.free_bytes < 1 << 50
+    assert math.isclose(measured.weight_bytes, 8.7e6, rel_tol=0.01)
+
+
+def test_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_checkpoint("qwen3", tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr("session_server.runner.checkpoint.TensorReader._stored", refuse)
+    assert report(directory).model.parameters > 0
+    path = directory / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)
+    assert report(directory).model.stored_bytes < report(directory).model.weight_bytes
