@@ -33,7 +33,8 @@ class LayerGroup:
     `layers` are indices into the model. `num_kv_heads`, `head_dim` describe one layer.
     `dtype_bytes` is the size of one stored element. `window`: the last positions that kind WINDOW
     reads, the newest included; 0 for the others. A latent group has one head, of the compressed
-    vector and, as its last `rope_dim` elements, the rotary key.
+    vector and, as its last `rope_dim` elements, the rotary key. `stored_as`: the dtype of elements
+    that are stored in another than the model computes in.
     """
 
     pool: PoolName
@@ -44,6 +45,7 @@ class LayerGroup:
     dtype_bytes: int
     window: int = 0
     rope_dim: int = 0
+    stored_as: str | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -59,6 +61,11 @@ class CacheSpec:
 
     groups: tuple[LayerGroup, ...]
     page_size: int
+
+    @property
+    def stored_as(self) -> str | None:
+        """Of the groups that store elements in another dtype than the model computes in."""
+        return next((group.stored_as for group in self.groups if group.stored_as), None)
 
     @property
     def bytes_per_page(self) -> int:

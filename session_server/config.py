@@ -43,6 +43,10 @@ class ModelSettings(_Part):
         Literal["auto", "float32", "bfloat16", "float16"],
         Field(description="of weights and KV; auto: float32 on a CPU, bfloat16 on a GPU"),
     ] = "auto"
+    kv_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="what KV is stored in; auto: what the model computes in"),
+    ] = "auto"
     device: Annotated[
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     ] = "auto"

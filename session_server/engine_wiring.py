@@ -69,10 +69,11 @@ def build_engine(settings: Settings) -> EngineAssembly:
     capacity = loaded.plan.capacity
     quota = int(max(capacity.num_pages.values()) * settings.cache.pinned_fraction)
     _LOG.info(
-        "model loaded seconds=%.1f device=%s dtype=%s kv_mib=%.0f (%s)",
+        "model loaded seconds=%.1f device=%s dtype=%s kv_dtype=%s kv_mib=%.0f (%s)",
         time.monotonic() - started_s,
         loaded.device,
         loaded.dtype,
+        loaded.kv_dtype,
         loaded.plan.kv_bytes / 2**20,
         loaded.plan.reason,
     )
@@ -192,6 +193,7 @@ def runner_options(settings: Settings) -> RunnerOptions:
         num_rows=cache.max_resident_sessions,
         device=model.device,
         dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
         max_context_len=model.context_length,
         memory=MemoryLimits(cache.memory_fraction, cache.max_total_tokens, _window_room(settings)),
         backend=model.attention_backend,

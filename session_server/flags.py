@@ -31,6 +31,7 @@ FLAGS: Final = (
     Flag(("--model-path", "--model"), "model", "path"),
     Flag(("--served-model-name",), "model", "served_name"),
     Flag(("--dtype",), "model", "dtype"),
+    Flag(("--kv-cache-dtype",), "model", "kv_dtype"),
     Flag(("--device",), "model", "device"),
     Flag(("--context-length",), "model", "context_length"),
     Flag(("--attention-backend",), "model", "attention_backend"),
@@ -85,7 +86,6 @@ MEANINGLESS_SWITCHES: Final = (
 MEANINGLESS_VALUES: Final = (
     "--cuda-graph-max-bs",
     "--decode-log-interval",
-    "--kv-cache-dtype",
     "--log-level-http",
     "--max-prefill-tokens",
     "--sampling-backend",

@@ -29,11 +29,13 @@ def test_flags_of_sglang_fill_our_settings() -> None:
         "--max-running-requests 8 --max-total-tokens 4096 --mem-fraction-static 0.5 "
         "--swa-full-tokens-ratio 0.25 "
         "--disable-overlap-schedule --attention-backend torch --dtype float32 --log-level error "
+        "--kv-cache-dtype bfloat16 "
         "--served-model-name x --random-seed 7 --host 0.0.0.0 --port 1234 --api-key k"
     )
     settings = flags.read_settings(parse(*words.split()))
     assert settings.model.path == "m"
     assert settings.model.context_length == 512
+    assert settings.model.kv_dtype == "bfloat16"
     assert settings.model.attention_backend == "torch"
     assert settings.model.random_seed == 7
     assert settings.cache.page_size == 4
@@ -66,6 +68,7 @@ def test_our_own_flags_fill_settings_too() -> None:
         ("--mem-fraction-static", "nan"),
         ("--max-running-requests", "many"),
         ("--dtype", "int3"),
+        ("--kv-cache-dtype", "fp8_e4m3"),
         ("--device", "tpu"),
         ("--session-ttl", "0"),
     ],

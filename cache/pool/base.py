@@ -65,8 +65,14 @@ class KvPages(DevicePool, Protocol):
         """Element type of the pages."""
         ...
 
+    @property
+    def read_dtype(self) -> torch.dtype:
+        """Element type that attention computes in."""
+        ...
+
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Store `kv` [tokens, 2 * kv_heads, head_dim], K before V, at int64 [tokens] slots."""
+        """Store `kv` [tokens, 2 * kv_heads, head_dim], K before V, at int64 [tokens] slots, in the
+        pages' dtype."""
         ...
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
@@ -85,6 +91,6 @@ class KvPages(DevicePool, Protocol):
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
         """A copy of whole pages, with zeros in the slots `cleared` of it.
 
-        It is [2, kv_heads, n * page_size, head_dim], to be read only.
+        It is [2, kv_heads, n * page_size, head_dim] of `read_dtype`, to be read only.
         """
         ...

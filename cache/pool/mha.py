@@ -22,7 +22,16 @@ class MhaPool:
     next keeps its contents: readers must stop at their own length.
     """
 
-    __slots__ = ("_by_layer", "_layer_pages", "_sides", "_storage", "name", "page_size")
+    __slots__ = (
+        "_by_layer",
+        "_layer_pages",
+        "_sides",
+        "_storage",
+        "dtype",
+        "name",
+        "page_size",
+        "read_dtype",
+    )
 
     def __init__(
         self,
@@ -32,8 +41,17 @@ class MhaPool:
         num_pages: int,
         dtype: torch.dtype,
         device: torch.device,
+        read_dtype: torch.dtype | None = None,
     ) -> None:
         """Allocate the pages.
+
+        Args:
+            group: what a position takes.
+            page_size: positions of a page.
+            num_pages: the padding page included.
+            dtype: of what is stored; what is written is cast to it.
+            device: where the pages lie.
+            read_dtype: of the copies that `gather` makes; None for `dtype`.
 
         Raises:
             torch.OutOfMemoryError: the device has less memory than the pool needs.
@@ -43,6 +61,8 @@ class MhaPool:
         heads, head_dim, num_layers = group.num_kv_heads, group.head_dim, len(group.layers)
         self.name: PoolName = group.pool
         self.page_size = page_size
+        self.dtype = dtype
+        self.read_dtype = dtype if read_dtype is None else read_dtype
         shape = (num_layers, 2, heads, num_pages, page_size, head_dim)
         self._storage = zeros(shape, dtype=dtype, device=device)
         slots = num_pages * page_size
@@ -78,11 +98,6 @@ class MhaPool:
         return 2 * self.num_kv_heads * self.head_dim * self._storage.element_size()
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Element type of the pages."""
-        return self._storage.dtype
-
-    @property
     def device(self) -> torch.device:
         """Where the pages lie."""
         return self._storage.device
@@ -100,6 +115,8 @@ class MhaPool:
             slots: int64 [tokens], page * page_size + offset of each position.
             kv: [tokens, 2 * kv_heads, head_dim], K heads before V heads.
         """
+        if kv.dtype != self.dtype:
+            kv = kv.to(self.dtype)
         self._by_layer[layer].index_copy_(1, slots, kv.transpose(0, 1))
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
@@ -131,5 +148,7 @@ class MhaPool:
             [2, kv_heads, n * page_size, head_dim], K before V.
         """
         copied = self._layer_pages[layer].index_select(1, pages)
+        if self.read_dtype != self.dtype:
+            copied = copied.to(self.read_dtype)
         heads = copied.view(2, self.num_kv_heads, -1, self.head_dim)
         return heads if cleared is None else heads.index_fill_(2, cleared, 0.0)

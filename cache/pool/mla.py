@@ -26,7 +26,16 @@ class MlaPool:
     next keeps its contents: readers must stop at their own length.
     """
 
-    __slots__ = ("_by_layer", "_rows", "_storage", "name", "page_size", "rope_dim")
+    __slots__ = (
+        "_by_layer",
+        "_rows",
+        "_storage",
+        "dtype",
+        "name",
+        "page_size",
+        "read_dtype",
+        "rope_dim",
+    )
 
     def __init__(
         self,
@@ -36,8 +45,17 @@ class MlaPool:
         num_pages: int,
         dtype: torch.dtype,
         device: torch.device,
+        read_dtype: torch.dtype | None = None,
     ) -> None:
         """Allocate the pages.
+
+        Args:
+            group: what a position takes.
+            page_size: positions of a page.
+            num_pages: the padding page included.
+            dtype: of what is stored; what is written is cast to it.
+            device: where the pages lie.
+            read_dtype: of the copies that `gather` makes; None for `dtype`.
 
         Raises:
             torch.OutOfMemoryError: the device has less memory than the pool needs.
@@ -48,6 +66,8 @@ class MlaPool:
         assert dtype.itemsize == group.dtype_bytes, "the spec was made for another dtype"
         self.name: PoolName = group.pool
         self.page_size = page_size
+        self.dtype = dtype
+        self.read_dtype = dtype if read_dtype is None else read_dtype
         self.rope_dim = group.rope_dim
         num_layers, width = len(group.layers), group.head_dim
         shape = (num_layers, num_pages, page_size, width)
@@ -86,11 +106,6 @@ class MlaPool:
         return self.head_dim * self._storage.element_size()
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Element type of the pages."""
-        return self._storage.dtype
-
-    @property
     def device(self) -> torch.device:
         """Where the pages lie."""
         return self._storage.device
@@ -108,7 +123,10 @@ class MlaPool:
             slots: int64 [tokens], page * page_size + offset of each position.
             kv: [tokens, 2, latent + rope]; both are the same row, the first is stored.
         """
-        self._by_layer[layer].index_copy_(0, slots, kv[:, 0])
+        rows = kv[:, 0]
+        if rows.dtype != self.dtype:
+            rows = rows.to(self.dtype)
+        self._by_layer[layer].index_copy_(0, slots, rows)
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
         """Views of consecutive slots in every layer, without a copy.
@@ -141,6 +159,8 @@ class MlaPool:
             [2, 1, n * page_size, latent + rope]; one copy, seen as K and as V.
         """
         copied = self._storage[layer].index_select(0, pages).flatten(0, 1)
+        if self.read_dtype != self.dtype:
+            copied = copied.to(self.read_dtype)
         if cleared is not None:
             copied.index_fill_(0, cleared, 0.0)
         return copied.expand(2, 1, -1, -1)

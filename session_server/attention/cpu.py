@@ -16,12 +16,16 @@ more than copying a few pages.
 Under a sliding window a history begins where the window of its first token does, and nothing before
 that is read. Tokens that come several at a time begin at different positions, so their keys are one
 piece with a mask; long chunks are taken a block at a time, which keeps that O(window) per token.
+
+Where KV is stored in another dtype, long runs are read in pieces that are cast one by one. New
+tokens are cast to that dtype before anything reads them: what a token sees does not depend on
+which of them were computed in one chunk.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -42,6 +46,10 @@ other small ones: one more piece costs about 30 us."""
 
 MAX_PADDED_BYTES: Final = 1 << 17
 """A row whose K and V are smaller joins the padded batch instead of a call of its own (14 us)."""
+
+MAX_CAST_BYTES: Final = 1 << 20
+"""What is stored in another dtype is cast so much at a time, K and V together, before it is read:
+the copy stays in the caches, and its memory is not given back to the system in between."""
 
 MIN_PADDED_ROWS: Final = 2
 
@@ -71,6 +79,9 @@ class CpuBackend:
         page_bytes = pool.bytes_per_layer_token * pool.page_size
         self._min_view_pages = max(1, MIN_VIEW_BYTES // page_bytes)
         self._max_padded_len = MAX_PADDED_BYTES // pool.bytes_per_layer_token
+        cast_bytes = page_bytes * pool.read_dtype.itemsize // pool.dtype.itemsize
+        is_cast = pool.dtype != pool.read_dtype
+        self._max_run_pages = max(1, MAX_CAST_BYTES // cast_bytes) if is_cast else None
 
     def plan(self, meta: AttentionMeta) -> AttentionPlan:
         """Sort the spans into padded batches and rows on their own."""
@@ -181,6 +192,8 @@ class CpuBackend:
         scattered: list[PageRun] = []
         # The first and the last page may count only in part, and so has to begin or end its piece.
         before, behind = first - first_page * page_size, end_page * page_size - end
+        if self._max_run_pages is not None and not is_one_piece:
+            runs = tuple(_cut(runs, self._max_run_pages))
         for index, (page, count) in enumerate(runs):
             if len(runs) == 1 or (count >= self._min_view_pages and not is_one_piece):
                 head = before if index == 0 else 0
@@ -244,7 +257,7 @@ class _RowPieces:
 class _CpuPlan:
     """See `AttentionPlan`."""
 
-    __slots__ = ("_parts", "_pool", "_rule", "_slots")
+    __slots__ = ("_is_cast", "_parts", "_pool", "_rule", "_slots")
 
     def __init__(
         self,
@@ -257,9 +270,12 @@ class _CpuPlan:
         self._rule = rule
         self._slots = slots
         self._parts = parts
+        self._is_cast = pool.dtype != pool.read_dtype
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """See `AttentionPlan.attend`."""
+        if self._is_cast:
+            kv = kv.to(self._pool.dtype)
         self._pool.write(layer, self._slots, kv)
         mixed = []
         for part in self._parts:
@@ -312,7 +328,7 @@ class _CpuPlan:
         against its first three dimensions."""
         rule = self._rule
         if len(keys) == 1 and sinks is None and rule.softcap is None:
-            (only,) = keys
+            only = _read(keys[0], q.dtype)
             return functional.scaled_dot_product_attention(
                 q,
                 only.k,
@@ -323,9 +339,9 @@ class _CpuPlan:
                 enable_gqa=q.shape[1] != only.k.shape[1],
             )
         parts = (
-            [_flash(q, piece, rule) for piece in keys]
+            [_flash(q, _read(piece, q.dtype), rule) for piece in keys]
             if rule.softcap is None
-            else [_capped(q, piece, rule.scale, rule.softcap) for piece in keys]
+            else [_capped(q, _read(piece, q.dtype), rule.scale, rule.softcap) for piece in keys]
         )
         out, lse = _merge(parts)
         if sinks is None:
@@ -335,12 +351,28 @@ class _CpuPlan:
 
 
 class _Keys(NamedTuple):
-    """K and V, each [rows, kv_heads, length, head_dim], and what queries may not see of them."""
+    """K and V, each [rows, kv_heads, length, head_dim], and what queries may not see of them. They
+    may be stored in another dtype."""
 
     k: Tensor
     v: Tensor
     bias: Tensor | None
     is_causal: bool = False
+
+
+def _read(keys: _Keys, dtype: torch.dtype) -> _Keys:
+    """Keys in the dtype of the queries."""
+    if keys.k.dtype == dtype:
+        return keys
+    k = keys.k.to(dtype)
+    return keys._replace(k=k, v=k if keys.v is keys.k else keys.v.to(dtype))
+
+
+def _cut(runs: Iterable[PageRun], max_pages: int) -> Iterator[PageRun]:
+    """The same pages in runs of at most so many."""
+    for page, count in runs:
+        for done in range(0, count, max_pages):
+            yield page + done, min(max_pages, count - done)
 
 
 def _fold(q: Tensor, num_rows: int, kv_heads: int) -> Tensor:

@@ -45,6 +45,7 @@ from session_server.runner.survey import survey
 
 MEMORY_FLAGS: Final = (
     "--dtype",
+    "--kv-cache-dtype",
     "--device",
     "--context-length",
     "--page-size",
@@ -165,7 +166,7 @@ def session_table(pools: tuple[PoolFigures, ...], sessions: Iterable[SessionFigu
     names = ["", *(f"pool {pool.name}" for pool in pools), "together", "fit"]
     if len(pools) == 1:
         names.remove("together")
-    title = f"KV in pages of {pools[0].page_size} tokens"
+    title = f"KV as {pools[0].dtype}, in pages of {pools[0].page_size} tokens"
     columns = (Column(name, justify="right") for name in names)
     table = Table(*columns, title=title, title_justify="left")
     table.add_row("a token", *_cells([pool.bytes_per_token for pool in pools]), "")

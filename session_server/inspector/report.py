@@ -59,11 +59,14 @@ class ModelFigures:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """`bytes_per_token`: over all layers of the pool. `pages`: the padding page included."""
+    """`dtype`: of what is stored. `bytes_per_token`: over all layers of the pool. `pages`: the
+    padding page included.
+    """
 
     name: str
     kind: str
     window: int
+    dtype: str
     num_layers: int
     bytes_per_token: int
     page_size: int
@@ -213,6 +216,7 @@ def _pools(found: Survey) -> tuple[PoolFigures, ...]:
             name=str(group.pool),
             kind=group.kind.value,
             window=group.window,
+            dtype=group.stored_as or found.dtype,
             num_layers=len(group.layers),
             bytes_per_token=group.bytes_per_token,
             page_size=page_size,

@@ -7,7 +7,7 @@ these descriptions only; there is one decoder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Final, Literal
@@ -283,7 +283,20 @@ class ModelConfig:
         )
         return mixers[0]
 
-    def cache_spec(self, page_size: int, dtype: DTypeName) -> CacheSpec:
-        """What the layers store per position, with elements of `dtype`."""
+    def cache_spec(
+        self, page_size: int, dtype: DTypeName, kv_dtype: DTypeName | None = None
+    ) -> CacheSpec:
+        """What the layers store per position.
+
+        Args:
+            page_size: positions of a page.
+            dtype: what the model computes in.
+            kv_dtype: what K, V and latents are stored in; None for `dtype`.
+        """
         groups = (self.mixer_of(pool).group(layers, dtype) for pool, layers in self.pools.items())
+        if kv_dtype is not None and kv_dtype != dtype:
+            groups = (
+                replace(group, dtype_bytes=DTYPE_BYTES[kv_dtype], stored_as=kv_dtype)
+                for group in groups
+            )
         return CacheSpec(tuple(groups), page_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 
@@ -15,7 +15,7 @@ from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, MemoryLimits, measure_capacity
 from session_server.runner.checkpoint import Progress
 from session_server.runner.model_runner import ModelRunner
-from session_server.runner.paged_decoder import BackendName
+from session_server.runner.paged_decoder import TORCH_DTYPES, BackendName
 from session_server.runner.weights import load_decoder
 
 _Checkpoint = tuple[Path, ModelConfig]
@@ -25,14 +25,16 @@ _Checkpoint = tuple[Path, ModelConfig]
 class RunnerOptions:
     """How to run a model. `num_rows`: sessions that can hold KV at the same time.
 
-    `max_context_len` None is the model's own. `num_threads` None leaves torch's choice. `draft`:
-    directory of the checkpoint that makes drafts.
+    `kv_dtype`: what KV is stored in; "auto" is what the model computes in. `max_context_len` None
+    is the model's own. `num_threads` None leaves torch's choice. `draft`: directory of the
+    checkpoint that makes drafts.
     """
 
     page_size: int
     num_rows: int
     device: str = "auto"
     dtype: DTypeName | Literal["auto"] = "auto"
+    kv_dtype: DTypeName | Literal["auto"] = "auto"
     max_context_len: int | None = None
     memory: MemoryLimits = field(default_factory=MemoryLimits)
     backend: BackendName = "auto"
@@ -55,6 +57,7 @@ class LoadedRunner:
     plan: CapacityPlan
     device: str
     dtype: DTypeName
+    kv_dtype: DTypeName
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Choice:
     config: ModelConfig
     device: torch.device
     dtype: DTypeName
+    kv_dtype: DTypeName
     max_context_len: int
     num_rows: int
 
@@ -89,10 +93,12 @@ def choose(config: ModelConfig, options: RunnerOptions) -> Choice:
         ValueError: a device that does not exist.
     """
     device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
     return Choice(
         config=config,
         device=device,
-        dtype=choose_dtype(options.dtype, device),
+        dtype=dtype,
+        kv_dtype=dtype if options.kv_dtype == "auto" else options.kv_dtype,
         max_context_len=min(
             config.max_context_len, options.max_context_len or config.max_context_len
         ),
@@ -123,7 +129,7 @@ def load_runner(
         load_decoder(source, of, device=device, dtype=TORCH_DTYPES[dtype], progress=progress)
         for source, of in checkpoints
     )
-    specs = [of.cache_spec(options.page_size, dtype) for _, of in checkpoints]
+    specs = [of.cache_spec(options.page_size, dtype, choice.kv_dtype) for _, of in checkpoints]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
     plan = choice.capacity(stored, options.memory)
     runner = ModelRunner(
@@ -134,7 +140,7 @@ def load_runner(
         eos_token_ids=options.eos_token_ids,
         draft=drafts[0] if drafts else None,
     )
-    return LoadedRunner(runner, config, specs[0], plan, str(device), dtype)
+    return LoadedRunner(runner, config, specs[0], plan, str(device), dtype, choice.kv_dtype)
 
 
 def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -> None:
@@ -180,10 +186,3 @@ def choose_dtype(name: DTypeName | Literal["auto"], device: torch.device) -> DTy
     if name != "auto":
         return name
     return "float32" if device.type == "cpu" else "bfloat16"
-
-
-TORCH_DTYPES: Final[dict[DTypeName, torch.dtype]] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from cache.pool.page_table import PageTable
 from cache.spec import CacheSpec, Capacity
 from cache.types import PoolName, TableWrite, pages_for
 from session_server.core.batch import Batch, PendingStep
+from session_server.models.config import DTypeName
 from session_server.models.decoder import Decoder
 from session_server.runner.draft_model import DraftModel, without_wanted_drafts
 from session_server.runner.inputs import ForwardInputs, InputBuilder
@@ -58,7 +59,7 @@ class ModelRunner:
 
         Args:
             decoder: the model; decides device and dtype.
-            spec: made by `decoder.config.cache_spec` for the same dtype.
+            spec: made by `decoder.config.cache_spec` for the same dtype; says what KV is stored in.
             capacity: pages and rows; the same that bookkeeping works with.
             backend: attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
             eos_token_ids: held back until a turn's `min_tokens`.
@@ -81,7 +82,8 @@ class ModelRunner:
         self._draft: DraftModel | None = None
         if draft is not None:
             assert draft.config.vocab_size == decoder.config.vocab_size, "one sampler for both"
-            draft_spec = draft.config.cache_spec(page_size, draft.dtype_name)
+            stored_as = cast(DTypeName | None, spec.stored_as)
+            draft_spec = draft.config.cache_spec(page_size, draft.dtype_name, stored_as)
             model = PagedDecoder(draft, draft_spec, capacity, tables=self._tables, backend=backend)
             self._draft = DraftModel(model, self._tables, self._sampler, num_rows=num_rows)
 

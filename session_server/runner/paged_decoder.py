@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Literal
 
+import torch
 from torch import Tensor
 
 from cache.pool.base import KvPages
@@ -23,6 +24,11 @@ from session_server.models.decoder import Decoder
 from session_server.runner.inputs import ForwardInputs
 
 BackendName = Literal["auto", "cpu", "torch"]
+
+TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+)
+"""What the dtypes of configurations and layer groups mean."""
 
 _BACKENDS: Final[Mapping[str, BackendFactory]] = MappingProxyType(
     {"cpu": CpuBackend, "torch": ReferenceBackend}
@@ -55,7 +61,7 @@ class PagedDecoder:
 
         Args:
             decoder: the model; decides device and dtype.
-            spec: made by `decoder.config.cache_spec` for the same dtype.
+            spec: made by `decoder.config.cache_spec` for the same dtype; says what KV is stored in.
             capacity: how many pages.
             tables: whose pages are whose, at least in every pool of `spec`.
             backend: attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
@@ -72,8 +78,9 @@ class PagedDecoder:
                     group,
                     page_size=spec.page_size,
                     num_pages=capacity.num_pages[group.pool],
-                    dtype=decoder.dtype,
+                    dtype=TORCH_DTYPES[group.stored_as or decoder.dtype_name],
                     device=device,
+                    read_dtype=decoder.dtype,
                 )
                 for group in spec.groups
             }

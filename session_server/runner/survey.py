@@ -10,7 +10,8 @@ from cache.spec import CacheSpec
 from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, free_bytes
-from session_server.runner.loader import TORCH_DTYPES, RunnerOptions, choose
+from session_server.runner.loader import RunnerOptions, choose
+from session_server.runner.paged_decoder import TORCH_DTYPES
 from session_server.runner.weights import expected_tensors, open_checkpoint, weight_bytes
 
 
@@ -27,6 +28,7 @@ class Survey:
     weight_bytes: int
     device: str
     dtype: DTypeName
+    kv_dtype: DTypeName
     spec: CacheSpec
     plan: CapacityPlan
 
@@ -47,7 +49,7 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
     limits = options.memory
     if limits.free_bytes is None:
         limits = replace(limits, free_bytes=max(0, free_bytes(choice.device) - in_memory))
-    spec = config.cache_spec(options.page_size, choice.dtype)
+    spec = config.cache_spec(options.page_size, choice.dtype, choice.kv_dtype)
     return Survey(
         config=config,
         num_parameters=sum(map(math.prod, expected_tensors(config).values())),
@@ -55,6 +57,7 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
         weight_bytes=in_memory,
         device=str(choice.device),
         dtype=choice.dtype,
+        kv_dtype=choice.kv_dtype,
         spec=spec,
         plan=choice.capacity(spec, limits),
     )

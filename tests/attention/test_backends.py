@@ -21,6 +21,7 @@ from cache.spec import LayerGroup, LayerKind
 from cache.types import NULL_PAGE, PoolName, RowId, TableWrite, pages_for
 from session_server.attention.base import AttentionMeta, AttentionRule, BackendFactory, Span
 from session_server.attention.cpu import (
+    MAX_CAST_BYTES,
     MAX_FOLDED_TOKENS,
     MAX_PADDED_BYTES,
     MIN_VIEW_BYTES,
@@ -75,7 +76,13 @@ class World:
     """A pool whose every page holds noise, and rows with a known past."""
 
     def __init__(
-        self, rows: list[Row], page_size: int, kind: Kind = KINDS["full"], *, seed: int = 0
+        self,
+        rows: list[Row],
+        page_size: int,
+        kind: Kind = KINDS["full"],
+        *,
+        seed: int = 0,
+        stored: torch.dtype = torch.float32,
     ) -> None:
         self.kind = kind
         self.random = Random(seed)
@@ -86,10 +93,15 @@ class World:
         pages = self._place()
         num_pages = max(max(p) for p in pages) + 2
         group = LayerGroup(
-            POOL, LayerKind.FULL, tuple(range(NUM_LAYERS)), KV_HEADS, HEAD_DIM, dtype_bytes=4
+            POOL, LayerKind.FULL, tuple(range(NUM_LAYERS)), KV_HEADS, HEAD_DIM, stored.itemsize
         )
         self.pool = MhaPool(
-            group, page_size=page_size, num_pages=num_pages, dtype=torch.float32, device=CPU
+            group,
+            page_size=page_size,
+            num_pages=num_pages,
+            dtype=stored,
+            device=CPU,
+            read_dtype=torch.float32,
         )
         every_slot = torch.arange(num_pages * page_size)
         for layer in range(NUM_LAYERS):
@@ -221,6 +233,15 @@ CASES = {
 }
 
 
+CAST_PAGES = MAX_CAST_BYTES // TOKEN_BYTES // 16
+LONG_CASES = {
+    "one token on runs cast in pieces": [Row((3 * CAST_PAGES + 2) * 16, 1, (3 * CAST_PAGES + 3,))],
+    "a few tokens behind a run cast in pieces": [Row(CAST_PAGES * 16, 3, (CAST_PAGES + 1,))],
+    "a chunk on runs cast in pieces": [Row(2 * CAST_PAGES * 16 - 5, 40, (1, 2 * CAST_PAGES + 3))],
+}
+"""Where KV is stored in another dtype."""
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", [CpuBackend, ReferenceBackend])
@@ -228,6 +249,18 @@ def test_a_backend_computes_softmax_attention(
     backend: BackendFactory, kind: str, name: str
 ) -> None:
     assert_exact(World(CASES[name], 16, KINDS[kind]), backend)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*CASES, *LONG_CASES])
+@pytest.mark.parametrize("kind", ["full", "window of views", "softcap, window", "sinks"])
+@pytest.mark.parametrize("backend", [CpuBackend, ReferenceBackend])
+def test_what_is_stored_in_halves_is_attended_to_exactly(
+    backend: BackendFactory, kind: str, name: str, stored: torch.dtype
+) -> None:
+    """New tokens too: they are seen as they are stored."""
+    rows = {**CASES, **LONG_CASES}[name]
+    assert_exact(World(rows, 16, KINDS[kind], stored=stored), backend)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -244,7 +277,8 @@ def test_random_batches_are_exact_at_any_page_size(seed: int) -> None:
             left -= runs[-1]
         rows.append(Row(start, num_tokens, tuple(runs)))
     kind = random.choice(list(KINDS.values()))
-    assert_exact(World(rows, page_size, kind, seed=seed), CpuBackend)
+    stored = random.choice([torch.float32, torch.float32, torch.bfloat16])
+    assert_exact(World(rows, page_size, kind, seed=seed, stored=stored), CpuBackend)
 
 
 def test_a_token_reads_the_pages_of_its_window_and_no_others() -> None:

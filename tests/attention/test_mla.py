@@ -37,7 +37,13 @@ class World:
     """A pool whose every page holds noise, and rows with a known past on random runs of pages."""
 
     def __init__(
-        self, rows: list[tuple[int, int]], page_size: int, *, rank: int = RANK, seed: int = 0
+        self,
+        rows: list[tuple[int, int]],
+        page_size: int,
+        *,
+        rank: int = RANK,
+        seed: int = 0,
+        stored: torch.dtype = torch.float32,
     ) -> None:
         """`rows`: (start, number of new tokens) of each."""
         self.generator = torch.Generator().manual_seed(seed)
@@ -51,11 +57,16 @@ class World:
             tuple(range(NUM_LAYERS)),
             num_kv_heads=1,
             head_dim=rank + ROPE_DIM,
-            dtype_bytes=4,
+            dtype_bytes=stored.itemsize,
             rope_dim=ROPE_DIM,
         )
         self.pool = MlaPool(
-            group, page_size=page_size, num_pages=num_pages, dtype=torch.float32, device=CPU
+            group,
+            page_size=page_size,
+            num_pages=num_pages,
+            dtype=stored,
+            device=CPU,
+            read_dtype=torch.float32,
         )
         slots = torch.arange(num_pages * page_size)
         for layer in range(NUM_LAYERS):
@@ -159,6 +170,15 @@ def test_latent_attention_is_what_its_definition_gives(
     factory: BackendFactory, name: str, page_size: int
 ) -> None:
     World(CASES[name], page_size).assert_exact(factory)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("factory", BACKENDS)
+def test_latents_stored_in_halves_are_attended_to_exactly(
+    factory: BackendFactory, name: str, stored: torch.dtype
+) -> None:
+    World(CASES[name], 16, stored=stored).assert_exact(factory)
 
 
 @pytest.mark.parametrize("seed", range(20))

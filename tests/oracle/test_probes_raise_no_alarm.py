@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 import pytest
 
@@ -52,6 +53,7 @@ class Scene:
     texts: Sequence[Text]
     pool_tokens: int = 800
     dtype: DTypeName = "float32"
+    kv_dtype: DTypeName | Literal["auto"] = "auto"
     num_in_flight: int = 2
 
 
@@ -65,6 +67,7 @@ class Crowd:
                 page_size=PAGE_SIZE,
                 num_rows=8,
                 dtype=scene.dtype,
+                kv_dtype=scene.kv_dtype,
                 max_context_len=512,
                 memory=MemoryLimits(max_total_tokens=scene.pool_tokens),
             ),
@@ -197,6 +200,13 @@ def test_no_honest_page_is_called_wrong(dtype: DTypeName, num_in_flight: int) ->
     crowd.run()
     crowd.assert_honest(min_probes=100)
     assert crowd.engine.counters.accepted_tokens > 0
+
+
+@pytest.mark.timeout(300)
+def test_no_honest_page_in_halves_of_a_model_in_full_is_called_wrong() -> None:
+    crowd = Crowd(Scene(MODEL_DIR, dialogues(), kv_dtype="bfloat16"))
+    crowd.run()
+    crowd.assert_honest(min_probes=100)
 
 
 @pytest.mark.timeout(300)

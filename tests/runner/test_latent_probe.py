@@ -28,9 +28,15 @@ RANK = 20
 SHAPES: dict[int, tuple[int, ...]] = {1: (LENGTH,), 2: (7,) * 8, 3: (40,) + (1,) * 16}
 """Chunks in which each row's tokens are computed: expanded, absorbed, both."""
 
-VARIANTS: list[tuple[DTypeName, BackendName]] = list(
-    itertools.product(("float32", "bfloat16"), ("cpu", "torch"))
-)
+DTYPES: list[tuple[DTypeName, DTypeName]] = [
+    ("float32", "float32"),
+    ("float32", "bfloat16"),
+    ("bfloat16", "bfloat16"),
+]
+"""What a model computes in, and what its latents are stored in."""
+
+BACKENDS: tuple[BackendName, ...] = ("cpu", "torch")
+VARIANTS = [(*dtypes, backend) for dtypes, backend in itertools.product(DTYPES, BACKENDS)]
 
 
 class Spoken:
@@ -38,7 +44,11 @@ class Spoken:
     send a token to another expert when it is computed again."""
 
     def __init__(
-        self, dtype: DTypeName, backend: BackendName, root: pytest.TempPathFactory
+        self,
+        dtype: DTypeName,
+        kv_dtype: DTypeName,
+        backend: BackendName,
+        root: pytest.TempPathFactory,
     ) -> None:
         directory = write_checkpoint(
             "deepseek_v3", root.mktemp("latent"), first_k_dense_replace=3, std=0.08
@@ -48,7 +58,7 @@ class Spoken:
             directory, config, device=torch.device("cpu"), dtype=getattr(torch, dtype)
         )
         capacity = Capacity({LATENT_POOL: len(SHAPES) * PAGES_PER_ROW + 1}, len(SHAPES), 1024)
-        spec = config.cache_spec(PAGE_SIZE, dtype)
+        spec = config.cache_spec(PAGE_SIZE, dtype, kv_dtype)
         self.rows = Rows(ModelRunner(decoder, spec, capacity, backend=backend), PAGE_SIZE)
         random = np.random.default_rng(1)
         self.tokens = {

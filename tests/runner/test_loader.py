@@ -11,6 +11,7 @@ import torch
 
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.demo import MODEL_DIR
+from session_server.models.config import FULL_POOL
 from session_server.models.errors import CheckpointError, DraftMismatch
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, choose_device, choose_dtype, load_runner
@@ -49,6 +50,32 @@ def test_a_draft_model_takes_its_share_of_the_memory(tmp_path: Path) -> None:
     ]
     pages = [max(capacity.num_pages.values()) for capacity in squeezed]
     assert 2 <= pages[1] < pages[0]
+
+
+def test_kv_is_stored_in_what_was_asked_for_that_of_a_draft_model_too(tmp_path: Path) -> None:
+    draft = write_random_checkpoint(tmp_path, RandomModel(num_layers=1))
+    options = RunnerOptions(
+        page_size=16,
+        num_rows=2,
+        device="cpu",
+        memory=MemoryLimits(max_total_tokens=160),
+        draft=draft,
+    )
+    whole = load_runner(MODEL_DIR, options)
+    halves = load_runner(MODEL_DIR, replace(options, kv_dtype="bfloat16"))
+    assert (whole.dtype, whole.kv_dtype) == ("float32", "float32")
+    assert (halves.dtype, halves.kv_dtype) == ("float32", "bfloat16")
+    assert halves.plan.kv_bytes * 2 == whole.plan.kv_bytes
+    drafting = halves.runner._draft
+    assert drafting is not None
+    pools = [*halves.runner.pools.values(), *drafting._model.pools.values()]
+    assert [(pool.dtype, pool.read_dtype) for pool in pools] == [
+        (torch.bfloat16, torch.float32)
+    ] * 2
+    assert halves.plan.kv_bytes == sum(pool.num_bytes for pool in pools)
+    asked = replace(options, dtype="bfloat16", kv_dtype="float32", draft=None)
+    pool = load_runner(MODEL_DIR, asked).runner.pools[FULL_POOL]
+    assert (pool.dtype, pool.read_dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -34,15 +34,23 @@ SHAPES: dict[int, tuple[int, ...]] = {
 """Chunks in which each row's tokens are computed; the rows after them decode together."""
 
 TOGETHER = (5, 6, 7)
-VARIANTS: list[tuple[DTypeName, BackendName]] = list(
-    itertools.product(("float32", "float16", "bfloat16"), ("cpu", "torch"))
-)
+DTYPES: list[tuple[DTypeName, DTypeName]] = [
+    ("float32", "float32"),
+    ("float32", "float16"),
+    ("float32", "bfloat16"),
+    ("float16", "float16"),
+    ("bfloat16", "bfloat16"),
+]
+"""What a model computes in, and what its KV is stored in."""
+
+BACKENDS: tuple[BackendName, ...] = ("cpu", "torch")
+VARIANTS = [(*dtypes, backend) for dtypes, backend in itertools.product(DTYPES, BACKENDS)]
 
 
 class Conversations:
     """Rows of the embedded model that hold dialogues, computed in every kind of batch."""
 
-    def __init__(self, dtype: DTypeName, backend: BackendName) -> None:
+    def __init__(self, dtype: DTypeName, kv_dtype: DTypeName, backend: BackendName) -> None:
         config = load_config(MODEL_DIR)
         decoder = load_decoder(
             MODEL_DIR, config, device=torch.device("cpu"), dtype=getattr(torch, dtype)
@@ -50,7 +58,7 @@ class Conversations:
         num_rows = len(SHAPES) + len(TOGETHER)
         capacity = Capacity({FULL_POOL: num_rows * PAGES_PER_ROW + 1}, num_rows, 1024)
         runner = ModelRunner(
-            decoder, config.cache_spec(PAGE_SIZE, dtype), capacity, backend=backend
+            decoder, config.cache_spec(PAGE_SIZE, dtype, kv_dtype), capacity, backend=backend
         )
         self.rows = Rows(runner, PAGE_SIZE)
         self.tokens = {row: dialogue_tokens(row % 3) for row in (*SHAPES, *TOGETHER)}
