@@ -47,7 +47,7 @@ other small ones: one more piece costs about 30 us."""
 MAX_PADDED_BYTES: Final = 1 << 17
 """A row whose K and V are smaller joins the padded batch instead of a call of its own (14 us)."""
 
-MAX_CAST_BYTES: Final = 1 << 20
+MAX_CAST_BYTES: Final = 1 << 21
 """What is stored in another dtype is cast so much at a time, K and V together, before it is read:
 the copy stays in the caches, and its memory is not given back to the system in between."""
 

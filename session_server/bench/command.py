@@ -5,6 +5,7 @@
   speculation  answers with guesses from the session's own text against those without
   memory-check what the memory checker adds to a step, beside idle sessions
   mla          a decode step of latent attention while the history grows, absorbed and expanded
+  kv-dtype     a decode step with KV stored in halves, over one with KV in fp32
 
 Shared machines are noisy: quote ratios of one run, and run twice before believing one.
 """
@@ -29,6 +30,7 @@ from rich.table import Table
 from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
+from session_server.bench.kv_dtype import KvDtypeWorkload, measure_kv_dtypes
 from session_server.bench.memory_check import MemoryCheckWorkload, measure_memory_check
 from session_server.bench.mla import MlaWorkload, measure_mla
 from session_server.bench.plots import plot_growth
@@ -192,12 +194,34 @@ def _show_mla(report: Figures, console: Console) -> None:
     console.print(table)
 
 
+def _measure_kv_dtypes(_: argparse.Namespace, progress: Progress) -> Figures:
+    load = KvDtypeWorkload()
+    task = progress.add_task("steps", total=load.total_steps)
+    return measure_kv_dtypes(load, on_step=lambda: progress.advance(task))
+
+
+def _show_kv_dtypes(report: Figures, console: Console) -> None:
+    table = Table(title="decode step, fp32 weights, by what KV is stored in: ms (speed over fp32)")
+    columns = [f"{name}, {size} B a token" for name, size in report["bytes_per_token"].items()]
+    for column in ("history", "", *columns):
+        table.add_column(column, justify="right")
+    for history, by_dtype in report["histories"].items():
+        for words, time, speed in (
+            ("median", "median_ms", "speed"),
+            ("best", "min_ms", "speed_at_best"),
+        ):
+            cells = (f"{of[time]:.2f} ({of[speed]:.2f})" for of in by_dtype.values())
+            table.add_row(history, words, *cells)
+    console.print(table)
+
+
 BENCHMARKS: Final[Mapping[str, Benchmark]] = MappingProxyType(
     {
         "sessions": Benchmark(_measure_sessions, _show_sessions),
         "kept": Benchmark(_measure_kept, _show_kept),
         "memory-check": Benchmark(_measure_memory_check, _show_memory_check),
         "mla": Benchmark(_measure_mla, _show_mla),
+        "kv-dtype": Benchmark(_measure_kv_dtypes, _show_kv_dtypes),
         "speculation": Benchmark(_measure_speculation, _show_speculation),
     }
 )

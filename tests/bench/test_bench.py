@@ -10,6 +10,7 @@ from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
+from session_server.bench.kv_dtype import KvDtypeWorkload, measure_kv_dtypes
 from session_server.bench.memory_check import MemoryCheckWorkload, measure_memory_check
 from session_server.bench.mla import MlaWorkload, measure_mla
 from session_server.bench.plots import plot_growth
@@ -104,3 +105,14 @@ def test_latent_attention_is_timed_in_every_way_at_every_history() -> None:
     for of_way in figures["ways"].values():
         assert of_way["20"]["ratio"] == 1.0
         assert of_way["20"]["median_ms"] > 0 < of_way["40"]["median_ms"]
+
+
+def test_kv_in_halves_is_measured_beside_kv_in_fp32() -> None:
+    steps: list[int] = []
+    load = KvDtypeWorkload(model=RandomModel(num_layers=1), histories=(20, 40), num_steps=2)
+    figures = measure_kv_dtypes(load, on_step=lambda: steps.append(1))
+    assert len(steps) == load.total_steps == 3 * 2 * 3
+    assert figures["bytes_per_token"] == {"float32": 512, "bfloat16": 256, "float16": 256}
+    for by_dtype in figures["histories"].values():
+        assert by_dtype["float32"]["speed"] == by_dtype["float32"]["speed_at_best"] == 1.0
+        assert all(figure["min_ms"] > 0 for figure in by_dtype.values())
