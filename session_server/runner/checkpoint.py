@@ -1,9 +1,10 @@
 """The safetensors files of a checkpoint: what is in them, and reading it tensor by tensor.
 
 Names, shapes and sizes are known from the headers, so a checkpoint is checked before any memory is
-taken. One file is mapped at a time, and tensors are copied out of the mapping: a decoder needs the
-memory of its weights and, while it is loaded, of one shard. (Pages of a mapping can also be dropped
-under memory pressure, and a step that must read them back from disk takes 20 times as long.)
+taken. One file is mapped at a time, and tensors are copied out of the mapping, which is made anew
+when much of it was read: a decoder needs the memory of its weights and, while it is loaded, of one
+shard, or of a part of a large one. (Pages of a mapping can also be dropped under memory pressure,
+and a step that must read them back from disk takes 20 times as long.)
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ Progress = Callable[[int, int], None]
 """Called with (tensors read, tensors in all)."""
 
 Shape = tuple[int, ...]
+
+MAX_MAPPED_BYTES: Final = 1 << 26
+"""A mapping of which so much was read is given up for a new one."""
 
 MAX_NAMED_TENSORS: Final = 8
 """An error names so many tensors and counts the rest."""
@@ -168,6 +172,7 @@ class TensorReader(Tensors):
         self._stack = ExitStack()
         self._path: Path | None = None
         self._file: Any = None
+        self._num_mapped_bytes = 0
 
     def __enter__(self) -> TensorReader:
         return self
@@ -196,11 +201,13 @@ class TensorReader(Tensors):
 
     def _stored(self, name: str) -> Tensor:
         path = self._tensors[name].path
-        if path != self._path:
+        if path != self._path or self._num_mapped_bytes >= MAX_MAPPED_BYTES:
             self._stack.close()
             self._file = self._stack.enter_context(_opened(path))
             self._path = path
+            self._num_mapped_bytes = 0
         tensor: Tensor = self._file.get_tensor(name)
+        self._num_mapped_bytes += tensor.nbytes
         return tensor
 
 

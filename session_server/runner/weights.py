@@ -33,6 +33,7 @@ from session_server.runner.checkpoint import (
     joined,
 )
 from session_server.runner.ffn_weights import take_ffn
+from session_server.runner.host_memory import returned_when_freed
 from session_server.runner.mla_weights import take_mla
 
 _HEAD: Final = "lm_head.weight"
@@ -73,7 +74,10 @@ def load_decoder(
             shape; nothing was built.
     """
     checkpoint = open_checkpoint(directory, config)
-    with TensorReader(checkpoint, device=device, dtype=dtype) as reader:
+    with (
+        returned_when_freed(),
+        TensorReader(checkpoint, device=device, dtype=dtype) as reader,
+    ):
         if progress is not None:
             wanted = expected_tensors(config, checkpoint.tensors)
             reader.report_to(progress, len(wanted))

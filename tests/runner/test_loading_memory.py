@@ -1,0 +1,108 @@
+"""Loading takes the memory of the weights and of one shard, measured in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
+from session_server.runner.checkpoint import MAX_MAPPED_BYTES
+from session_server.runner.loader import RunnerOptions
+from session_server.runner.survey import survey
+
+SHAPE = RandomModel(
+    hidden_size=512, num_layers=12, num_heads=8, num_kv_heads=4, head_dim=64, ffn_size=1536
+)
+SHARD_BYTES = 37 << 20
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from session_server.models.registry import load_config
+from session_server.runner.weights import load_decoder
+
+def load(directory):
+    config = load_config(Path(directory))
+    return load_decoder(
+        Path(directory), config, device=torch.device("cpu"), dtype=torch.float32
+    )
+
+def kib(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+torch.set_num_threads(1)
+load(sys.argv[1])  # what the libraries need the first time
+Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+before = kib("VmRSS")
+decoder = load(sys.argv[2])
+print(kib("VmHWM") - before, kib("VmRSS") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_checkpoint(tmp_path_factory.mktemp("whole"), SHAPE)
+
+
+def loaded_bytes(directory: Path, small: Path) -> tuple[int, int]:
+    """At the peak, and in the end."""
+    write_random_checkpoint(small, RandomModel(num_layers=1))
+    words = [sys.executable, "-c", MEASURE, str(small), str(directory)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    peak, rest = (int(word) << 10 for word in done.stdout.split())
+    return peak, rest
+
+
+def weight_bytes(directory: Path) -> int:
+    return survey(directory, RunnerOptions(page_size=16, num_rows=1, device="cpu")).weight_bytes
+
+
+def split(whole: Path, directory: Path) -> list[Path]:
+    """The same checkpoint in shards that are filled in the order of the layers."""
+    write_random_checkpoint(directory, SHAPE)
+    (directory / "model.safetensors").unlink()
+    tensors = load_file(whole / "model.safetensors")
+
+    def place(name: str) -> tuple[int, str]:
+        words = name.split(".")
+        return (int(words[2]) if words[1] == "layers" else -1, name)
+
+    shards: list[dict[str, int]] = [{}]
+    for name in sorted(tensors, key=place):
+        if sum(shards[-1].values()) + tensors[name].nbytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = tensors[name].nbytes
+    index, paths = {}, []
+    for number, names in enumerate(shards):
+        path = directory / f"model-{number}.safetensors"
+        save_file({name: tensors[name] for name in names}, path)
+        index.update(dict.fromkeys(names, path.name))
+        paths.append(path)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return paths
+
+
+def test_shards_take_no_more_than_the_weights_and_one_of_them(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    shards = split(checkpoint, tmp_path / "shards")
+    assert len(shards) >= 4
+    weights = weight_bytes(tmp_path / "shards")
+    peak, rest = loaded_bytes(tmp_path / "shards", tmp_path / "small")
+    assert weights < peak <= weights + max(path.stat().st_size for path in shards)
+    assert rest <= weights * 1.03, "nothing that was freed is kept"
+
+
+def test_a_large_file_is_not_held_whole(checkpoint: Path, tmp_path: Path) -> None:
+    weights = weight_bytes(checkpoint)
+    assert weights > 2 * MAX_MAPPED_BYTES
+    peak, rest = loaded_bytes(checkpoint, tmp_path)
+    assert weights < peak <= weights + MAX_MAPPED_BYTES
+    assert rest <= weights * 1.03
