@@ -52,6 +52,9 @@ MEMORY_FLAGS: Final = (
     "--mem-fraction-static",
     "--max-total-tokens",
     "--max-resident-sessions",
+    "--swa-full-tokens-ratio",
+    "--chunked-prefill-size",
+    "--disable-overlap-schedule",
 )
 """The flags of `serve` that decide what memory holds."""
 

@@ -157,7 +157,7 @@ def session_figures(found: Survey, length: int) -> SessionFigures:
         component.pool: pages_at_rest(component, length, page_size)
         for component in components_of(found.spec)
     }
-    page_bytes = {group.pool: group.bytes_per_token * page_size for group in found.spec.groups}
+    page_bytes = found.spec.pool_bytes_per_page
     # Page 0 of every pool is padding.
     fitting = min((capacity.num_pages[pool] - 1) // num for pool, num in pages.items())
     is_too_long = length > capacity.max_context_len
@@ -221,7 +221,7 @@ def _pools(found: Survey) -> tuple[PoolFigures, ...]:
             bytes_per_token=group.bytes_per_token,
             page_size=page_size,
             pages=num_pages[group.pool],
-            bytes=num_pages[group.pool] * page_size * group.bytes_per_token,
+            bytes=found.plan.pool_bytes[group.pool],
         )
         for group in found.spec.groups
     )

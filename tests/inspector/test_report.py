@@ -14,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from session_server.config import CacheSettings, ModelSettings, Settings
 from session_server.demo import MODEL_DIR
+from session_server.engine_wiring import runner_options
 from session_server.inspector.report import Report, make_report, session_figures
 from session_server.local_server import LocalServer
 from session_server.models.registry import load_config
@@ -87,8 +89,11 @@ def test_a_served_session_holds_the_pages_that_were_foretold(family: str, tmp_pa
     """Over `/v1/admin/memory`: a dense family, one with windows, and one of latents."""
     directory = write_checkpoint(family, tmp_path, vocab_size=512)
     write_model(directory, "chatml")
-    options = replace(OPTIONS, page_size=4, max_context_len=512)
-    found = survey(directory, options)
+    settings = Settings(
+        model=ModelSettings(context_length=512),
+        cache=CacheSettings(page_size=4, max_total_tokens=1000, max_resident_sessions=4),
+    )
+    found = survey(directory, runner_options(settings))
     flags = ["--page-size", "4", "--max-total-tokens", "1000", "--context-length", "512"]
     flags += ["--max-resident-sessions", "4", "--threads", "1", "--log-level", "warning"]
     ids = np.random.default_rng(0).integers(3, 500, 200).tolist()
@@ -112,8 +117,11 @@ def test_a_served_session_holds_the_pages_that_were_foretold(family: str, tmp_pa
             }
         assert lengths == sorted(lengths)
         assert lengths[-1] >= 150
-        pages = {pool.name: pool.pages for pool in make_report("", found).pools}
-        assert {name: pool["pages"] for name, pool in memory["pools"].items()} == pages
+        sizes = {pool.name: (pool.pages, pool.bytes) for pool in make_report("", found).pools}
+        assert sizes == {
+            name: (pool["pages"], pool["pages"] * pool["page_bytes"])
+            for name, pool in memory["pools"].items()
+        }
         assert server.stop() == 0
 
 
