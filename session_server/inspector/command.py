@@ -154,6 +154,8 @@ def layer_table(layers: Iterable[LayerFigures]) -> Table:
     for alike in layers:
         window = f" of {alike.window:,}" if alike.window else ""
         heads = f"{alike.num_heads}, {alike.num_kv_heads} of KV, {alike.head_dim} wide"
+        if not alike.num_heads:
+            heads = ""
         ffn = f"{alike.ffn_size:,}"
         if alike.num_experts:
             ffn = f"{alike.num_chosen_experts} of {alike.num_experts} experts of {ffn}"

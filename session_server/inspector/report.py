@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cache.components import components_of, pages_at_rest
-from session_server.models.config import LayerConfig, MlpConfig, ModelConfig, MoeConfig
+from session_server.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    MlaConfig,
+    MlpConfig,
+    ModelConfig,
+    MoeConfig,
+)
 from session_server.runner.survey import Survey
 
 USUAL_LENGTHS: Final = (1024, 8192, 32_768, 131_072)
@@ -186,23 +193,28 @@ def _num_parameters(mlp: MlpConfig, hidden: int) -> int:
 
 
 def _layers(config: ModelConfig) -> tuple[LayerFigures, ...]:
-    kinds: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[LayerFigures, list[int]] = {}
     for index, layer in enumerate(config.layers):
-        group = layer.mixer.group((), config.dtype)
-        kinds.setdefault((group, layer.mixer.num_heads, layer.ffn), []).append(index)
-    return tuple(_figures(config.layers[alike[0]], tuple(alike)) for alike in kinds.values())
+        alike.setdefault(_figures(layer), []).append(index)
+    return tuple(replace(figures, layers=tuple(layers)) for figures, layers in alike.items())
 
 
-def _figures(layer: LayerConfig, layers: tuple[int, ...]) -> LayerFigures:
+def _figures(layer: LayerConfig) -> LayerFigures:
     mixer, ffn = layer.mixer, layer.ffn
     group = mixer.group((), "float32")
-    of_mixer = (layers, group.kind.value, group.window, mixer.num_heads, group.num_kv_heads)
+    figures = LayerFigures(
+        layers=(),
+        kind=group.kind.value,
+        window=group.window,
+        num_heads=mixer.num_heads if isinstance(mixer, AttentionConfig | MlaConfig) else 0,
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        ffn_size=(ffn if isinstance(ffn, MlpConfig) else ffn.expert).intermediate_size,
+    )
     if isinstance(ffn, MlpConfig):
-        return LayerFigures(*of_mixer, group.head_dim, ffn.intermediate_size)
-    return LayerFigures(
-        *of_mixer,
-        group.head_dim,
-        ffn.expert.intermediate_size,
+        return figures
+    return replace(
+        figures,
         num_experts=ffn.num_experts,
         num_chosen_experts=ffn.num_chosen,
         shared_size=0 if ffn.shared is None else ffn.shared.intermediate_size,

@@ -84,18 +84,23 @@ def test_pools_take_the_bytes_that_were_foretold(
             assert pool.bytes_per_token == pool.num_layers * per_layer
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
-def test_a_served_session_holds_the_pages_that_were_foretold(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"), [("llama", "auto"), ("gemma2", "bfloat16"), ("deepseek_v3", "float32")]
+)
+def test_a_served_session_holds_the_pages_that_were_foretold(
+    family: str, kv_dtype: str, tmp_path: Path
+) -> None:
     """Over `/v1/admin/memory`: a dense family, one with windows, and one of latents."""
     directory = write_checkpoint(family, tmp_path, vocab_size=512)
     write_model(directory, "chatml")
     settings = Settings(
-        model=ModelSettings(context_length=512),
+        model=ModelSettings(context_length=512, kv_dtype=kv_dtype),
         cache=CacheSettings(page_size=4, max_total_tokens=1000, max_resident_sessions=4),
     )
     found = survey(directory, runner_options(settings))
     flags = ["--page-size", "4", "--max-total-tokens", "1000", "--context-length", "512"]
     flags += ["--max-resident-sessions", "4", "--threads", "1", "--log-level", "warning"]
+    flags += ["--kv-cache-dtype", kv_dtype]
     ids = np.random.default_rng(0).integers(3, 500, 200).tolist()
     with (
         LocalServer(["--model-path", str(directory), *flags]) as server,

@@ -168,7 +168,7 @@ class Crowd:
         """Many probes, no alarm, and everything happened that moves pages."""
         watch, prober = self.engine._guard._watch, self.engine._guard.prober
         assert list(watch.texts) == []
-        assert prober.num_probes > self.reached["turn batches"] / 4 > min_probes
+        assert prober.num_probes > self.reached["turn batches"] / 5 > min_probes
         assert self.engine.counters.coolings > 0
         assert (self.reached["retracted"] > 0) == is_retracted
         for name in ("rewound", "closed", "cancelled", "length"):
