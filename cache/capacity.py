@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cache.components import Component, components_of
-from cache.spec import CacheSpec, Capacity
+from cache.spec import STATES_PER_ROW, CacheSpec, Capacity
 from cache.types import pages_for
 
 
@@ -53,8 +53,9 @@ def plan_capacity(
     max_total_tokens: int | None = None,
     windows: WindowRoom = WindowRoom(),
 ) -> Capacity:
-    """Spend `budget_bytes` on pages.
+    """Spend `budget_bytes` on pages and states.
 
+    Rows come with all the states they may hold: as many as half of the budget has states for.
     Pools that keep everything are equally large, and get what windows leave. A pool of windows has
     as many pages as all rows may need of it (`WindowRoom.pages`), but no more than half of the
     budget buys, for a short session is not worth a long one, and never more than the pools that
@@ -63,15 +64,17 @@ def plan_capacity(
     Args:
         spec: what a page costs.
         budget_bytes: memory for all pools together.
-        num_rows: sessions that can hold KV at the same time.
+        num_rows: sessions that can hold KV at the same time, at most.
         max_context_len: tokens one row can address.
         max_total_tokens: an upper bound on the tokens held, whatever the budget allows.
         windows: what is special about pools of windows.
 
     Raises:
-        ValueError: the budget buys less than one page beside the padding page.
+        ValueError: the budget buys less than one page beside the padding page, or no row's states.
     """
-    sizes = spec.pool_bytes_per_page
+    num_rows, num_states = _rows_with_states(spec.bytes_per_state, budget_bytes, num_rows)
+    budget_bytes -= num_states * spec.bytes_per_state
+    sizes = spec.paged_bytes_per_page
     equal = budget_bytes // spec.bytes_per_page
     most = budget_bytes
     if max_total_tokens is not None:
@@ -81,7 +84,7 @@ def plan_capacity(
             f"{budget_bytes} bytes for KV buy {equal} pages of {spec.bytes_per_page} bytes; at "
             "least 2 are needed (one is padding): raise the memory fraction or lower the page size"
         )
-    passing = [component for component in components_of(spec) if component.forgets]
+    passing = [c for c in components_of(spec) if c.forgets and c.pool in sizes]
     window_bytes = sum(sizes[component.pool] for component in passing)
     kept_bytes = spec.bytes_per_page - window_bytes
     if windows.ratio is not None and kept_bytes:
@@ -95,4 +98,18 @@ def plan_capacity(
     left = budget_bytes - sum(num * sizes[pool] for pool, num in pages.items())
     kept = min(most, left // kept_bytes) if kept_bytes else 0
     num_pages = MappingProxyType({pool: pages.get(pool, kept) for pool in sizes})
-    return Capacity(num_pages, num_rows, max_context_len)
+    return Capacity(num_pages, num_rows, max_context_len, num_states)
+
+
+def _rows_with_states(bytes_per_state: int, budget: int, num_rows: int) -> tuple[int, int]:
+    """Rows, and the states they come with, padding included."""
+    if not bytes_per_state:
+        return num_rows, 0
+    num_bytes = STATES_PER_ROW * bytes_per_state
+    if num_bytes > budget // 2:
+        raise ValueError(
+            f"half of {budget} bytes for KV does not hold the {STATES_PER_ROW} recurrent "
+            f"states of one session, {num_bytes} bytes: raise the memory fraction"
+        )
+    num_rows = min(num_rows, budget // 2 // num_bytes)
+    return num_rows, num_rows * STATES_PER_ROW + 1

@@ -40,6 +40,9 @@ from cache.types import (
     pages_for,
 )
 
+MAX_SETTLED_STATES: Final = 3
+"""At a turn's mark, at its computed length, and at the last whole page before that."""
+
 _LEASED_AND_LENT: Final[Mapping[SlotState, tuple[bool, bool]]] = MappingProxyType(
     {
         SlotState.COLD: (False, False),
@@ -123,9 +126,12 @@ def _slot(slot: SessionSlot, stores: KVStores) -> Iterator[str]:
             entries = row[: np.flatnonzero(row)[-1] + 1] if row.any() else row[:0]
             pages = np.frombuffer(held, np.int32)
             yield f"{component.pool}: row {lease.row} is {entries}, the lease holds {pages}"
-        yield from _closed_form(slot, lease, component, stores)
+        if component is stores.recurrent:
+            yield from _states(slot, lease, component)
+        else:
+            yield from _closed_form(slot, lease, component, stores)
     if stores.forgetful and lease.rewound_len(slot.kv_committed_len) != slot.kv_committed_len:
-        yield "a page that the next forward reads was let go"
+        yield "what the next forward reads was let go"
 
 
 def _held_part(pages: bytes, row: Pages, lease: KVLease, component: Component) -> bytes:
@@ -176,6 +182,17 @@ def _closed_form(
     entries = lease.private_entries(pool)
     if len(entries) != private or (NULL_PAGE in entries and not component.forgets):
         yield f"{pool}: private are {entries}, the closed form says {private} pages"
+
+
+def _states(slot: SessionSlot, lease: KVLease, component: Component) -> Iterator[str]:
+    """A parked session keeps its last state, if no snapshot is one; a running turn few more."""
+    lengths, committed_len = lease.states.lengths, slot.kv_committed_len
+    is_published = committed_len == slot.cache_protected_len
+    if slot.state is SlotState.PARKED and lengths != ([] if is_published else [committed_len]):
+        yield f"{component.pool}: states after {lengths} tokens are kept, after {committed_len} one"
+    num_settled = sum(length <= committed_len for length in lengths)
+    if num_settled > MAX_SETTLED_STATES or any(n > slot.kv_allocated_len for n in lengths):
+        yield f"{component.pool}: a running turn keeps states after {lengths} tokens"
 
 
 def _page_locks(slots: Iterable[SessionSlot], stores: KVStores) -> Iterator[str]:

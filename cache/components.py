@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from cache.spec import CacheSpec, LayerGroup, LayerKind
+from cache.spec import STATES_PER_ROW, CacheSpec, LayerGroup, LayerKind
 from cache.types import Pages, PoolName, pages_for
 
 
@@ -170,6 +170,55 @@ class SlidingWindow:
         return 0
 
 
+class RecurrentState:
+    """A summary of all positions, of fixed size: short convolutions, state space models (Dao and Gu
+    2024), gated delta rules (Yang et al. 2025).
+
+    Entry i of a session's row, and of an edge, is the state after the whole page i, where one was
+    kept: a snapshot. States at other lengths are a lease's own, see `cache.lease_states`.
+    """
+
+    __slots__ = ("_page_size", "_pool")
+
+    def __init__(self, group: LayerGroup, page_size: int) -> None:
+        assert group.state_shapes, "a state has parts"
+        self._pool = group.pool
+        self._page_size = page_size
+
+    @property
+    def pool(self) -> PoolName:
+        """The pool whose pages it rules."""
+        return self._pool
+
+    @property
+    def forgets(self) -> bool:
+        """All states but the last: each is made from the one before it."""
+        return True
+
+    @property
+    def takes_back(self) -> bool:
+        """A state has all tokens in it, and none can be taken out again."""
+        return False
+
+    def first_page(self, length: int) -> int:
+        """The page of the last position before `length`, whose state is all that is read."""
+        return max(0, pages_for(length, self._page_size) - 1)
+
+    def parked_pages(self, num_pages: int) -> int:
+        """The state at its length, and the snapshot at what it has published."""
+        return min(num_pages, 2)
+
+    def running_pages(self, num_pages: int, num_ahead: int) -> int:
+        """As many as a row comes with."""
+        del num_pages, num_ahead
+        return STATES_PER_ROW
+
+    def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
+        """The end of the last whole page that has a snapshot."""
+        kept = np.flatnonzero(entries[: max(0, length // self._page_size - first)])
+        return (first + int(kept[-1]) + 1) * self._page_size if len(kept) else 0
+
+
 def can_take_back(components: Iterable[Component]) -> bool:
     """Whether content computed from a wrong token can be cut off again, which guessing needs."""
     return all(component.takes_back for component in components)
@@ -194,10 +243,13 @@ def components_of(spec: CacheSpec) -> tuple[Component, ...]:
     return tuple(_RULES[group.kind](group, spec.page_size) for group in groups.values())
 
 
-_RULES: Final[Mapping[LayerKind, type[FullAttention] | type[SlidingWindow]]] = MappingProxyType(
+_Rules = type[FullAttention] | type[SlidingWindow] | type[RecurrentState]
+
+_RULES: Final[Mapping[LayerKind, _Rules]] = MappingProxyType(
     {
         LayerKind.FULL: FullAttention,
         LayerKind.WINDOW: SlidingWindow,
         LayerKind.LATENT: FullAttention,
+        LayerKind.RECURRENT: RecurrentState,
     }
 )

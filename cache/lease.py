@@ -6,17 +6,17 @@ content is valid. Lengths are derived from those, so they cannot disagree with t
     protected_len = what the lock covers     <= computed_len     <= capacity_len = pages * page_size
 
 In a pool that forgets, a lease holds the pages that a forward at its length reads, and while a turn
-runs those at its mark, to which a rollback leads; in the place of all others is `NULL_PAGE`.
+runs those at its mark, to which a rollback leads; in the place of all others is `NULL_PAGE`. In a
+recurrent pool its row has the snapshots it has locked; its own states are `cache.lease_states`.
 """
 
 from __future__ import annotations
-
-from itertools import chain
 
 import numpy as np
 
 from cache.components import Component
 from cache.errors import AuditFailed
+from cache.lease_states import LeaseStates
 from cache.radix_node import LockReceipt, PagesByPool
 from cache.stores import KVStores
 from cache.types import (
@@ -26,6 +26,7 @@ from cache.types import (
     PageId,
     PoolName,
     RowId,
+    StateMoves,
     TableWrite,
     Tokens,
     pages_for,
@@ -39,7 +40,16 @@ class KVLease:
     while lent and SESSION_HELD while parked.
     """
 
-    __slots__ = ("_mark_len", "_private", "_stores", "computed_len", "holder", "receipt", "row")
+    __slots__ = (
+        "_mark_len",
+        "_private",
+        "_stores",
+        "computed_len",
+        "holder",
+        "receipt",
+        "row",
+        "states",
+    )
 
     def __init__(self, stores: KVStores, namespace: Namespace) -> None:
         """Take a row, hold no pages; lent from the start.
@@ -50,7 +60,12 @@ class KVLease:
         self._stores = stores
         self.row: RowId = stores.rows.alloc()
         self.receipt: LockReceipt = stores.tree.lock_root(namespace)
-        self._private: PagesByPool = {component.pool: [] for component in stores.components}
+        self.states = LeaseStates(stores)
+        self._private: PagesByPool = {
+            component.pool: []
+            for component in stores.components
+            if component is not stores.recurrent
+        }
         self._mark_len = 0
         self.computed_len = 0
         self.holder = Holder.ACTIVE
@@ -72,10 +87,14 @@ class KVLease:
 
     def private_pages(self, pool: PoolName) -> tuple[int, ...]:
         """Pages of one pool that no other session can see, in order of position."""
+        if pool == self.states.pool:
+            return self.states.pages
         return tuple(filter(None, self._private[pool]))
 
     def num_private(self, pool: PoolName) -> int:
         """How many `private_pages` there are."""
+        if pool == self.states.pool:
+            return len(self.states.pages)
         private = self._private[pool]
         return len(private) - private.count(NULL_PAGE)
 
@@ -88,8 +107,8 @@ class KVLease:
 
     def private_entries(self, pool: PoolName) -> tuple[int, ...]:
         """What the row has behind the protected part: `private_pages`, and where one was let go
-        `NULL_PAGE`."""
-        return tuple(self._private[pool])
+        `NULL_PAGE`; nothing in a recurrent pool."""
+        return tuple(self._private.get(pool, ()))
 
     def holds(self, component: Component, page: int) -> bool:
         """Whether a protected page is one that the lease has locked."""
@@ -106,15 +125,45 @@ class KVLease:
             return True
         return self.receipt.mark is not None and page >= component.first_page(self._mark_len)
 
-    def missing_pages(self, to_len: int) -> int:
-        """Pages (per pool) that `grow` would have to buy."""
-        return max(0, pages_for(to_len, self._stores.page_size) - self.num_pages)
+    def missing_pages(self, to_len: int) -> dict[PoolName, int]:
+        """Pages that `grow` would have to buy, by pool; nothing where there are enough."""
+        num_pages = pages_for(to_len, self._stores.page_size) - self.num_pages
+        missing = dict.fromkeys(self._private, num_pages) if num_pages > 0 else {}
+        if self.states.pool is not None:
+            missing[self.states.pool] = self.states.num_missing(self.computed_len, to_len)
+        return missing
+
+    def moves(self, start: int, end: int) -> StateMoves | None:
+        """What a forward over positions [start, end) does to the state; None where there is none.
+        `grow` has bought its pages.
+        """
+        if self.states.pool is None:
+            return None
+        return StateMoves(self.state_at(start), self.states.targets(start, end))
+
+    def state_at(self, length: int) -> int:
+        """The page with the state after `length` tokens, its own or a snapshot; `NULL_PAGE` for 0.
+
+        Raises:
+            AuditFailed: there is none.
+        """
+        page, stores = self.states.at(length), self._stores
+        if page == NULL_PAGE and length and length % stores.page_size == 0:
+            assert stores.recurrent is not None, "only a recurrent pool has states"
+            entries = stores.rows.entries(stores.recurrent.pool, self.row)
+            page = int(entries[length // stores.page_size - 1])
+        if (page == NULL_PAGE) != (length == 0):
+            raise AuditFailed(f"row {self.row}: the state after {length} tokens was let go")
+        return page
 
     def grow(self, to_len: int) -> list[TableWrite]:
-        """Buy pages for [capacity_len, to_len). The caller has seen to it that they are free."""
+        """Buy pages for [capacity_len, to_len), and for states that a forward up to there leaves.
+        The caller has seen to it that they are free.
+        """
         stores, start = self._stores, self.num_pages
-        missing = self.missing_pages(to_len)
-        if missing == 0:
+        missing = pages_for(to_len, stores.page_size) - start
+        self.states.buy(self.computed_len, to_len, self.holder)
+        if missing <= 0:
             return []
         writes = []
         for pool, private in self._private.items():
@@ -141,13 +190,14 @@ class KVLease:
         if self.protected_len + match.matched_len <= self.computed_len:
             return []
         self._drop_private(0)
+        self.states.drop_beyond(0, self.holder)
         start = self._protected_pages
         locked = tree.advance(self.receipt, match)
         self.computed_len = self.protected_len
         rows = self._stores.rows
         writes = [rows.write(pool, self.row, start, pages) for pool, pages in locked.items()]
         self._forget_protected()
-        return writes
+        return self._for_device(writes)
 
     def advance(self, computed_len: int) -> None:
         """Note how far the content is valid now, and free the pages that nothing reads again.
@@ -161,9 +211,10 @@ class KVLease:
             return
         start = self._protected_pages
         kept = pages_for(self._mark_len, stores.page_size)
+        self.states.settle(computed_len, self._mark_len, self.holder)
         for component in stores.forgetful:
             pool = component.pool
-            private = self._private[pool]
+            private = self._private.get(pool, [])
             first = component.first_page(computed_len - computed_len % stores.page_size)
             begin, end = max(start, kept), min(first, start + len(private))
             dead = [page for page in private[begin - start : end - start] if page != NULL_PAGE]
@@ -185,17 +236,23 @@ class KVLease:
         num_pages = self.computed_len // stores.page_size - start
         if num_pages == 0:
             return []
-        ours = {pool: pages[:num_pages] for pool, pages in self._private.items()}
         if self.holder is not Holder.ACTIVE:
             raise AuditFailed("only a lent lease publishes")
+        ours = {pool: pages[:num_pages] for pool, pages in self._private.items()}
+        if self.states.pool is not None:
+            ours[self.states.pool] = self.states.take(start, num_pages)
         theirs = stores.tree.insert(self.receipt, tokens[: num_pages * stores.page_size], ours)
         writes = []
         for pool, known in theirs.items():
-            del self._private[pool][:num_pages]
             replaced = [mine for mine, its in zip(ours[pool], known, strict=False) if mine != its]
             if replaced:
                 stores.allocators[pool].release(filter(None, replaced), self.holder)
+            if pool == self.states.pool:
+                self._repoint(pool, start, known + ours[pool][len(known) :])
+            elif replaced:
                 writes.append(self._repoint(pool, start, known))
+        for private in self._private.values():
+            del private[:num_pages]
         self._forget_protected()
         return writes
 
@@ -209,11 +266,12 @@ class KVLease:
         if target < self.protected_len:
             self._drop_private(0)
             kept_pages = target // self._stores.page_size
-            for pool in self._private:
+            for pool in self._stores.ledgers:
                 self._stores.rows.clear(pool, self.row, kept_pages, self._protected_pages)
             self._stores.tree.shorten(self.receipt, target)
             target = self.protected_len
         self.computed_len = target
+        self.states.drop_beyond(target, self.holder)
         self._drop_private(pages_for(target, self._stores.page_size) - self._protected_pages)
 
     def roll_back(self, to_len: int) -> None:
@@ -221,10 +279,15 @@ class KVLease:
         that the page `to_len` cuts becomes private again and stays.
         """
         taken = self._stores.tree.take_back(self.receipt, to_len, self.holder)
+        start = self._protected_pages
         for pool, pages in taken.items():
+            if pool == self.states.pool:
+                self.states.put(start, pages)
+                self._stores.rows.clear(pool, self.row, start, start + len(pages))
+                continue
             self._private[pool][:0] = pages
             # In a pool that forgets the row may not name them any more; the device's mirror does.
-            self._repoint(pool, self._protected_pages, pages)
+            self._repoint(pool, start, pages)
         self.rewind(to_len)
 
     def rewound_len(self, to_len: int) -> int:
@@ -236,7 +299,12 @@ class KVLease:
         while reach != length:
             length = reach
             for component in self._stores.forgetful:
-                reach = component.continuable_len(rows.entries(component.pool, self.row), reach)
+                entries = rows.entries(component.pool, self.row)
+                if component is self._stores.recurrent:
+                    snapshot = component.continuable_len(entries, min(reach, self.protected_len))
+                    reach = max(snapshot, self.states.longest(reach))
+                else:
+                    reach = component.continuable_len(entries, reach)
             if reach < self.protected_len:
                 reach -= reach % page_size
         return length
@@ -248,6 +316,7 @@ class KVLease:
     def park(self) -> None:
         """Private pages ACTIVE -> SESSION_HELD; the mark is given up."""
         self._mark_len = 0
+        self.states.keep_only(self.computed_len, self.holder)
         if self._stores.forgetful:
             self._stores.tree.mark(self.receipt, None)
             self._forget_protected()
@@ -256,6 +325,7 @@ class KVLease:
     def release(self) -> None:
         """Free the private pages, unlock, give the row back. The lease is dead afterwards."""
         self._drop_private(0)
+        self.states.drop_beyond(0, self.holder)
         self._clear_row()
         self._stores.tree.unlock(self.receipt)
         self._stores.rows.free(self.row)
@@ -265,15 +335,17 @@ class KVLease:
         published pages that nobody else has locked are ever used again.
         """
         stores = self._stores
-        for pool in self._private:
+        for pool in stores.ledgers:
             stores.rows.clear(pool, self.row, 0, stores.rows.row_pages)
-        condemned = stores.tree.condemn(self.receipt)
+        for pool, pages in stores.tree.condemn(self.receipt).items():
+            stores.ledgers[pool].transfer(len(pages), Holder.TREE, Holder.QUARANTINE)
+            stores.quarantined[pool].extend(pages)
         for pool, private in self._private.items():
             held = self.private_pages(pool)
             stores.ledgers[pool].transfer(len(held), self.holder, Holder.QUARANTINE)
-            stores.ledgers[pool].transfer(len(condemned[pool]), Holder.TREE, Holder.QUARANTINE)
-            stores.quarantined[pool].extend(chain(held, condemned[pool]))
+            stores.quarantined[pool].extend(held)
             private.clear()
+        self.states.condemn(self.holder)
         stores.rows.free(self.row)
 
     @property
@@ -289,7 +361,7 @@ class KVLease:
             del pages[num_kept:]
 
     def _clear_row(self) -> None:
-        for pool in self._private:
+        for pool in self._stores.ledgers:
             self._stores.rows.clear(pool, self.row, 0, self._protected_pages)
 
     def _repoint(self, pool: PoolName, start: int, pages: list[int]) -> TableWrite:
@@ -299,6 +371,10 @@ class KVLease:
             rows.clear(pool, self.row, start, start + len(pages))
             return rows.write(pool, self.row, start, pages)
         return rows.repoint(pool, self.row, start, pages)
+
+    def _for_device(self, writes: list[TableWrite]) -> list[TableWrite]:
+        """Without those of the recurrent pool, whose pages every forward is told by themselves."""
+        return [write for write in writes if write.pool != self.states.pool]
 
     def _forgets(self, pool: PoolName) -> bool:
         return any(component.pool == pool for component in self._stores.forgetful)
@@ -318,4 +394,5 @@ class KVLease:
         for pool, pages in self._private.items():
             num_pages = len(pages) - pages.count(NULL_PAGE)
             self._stores.ledgers[pool].transfer(num_pages, source, target)
+        self.states.rebook(source, target)
         self.holder = target

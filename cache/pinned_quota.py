@@ -24,7 +24,7 @@ class PinnedQuota:
         Raises:
             ValueError: it is the whole pool, so nobody else could run.
         """
-        usable = {pool: ledger.num_pages - 1 for pool, ledger in stores.ledgers.items()}
+        usable = {pool: ledger.num_pages - 1 for pool, ledger in stores.paged.items()}
         most = max(usable.values())
         if not 0 <= num_pages < most:
             raise ValueError(f"a pinned quota of {num_pages} pages leaves none to others")
@@ -32,7 +32,7 @@ class PinnedQuota:
             pool: pages * num_pages // most for pool, pages in usable.items()
         }
         self._num_rows = stores.rows.num_rows
-        self._components = stores.components
+        self._components = [c for c in stores.components if c.pool in stores.paged]
         self._row_pages: dict[SessionId, int] = {}
         self._held = self.pages(0)
 

@@ -39,6 +39,7 @@ from cache.types import (
     Retention,
     SessionId,
     SlotState,
+    StateMoves,
     TableWrite,
     Tokens,
     TurnId,
@@ -267,21 +268,26 @@ class SessionAwareCache:
         turn = self._turn(turn_id)
         assert to_len <= self.max_context_len, "a row has no entry past the context length"
         missing = turn.lease.missing_pages(to_len)
-        if missing == 0:
+        if not missing:
             return []
-        for pool, ledger in self.stores.ledgers.items():
-            if missing > ledger.num_free + ledger.num_evictable:
+        wanted = [(self.stores.ledgers[pool], count) for pool, count in missing.items()]
+        for ledger, count in wanted:
+            if count > ledger.num_free + ledger.num_evictable:
                 raise OutOfPages(
-                    f"{pool}: wanted {missing} pages, {ledger.num_free} free and "
+                    f"{ledger.pool}: wanted {count} pages, {ledger.num_free} free and "
                     f"{ledger.num_evictable} evictable"
                 )
-        for pool, ledger in self.stores.ledgers.items():
-            if ledger.num_free - missing < ledger.num_pages // _LOW_WATER:
-                shortage = missing + ledger.num_pages // _HIGH_WATER - ledger.num_free
-                self._evict(pool, min(shortage, ledger.num_evictable))
+        for ledger, count in wanted:
+            if ledger.num_free - count < ledger.num_pages // _LOW_WATER:
+                shortage = count + ledger.num_pages // _HIGH_WATER - ledger.num_free
+                self._evict(ledger.pool, min(shortage, ledger.num_evictable))
         writes = turn.lease.grow(to_len)
         self._count_pinned(turn.slot)
         return writes
+
+    def state_moves(self, turn_id: TurnId, start: int, end: int) -> StateMoves | None:
+        """What a forward over [start, end), for which was grown, does to a recurrent state."""
+        return self._turn(turn_id).lease.moves(start, end)
 
     def record(
         self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()
@@ -403,12 +409,7 @@ class SessionAwareCache:
 
     def headroom(self) -> Headroom:
         """Pages and rows that could be handed out now. O(pools)."""
-        ledgers = self.stores.ledgers
-        return Headroom(
-            free_pages={pool: ledger.num_free for pool, ledger in ledgers.items()},
-            evictable_pages={pool: ledger.num_evictable for pool, ledger in ledgers.items()},
-            free_rows=self.stores.rows.num_free,
-        )
+        return Headroom.of(self.stores.ledgers, self.stores.rows.num_free)
 
     def kept_len(self, session_id: SessionId, to_len: int) -> int:
         """Positions that a turn on the first `to_len` tokens of a parked session goes on from."""
@@ -539,9 +540,9 @@ class SessionAwareCache:
         return IdleSession(slot.session_id, self._freed_pages(slot.lease))
 
     def _freed_pages(self, lease: KVLease) -> Mapping[PoolName, int]:
-        """Pages that only this lease keeps from being free or evictable."""
+        """Pages that only this lease keeps from being free or evictable; a row has its states."""
         published = self.stores.tree.sole_pages(lease.receipt)
-        return {pool: published[pool] + lease.num_private(pool) for pool in self.stores.ledgers}
+        return {pool: published[pool] + lease.num_private(pool) for pool in self.stores.paged}
 
     def _refuse_over_quota(self, slot: SessionSlot, num_tokens: int) -> None:
         if slot.retention is Retention.PINNED:

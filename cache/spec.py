@@ -6,11 +6,18 @@ layer adds its name to `LayerKind` and its rules to `cache.components`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from cache.types import PoolName
+
+STATES_PER_ROW: Final = 9
+"""The most states that one row holds: while a turn runs, at its mark, at its computed length and at
+the last whole page before that; at the ends of two launches in flight and at the last whole pages
+before those; and the snapshots that it has locked, at its mark and at what it has published."""
 
 
 class LayerKind(Enum):
@@ -25,6 +32,9 @@ class LayerKind(Enum):
     LATENT = "latent"
     """One compressed vector and one rotary key of every position, for all heads (MLA)."""
 
+    RECURRENT = "recurrent"
+    """A summary of all positions, of a size that does not grow; a page of its pool is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
@@ -34,7 +44,8 @@ class LayerGroup:
     `dtype_bytes` is the size of one stored element. `window`: the last positions that kind WINDOW
     reads, the newest included; 0 for the others. A latent group has one head, of the compressed
     vector and, as its last `rope_dim` elements, the rotary key. `stored_as`: the dtype of elements
-    that are stored in another than the model computes in.
+    that are stored in another than the model computes in. `state_shapes`: the parts of what one
+    recurrent layer keeps, in elements of 4 bytes; such a group has neither heads nor positions.
     """
 
     pool: PoolName
@@ -46,10 +57,17 @@ class LayerGroup:
     window: int = 0
     rope_dim: int = 0
     stored_as: str | None = None
+    state_shapes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one state of all layers of a recurrent group."""
+        return len(self.layers) * sum(map(math.prod, self.state_shapes)) * self.dtype_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one position takes over all layers of the group: K and V, or what is both."""
+        """Bytes one position takes over all layers of the group: K and V, or what is both; none
+        where a state stands for all of them."""
         num_sides = 1 if self.kind is LayerKind.LATENT else 2
         num_elements = num_sides * len(self.layers) * self.num_kv_heads * self.head_dim
         return num_elements * self.dtype_bytes
@@ -68,23 +86,47 @@ class CacheSpec:
         return next((group.stored_as for group in self.groups if group.stored_as), None)
 
     @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one state in all groups together."""
+        return sum(group.bytes_per_state for group in self.recurrent)
+
+    @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page: of all groups together, since a page id is the same in each."""
-        return sum(self.pool_bytes_per_page.values())
+        """Bytes of one page of positions in all groups together, states aside."""
+        return sum(self.paged_bytes_per_page.values())
 
     @property
     def pool_bytes_per_page(self) -> dict[PoolName, int]:
         """Bytes of one page, by pool."""
-        sizes = dict.fromkeys((group.pool for group in self.groups), 0)
-        for group in self.groups:
+        return self.paged_bytes_per_page | {g.pool: g.bytes_per_state for g in self.recurrent}
+
+    @property
+    def paged_bytes_per_page(self) -> dict[PoolName, int]:
+        """Bytes of one page, by pool whose pages are of positions."""
+        paged = [group for group in self.groups if group.kind is not LayerKind.RECURRENT]
+        sizes = dict.fromkeys((group.pool for group in paged), 0)
+        for group in paged:
             sizes[group.pool] += group.bytes_per_token * self.page_size
         return sizes
+
+    @property
+    def recurrent(self) -> tuple[LayerGroup, ...]:
+        """The groups that keep states."""
+        return tuple(group for group in self.groups if group.kind is LayerKind.RECURRENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much a server holds: pages per pool (page 0 included) and rows (row 0 excluded)."""
+    """How much a server holds: pages per pool (page 0 included) and rows (row 0 excluded).
+
+    `num_states`: pages of the recurrent pool, which is not among the others, page 0 included.
+    """
 
     num_pages: Mapping[PoolName, int]
     num_rows: int
     max_context_len: int
+    num_states: int = 0
+
+    def pool_pages(self, spec: CacheSpec) -> dict[PoolName, int]:
+        """Pages of every pool, that of states included."""
+        return dict(self.num_pages) | {group.pool: self.num_states for group in spec.recurrent}

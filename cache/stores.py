@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cache.components import Component, components_of
+from cache.components import Component, RecurrentState, components_of
 from cache.ledger import Ledger
 from cache.pages import Allocation, PageAllocator
 from cache.radix import RadixCache
@@ -16,13 +16,16 @@ from cache.types import NULL_PAGE, Holder, PoolName, pages_for
 
 @dataclass(frozen=True, slots=True)
 class KVStores:
-    """`forgetful`: the components whose pages go while their session goes on. `quarantined`: per
-    pool, the pages that are never used again."""
+    """`forgetful`: the components whose pages go while their session goes on. `recurrent`: the one
+    of them whose pages are states, if there is one; `paged`: the ledgers of all others.
+    `quarantined`: per pool, the pages that are never used again."""
 
     page_size: int
     components: tuple[Component, ...]
     forgetful: tuple[Component, ...]
+    recurrent: RecurrentState | None
     ledgers: Mapping[PoolName, Ledger]
+    paged: Mapping[PoolName, Ledger]
     allocators: Mapping[PoolName, PageAllocator]
     rows: ReqToTokenPool
     tree: RadixCache
@@ -46,8 +49,12 @@ class KVStores:
                 wrong: ids that are no page of the pool, or come twice, are passed over.
         """
         components = components_of(spec)
+        recurrent = [c for c in components if isinstance(c, RecurrentState)]
+        if len(recurrent) > 1 or len(recurrent) == len(components):
+            raise ValueError("states of one kind are kept, beside layers that keep every position")
         pools = [component.pool for component in components]
-        ledgers = {pool: Ledger(pool, capacity.num_pages[pool]) for pool in pools}
+        num_pages = capacity.pool_pages(spec)
+        ledgers = {pool: Ledger(pool, num_pages[pool]) for pool in pools}
         allocators = {pool: PageAllocator(ledgers[pool], allocation) for pool in pools}
         row_pages = pages_for(capacity.max_context_len, spec.page_size)
         quarantined = {
@@ -57,7 +64,9 @@ class KVStores:
             page_size=spec.page_size,
             components=components,
             forgetful=tuple(component for component in components if component.forgets),
+            recurrent=recurrent[0] if recurrent else None,
             ledgers=ledgers,
+            paged={c.pool: ledgers[c.pool] for c in components if c not in recurrent},
             allocators=allocators,
             rows=ReqToTokenPool(capacity.num_rows, row_pages, pools),
             tree=RadixCache(spec.page_size, ledgers, components),

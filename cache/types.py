@@ -87,6 +87,20 @@ class TableWrite(NamedTuple):
     pages: Pages
 
 
+@dataclass(frozen=True, slots=True)
+class StateMoves:
+    """What one forward does to the recurrent state of a row.
+
+    `source`: the page with the state it goes on from, or `NULL_PAGE` at the beginning of a session,
+    where the state is zero. `targets`: (length, page) pairs, ascending: where the state after so
+    many tokens goes. The last one is the end of the row; one before it is wanted as a snapshot. No
+    target is read by any forward launched before, so every state a forward has read stays as it is.
+    """
+
+    source: int
+    targets: tuple[tuple[int, int], ...]
+
+
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages needed to hold `num_tokens` positions."""
     return -(-num_tokens // page_size)

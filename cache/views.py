@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cache.ledger import Ledger
 from cache.session_slot import SessionSlot
 from cache.types import (
     Namespace,
@@ -39,6 +40,15 @@ class Headroom(NamedTuple):
     free_pages: Mapping[PoolName, int]
     evictable_pages: Mapping[PoolName, int]
     free_rows: int
+
+    @classmethod
+    def of(cls, ledgers: Mapping[PoolName, Ledger], free_rows: int) -> Headroom:
+        """What the books say now. O(pools)."""
+        return cls(
+            free_pages={pool: ledger.num_free for pool, ledger in ledgers.items()},
+            evictable_pages={pool: ledger.num_evictable for pool, ledger in ledgers.items()},
+            free_rows=free_rows,
+        )
 
     def pages(self, pool: PoolName) -> int:
         """What `grow` can buy from one pool."""

@@ -77,11 +77,8 @@ def build_engine(settings: Settings) -> EngineAssembly:
         loaded.plan.kv_bytes / 2**20,
         loaded.plan.reason,
     )
-    for pool, num_bytes in loaded.plan.pool_bytes.items():
-        num_pages = capacity.num_pages[pool]
-        num_tokens = (num_pages - 1) * loaded.spec.page_size
-        line = "kv pool=%s pages=%d tokens=%d mib=%.1f"
-        _LOG.info(line, pool, num_pages, num_tokens, num_bytes / 2**20)
+    _log_pools(loaded)
+    speculation = _possible_speculation(settings, loaded)
     engine = Engine(
         SessionAwareCache(loaded.spec, capacity, pinned_quota_pages=quota),
         EngineSettings(
@@ -93,15 +90,35 @@ def build_engine(settings: Settings) -> EngineAssembly:
             max_sessions=settings.sessions.max_sessions * 2,
             chunk_tokens=settings.engine.chunked_prefill_size,
             num_in_flight=2 if settings.engine.overlap else 1,
-            speculation=_speculation(settings),
+            speculation=speculation,
             memory=MemoryPolicy(settings.cache.memory_check, settings.cache.probe_interval_s),
         ),
         stopwatch=time.perf_counter,
     )
-    warm_up(loaded.runner, _speculation(settings))
+    warm_up(loaded.runner, speculation)
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
     return EngineAssembly(engine, loaded.runner, _ready(loaded, engine, eos_token_ids))
+
+
+def _log_pools(loaded: LoadedRunner) -> None:
+    capacity, spec = loaded.plan.capacity, loaded.spec
+    for pool, num_pages in capacity.num_pages.items():
+        num_tokens = (num_pages - 1) * spec.page_size
+        line = "kv pool=%s pages=%d tokens=%d mib=%.1f"
+        _LOG.info(line, pool, num_pages, num_tokens, loaded.plan.pool_bytes[pool] / 2**20)
+    if num_states := capacity.num_states:
+        mib = num_states * spec.bytes_per_state / 2**20
+        _LOG.info("kv states=%d rows=%d mib=%.1f", num_states, capacity.num_rows, mib)
+
+
+def _possible_speculation(settings: Settings, loaded: LoadedRunner) -> Speculation:
+    """What was asked for, as far as the model's layers allow it."""
+    wanted = _speculation(settings)
+    if wanted.num_drafts and loaded.plan.capacity.num_states:
+        _LOG.warning("speculation is off: recurrent layers cannot take back a token guessed wrong")
+        return Speculation()
+    return wanted
 
 
 def _speculation(settings: Settings) -> Speculation:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cache.pool.base import KvPages
 from cache.pool.page_table import PageTable
-from cache.types import PoolName
+from cache.types import PoolName, StateMoves
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,15 @@ class Span:
     """One row's share of a flat batch: positions [start, start + num_tokens) of row `row`.
 
     They are tokens [offset, offset + num_tokens) of the batch. Everything before `start` is in
-    the pool already.
+    the pool already. `states`: what it does to the row's recurrent state; None where no layer has
+    one, and for padding.
     """
 
     row: int
     start: int
     num_tokens: int
     offset: int
+    states: StateMoves | None = None
 
     @property
     def end(self) -> int:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from cache.types import RowId, TableWrite, Tokens, TurnId
+from cache.types import RowId, StateMoves, TableWrite, Tokens, TurnId
 from session_server.core.sampling import SamplingParams, TokenLogprob
 
 
@@ -61,6 +61,7 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
     from one `SamplingStart` to the next.
     `score`: prompt positions whose successor's logprob is wanted, None for none.
     `incarnation` counts admissions of the turn; results of an older one are dropped.
+    `states`: where its recurrent state comes from and goes to; None where no layer has one.
     """
 
     turn_id: TurnId
@@ -74,6 +75,7 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
     score: ScoreRange | None = None
     num_drafts: int = 0
     drafts: Tokens | None = None
+    states: StateMoves | None = None
 
 
 class Probe(msgspec.Struct, frozen=True, gc=False):

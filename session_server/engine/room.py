@@ -33,6 +33,8 @@ class TurnRoom:
         )
         most_pages = []
         for component in cache.stores.components:
+            if component.pool not in cache.stores.paged:
+                continue  # a row comes with its states
             most = component.running_pages(row_pages, ahead)
             usable = cache.stores.ledgers[component.pool].num_pages - 1
             usable -= cache.pinned_quota()[component.pool]

@@ -53,7 +53,7 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def headroom_pages(self) -> PoolPages:
         """See `SchedulerView`."""
-        ledgers = self.cache.stores.ledgers.values()
+        ledgers = self.cache.stores.paged.values()
         return tuple([ledger.num_free + ledger.num_evictable for ledger in ledgers])
 
     @property
@@ -89,8 +89,9 @@ class LiveRunning(msgspec.Struct, gc=False):
         """See `RunningTurn`."""
         cache, missing = self.view.cache, max(0, self.num_uncomputed - self.num_spare)
         num_pages = pages_for(missing, cache.stores.page_size)
-        private = cache.slot(self.session_id).private_pages.values()
-        room = zip(self.view.most_pages, private, strict=True)
+        private = cache.slot(self.session_id).private_pages
+        held_of = [private[pool] for pool in cache.stores.paged]
+        room = zip(self.view.most_pages, held_of, strict=True)
         return tuple(min(num_pages, max(0, most - held)) for most, held in room)
 
 
@@ -129,7 +130,7 @@ class LiveWaiting(msgspec.Struct, gc=False):
         history = cache.tokens(self.session_id, 0, self.turn.request.base_len)
         tokens = np.concatenate((history, self.turn.uncommitted_tokens()))
         match = cache.peek(tokens[: self._reusable_len() + 1], slot.namespace)
-        evictable = [match.evictable_pages[pool] for pool in cache.stores.ledgers]
+        evictable = [match.evictable_pages[pool] for pool in cache.stores.paged]
         return self._quote(match.matched_len, evictable)
 
     def _reusable_len(self) -> int:

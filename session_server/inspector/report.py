@@ -66,8 +66,8 @@ class ModelFigures:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """`dtype`: of what is stored. `bytes_per_token`: over all layers of the pool. `pages`: the
-    padding page included.
+    """`dtype`: of what is stored. `bytes_per_token`: over all layers of the pool, 0 where a page is
+    a state. `pages`: the padding page included.
     """
 
     name: str
@@ -166,7 +166,8 @@ def session_figures(found: Survey, length: int) -> SessionFigures:
     }
     page_bytes = found.spec.pool_bytes_per_page
     # Page 0 of every pool is padding.
-    fitting = min((capacity.num_pages[pool] - 1) // num for pool, num in pages.items())
+    held = capacity.pool_pages(found.spec)
+    fitting = min((held[pool] - 1) // num for pool, num in pages.items())
     is_too_long = length > capacity.max_context_len
     return SessionFigures(
         length=length,
@@ -222,13 +223,13 @@ def _figures(layer: LayerConfig) -> LayerFigures:
 
 
 def _pools(found: Survey) -> tuple[PoolFigures, ...]:
-    page_size, num_pages = found.spec.page_size, found.plan.capacity.num_pages
+    page_size, num_pages = found.spec.page_size, found.plan.capacity.pool_pages(found.spec)
     return tuple(
         PoolFigures(
             name=str(group.pool),
             kind=group.kind.value,
             window=group.window,
-            dtype=group.stored_as or found.dtype,
+            dtype="float32" if group.state_shapes else group.stored_as or found.dtype,
             num_layers=len(group.layers),
             bytes_per_token=group.bytes_per_token,
             page_size=page_size,

@@ -13,6 +13,7 @@ from torch.nn import functional
 from cache.types import PoolName
 from session_server.attention.base import AttentionPlan
 from session_server.attention.mla import MlaPlan
+from session_server.attention.recurrent import RecurrentPlan
 from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.layers.linear import Linear
 from session_server.models.layers.norm import RmsNorm
@@ -25,18 +26,18 @@ class Mixer(Protocol):
     def __call__(self, x: Tensor, phases: Tensor, attention: Any) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden].
 
-        `phases`: rotations of the positions. `attention`: the plan of the pool that the layer
-        stores to, in the form that its kind of layer asks.
+        `phases`: rotations of the positions, if it has any. `attention`: the plan of the pool that
+        the layer stores to, in the form that its kind of layer asks.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """What stands around a mixer or an ffn; None where a family has no norm."""
+    """What stands around a mixer or an ffn; None where a family has nothing there."""
 
     before: RmsNorm | None
-    after: RmsNorm | None
+    after: Callable[[Tensor], Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,11 @@ class Decoder:
         # Rounded as the embedding is: families are trained with the rounded factor.
         self._scale = torch.tensor(config.embedding_scale, dtype=embedding.dtype).item()
         mixers = [layer.mixer for layer in config.layers]
-        kinds = list(dict.fromkeys((mixer.rope, mixer.rope_dim) for mixer in mixers))
+        turned = [(m.rope, m.rope_dim) for m in mixers if m.rope is not None]
+        kinds = list(dict.fromkeys(turned))
         self._ropes = tuple(Rope(rope, size, device=embedding.device) for rope, size in kinds)
-        of_layers = [kinds.index((mixer.rope, mixer.rope_dim)) for mixer in mixers]
+        # Layers that rotate nothing are given the positions, which stand last.
+        of_layers = [-1 if m.rope is None else kinds.index((m.rope, m.rope_dim)) for m in mixers]
         pools = [mixer.pool for mixer in mixers]
         self._layers = tuple(zip(layers, of_layers, pools, strict=True))
 
@@ -103,7 +106,7 @@ class Decoder:
         token_ids: Tensor,
         positions: Tensor,
         *,
-        attention: Mapping[PoolName, AttentionPlan | MlaPlan],
+        attention: Mapping[PoolName, AttentionPlan | MlaPlan | RecurrentPlan],
         wanted: Tensor | None,
     ) -> Tensor:
         """Run all layers, and write the KV of every token.
@@ -120,7 +123,7 @@ class Decoder:
         hidden = functional.embedding(token_ids, self._embedding)
         if self._scale != 1.0:
             hidden.mul_(self._scale)
-        phases = [rope.phases(positions) for rope in self._ropes]
+        phases = [*[rope.phases(positions) for rope in self._ropes], positions]
         for layer, rope, pool in self._layers:
             norms = layer.mixer_norms
             x = hidden if norms.before is None else norms.before(hidden)

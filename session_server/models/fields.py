@@ -94,19 +94,9 @@ def layer_windows(
         window: of the layers that have one. One as wide as the context is none.
         is_windowed: whether a layer, counted from 0, has one where nothing says it.
     """
-    num_layers = integer(raw, "num_hidden_layers")
-    types = raw.get("layer_types")
-    if types is None:
-        types = [
-            "sliding_attention" if is_windowed(index) else "full_attention"
-            for index in range(num_layers)
-        ]
-    if len(types) != num_layers:
-        raise CheckpointError(f"config.json: {num_layers} layers, and {len(types)} layer_types")
-    unknown = sorted({str(name) for name in types} - _WINDOWED.keys())
-    if unknown:
-        known = ", ".join(_WINDOWED)
-        raise UnsupportedModel(f"layer_types {', '.join(unknown)}: not implemented; known: {known}")
+    indices = range(integer(raw, "num_hidden_layers"))
+    unsaid = ["sliding_attention" if is_windowed(i) else "full_attention" for i in indices]
+    types = layer_types(raw, unsaid, _WINDOWED)
     if window is not None and window >= context_len(raw):
         window = None
     return [window if _WINDOWED[name] else None for name in types]
@@ -123,6 +113,26 @@ def windowed_layers(
         LayerConfig(full if window is None else replace(windowed, window=window), ffn)
         for window in windows
     ]
+
+
+def layer_types(raw: RawConfig, unsaid: list[str], known: Iterable[str]) -> list[str]:
+    """What every layer is (v5).
+
+    Args:
+        raw: the configuration.
+        unsaid: what they are where it has no `layer_types`.
+        known: those that the family may have.
+    """
+    types = raw.get("layer_types") or unsaid
+    if len(types) != len(unsaid):
+        raise CheckpointError(f"config.json: {len(unsaid)} layers, and {len(types)} layer_types")
+    names = tuple(known)
+    unknown = sorted({str(name) for name in types} - set(names))
+    if unknown:
+        raise UnsupportedModel(
+            f"layer_types {', '.join(unknown)}: not implemented; known: {', '.join(names)}"
+        )
+    return list(types)
 
 
 def rope_of(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0) -> RopeConfig:

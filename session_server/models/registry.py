@@ -14,7 +14,16 @@ from typing import Final
 
 from session_server.models.config import ModelConfig
 from session_server.models.errors import CheckpointError, UnsupportedModel
-from session_server.models.families import deepseek, dense, experts, gemma, olmo3
+from session_server.models.families import (
+    deepseek,
+    dense,
+    experts,
+    gemma,
+    granite,
+    lfm2,
+    olmo3,
+    qwen3_5,
+)
 from session_server.models.fields import RawConfig
 
 FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = MappingProxyType(
@@ -24,11 +33,14 @@ FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = MappingProxy
         "gemma2": gemma.gemma2,
         "gemma3_text": gemma.gemma3,
         "gpt_oss": experts.gpt_oss,
+        "granitemoehybrid": granite.granite,
+        "lfm2": lfm2.lfm2,
         "llama": dense.llama,
         "mistral": dense.mistral,
         "olmo3": olmo3.olmo3,
         "qwen2": dense.qwen2,
         "qwen3": dense.qwen3,
+        "qwen3_5_text": qwen3_5.qwen3_5,
         "qwen3_moe": experts.qwen3_moe,
     }
 )

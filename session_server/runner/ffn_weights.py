@@ -31,7 +31,7 @@ def take_ffn(
     """
     if isinstance(ffn, MlpConfig):
         return _dense(ffn, hidden, tensors, prefix)
-    router, experts = _LAYOUTS[ffn.layout]
+    router, inner, beside, experts = _LAYOUTS[ffn.layout]
     weight = tensors.take(f"{prefix}{router}.weight", ffn.num_experts, hidden)
     bias = tensors.take(f"{prefix}{router}.bias", ffn.num_experts) if ffn.router_bias else None
     correction = None
@@ -40,24 +40,26 @@ def take_ffn(
         correction = tensors.take_as(torch.float32, name, ffn.num_experts)
     shared = None
     if ffn.shared is not None:
-        shared = _dense(ffn.shared, hidden, tensors, f"{prefix}shared_experts.")
+        shared = _dense(ffn.shared, hidden, tensors, f"{prefix}{beside}")
     return MixtureOfExperts(
         Router(make_linear(weight, bias), ffn, correction),
-        list(experts(ffn, hidden, tensors, f"{prefix}experts.")),
+        list(experts(ffn, hidden, tensors, prefix + inner)),
         shared,
     )
 
 
 def _dense(mlp: MlpConfig, hidden: int, tensors: Tensors, prefix: str) -> GatedMlp:
     inner = mlp.intermediate_size
+    *sides, down = mlp.layout.value
+    size = 2 * inner // len(sides)
 
     def fused(kind: str, *inputs: int) -> Tensor:
-        sides = (tensors.take(f"{prefix}{s}_proj.{kind}", inner, *inputs) for s in ("gate", "up"))
-        return joined(tuple(sides))
+        parts = (tensors.take(f"{prefix}{name}.{kind}", size, *inputs) for name in sides)
+        return joined(tuple(parts))
 
     gate_up = make_linear(fused("weight", hidden), fused("bias") if mlp.bias else None)
-    weight = tensors.take(f"{prefix}down_proj.weight", hidden, inner)
-    bias = tensors.take(f"{prefix}down_proj.bias", hidden) if mlp.bias else None
+    weight = tensors.take(f"{prefix}{down}.weight", hidden, inner)
+    bias = tensors.take(f"{prefix}{down}.bias", hidden) if mlp.bias else None
     return GatedMlp(gate_up, make_linear(weight, bias), make_gate(mlp.gate))
 
 
@@ -67,9 +69,23 @@ def _qwen_experts(moe: MoeConfig, hidden: int, tensors: Tensors, prefix: str) ->
         for index in range(moe.num_experts):
             yield _dense(moe.expert, hidden, tensors, f"{prefix}{index}.")
         return
+    yield from _stacked(moe, hidden, tensors, (f"{prefix}gate_up_proj", f"{prefix}down_proj"))
+
+
+def _granite_experts(
+    moe: MoeConfig, hidden: int, tensors: Tensors, prefix: str
+) -> Iterator[GatedMlp]:
+    names = (f"{prefix}input_linear.weight", f"{prefix}output_linear.weight")
+    return _stacked(moe, hidden, tensors, names)
+
+
+def _stacked(
+    moe: MoeConfig, hidden: int, tensors: Tensors, names: tuple[str, str]
+) -> Iterator[GatedMlp]:
+    """Experts in two tensors, gates before ups."""
     inner = moe.expert.intermediate_size
-    gate_up = tensors.take(f"{prefix}gate_up_proj", moe.num_experts, 2 * inner, hidden)
-    down = tensors.take(f"{prefix}down_proj", moe.num_experts, hidden, inner)
+    gate_up = tensors.take(names[0], moe.num_experts, 2 * inner, hidden)
+    down = tensors.take(names[1], moe.num_experts, hidden, inner)
     for of_gate_up, of_down in zip(gate_up, down, strict=True):
         yield GatedMlp(make_linear(of_gate_up), make_linear(of_down), make_gate(moe.expert.gate))
 
@@ -105,10 +121,16 @@ def _gate_first(rows: Tensor) -> Tensor:
 
 _TakeExperts = Callable[[MoeConfig, int, Tensors, str], Iterator[GatedMlp]]
 
-_LAYOUTS: Final[Mapping[ExpertLayout, tuple[str, _TakeExperts]]] = MappingProxyType(
+_LAYOUTS: Final[Mapping[ExpertLayout, tuple[str, str, str, _TakeExperts]]] = MappingProxyType(
     {
-        ExpertLayout.QWEN: ("gate", _qwen_experts),
-        ExpertLayout.GPT_OSS: ("router", _gpt_oss_experts),
+        ExpertLayout.QWEN: ("gate", "experts.", "shared_experts.", _qwen_experts),
+        ExpertLayout.GRANITE: (
+            "block_sparse_moe.router.layer",
+            "block_sparse_moe.",
+            "shared_mlp.",
+            _granite_experts,
+        ),
+        ExpertLayout.GPT_OSS: ("router", "experts.", "", _gpt_oss_experts),
     }
 )
-"""What the router is called, and who reads the experts."""
+"""What the router is called, the experts and what stands beside them, and who reads the experts."""

@@ -143,7 +143,7 @@ def _lay_out(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[i
     for index in order:
         row = rows[index]
         assert row.num_tokens > 0, "a row computes something"
-        spans.append((Span(row.row, row.start, row.num_tokens, offset), index))
+        spans.append((Span(row.row, row.start, row.num_tokens, offset, row.states), index))
         offsets[index] = offset
         offset += row.num_tokens
     return spans, offsets

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from cache.spec import CacheSpec
-from session_server.models.config import DTypeName, ModelConfig
+from session_server.models.config import STATE_POOL, DTypeName, ModelConfig
 from session_server.models.errors import DraftMismatch
 from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, MemoryLimits, measure_capacity
@@ -155,6 +155,8 @@ def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -
             f"{cannot} over {max_context_len} tokens: its own context has "
             f"{of_draft.max_context_len}; shorten the context to that"
         )
+    if STATE_POOL in of_model.pools or STATE_POOL in of_draft.pools:
+        raise DraftMismatch(f"{cannot}: recurrent layers cannot take back a wrong guess")
     for pool in of_draft.pools:
         # Its KV lies under the model's page ids, and is released when the model's is.
         if pool not in of_model.pools:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from cache.pool.base import KvPages
 from cache.pool.page_table import PageTable
-from cache.spec import CacheSpec, Capacity
+from cache.pool.recurrent import StatePool
+from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName, TableWrite, pages_for
 from session_server.core.batch import Batch, PendingStep
 from session_server.models.config import DTypeName
@@ -69,7 +70,9 @@ class ModelRunner:
         device, page_size, num_rows = decoder.device, spec.page_size, capacity.num_rows
         max_pages = pages_for(capacity.max_context_len, page_size)
         self._tables = {
-            group.pool: PageTable(num_rows, max_pages, device=device) for group in spec.groups
+            group.pool: PageTable(num_rows, max_pages, device=device)
+            for group in spec.groups
+            if group.kind is not LayerKind.RECURRENT
         }
         self._model = PagedDecoder(decoder, spec, capacity, tables=self._tables, backend=backend)
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
@@ -91,6 +94,11 @@ class ModelRunner:
     def pools(self) -> Mapping[PoolName, KvPages]:
         """The model's KV memory."""
         return self._model.pools
+
+    @property
+    def states(self) -> StatePool | None:
+        """Its recurrent states, if it has any."""
+        return self._model.states
 
     @property
     def backend_name(self) -> str:

@@ -13,13 +13,15 @@ from cache.pool.base import KvPages
 from cache.pool.mha import MhaPool
 from cache.pool.mla import MlaPool
 from cache.pool.page_table import PageTable
+from cache.pool.recurrent import StatePool
 from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName
 from session_server.attention.base import AttentionBackend, AttentionRule, BackendFactory
 from session_server.attention.cpu import CpuBackend
 from session_server.attention.mla import MlaBackend, MlaShape
+from session_server.attention.recurrent import RecurrentBackend
 from session_server.attention.reference import ReferenceBackend
-from session_server.models.config import MlaConfig
+from session_server.models.config import AttentionConfig, MlaConfig
 from session_server.models.decoder import Decoder
 from session_server.runner.inputs import ForwardInputs
 
@@ -46,7 +48,7 @@ class PagedDecoder:
     of the same positions under the same page ids, each in memory of its own.
     """
 
-    __slots__ = ("_backends", "backend_name", "decoder", "page_size", "pools")
+    __slots__ = ("_backends", "backend_name", "decoder", "page_size", "pools", "states")
 
     def __init__(
         self,
@@ -83,14 +85,25 @@ class PagedDecoder:
                     read_dtype=decoder.dtype,
                 )
                 for group in spec.groups
+                if group.kind is not LayerKind.RECURRENT
             }
+        )
+        self.states = next(
+            (
+                StatePool(group, num_pages=capacity.num_states, device=device)
+                for group in spec.groups
+                if group.kind is LayerKind.RECURRENT
+            ),
+            None,
         )
         self.backend_name = backend
         if backend == "auto":
             self.backend_name = "cpu" if device.type == "cpu" else "torch"
-        self._backends = {
+        self._backends: dict[PoolName, AttentionBackend | MlaBackend | RecurrentBackend] = {
             name: self._backend(pool, tables[name]) for name, pool in self.pools.items()
         }
+        if self.states is not None:
+            self._backends[self.states.name] = RecurrentBackend(self.states)
 
     def _backend(self, pool: KvPages, table: PageTable) -> AttentionBackend | MlaBackend:
         factory, mixer = _BACKENDS[self.backend_name], self.decoder.config.mixer_of(pool.name)
@@ -99,6 +112,7 @@ class PagedDecoder:
             rule = AttentionRule(mixer.num_heads, mixer.scale)
             shape = MlaShape(mixer.nope_dim, mixer.value_dim)
             return MlaBackend(pool, table, rule, shape, absorbed=factory)
+        assert isinstance(mixer, AttentionConfig), "its pool has pages of positions"
         rule = AttentionRule(mixer.num_heads, mixer.scale, mixer.window, mixer.softcap)
         return factory(pool, table, rule)
 

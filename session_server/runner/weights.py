@@ -11,17 +11,22 @@ from torch import Tensor
 
 from session_server.models.config import (
     AttentionConfig,
+    GatedDeltaConfig,
+    Mamba2Config,
     MlaConfig,
     ModelConfig,
     NormConfig,
     NormPlacement,
     QkNorm,
+    ShortConvConfig,
 )
 from session_server.models.decoder import Decoder, DecoderLayer, Mixer, Norms
 from session_server.models.layers.attention import GqaMixer, GqaWeights
+from session_server.models.layers.gated_delta import GatedDeltaMixer
 from session_server.models.layers.linear import is_packed, make_linear
+from session_server.models.layers.mamba2 import Mamba2Mixer
 from session_server.models.layers.mla import MlaMixer
-from session_server.models.layers.norm import ProjectionNorm, RmsNorm
+from session_server.models.layers.norm import ProjectionNorm, RmsNorm, Scale
 from session_server.models.layers.rope import interleave_pairs
 from session_server.runner.checkpoint import (
     Checkpoint,
@@ -35,6 +40,7 @@ from session_server.runner.checkpoint import (
 from session_server.runner.ffn_weights import take_ffn
 from session_server.runner.host_memory import returned_when_freed
 from session_server.runner.mla_weights import take_mla
+from session_server.runner.recurrent_weights import take_gated_delta, take_mamba2, take_short_conv
 
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -132,7 +138,8 @@ def _build(config: ModelConfig, tensors: Tensors) -> Decoder:
     shape = (config.vocab_size, config.hidden_size)
     embedding = tensors.take(_EMBEDDING, *shape)
     layers = [_layer(config, index, tensors) for index in range(len(config.layers))]
-    norm = RmsNorm(_gain(config.norm, tensors, "model.norm", config.hidden_size), config.norm.eps)
+    gain = _gain(config.norm, tensors, f"model.{config.spelling.final_norm}", config.hidden_size)
+    norm = RmsNorm(gain.mul_(config.norm.final_scale), config.norm.eps)
     head = embedding if config.tied_embeddings else tensors.take(_HEAD, *shape)
     return Decoder(config, embedding=embedding, layers=layers, norm=norm, head=make_linear(head))
 
@@ -145,18 +152,28 @@ def _layer(config: ModelConfig, index: int, tensors: Tensors) -> DecoderLayer:
             return None
         return RmsNorm(_gain(config.norm, tensors, prefix + name, hidden), config.norm.eps)
 
-    names = _NORM_NAMES[config.norm.placement]
+    scale = None if layer.residual_scale == 1.0 else Scale(layer.residual_scale)
+    names = config.spelling.norms or _NORM_NAMES[config.norm.placement]
     return DecoderLayer(
-        mixer_norms=Norms(norm(names[0]), norm(names[1])),
-        mixer=_mixer(config, index, tensors, prefix + "self_attn."),
-        ffn_norms=Norms(norm(names[2]), norm(names[3])),
-        ffn=take_ffn(layer.ffn, hidden, tensors, prefix + "mlp."),
+        mixer_norms=Norms(norm(names[0]), norm(names[1]) or scale),
+        mixer=_mixer(config, index, tensors, prefix),
+        ffn_norms=Norms(norm(names[2]), norm(names[3]) or scale),
+        ffn=take_ffn(layer.ffn, hidden, tensors, prefix + config.spelling.ffn),
     )
 
 
 def _mixer(config: ModelConfig, index: int, tensors: Tensors, prefix: str) -> Mixer:
     mixer = config.layers[index].mixer
     in_pool = config.pools[mixer.pool].index(index)
+    if isinstance(mixer, ShortConvConfig):
+        return take_short_conv(mixer, in_pool, tensors, prefix)
+    if isinstance(mixer, Mamba2Config):
+        weights = take_mamba2(mixer, config, tensors, f"{prefix}mamba.")
+        return Mamba2Mixer(mixer, in_pool, weights)
+    if isinstance(mixer, GatedDeltaConfig):
+        learned = take_gated_delta(mixer, config, tensors, f"{prefix}linear_attn.")
+        return GatedDeltaMixer(mixer, in_pool, learned)
+    prefix += "self_attn."
     if isinstance(mixer, MlaConfig):
         return MlaMixer(mixer, in_pool, take_mla(mixer, config.hidden_size, tensors, prefix))
     return GqaMixer(mixer, in_pool, _gqa(config, mixer, tensors, prefix))
@@ -167,25 +184,34 @@ def _gqa(config: ModelConfig, mixer: AttentionConfig, tensors: Tensors, prefix: 
     sizes = [heads * head_dim for heads in (mixer.num_heads, mixer.num_kv_heads)]
 
     def fused(kind: str, *inputs: int) -> Tensor:
+        num_gated = sizes[0] * (1 + mixer.is_gated)
         q, k, v = (
             tensors.take(f"{prefix}{side}_proj.{kind}", size, *inputs)
-            for side, size in zip("qkv", (*sizes, sizes[1]), strict=True)
+            for side, size in zip("qkv", (num_gated, sizes[1], sizes[1]), strict=True)
         )
-        return joined((interleave_pairs(q, head_dim), interleave_pairs(k, head_dim), v))
+        gates: tuple[Tensor, ...] = ()
+        if mixer.is_gated:
+            # Head by head, its query and then its gate.
+            of_heads = q.view(mixer.num_heads, 2, head_dim, *inputs)
+            q, gate = (of_heads[:, side].reshape(sizes[0], *inputs) for side in (0, 1))
+            gates = (gate,)
+        q, k = (interleave_pairs(side, head_dim, mixer.rope_dim) for side in (q, k))
+        return joined((q, k, v, *gates))
 
     qkv = make_linear(fused("weight", hidden), fused("bias") if mixer.qkv_bias else None)
-    weight = tensors.take(f"{prefix}o_proj.weight", hidden, sizes[0])
-    bias = tensors.take(f"{prefix}o_proj.bias", hidden) if mixer.output_bias else None
+    output = f"{prefix}{config.spelling.attention_output}"
+    weight = tensors.take(f"{output}.weight", hidden, sizes[0])
+    bias = tensors.take(f"{output}.bias", hidden) if mixer.output_bias else None
     return GqaWeights(
         qkv=qkv,
         output=make_linear(weight, bias),
-        qk_norm=_qk_norm(config.norm, mixer, tensors, prefix),
+        qk_norm=_qk_norm(config.norm, mixer, tensors, prefix + config.spelling.qk_norm),
         sinks=tensors.take(f"{prefix}sinks", mixer.num_heads) if mixer.has_sinks else None,
     )
 
 
 def _qk_norm(
-    norm: NormConfig, mixer: AttentionConfig, tensors: Tensors, prefix: str
+    norm: NormConfig, mixer: AttentionConfig, tensors: Tensors, names: str
 ) -> RmsNorm | ProjectionNorm | None:
     if mixer.qk_norm is QkNorm.NONE:
         return None
@@ -193,8 +219,9 @@ def _qk_norm(
     by_head = mixer.qk_norm is QkNorm.HEAD
     q, k = (
         interleave_pairs(
-            _gain(norm, tensors, f"{prefix}{side}_norm", mixer.head_dim * (1 if by_head else num)),
+            _gain(norm, tensors, names.format(side), mixer.head_dim * (1 if by_head else num)),
             mixer.head_dim,
+            mixer.rope_dim,
         )
         for side, num in zip("qk", heads, strict=True)
     )

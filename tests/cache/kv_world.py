@@ -6,7 +6,8 @@ forward reads each earlier cell through the *device's* page table, which knows o
 taken from the last tag. An aliased page, a stale tail, a wrong prefix, a lost delta or a late write
 changes a tag. `marks` counts the interesting things that happened.
 
-Pools of several kinds hold the same tags; of a window, those that the next forward reads.
+Pools of several kinds hold the same tags; of a window, those that the next forward reads. A state
+is the tag of the last token in it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from cache.types import PoolName, RowId
 
 POOL = PoolName("full")
 WINDOW_POOL = PoolName("window")
+STATE_POOL = PoolName("state")
 WINDOW = 6
 NAMESPACES = (Namespace("alice", "model"), Namespace("bob", "model"))
 NUM_TOKEN_IDS = 3
@@ -51,11 +53,14 @@ NUM_TOKEN_IDS = 3
 FULL_GROUP = LayerGroup(POOL, LayerKind.FULL, (0, 1), num_kv_heads=1, head_dim=4, dtype_bytes=4)
 WINDOW_GROUP = LayerGroup(WINDOW_POOL, LayerKind.WINDOW, (2,), 1, 4, 4, window=WINDOW)
 
-Mixture = Literal["full", "full + window", "window"]
+STATE_GROUP = LayerGroup(STATE_POOL, LayerKind.RECURRENT, (3,), 0, 0, 4, state_shapes=((2, 3),))
+
+Mixture = Literal["full", "full + window", "window", "full + recurrent"]
 MIXTURES: dict[Mixture, tuple[LayerGroup, ...]] = {
     "full": (FULL_GROUP,),
     "full + window": (FULL_GROUP, WINDOW_GROUP),
     "window": (WINDOW_GROUP,),
+    "full + recurrent": (FULL_GROUP, STATE_GROUP),
 }
 
 
@@ -68,6 +73,7 @@ def make_cache(
     page_size: int = 4,
     *,
     num_pages: int = 33,
+    num_states: int = 33,
     num_rows: int = 4,
     pinned_quota_pages: int = 0,
     max_context_len: int = 512,
@@ -76,8 +82,8 @@ def make_cache(
 ) -> SessionAwareCache:
     """A small cache; by default the page freed last is reused first, so that mistakes alias."""
     spec = make_spec(page_size, mixture)
-    pages = {group.pool: num_pages for group in spec.groups}
-    capacity = Capacity(pages, num_rows, max_context_len)
+    pages = {group.pool: num_pages for group in spec.groups if group != STATE_GROUP}
+    capacity = Capacity(pages, num_rows, max_context_len, num_states)
     return SessionAwareCache(
         spec,
         capacity,
@@ -135,7 +141,9 @@ class World:
                 pool: np.zeros((ledger.num_pages, self.page_size), np.int64)
                 for pool, ledger in stores.ledgers.items()
             },
-            tables={pool: np.zeros(shape, np.int32) for pool in stores.ledgers},
+            tables={
+                pool: np.zeros(shape, np.int32) for pool in stores.ledgers if pool != STATE_POOL
+            },
         )
 
     @property
@@ -202,6 +210,7 @@ class World:
         history = self.histories[session_id]
         base_len = len(history) if base_len is None else base_len
         before, num_nodes = self.cache.slot(session_id), self._num_nodes()
+        known_len = self._published_len(session_id, [*history[:base_len], *new_tokens])
         self.num_turns += 1
         turn_id = TurnId(f"turn-{self.num_turns}")
         loan = self.cache.begin_turn(
@@ -214,6 +223,8 @@ class World:
         )
         self.device.apply(loan.table_writes)
         self._mark_begin(before, base_len, loan)
+        is_cold, is_stateful = before.state is SlotState.COLD, STATE_POOL in self.device.tags
+        self._mark("match cut back", is_stateful and is_cold and loan.cached_len < known_len)
         self._mark("split", self._num_nodes() > num_nodes)
         if before.state is SlotState.PARKED:
             self._mark("resident extends its match", loan.cached_len > before.committed_len)
@@ -254,7 +265,11 @@ class World:
         end = turn.computed_len + num_tokens
         if not self.make_room(session_id, end):
             return
-        for pool, tags in self.device.tags.items():
+        moves = self.cache.state_moves(turn.turn_id, turn.computed_len, end)
+        for _, page in moves.targets if moves else ():
+            self.device.tags[STATE_POOL][page] = -1
+        for pool in self.device.tables:
+            tags = self.device.tags[pool]
             row = self.cache.stores.rows.entries(pool, self._row(session_id))
             for position in range(turn.computed_len, end):
                 tags[row[position // self.page_size], position % self.page_size] = -1
@@ -308,7 +323,7 @@ class World:
         while True:
             turn = self.turns[session_id]
             before, num_nodes = self.fingerprint(), self._num_nodes()
-            num_published = self._num_tree_pages()
+            num_published, num_snapshots = self._num_tree_pages(), self._num_snapshots()
             try:
                 self.device.apply(self.cache.grow(turn.turn_id, to_len))
             except OutOfPages:
@@ -318,7 +333,8 @@ class World:
                 if self._num_tree_pages() < num_published:
                     self.marks["eviction"] += 1
                     self._mark("long edge trimmed", self._num_nodes() == num_nodes)
-                    self._mark("tombstone", self._has_tombstone())
+                    self._mark("tombstone", self._has_tombstone(WINDOW_POOL))
+                self._mark("snapshot gone", self._num_snapshots() < num_snapshots)
                 return True
             idle = next(self.cache.idle_sessions(), None)
             if idle is not None:
@@ -339,7 +355,10 @@ class World:
             expected = turn.tokens if turn else history
             assert self.cache.tokens(session_id).tolist() == expected, "history differs"
         for component in self.cache.stores.components:
-            self._check_slots(component)
+            if component.pool == STATE_POOL:
+                self._check_states()
+            else:
+                self._check_slots(component)
             self._check_tree(component.pool)
 
     def close_everything(self) -> None:
@@ -371,8 +390,24 @@ class World:
         end = turn.computed_len + count
         tags = chain(self.namespaces[turn.session_id], turn.tokens[:end])
         for component in self.cache.stores.components:
-            self._forward_in(component, turn, tags)
+            if component.pool == STATE_POOL:
+                self._forward_state(turn, tags)
+            else:
+                self._forward_in(component, turn, tags)
         return tags[-1]
+
+    def _forward_state(self, turn: LiveTurn, tags: list[int]) -> None:
+        start, states = turn.computed_len, self.device.tags[STATE_POOL][:, 0]
+        moves = self.cache.state_moves(turn.turn_id, start, len(tags))
+        assert moves is not None
+        assert (moves.source == 0) == (start == 0), "the padding page stands for the beginning"
+        assert not start or states[moves.source] == tags[start - 1], "a state is not of the history"
+        assert moves.targets[-1][0] == len(tags)
+        for length, page in moves.targets:
+            assert start < length
+            assert page not in {0, moves.source}, "a state that may be wanted is overwritten"
+            states[page] = tags[length - 1]
+        self._mark("state on the way", len(moves.targets) > 1)
 
     def _forward_in(self, component: Component, turn: LiveTurn, tags: list[int]) -> None:
         row, pool = self._row(turn.session_id), component.pool
@@ -401,6 +436,22 @@ class World:
                 namespace = self.namespaces[slot.session_id]
                 self._check_cells(component.pool, row, chain(namespace, tokens))
 
+    def _check_states(self) -> None:
+        """What slots keep, and the books' own word for what they may keep."""
+        states = self.device.tags[STATE_POOL][:, 0]
+        for slot in self.cache.inspect_slots():
+            lease = slot.lease
+            if lease is None:
+                continue
+            tags = chain(self.namespaces[slot.session_id], slot.tokens.view().tolist())
+            settled = [n for n in lease.states.lengths if n <= lease.computed_len]
+            for length in settled:
+                assert states[lease.states.at(length)] == tags[length - 1], "a wrong state"
+            assert len(settled) <= (3 if slot.is_active else 1)
+            if length := lease.computed_len:
+                page = lease.state_at(length)
+                assert states[page] == tags[length - 1], "the state to go on from is lost"
+
     def _check_tree(self, pool: PoolName) -> None:
         for namespace, root in self.cache.stores.tree.roots():
             pending: list[tuple[RadixNode, list[int], list[int]]] = [(root, [], [])]
@@ -413,6 +464,11 @@ class World:
                 pending += [(child, tokens, pages) for child in node.children.values()]
 
     def _check_cells(self, pool: PoolName, pages: Sequence[int], tags: list[int]) -> None:
+        if pool == STATE_POOL:
+            for index, page in enumerate(pages):
+                last = (index + 1) * self.page_size - 1
+                assert not page or self.device.tags[pool][page, 0] == tags[last], "a wrong snapshot"
+            return
         for position, tag in enumerate(tags):
             page, offset = pages[position // self.page_size], position % self.page_size
             if page or pool == POOL:
@@ -429,12 +485,32 @@ class World:
         accounts = self.cache.accounts().get(WINDOW_POOL)
         return accounts.free if accounts else 0
 
-    def _has_tombstone(self) -> bool:
-        """Whether an edge has lost a window page and nothing else."""
-        if WINDOW_POOL not in self.cache.stores.ledgers:
+    def _has_tombstone(self, pool: PoolName) -> bool:
+        """Whether an edge has lost a page of a pool and nothing else."""
+        if pool not in self.cache.stores.ledgers:
             return False
         nodes = (node for _, root in self.cache.stores.tree.roots() for node in root.below())
-        return any(not node.pages[WINDOW_POOL].view().all() for node in nodes)
+        return any(not node.pages[pool].view().all() for node in nodes)
+
+    def _num_snapshots(self) -> int:
+        accounts = self.cache.accounts().get(STATE_POOL)
+        return accounts.tree_evictable + accounts.tree_protected if accounts else 0
+
+    def _published_len(self, session_id: SessionId, tokens: Sequence[int]) -> int:
+        """How many of a turn's tokens the tree knows, whole pages, one token left to compute."""
+        roots = dict(self.cache.stores.tree.roots())
+        node, length = roots.get(self.namespaces[session_id]), 0
+        known = np.array(tokens, np.int32)
+        while node is not None and length < len(tokens) - 1:
+            key = known[length : length + self.page_size].tobytes()
+            node = node.children.get(key)
+            if node is not None:
+                edge = node.tokens.view()
+                rest = known[length : length + len(edge)]
+                common = int((rest == edge[: len(rest)]).cumprod().sum())
+                length += min(common, len(tokens) - 1 - length) // self.page_size * self.page_size
+                node = node if common == len(edge) else None
+        return length
 
     def _mark_begin(self, before: SlotView, base_len: int, loan: TurnLoan) -> None:
         session_id = before.session_id

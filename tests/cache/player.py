@@ -38,6 +38,9 @@ MAX_LEN = 64
 NUM_PAGES = {1: 80, 4: 24, 16: 9}
 """Pages of the pool by page size: room for one session of `MAX_LEN` and a bit."""
 
+NUM_STATES = 14
+"""Room for one turn that runs, overshoots and rests on snapshots, and a bit."""
+
 INTERESTING = frozenset(
     {
         "cold match",
@@ -81,6 +84,7 @@ class Player:
         cache = make_cache(
             page_size,
             num_pages=num_pages,
+            num_states=NUM_STATES,
             num_rows=3,
             pinned_quota_pages=num_pages // 4,
             max_context_len=2 * MAX_LEN,

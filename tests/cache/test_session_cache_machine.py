@@ -160,6 +160,26 @@ def test_long_walks_over_layers_that_forget_end_with_every_page_back(
     assert_reached(reached, INTERESTING | FORGETTING)
 
 
+STATEFUL = frozenset({"match cut back", "snapshot gone"})
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_long_walks_over_states_end_with_every_page_back(page_size: int) -> None:
+    reached: Counter[str] = Counter()
+    for seed in range(20):
+        allocation = ALLOCATIONS[seed % 2]
+        player = Player(page_size, allocation=allocation, mixture="full + recurrent")
+        random = Random(seed)
+        for _ in range(300):
+            act(player, random)
+            player.world.check()
+        player.world.close_everything()
+        reached.update(player.world.marks)
+    # A page of one token is never cut, and so has no end inside of a launch to be kept.
+    on_the_way = {"state on the way"} if page_size > 1 else set()
+    assert_reached(reached, INTERESTING | STATEFUL | on_the_way)
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_long_walks_under_pressure_end_with_every_page_back(page_size: int) -> None:
     reached: Counter[str] = Counter()

@@ -219,8 +219,8 @@ FREE_PAGES_ONLY = Mutant(
     "vllm-ascend#16315 (X5)",
     Edit(
         "cache.session_cache:SessionAwareCache.grow",
-        "missing > ledger.num_free + ledger.num_evictable",
-        "missing > ledger.num_free",
+        "count > ledger.num_free + ledger.num_evictable",
+        "count > ledger.num_free",
     ),
 )
 

@@ -35,8 +35,14 @@ LAYERED_FAMILIES: Final = (
     "deepseek_v2_lite",
     "deepseek_v2",
     "deepseek_v3",
+    "lfm2",
+    "granitemoehybrid",
+    "qwen3_5_text",
 )
-"""Families with layers of several kinds: windows, experts, latents, norms in other places."""
+"""Families with layers of several kinds: windows, experts, latents, states, norms elsewhere."""
+
+RECURRENT_FAMILIES: Final = ("lfm2", "granitemoehybrid", "qwen3_5_text")
+"""Those of them that keep states."""
 
 WINDOW: Final = 16
 
@@ -169,6 +175,59 @@ _FAMILY: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "topk_group": 2,
             "attention_bias": True,
         },
+        "lfm2": {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 0.9,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        # Decays by which a state forgets within tens of tokens, and not within one.
+        "granitemoehybrid": {
+            "num_hidden_layers": 4,
+            "layer_types": [
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+                "linear_attention",
+            ],
+            "intermediate_size": 24,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 12,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 10,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+        },
+        "qwen3_5_text": {
+            "num_hidden_layers": 4,
+            "layer_types": [
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+                "linear_attention",
+            ],
+            "head_dim": 16,
+            "attention_bias": True,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 10,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
     }
 )
 
@@ -199,7 +258,10 @@ def write_checkpoint(
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 # Gemma stores how far its gains are from one.
-                parameter.copy_(0.3 * noise + (0 if family.startswith("gemma") else 1))
+                adds_one = family.startswith("gemma") or (
+                    family == "qwen3_5_text" and "linear_attn" not in name
+                )
+                parameter.copy_(0.3 * noise + (0 if adds_one else 1))
             elif name.endswith("sinks"):
                 parameter.copy_(noise)
             else:

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from cache.spec import Capacity
-from cache.types import PoolName, RowId, TableWrite, Tokens, TurnId, pages_for
+from cache.types import PoolName, RowId, StateMoves, TableWrite, Tokens, TurnId, pages_for
 from session_server.core.batch import Batch, BatchRow, SamplingStart, ScoreRange
 from session_server.core.sampling import SamplingParams
-from session_server.models.config import ModelConfig
+from session_server.models.config import STATE_POOL, ModelConfig
 from session_server.runner.model_runner import ModelRunner
 
 PIECES = (20, 1, 1, 18, 1, 19)
 NUM_TURNS = 5
 ANSWER_LEN = 4
+STATES_PER_ROW = 3
 MAX_LEN = 640
 NUM_ROWS = 4
 
@@ -41,14 +42,18 @@ class Layout(Enum):
 def capacity(config: ModelConfig, page_size: int) -> Capacity:
     """Room for `NUM_ROWS` rows of `MAX_LEN` tokens in every pool."""
     num_pages = NUM_ROWS * pages_for(MAX_LEN, page_size) + 1
-    return Capacity(dict.fromkeys(config.pools, num_pages), NUM_ROWS, MAX_LEN)
+    num_states = NUM_ROWS * STATES_PER_ROW + 1
+    return Capacity(dict.fromkeys(config.pools, num_pages), NUM_ROWS, MAX_LEN, num_states)
 
 
 def pool_pages(
     config: ModelConfig, layout: Layout, page_size: int
 ) -> dict[PoolName, dict[int, list[int]]]:
-    """Pages of every row in every pool; scattered, no two pools have them in the same order."""
-    return {pool: row_pages(layout, page_size, seed=i) for i, pool in enumerate(config.pools)}
+    """Pages of every row in every pool but that of states; scattered, no two pools have them in the
+    same order.
+    """
+    pools = [pool for pool in config.pools if pool != STATE_POOL]
+    return {pool: row_pages(layout, page_size, seed=i) for i, pool in enumerate(pools)}
 
 
 def row_pages(layout: Layout, page_size: int, *, seed: int = 0) -> dict[int, list[int]]:
@@ -77,6 +82,7 @@ class Conversation:
     answers: dict[int, int] = field(default_factory=dict)
     logits: dict[int, Tensor] = field(default_factory=dict)
     is_unseen: bool = False
+    state: int = 0
 
     def next_piece(self) -> bool:
         """Append the next piece of input when the answer is complete; False at the end."""
@@ -159,6 +165,13 @@ class Drive:
         # A token the device sampled in the launch before is left for the device to fill in.
         is_unseen = session.is_unseen and num_tokens == 1 and is_last
         session.is_unseen = is_last
+        end, before = start + num_tokens, session.state
+        last_whole = end - end % self.page_size
+        first = 1 + (session.row - 1) * STATES_PER_ROW
+        unused = [page for page in range(first, first + STATES_PER_ROW) if page != before]
+        lengths = (last_whole, end) if start < last_whole < end else (end,)
+        moves = StateMoves(before, tuple(zip(lengths, unused, strict=False)))
+        session.state = moves.targets[-1][1]
         greedy = SamplingStart(SamplingParams(temperature=0.0), 0, 0, NO_TOKENS, NO_TOKENS)
         return BatchRow(
             turn_id=TurnId(f"turn-{session.row}"),
@@ -170,4 +183,5 @@ class Drive:
             sample=is_last,
             sampling=greedy if start == 0 else None,
             score=ScoreRange(start, np.zeros(num_tokens, dtype=np.int32), 0),
+            states=moves,
         )

@@ -22,6 +22,7 @@ from session_server.engine.settings import EngineSettings, MemoryCheck, MemoryPo
 from session_server.engine.stats import Counters
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
+from session_server.runner.model_runner import ModelRunner
 from tests.oracle.checkpoints import VOCAB_SIZE
 
 NUM_OUTPUTS = 6
@@ -93,13 +94,10 @@ class Setup:
         )
 
 
-def run_talks(
-    setup: Setup, directory: Path, talks: list[Talk], *, draft: Path | None = None
-) -> Counters:
-    """Hold all talks at once, each sending its next turn as soon as the last has ended.
-
-    Returns the engine's totals. `draft`: the checkpoint that guesses.
-    """
+def load_engine(
+    setup: Setup, directory: Path, *, draft: Path | None = None
+) -> tuple[ModelRunner, Engine]:
+    """A runner and the engine that plans for it; the books are recounted in every step."""
     loaded = load_runner(
         directory,
         RunnerOptions(
@@ -120,7 +118,17 @@ def run_talks(
         speculation=setup.speculation,
         memory=MemoryPolicy(MemoryCheck.STRICT),
     )
-    engine = Engine(SessionAwareCache(loaded.spec, loaded.plan.capacity), settings)
+    return loaded.runner, Engine(SessionAwareCache(loaded.spec, loaded.plan.capacity), settings)
+
+
+def run_talks(
+    setup: Setup, directory: Path, talks: list[Talk], *, draft: Path | None = None
+) -> Counters:
+    """Hold all talks at once, each sending its next turn as soon as the last has ended.
+
+    Returns the engine's totals. `draft`: the checkpoint that guesses.
+    """
+    runner, engine = load_engine(setup, directory, draft=draft)
     by_id = {talk.session_id: talk for talk in talks}
     commands: list[EngineCommand] = [
         OpenSession(session_id=talk.session_id, tenant_salt="t") for talk in talks
@@ -130,16 +138,16 @@ def run_talks(
     num_live = len(talks)
     for step in range(MAX_STEPS):
         # With overlap a result is settled only after the next launch was planned without it.
-        results = [in_flight.popleft()] if len(in_flight) >= settings.num_in_flight else []
+        results = [in_flight.popleft()] if len(in_flight) >= 1 + setup.overlap else []
         outcome = engine.step(step * 0.01, commands, results)
         commands = []
         if outcome.batch is not None:
-            in_flight.append(loaded.runner.launch(outcome.batch).wait())
+            in_flight.append(runner.launch(outcome.batch).wait())
         elif in_flight:
             late = engine.step(step * 0.01, [], [in_flight.popleft()])
             outcome.events.extend(late.events)
             if late.batch is not None:
-                in_flight.append(loaded.runner.launch(late.batch).wait())
+                in_flight.append(runner.launch(late.batch).wait())
         for event in outcome.events:
             match event:
                 case TokensProduced(turn_id=turn_id):

@@ -22,6 +22,7 @@ from session_server.runner.weights import load_decoder
 from tests.oracle.checkpoints import (
     FAMILIES,
     LAYERED_FAMILIES,
+    RECURRENT_FAMILIES,
     VOCAB_SIZE,
     to_mxfp4,
     to_v4_style,
@@ -74,7 +75,7 @@ def test_five_turns_in_company_are_what_transformers_computes(
         assert_like_reference(talk, references[case.family])
 
 
-@pytest.mark.parametrize("family", LAYERED_FAMILIES)
+@pytest.mark.parametrize("family", [f for f in LAYERED_FAMILIES if f not in RECURRENT_FAMILIES])
 def test_a_model_that_guesses_for_itself_is_right_in_every_pool(
     family: str, checkpoints: Mapping[str, Path], references: Mapping[str, Reference]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cache.types import Pages, RowId, TableWrite, Tokens, TurnId
+from cache.types import Pages, RowId, StateMoves, TableWrite, Tokens, TurnId
 from session_server.core.batch import Batch, BatchRow, RowResult, SamplingStart, ScoreRange
 from session_server.core.sampling import SamplingParams
 from session_server.runner.model_runner import ModelRunner
@@ -24,6 +24,7 @@ class Rows:
         self.page_size = page_size
         self.pages_per_row = pages_per_row
         self._placed: set[int] = set()
+        self._state: dict[int, int] = {}
         self._step = 0
 
     def row(
@@ -60,7 +61,16 @@ class Rows:
             score=score,
             num_drafts=num_drafts,
             drafts=None if isinstance(drafts, int) else drafts,
+            states=self._moves(row, start, start + num_certain + num_drafts),
         )
+
+    def _moves(self, row: int, start: int, end: int) -> StateMoves | None:
+        """Two pages of the recurrent pool that take turns."""
+        if self.runner.states is None:
+            return None
+        source = self._state[row] if start else 0
+        self._state[row] = 2 * row if source == 2 * row - 1 else 2 * row - 1
+        return StateMoves(source, ((end, self._state[row]),))
 
     def batch(self, *rows: BatchRow, writes: tuple[TableWrite, ...] = ()) -> Batch:
         """The next batch, with the pages of rows that are new."""

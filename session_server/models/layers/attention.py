@@ -17,7 +17,8 @@ from session_server.models.layers.rope import Rope
 class GqaWeights:
     """What one attention layer has learned.
 
-    `qkv`: [hidden] -> [(q_heads + 2 * kv_heads) * head_dim], rotary pairs adjacent. `output`:
+    `qkv`: [hidden] -> [(q_heads + 2 * kv_heads) * head_dim], rotary pairs adjacent; behind them the
+    gates of `q_heads`, where there are some. `output`:
     [q_heads * head_dim] -> [hidden]. `qk_norm`: of Q and K heads together, by head (weight
     [q_heads + kv_heads, head_dim]) or over whole projections. `sinks`: [q_heads].
     """
@@ -54,6 +55,11 @@ class GqaMixer:
         rotated = qkv[:, :num_rotated]
         if weights.qk_norm is not None:
             weights.qk_norm.apply_(rotated)
-        Rope.rotate_(rotated, phases)
-        q, kv = qkv[:, :num_heads], qkv[:, num_heads:]
-        return weights.output(attention.attend(self._layer, q, kv, weights.sinks))
+        if config.rope is not None:
+            Rope.rotate_(rotated[..., : config.rope_dim], phases)
+        num_stored = num_rotated + config.num_kv_heads
+        q, kv, gates = qkv[:, :num_heads], qkv[:, num_heads:num_stored], qkv[:, num_stored:]
+        mixed = attention.attend(self._layer, q, kv, weights.sinks)
+        if config.is_gated:
+            mixed = mixed * gates.flatten(1).sigmoid()
+        return weights.output(mixed)

@@ -45,6 +45,19 @@ class RmsNorm:
         x.div_(torch.hypot(length, self._floor)).mul_(self._gain)
 
 
+class Scale:
+    """A factor, where others have a norm."""
+
+    __slots__ = ("_factor",)
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply in place."""
+        return x.mul_(self._factor)
+
+
 class ProjectionNorm:
     """Q and K, each normalised over all of its heads together."""
 

@@ -52,13 +52,20 @@ class Rope:
         heads.copy_(torch.view_as_real(pairs * phases).flatten(-2))
 
 
-def interleave_pairs(rows: Tensor, head_dim: int) -> Tensor:
+def interleave_pairs(rows: Tensor, head_dim: int, rope_dim: int | None = None) -> Tensor:
     """Reorder the outputs of a Q or K projection so that rotary pairs are neighbours.
 
     Args:
         rows: [heads * head_dim, ...], head after head, halves paired.
         head_dim: size of one head.
+        rope_dim: elements that are rotated, the first ones of a head; None for all.
     """
+    if rope_dim is not None and rope_dim < head_dim:
+        heads = rows.clone().view(-1, head_dim, *rows.shape[1:])
+        rotated = heads[:, :rope_dim]
+        turned = interleave_pairs(rotated.flatten(0, 1), rope_dim)
+        rotated.copy_(turned.view(rotated.shape))
+        return heads.view(rows.shape)
     halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 

@@ -1,0 +1,248 @@
+"""Where the recurrent states of a forward come from and go to.
+
+Once per step the rows' `StateMoves` become a `RecurrentPlan`: index tensors for what all rows can
+do in one call, and segments for what a row has to do by itself. Nothing a forward reads is written
+by it, so states before it stay what they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cache.pool.recurrent import StatePool
+from cache.types import NULL_PAGE, NULL_ROW, StateMoves
+from session_server.attention.base import AttentionMeta, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens [offset, offset + num_tokens) of a batch, all of one row.
+
+    The state before them lies in page `source` (zero if that is the padding page), and the one
+    after them belongs in page `target`. Segments of a row follow each other.
+    """
+
+    offset: int
+    num_tokens: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Rows of one token; they are the first of a batch. Pages int64 [rows].
+
+    `fresh`: int64 [n], those of them that begin a session, None without any.
+    """
+
+    num_rows: int
+    sources: Tensor
+    targets: Tensor
+    fresh: Tensor | None
+
+    def past(self, states: Tensor) -> Tensor:
+        """The states [rows, *shape] of the rows, from one part [pages, *shape]."""
+        past = states.index_select(0, self.sources)
+        return past if self.fresh is None else past.index_fill_(0, self.fresh, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A batch in which the last inputs before every row stand in front of it.
+
+    `length`: of the whole. int64 positions in it: `past` of those last inputs, row after row;
+    `tokens` of the batch's tokens, and `before[i]` of what came i + 1 inputs before each of them;
+    `tails` of the last inputs of every target. `fresh`: the rows that begin a session.
+    """
+
+    length: int
+    sources: Tensor
+    fresh: Tensor | None
+    targets: Tensor
+    past: Tensor
+    tokens: Tensor
+    before: tuple[Tensor, ...]
+    tails: Tensor
+
+
+class Recurrence(Protocol):
+    """How a state takes in tokens."""
+
+    def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """One token of each of n rows.
+
+        Args:
+            state: float32 [n, *shape], may be overwritten.
+            inputs: [n, ...] each.
+
+        Returns:
+            What comes out, [n, ...], and the states after.
+        """
+        ...
+
+    def scan(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of one row: state [*shape], inputs [tokens, ...], out [tokens, ...]."""
+        ...
+
+
+class RecurrentPlan:
+    """One forward's states, for every layer of a pool. The first part of a layer's state is the
+    last inputs of its convolution: [pages, width - 1, channels], oldest first.
+    """
+
+    __slots__ = ("_padded", "_pool", "segments", "steps")
+
+    def __init__(
+        self, pool: StatePool, steps: Steps, segments: tuple[Segment, ...], padded: Padded | None
+    ) -> None:
+        """`padded`: None where every row has one token."""
+        self._pool = pool
+        self._padded = padded
+        self.steps = steps
+        self.segments = segments
+
+    def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
+        """A causal convolution of every channel by itself, over the tokens of each row.
+
+        Args:
+            layer: index within the pool.
+            x: [tokens, channels].
+            taps: [width, channels], the one of a token itself last.
+            bias: [channels].
+
+        Returns:
+            [tokens, channels].
+        """
+        y = self._step(layer, x, taps) if self._padded is None else self._pass(layer, x, taps)
+        return y if bias is None else y.add_(bias)
+
+    def recur(self, layer: int, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
+        """Take in the tokens of all rows, in the second part of a layer's state.
+
+        Args:
+            layer: index within the pool.
+            recurrence: of the layer.
+            inputs: [tokens, ...] each.
+
+        Returns:
+            What comes out, [tokens, ...].
+        """
+        states, num_steps = self._pool.parts[layer][1], self.steps.num_rows
+        outputs = []
+        if num_steps:
+            past = self.steps.past(states)
+            out, after = recurrence.step(past, *(of_all[:num_steps] for of_all in inputs))
+            states.index_copy_(0, self.steps.targets, after)
+            outputs.append(out)
+        for segment in self.segments:
+            before = states[segment.source]
+            if segment.source == NULL_PAGE:
+                before = torch.zeros_like(before)
+            first, end = segment.offset, segment.offset + segment.num_tokens
+            out, after = recurrence.scan(before, *(of_all[first:end] for of_all in inputs))
+            states[segment.target] = after
+            outputs.append(out)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _step(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
+        history = self._pool.parts[layer][0]
+        seen = torch.cat((self.steps.past(history), x.unsqueeze(1)), dim=1)
+        history.index_copy_(0, self.steps.targets, seen[:, 1:])
+        return (seen * taps).sum(dim=1).to(x.dtype)
+
+    def _pass(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
+        padded, history = self._padded, self._pool.parts[layer][0]
+        assert padded is not None
+        past = history.index_select(0, padded.sources)
+        if padded.fresh is not None:
+            past.index_fill_(0, padded.fresh, 0.0)
+        inputs = past.new_empty((padded.length, x.shape[1]))
+        inputs.index_copy_(0, padded.past, past.flatten(0, 1))
+        inputs.index_copy_(0, padded.tokens, x.float())
+        y = x * taps[-1]
+        for index, before in enumerate(padded.before, 2):
+            y.addcmul_(inputs.index_select(0, before).to(x.dtype), taps[-index])
+        tails = inputs.index_select(0, padded.tails).view(-1, *history.shape[1:])
+        history.index_copy_(0, padded.targets, tails)
+        return y
+
+
+class RecurrentBackend:
+    """Plans forwards over one pool of states."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: StatePool) -> None:
+        self._pool = pool
+
+    def plan(self, meta: AttentionMeta) -> RecurrentPlan:
+        """Prepare one forward."""
+        spans = meta.spans
+        moves = [_moves(span) for span in spans]
+        num_steps = sum(span.num_tokens == 1 for span in spans)
+        segments = tuple(
+            segment
+            for span, of_span in zip(spans[num_steps:], moves[num_steps:], strict=True)
+            for segment in _segments(span, of_span)
+        )
+        padded = None if num_steps == len(spans) else self._padded(spans, moves)
+        return RecurrentPlan(self._pool, self._steps(moves[:num_steps]), segments, padded)
+
+    def _steps(self, moves: list[StateMoves]) -> Steps:
+        sources = [of_row.source for of_row in moves]
+        targets = [of_row.targets[-1][1] for of_row in moves]
+        before, after = self._ints(sources + targets).view(2, -1).unbind(0)
+        return Steps(len(moves), before, after, self._fresh(sources))
+
+    def _padded(self, spans: tuple[Span, ...], moves: list[StateMoves]) -> Padded:
+        num_past = self._pool.parts[0][0].shape[1]
+        past: list[int] = []
+        tokens: list[int] = []
+        tails: list[int] = []
+        end = 0
+        for span, of_span in zip(spans, moves, strict=True):
+            begin = end + num_past
+            past += range(end, begin)
+            end = begin + span.num_tokens
+            tokens += range(begin, end)
+            for length, _ in of_span.targets:
+                after = begin + length - span.start
+                tails += range(after - num_past, after)
+        at = self._ints(tokens)
+        return Padded(
+            length=end,
+            sources=self._ints([of_span.source for of_span in moves]),
+            fresh=self._fresh([of_span.source for of_span in moves]),
+            targets=self._ints([page for of_span in moves for _, page in of_span.targets]),
+            past=self._ints(past),
+            tokens=at,
+            before=tuple(at - back for back in range(1, num_past + 1)),
+            tails=self._ints(tails),
+        )
+
+    def _fresh(self, sources: list[int]) -> Tensor | None:
+        fresh = [index for index, page in enumerate(sources) if page == NULL_PAGE]
+        return self._ints(fresh) if fresh else None
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._pool.device)
+
+
+def _moves(span: Span) -> StateMoves:
+    if span.states is not None:
+        return span.states
+    assert span.row == NULL_ROW, "only padding has no state"
+    return StateMoves(NULL_PAGE, ((span.end, NULL_PAGE),))
+
+
+def _segments(span: Span, moves: StateMoves) -> list[Segment]:
+    segments, start, source = [], span.start, moves.source
+    for length, target in moves.targets:
+        offset = span.offset + start - span.start
+        segments.append(Segment(offset, length - start, source, target))
+        start, source = length, target
+    return segments

@@ -1,0 +1,109 @@
+"""`granitemoehybrid`: Mamba2 between layers of attention, with experts or without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from session_server.models import fields
+from session_server.models.config import (
+    AttentionConfig,
+    ExpertLayout,
+    LayerConfig,
+    Mamba2Config,
+    MixerConfig,
+    MlpConfig,
+    MlpLayout,
+    ModelConfig,
+    MoeConfig,
+    NormConfig,
+    Spelling,
+)
+from session_server.models.errors import CheckpointError, UnsupportedModel
+from session_server.models.fields import RawConfig
+
+_IS_MAMBA: Final[Mapping[str, bool]] = MappingProxyType(
+    {"linear_attention": True, "full_attention": False, "mamba": True, "attention": False}
+)
+"""v5 calls layers by its own names, v4 by those of the family."""
+
+
+def granite(raw: RawConfig) -> ModelConfig:
+    """Granite 4 (IBM 2025): attention that knows no positions as a rule, and factors on embeddings,
+    scores, residuals and logits.
+    """
+    mixers: dict[bool, MixerConfig] = {True: _mamba2(raw), False: _attention(raw)}
+    unsaid = ["linear_attention"] * fields.integer(raw, "num_hidden_layers")
+    ffn, scale = _ffn(raw), float(raw.get("residual_multiplier") or 1.0)
+    layers = [
+        LayerConfig(mixers[_IS_MAMBA[name]], ffn, scale)
+        for name in fields.layer_types(raw, unsaid, _IS_MAMBA)
+    ]
+    if not any(isinstance(layer.mixer, AttentionConfig) for layer in layers):
+        raise UnsupportedModel("a model without a layer of attention is not implemented")
+    norm = NormConfig(
+        float(raw.get("rms_norm_eps", 1e-6)),
+        final_scale=1.0 / float(raw.get("logits_scaling") or 1.0),
+    )
+    return replace(
+        fields.model(raw, layers, norm),
+        embedding_scale=float(raw.get("embedding_multiplier") or 1.0),
+        spelling=Spelling(ffn="" if isinstance(ffn, MoeConfig) else "shared_mlp."),
+    )
+
+
+def _attention(raw: RawConfig) -> AttentionConfig:
+    fields.refuse_unless(raw, "position_embedding_type", "rope", "nope")
+    is_rotated = raw.get("position_embedding_type") == "rope"
+    bias = bool(raw.get("attention_bias", False))
+    mixer = fields.attention(raw, fields.one_rope(raw))
+    return replace(
+        mixer,
+        rope=mixer.rope if is_rotated else None,
+        scale=float(raw.get("attention_multiplier") or 1.0),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _mamba2(raw: RawConfig) -> Mamba2Config:
+    inner = int(raw.get("mamba_expand", 2) * fields.integer(raw, "hidden_size"))
+    num_heads = fields.integer({"mamba_n_heads": 128, **raw}, "mamba_n_heads")
+    head_dim = raw.get("mamba_d_head", "auto")
+    if head_dim != "auto" and head_dim * num_heads != inner:
+        raise CheckpointError(
+            f"config.json: {num_heads} Mamba heads of {head_dim} are not {inner} elements"
+        )
+    low, high = raw.get("time_step_limit") or (0.0, math.inf)
+    return Mamba2Config(
+        num_heads=num_heads,
+        head_dim=inner // num_heads,
+        num_groups=fields.integer({"mamba_n_groups": 1, **raw}, "mamba_n_groups"),
+        state_size=fields.integer({"mamba_d_state": 256, **raw}, "mamba_d_state"),
+        width=fields.integer({"mamba_d_conv": 4, **raw}, "mamba_d_conv"),
+        step_limits=(_bound(low), _bound(high)),
+        conv_bias=bool(raw.get("mamba_conv_bias", True)),
+        bias=bool(raw.get("mamba_proj_bias", False)),
+    )
+
+
+def _bound(value: Any) -> float:
+    """v5 writes infinity as an object, since JSON has no number for it."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
+
+
+def _ffn(raw: RawConfig) -> MlpConfig | MoeConfig:
+    shared = replace(fields.silu_mlp(raw, "shared_intermediate_size"), layout=MlpLayout.GRANITE)
+    if not raw.get("num_local_experts", 8):
+        return shared
+    return MoeConfig(
+        num_experts=fields.integer({"num_local_experts": 8, **raw}, "num_local_experts"),
+        num_chosen=fields.integer({"num_experts_per_tok": 2, **raw}, "num_experts_per_tok"),
+        expert=fields.silu_mlp(raw),
+        normalised=True,
+        layout=ExpertLayout.GRANITE,
+        shared=shared,
+    )

@@ -1,0 +1,135 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2025), as Qwen 3.5 has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from session_server.attention.recurrent import RecurrentPlan
+from session_server.models.config import GatedDeltaConfig
+from session_server.models.layers.linear import Linear
+from session_server.models.layers.norm import RmsNorm
+
+CHUNK: Final = 64
+"""Tokens of a row that are taken in at a time; within them the cost is their square."""
+
+_NORM_EPS: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaWeights:
+    """What one layer has learned.
+
+    `inputs`: [hidden] -> [conv + values + 2 * value_heads]: queries, keys and values, the gate, how
+    much is overwritten and how much is forgotten. `taps`: [width, conv], the newest last. float32
+    [value_heads]: `step_bias` and `rates` (negative) of forgetting. `norm`: of [value_dim].
+    `output`: [values] -> [hidden].
+    """
+
+    inputs: Linear
+    taps: Tensor
+    step_bias: Tensor
+    rates: Tensor
+    norm: RmsNorm
+    output: Linear
+
+
+class GatedDeltaMixer:
+    """A convolution, a state per head that is corrected where it is wrong, a norm and a gate."""
+
+    __slots__ = ("_config", "_layer", "_weights")
+
+    def __init__(self, config: GatedDeltaConfig, layer: int, weights: GatedDeltaWeights) -> None:
+        """Args:
+        config: sizes.
+        layer: index of the layer within its pool.
+        weights: of this layer.
+        """
+        self._config = config
+        self._layer = layer
+        self._weights = weights
+
+    def __call__(self, x: Tensor, phases: Tensor, attention: RecurrentPlan) -> Tensor:
+        """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden]."""
+        del phases
+        config, weights, num_tokens = self._config, self._weights, len(x)
+        heads = config.num_value_heads
+        sizes = [config.conv_size, config.values_size, heads, heads]
+        mixed, gate, write, forget = torch.split(weights.inputs(x), sizes, dim=-1)
+        mixed = functional.silu(attention.convolve(self._layer, mixed, weights.taps, None)).float()
+        sizes = [config.keys_size, config.keys_size, config.values_size]
+        q, k, v = torch.split(mixed, sizes, dim=-1)
+        decay = functional.softplus(forget.float() + weights.step_bias) * weights.rates
+        out = attention.recur(
+            self._layer,
+            DeltaRule(),
+            _unit(q.view(num_tokens, config.num_key_heads, -1)) * config.key_dim**-0.5,
+            _unit(k.view(num_tokens, config.num_key_heads, -1)),
+            v.view(num_tokens, heads, -1),
+            decay,
+            write.float().sigmoid(),
+        )
+        gates = functional.silu(gate.float().view(num_tokens, heads, -1))
+        gated = weights.norm(out.to(x.dtype)) * gates
+        return weights.output(gated.to(x.dtype).view(num_tokens, -1))
+
+
+class DeltaRule:
+    """`state = exp(decay) * state`, then `state += k (outer) write * (v - k . state)`; `out = q .
+    state`. A `Recurrence`.
+
+    The state of a head is [key_dim, value_dim]. Inputs, float32: `q`, `k` [n, key_heads, key_dim],
+    of neighbouring value heads; `v` [n, value_heads, value_dim]; `decay` (<= 0) and `write`
+    [n, value_heads].
+    """
+
+    __slots__ = ()
+
+    def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.step`."""
+        q, k, v, decay, write = inputs
+        per_key = v.shape[1] // k.shape[1]
+        q, k = (side.repeat_interleave(per_key, dim=1).unsqueeze(-2) for side in (q, k))
+        state = state.mul_(decay.exp()[:, :, None, None])
+        wrong = v.unsqueeze(-2) - torch.matmul(k, state)
+        state = state.addcmul_(k.transpose(-1, -2), wrong * write[:, :, None, None])
+        return torch.matmul(q, state).squeeze(-2), state
+
+    def scan(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.scan`: chunk by chunk; within one, corrections depend on those before
+        them, which is a triangular system (Yang et al. 2024).
+        """
+        outputs = []
+        for chunk in zip(*(torch.split(of_all, CHUNK) for of_all in inputs), strict=True):
+            out, state = self._chunk(state, *chunk)
+            outputs.append(out)
+        return torch.cat(outputs), state
+
+    def _chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, decay, write = inputs
+        per_key = v.shape[1] // k.shape[1]
+        # [heads, tokens, ...]
+        q, k = (side.repeat_interleave(per_key, dim=1).transpose(0, 1) for side in (q, k))
+        v, write = v.transpose(0, 1), write.t().unsqueeze(-1)
+        since_start = decay.t().cumsum(-1)
+        between = (since_start.unsqueeze(-1) - since_start.unsqueeze(-2)).exp_().tril_()
+        kept = since_start.exp().unsqueeze(-1)
+        wrong = (v - torch.matmul(k, state) * kept) * write
+        overlaps = torch.matmul(k, k.transpose(1, 2)) * between * write
+        corrections = torch.linalg.solve_triangular(
+            overlaps, wrong, upper=False, unitriangular=True
+        )
+        out = torch.matmul(q, state) * kept
+        out += torch.matmul(torch.matmul(q, k.transpose(1, 2)) * between, corrections)
+        to_end = (since_start[:, -1:] - since_start).exp().unsqueeze(-1)
+        state = state * kept[:, -1:] + torch.matmul((k * to_end).transpose(1, 2), corrections)
+        return out.transpose(0, 1), state
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length one, over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)

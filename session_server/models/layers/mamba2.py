@@ -1,0 +1,126 @@
+"""The selective state space of Mamba2 (Dao and Gu 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from session_server.attention.recurrent import RecurrentPlan
+from session_server.models.config import Mamba2Config
+from session_server.models.layers.linear import Linear
+from session_server.models.layers.norm import RmsNorm
+
+CHUNK: Final = 64
+"""Tokens of a row that are taken in at a time. Within a chunk every token looks at all before it,
+which costs its square; from chunk to chunk only the state goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """What one layer has learned.
+
+    `inputs`: [hidden] -> [inner + conv + heads], the gate, what is convolved and the lengths of
+    steps. `taps`: [width, conv], the newest last; `conv_bias`: [conv] or None. float32 [heads]:
+    `step_bias` of the lengths of steps, `rates` of decay, all negative, and `skip`, how much of an
+    input goes around the state. `norm`: of [groups, inner / groups]. `output`: [inner] -> [hidden].
+    """
+
+    inputs: Linear
+    taps: Tensor
+    conv_bias: Tensor | None
+    step_bias: Tensor
+    rates: Tensor
+    skip: Tensor
+    norm: RmsNorm
+    output: Linear
+
+
+class Mamba2Mixer:
+    """A convolution, a state per head that decays by itself, a gate and a norm."""
+
+    __slots__ = ("_config", "_layer", "_weights")
+
+    def __init__(self, config: Mamba2Config, layer: int, weights: Mamba2Weights) -> None:
+        """Args:
+        config: sizes.
+        layer: index of the layer within its pool.
+        weights: of this layer.
+        """
+        self._config = config
+        self._layer = layer
+        self._weights = weights
+
+    def __call__(self, x: Tensor, phases: Tensor, attention: RecurrentPlan) -> Tensor:
+        """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden]."""
+        del phases
+        config, weights, num_tokens = self._config, self._weights, len(x)
+        sizes = [config.inner_size, config.conv_size, config.num_heads]
+        gate, mixed, steps = torch.split(weights.inputs(x), sizes, dim=-1)
+        mixed = attention.convolve(self._layer, mixed, weights.taps, weights.conv_bias)
+        written = config.num_groups * config.state_size
+        sizes = [config.inner_size, written, written]
+        heads, write, read = torch.split(functional.silu(mixed).float(), sizes, dim=-1)
+        heads = heads.view(num_tokens, config.num_heads, config.head_dim)
+        lengths = functional.softplus(steps.float() + weights.step_bias).clamp(*config.step_limits)
+        out = attention.recur(
+            self._layer,
+            StateSpace(),
+            heads * lengths.unsqueeze(-1),
+            lengths * weights.rates,
+            write.view(num_tokens, config.num_groups, config.state_size),
+            read.view(num_tokens, config.num_groups, config.state_size),
+        )
+        out = out.addcmul_(heads, weights.skip.unsqueeze(-1))
+        gated = out.view(num_tokens, -1).mul_(functional.silu(gate.float())).to(x.dtype)
+        normed = weights.norm(gated.view(num_tokens, config.num_groups, -1))
+        return weights.output(normed.view(num_tokens, -1))
+
+
+class StateSpace:
+    """`state = exp(decay) * state + x (outer) write`, `out = state . read`. A `Recurrence`.
+
+    The state of a head is [head_dim, state_size]. Inputs, float32: `x` [n, heads, head_dim],
+    `decay` [n, heads], all <= 0; `write`, `read` [n, groups, state_size], of neighbouring heads.
+    """
+
+    __slots__ = ()
+
+    def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.step`."""
+        x, decay, write, read = inputs
+        per_group = x.shape[1] // write.shape[1]
+        write, read = (side.repeat_interleave(per_group, dim=1) for side in (write, read))
+        state = state.mul_(decay.exp()[:, :, None, None])
+        state = state.addcmul_(x.unsqueeze(-1), write.unsqueeze(-2))
+        return torch.matmul(state, read.unsqueeze(-1)).squeeze(-1), state
+
+    def scan(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.scan`: chunk by chunk, by the duality of state spaces and attention."""
+        outputs = []
+        for chunk in zip(*(torch.split(of_all, CHUNK) for of_all in inputs), strict=True):
+            out, state = self._chunk(state, *chunk)
+            outputs.append(out)
+        return torch.cat(outputs), state
+
+    def _chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        x, decay, write, read = inputs
+        per_group = x.shape[1] // write.shape[1]
+        # [heads, tokens, ...]
+        x, decay = x.transpose(0, 1), decay.t()
+        write, read = (
+            side.repeat_interleave(per_group, dim=1).transpose(0, 1) for side in (write, read)
+        )
+        since_start = decay.cumsum(-1)
+        between = (since_start.unsqueeze(-1) - since_start.unsqueeze(-2)).exp_().tril_()
+        shares = torch.matmul(read, write.transpose(1, 2)).mul_(between)
+        out = torch.matmul(shares, x)
+        from_before = torch.matmul(read, state.transpose(1, 2))
+        out = out.addcmul_(from_before, since_start.exp().unsqueeze(-1))
+        to_end = (since_start[:, -1:] - since_start).exp_().unsqueeze(-1)
+        state = state * since_start[:, -1].exp()[:, None, None]
+        state = state + torch.matmul((x * to_end).transpose(1, 2), write)
+        return out.transpose(0, 1), state

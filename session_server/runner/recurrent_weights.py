@@ -1,0 +1,110 @@
+"""The recurrent mixer of one layer from a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from session_server.models.config import (
+    GatedDeltaConfig,
+    Mamba2Config,
+    ModelConfig,
+    ShortConvConfig,
+)
+from session_server.models.layers.gated_delta import GatedDeltaWeights
+from session_server.models.layers.linear import make_linear
+from session_server.models.layers.mamba2 import Mamba2Weights
+from session_server.models.layers.norm import RmsNorm
+from session_server.models.layers.short_conv import ShortConvMixer, ShortConvWeights
+from session_server.runner.checkpoint import Tensors, joined
+
+
+def take_short_conv(
+    mixer: ShortConvConfig, layer: int, tensors: Tensors, prefix: str
+) -> ShortConvMixer:
+    """Build one.
+
+    Args:
+        mixer: its description.
+        layer: index within its pool.
+        tensors: where the weights are.
+        prefix: of the names of the layer's tensors.
+    """
+    prefix, size = f"{prefix}conv.", mixer.channels
+
+    def bias(name: str, length: int) -> Tensor | None:
+        return tensors.take(f"{prefix}{name}.bias", length) if mixer.bias else None
+
+    inputs = tensors.take(f"{prefix}in_proj.weight", 3 * size, size)
+    output = tensors.take(f"{prefix}out_proj.weight", size, size)
+    weights = ShortConvWeights(
+        inputs=make_linear(inputs, bias("in_proj", 3 * size)),
+        taps=take_taps(tensors, f"{prefix}conv", size, mixer.width),
+        bias=bias("conv", size),
+        output=make_linear(output, bias("out_proj", size)),
+    )
+    return ShortConvMixer(layer, weights)
+
+
+def take_mamba2(
+    mixer: Mamba2Config, config: ModelConfig, tensors: Tensors, prefix: str
+) -> Mamba2Weights:
+    """Build one.
+
+    Args:
+        mixer: its description.
+        config: of the model.
+        tensors: where the weights are.
+        prefix: of their names.
+    """
+    hidden, inner, heads = config.hidden_size, mixer.inner_size, mixer.num_heads
+
+    def bias(name: str, length: int, *, is_there: bool) -> Tensor | None:
+        return tensors.take(f"{prefix}{name}.bias", length) if is_there else None
+
+    num_inputs = inner + mixer.conv_size + heads
+    inputs = tensors.take(f"{prefix}in_proj.weight", num_inputs, hidden)
+    output = tensors.take(f"{prefix}out_proj.weight", hidden, inner)
+    gain = tensors.take(f"{prefix}norm.weight", inner)
+    return Mamba2Weights(
+        inputs=make_linear(inputs, bias("in_proj", num_inputs, is_there=mixer.bias)),
+        taps=take_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.width),
+        conv_bias=bias("conv1d", mixer.conv_size, is_there=mixer.conv_bias),
+        step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
+        rates=_rates(tensors, prefix, heads),
+        skip=tensors.take_as(torch.float32, f"{prefix}D", heads),
+        norm=RmsNorm(gain.view(mixer.num_groups, -1), config.norm.eps),
+        output=make_linear(output, bias("out_proj", hidden, is_there=mixer.bias)),
+    )
+
+
+def take_gated_delta(
+    mixer: GatedDeltaConfig, config: ModelConfig, tensors: Tensors, prefix: str
+) -> GatedDeltaWeights:
+    """Build one; arguments as those of `take_mamba2`."""
+    hidden, heads = config.hidden_size, mixer.num_value_heads
+    sizes = {"qkv": mixer.conv_size, "z": mixer.values_size, "b": heads, "a": heads}
+    inputs = [
+        tensors.take(f"{prefix}in_proj_{name}.weight", size, hidden) for name, size in sizes.items()
+    ]
+    output = tensors.take(f"{prefix}out_proj.weight", hidden, mixer.values_size)
+    gain = tensors.take(f"{prefix}norm.weight", mixer.value_dim)
+    return GatedDeltaWeights(
+        inputs=make_linear(joined(inputs)),
+        taps=take_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.width),
+        step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
+        rates=_rates(tensors, prefix, heads),
+        norm=RmsNorm(gain, config.norm.eps),
+        output=make_linear(output),
+    )
+
+
+def take_taps(tensors: Tensors, name: str, channels: int, width: int) -> Tensor:
+    """A convolution of every channel by itself: [width, channels], the newest last."""
+    return tensors.take(f"{name}.weight", channels, 1, width).squeeze(1).t().contiguous()
+
+
+def _rates(tensors: Tensors, prefix: str, num_heads: int) -> Tensor:
+    """Of decay, negative; a tensor without content would wake the compiler for that."""
+    logs = tensors.take_as(torch.float32, f"{prefix}A_log", num_heads)
+    return logs if logs.is_meta else logs.exp_().neg_()
