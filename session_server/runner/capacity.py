@@ -84,7 +84,7 @@ def measure_capacity(
     )
     sizes = spec.pool_bytes_per_page
     pool_bytes = {pool: num * sizes[pool] for pool, num in capacity.pool_pages(spec).items()}
-    reason = f"{fraction:.0%} of {free / 2**30:.1f} GiB free memory"
+    reason = f"{fraction:.0%} of {free / 2**30:.3g} GiB free memory"
     if (max(capacity.num_pages.values()) - 1) * spec.page_size >= wanted:
         reason = f"room for {wanted} tokens"
     elif budget - sum(pool_bytes.values()) > spec.bytes_per_page:
