@@ -90,12 +90,18 @@ def test_pools_take_the_bytes_that_were_foretold(
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"), [("llama", "auto"), ("gemma2", "bfloat16"), ("deepseek_v3", "float32")]
+    ("family", "kv_dtype"),
+    [
+        ("llama", "auto"),
+        ("gemma2", "bfloat16"),
+        ("deepseek_v3", "float32"),
+        ("granitemoehybrid", "bfloat16"),
+    ],
 )
 def test_a_served_session_holds_the_pages_that_were_foretold(
     family: str, kv_dtype: str, tmp_path: Path
 ) -> None:
-    """Over `/v1/admin/memory`: a dense family, one with windows, and one of latents."""
+    """Over `/v1/admin/memory`: a dense family, and those of windows, latents and states."""
     directory = write_checkpoint(family, tmp_path, vocab_size=512)
     write_model(directory, "chatml")
     settings = Settings(

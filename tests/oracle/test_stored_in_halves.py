@@ -28,7 +28,14 @@ BOUNDS: dict[DTypeName, float] = {"bfloat16": 0.05, "float16": 0.01}
 ROUTED_BOUND = 0.3
 """Of a logit of a model with experts, at most."""
 
-ROUTED = ("gpt_oss", "qwen3_moe", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3")
+ROUTED = (
+    "gpt_oss",
+    "qwen3_moe",
+    "deepseek_v2_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "granitemoehybrid",
+)
 LAYOUTS: list[tuple[int, int, BackendName, Layout]] = [
     (1, 1, "cpu", Layout.SCATTERED),
     (4, 7, "torch", Layout.RUNS),
