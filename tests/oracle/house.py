@@ -8,25 +8,21 @@ from pathlib import Path
 
 import numpy as np
 
-from cache.session_cache import SessionAwareCache
 from session_server.core.batch import StepResult
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
     EngineCommand,
+    FlushCache,
     OpenSession,
     SubmitTurn,
 )
 from session_server.core.events import TokensProduced, TurnFailed, TurnFinished
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams, TokenLogprob
-from session_server.engine.engine import Engine
-from session_server.engine.settings import EngineSettings, MemoryCheck, MemoryPolicy
-from session_server.runner.capacity import MemoryLimits
-from session_server.runner.loader import RunnerOptions, load_runner
 from tests.oracle.checkpoints import VOCAB_SIZE
+from tests.oracle.talks import Setup, load_engine
 
-CHUNK = 7
 MAX_STEPS = 400
 
 
@@ -48,29 +44,12 @@ class Guest:
 
 
 class House:
-    """One engine and its runner; overlapped, so that a cancel finds a launch in flight."""
+    """One engine and its runner; with overlap a cancel finds a launch in flight."""
 
-    def __init__(self, directory: Path, page_size: int, *, max_total_tokens: int = 2048) -> None:
-        loaded = load_runner(
-            directory,
-            RunnerOptions(
-                page_size=page_size,
-                num_rows=4,
-                max_context_len=256,
-                memory=MemoryLimits(max_total_tokens=max_total_tokens),
-            ),
-        )
-        self.cache = SessionAwareCache(loaded.spec, loaded.plan.capacity)
-        settings = EngineSettings(
-            model_fingerprint="detours",
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=(),
-            chunk_tokens=CHUNK,
-            memory=MemoryPolicy(MemoryCheck.STRICT),
-        )
-        self.engine = Engine(self.cache, settings)
-        self.runner = loaded.runner
-        self.rng = np.random.default_rng(page_size)
+    def __init__(self, setup: Setup, directory: Path) -> None:
+        self.runner, self.engine, self.cache = load_engine(setup, directory)
+        self.num_in_flight = 1 + setup.overlap
+        self.rng = np.random.default_rng(setup.page_size)
         self.guests: dict[SessionId, Guest] = {}
         self.in_flight: list[StepResult] = []
         self.has_launched = False
@@ -139,13 +118,17 @@ class House:
         """Take its KV away."""
         self.cache.cool(guest.id)
 
+    def flush(self) -> None:
+        """Take everybody's KV away, and forget what was published."""
+        self._step([FlushCache(request_id=1)])
+
     def close(self, *guests: Guest) -> None:
         """Forget sessions."""
         self._step([CloseSession(session_id=guest.id) for guest in guests])
 
     def assert_empty(self) -> None:
         """Every page and every row is back once the tree gives up what nobody uses."""
-        self.cache.flush()
+        self.flush()
         headroom = self.cache.headroom()
         accounts = self.cache.accounts()
         assert all(headroom.free_pages[p] == a.pages - 1 for p, a in accounts.items())
@@ -157,7 +140,9 @@ class House:
         """One engine step; returns the turns that ended in it."""
         self.num_steps += 1
         # With overlap a result is settled after the next launch was planned without it.
-        is_due = len(self.in_flight) == 2 or (self.in_flight and not self.has_launched)
+        is_due = len(self.in_flight) == self.num_in_flight or (
+            self.in_flight and not self.has_launched
+        )
         results = [self.in_flight.pop(0)] if is_due else []
         outcome = self.engine.step(self.num_steps * 0.01, commands, results)
         self.has_launched = outcome.batch is not None

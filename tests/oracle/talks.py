@@ -96,8 +96,8 @@ class Setup:
 
 def load_engine(
     setup: Setup, directory: Path, *, draft: Path | None = None
-) -> tuple[ModelRunner, Engine]:
-    """A runner and the engine that plans for it; the books are recounted in every step."""
+) -> tuple[ModelRunner, Engine, SessionAwareCache]:
+    """A runner, and the engine that plans for it on a cache that is recounted in every step."""
     loaded = load_runner(
         directory,
         RunnerOptions(
@@ -118,7 +118,8 @@ def load_engine(
         speculation=setup.speculation,
         memory=MemoryPolicy(MemoryCheck.STRICT),
     )
-    return loaded.runner, Engine(SessionAwareCache(loaded.spec, loaded.plan.capacity), settings)
+    cache = SessionAwareCache(loaded.spec, loaded.plan.capacity)
+    return loaded.runner, Engine(cache, settings), cache
 
 
 def run_talks(
@@ -128,7 +129,7 @@ def run_talks(
 
     Returns the engine's totals. `draft`: the checkpoint that guesses.
     """
-    runner, engine = load_engine(setup, directory, draft=draft)
+    runner, engine, _ = load_engine(setup, directory, draft=draft)
     by_id = {talk.session_id: talk for talk in talks}
     commands: list[EngineCommand] = [
         OpenSession(session_id=talk.session_id, tenant_salt="t") for talk in talks

@@ -13,12 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from session_server.core.commands import CancelTurn, SubmitTurn
-from tests.oracle.checkpoints import WINDOW
-from tests.oracle.house import CHUNK, Guest, House
-from tests.oracle.talks import Reference, assert_said
+from session_server.core.commands import CancelTurn
+from tests.oracle.checkpoints import RECURRENT_FAMILIES, WINDOW
+from tests.oracle.house import Guest, House
+from tests.oracle.talks import Reference, Setup, assert_said
 
-FAMILIES = ("qwen3", "gemma3_text", "mistral_window", "deepseek_v3")
+FAMILIES = ("qwen3", "gemma3_text", "mistral_window", "deepseek_v3", *RECURRENT_FAMILIES)
+CHUNK = 7
+SETUPS = [
+    Setup(family, page_size, CHUNK, overlap)
+    for family in FAMILIES
+    for page_size, overlap in ((1, False), (4, False), (4, True), (16, True))
+]
 SHALLOW = 3
 DEPTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1)
 FIRST_LEN = 2 * WINDOW - 2
@@ -67,6 +73,12 @@ def forked(house: House, guest: Guest, depth: int) -> None:
     house.close(fork)
 
 
+def flushed(house: House, guest: Guest, depth: int) -> None:
+    """It speaks on, and nothing is left of anybody's KV."""
+    house.say(guest, depth, 1)
+    house.flush()
+
+
 def cooled(house: House, guest: Guest, depth: int) -> None:
     """It speaks on, loses its KV, and the tree has some of it."""
     house.say(guest, depth, 1)
@@ -85,41 +97,39 @@ DETOURS: tuple[Detour, ...] = (
     cancelled_in_its_prompt,
     rewound,
     forked,
+    flushed,
     cooled,
     cooled_and_rewound,
 )
 
 
 @pytest.mark.parametrize("detour", DETOURS, ids=lambda detour: detour.__name__)
-@pytest.mark.parametrize(("family", "page_size"), list(itertools.product(FAMILIES, (1, 4, 16))))
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_after_a_detour_a_session_goes_on_as_if_it_had_taken_none(
-    *,
-    family: str,
-    page_size: int,
+    setup: Setup,
     detour: Detour,
     checkpoints: Mapping[str, Path],
     references: Mapping[str, Reference],
 ) -> None:
-    house = House(checkpoints[family], page_size)
-    lengths = range(FIRST_LEN, FIRST_LEN + page_size)
+    house = House(setup, checkpoints[setup.family])
+    lengths = range(FIRST_LEN, FIRST_LEN + setup.page_size)
     cases = list(itertools.product(lengths, DEPTHS))
     # Of many, every third: still every length, and every depth at lengths of every kind.
-    for length, depth in cases if page_size < WINDOW else cases[::3]:
+    for length, depth in cases if setup.page_size < WINDOW else cases[::3]:
         guest, other = house.open(), house.open()
         house.say(guest, length - 1, 1)
         house.say(other, SHALLOW, 1)
         detour(house, guest, depth)
-        turns: list[SubmitTurn] = [house.submit(g, SHALLOW, 2) for g in (guest, other)]
-        house.hold(turns)
+        house.hold([house.submit(speaker, SHALLOW, 2) for speaker in (guest, other)])
         for speaker in (guest, other):
             assert len(speaker.said) == 2
-            assert_said(speaker.tokens, speaker.said, references[family])
+            assert_said(speaker.tokens, speaker.said, references[setup.family])
         house.close(guest, other)
     house.assert_empty()
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mistral_window"])
 def test_a_retracted_turn_goes_on_as_if_it_never_was(
     family: str,
     page_size: int,
@@ -127,7 +137,8 @@ def test_a_retracted_turn_goes_on_as_if_it_never_was(
     references: Mapping[str, Reference],
 ) -> None:
     """Where every layer forgets, a session stops growing: nobody is retracted for the others."""
-    house = House(checkpoints[family], page_size, max_total_tokens=2 * FIRST_LEN + 2 * page_size)
+    pool = 2 * (FIRST_LEN + page_size)
+    house = House(Setup(family, page_size, CHUNK, True, pool), checkpoints[family])
     num_retracted = 0
     for length in range(FIRST_LEN, FIRST_LEN + max(4, page_size)):
         guests = [house.open() for _ in range(3)]

@@ -34,18 +34,16 @@ from tests.oracle.record import CHUNKS, PAGE_SIZES, recorded
 from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, run_talks
 from tests.runner.rows import Rows
 
-PIECES = ((20, 1, 1, 18, 1), (7, 5, 1, 9, 3), (1, 33, 2, 1, 4))
+PIECES = ((20, 1, 1, 18, 1, 19), (7, 5, 1, 9, 3), (1, 33, 2, 1, 4))
 
-# Overlap goes on and off so that each page size and each chunk size has both.
 MATRIX = [
-    Setup(family, page_size, chunk, bool(index % 2))
-    for family in LAYERED_FAMILIES
-    for index, (page_size, chunk) in enumerate(itertools.product(PAGE_SIZES, CHUNKS))
+    Setup(*values)
+    for values in itertools.product(LAYERED_FAMILIES, PAGE_SIZES, CHUNKS, (False, True))
 ]
 
 
 def new_talks() -> list[Talk]:
-    """Three sessions of five turns."""
+    """Three sessions, whose turns do not keep step."""
     return [Talk(SessionId(f"s{i}"), p, rng=np.random.default_rng(i)) for i, p in enumerate(PIECES)]
 
 

@@ -43,6 +43,8 @@ LAYOUTS = [
     Layout(None, 1),
     *(Layout(family, size) for family in ("gemma3_text", "mistral_window") for size in (4, 256)),
     Layout("deepseek_v2", 256),
+    Layout("lfm2", 4),
+    Layout("granitemoehybrid", 256),
 ]
 
 
