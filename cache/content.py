@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from cache.checker import Violation
 from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
-from cache.types import NULL_PAGE, PoolName, RowId, SessionId, SlotState, Tokens, pages_for
+from cache.types import (
+    NULL_PAGE,
+    PoolName,
+    RowId,
+    SessionId,
+    SlotState,
+    StateMoves,
+    Tokens,
+    pages_for,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +31,8 @@ class PageContent:
     """What a page of a session has to hold: KV of `tokens`, at positions from `start` on.
 
     `tokens`: int32 [n], a whole page of them or the valid part of the last one. `pages`: where
-    they lie, per pool.
+    they lie, per pool of positions. `states`: the recurrent state before them, and as its target
+    the one kept after them, `NULL_PAGE` if none is; None where no layer has one.
     """
 
     session_id: SessionId
@@ -30,6 +40,7 @@ class PageContent:
     start: int
     tokens: Tokens
     pages: Mapping[PoolName, int]
+    states: StateMoves | None = None
 
 
 class Rotation:
@@ -119,14 +130,15 @@ def _content(cache: SessionAwareCache, slot: SessionSlot, index: int) -> PageCon
     pages = _pages_at(cache, slot, index)
     if not all(pages.values()) or slot.lease.rewound_len(start) < start:
         return None
-    tokens = slot.tokens.copy(start, min(start + cache.stores.page_size, slot.kv_committed_len))
-    return PageContent(slot.session_id, slot.lease.row, start, tokens, pages)
+    end = min(start + cache.stores.page_size, slot.kv_committed_len)
+    tokens, states = slot.tokens.copy(start, end), slot.lease.kept_states(start, end)
+    return PageContent(slot.session_id, slot.lease.row, start, tokens, pages, states)
 
 
 def _pages_at(cache: SessionAwareCache, slot: SessionSlot, index: int) -> Mapping[PoolName, int]:
     assert slot.lease is not None
     rows, row = cache.stores.rows, slot.lease.row
-    return {pool: int(rows.entries(pool, row)[index]) for pool in cache.stores.ledgers}
+    return {pool: int(rows.entries(pool, row)[index]) for pool in cache.stores.paged}
 
 
 def _holders(

@@ -141,19 +141,31 @@ class KVLease:
             return None
         return StateMoves(self.state_at(start), self.states.targets(start, end))
 
+    def kept_states(self, start: int, end: int) -> StateMoves | None:
+        """The states before and after positions [start, end), the latter if it is kept; None where
+        no layer has one.
+        """
+        if self.states.pool is None:
+            return None
+        return StateMoves(self.state_at(start), ((end, self._state_page(end)),))
+
     def state_at(self, length: int) -> int:
         """The page with the state after `length` tokens, its own or a snapshot; `NULL_PAGE` for 0.
 
         Raises:
             AuditFailed: there is none.
         """
+        page = self._state_page(length)
+        if (page == NULL_PAGE) != (length == 0):
+            raise AuditFailed(f"row {self.row}: the state after {length} tokens was let go")
+        return page
+
+    def _state_page(self, length: int) -> int:
         page, stores = self.states.at(length), self._stores
         if page == NULL_PAGE and length and length % stores.page_size == 0:
             assert stores.recurrent is not None, "only a recurrent pool has states"
             entries = stores.rows.entries(stores.recurrent.pool, self.row)
             page = int(entries[length // stores.page_size - 1])
-        if (page == NULL_PAGE) != (length == 0):
-            raise AuditFailed(f"row {self.row}: the state after {length} tokens was let go")
         return page
 
     def grow(self, to_len: int) -> list[TableWrite]:

@@ -83,12 +83,14 @@ class Probe(msgspec.Struct, frozen=True, gc=False):
 
     The runner computes positions [start, start + len(tokens)) of `row` once more, from the KV
     before them, into the padding page, and compares. `tokens`: int32 [n], n <= page_size; `start`
-    is a multiple of page_size. Nobody's KV is written.
+    is a multiple of page_size. Nobody's KV is written. `states`: the recurrent state to begin with,
+    and as its target the one that is compared, unless it is the padding page.
     """
 
     row: RowId
     start: int
     tokens: Tokens
+    states: StateMoves | None = None
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):

@@ -59,7 +59,11 @@ class Prober:
         self._worked_s, self._is_owed = 0.0, False
         self._num_launches = num_launches + 1
         content = self._looking_at = self._rotation.next(self._cache)
-        return None if content is None else Probe(content.row, content.start, content.tokens)
+        return (
+            None
+            if content is None
+            else Probe(content.row, content.start, content.tokens, content.states)
+        )
 
     def settle(self, result: StepResult, now_s: float) -> None:
         """Take in the device's verdict."""

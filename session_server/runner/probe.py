@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from cache.pool.page_table import PageTable
-from cache.types import NULL_PAGE, PoolName
+from cache.pool.recurrent import StatePool
+from cache.types import NULL_PAGE, PoolName, StateMoves
 from session_server.attention.base import AttentionMeta, Span
 from session_server.core.batch import Probe
 from session_server.runner.inputs import ForwardInputs
@@ -50,7 +51,7 @@ def probe_holds(probe: Probe, model: PagedDecoder, tables: Mapping[PoolName, Pag
     assert probe.start % page_size == 0, "a probe starts where a page does"
     positions = torch.arange(probe.start, probe.start + num_tokens).to(device)
     slots = positions - probe.start + NULL_PAGE * page_size
-    span = Span(probe.row, probe.start, num_tokens, 0)
+    span = Span(probe.row, probe.start, num_tokens, 0, _into_padding(probe))
     inputs = ForwardInputs(
         token_ids=torch.from_numpy(probe.tokens).to(device, torch.int64),
         positions=positions,
@@ -67,7 +68,26 @@ def probe_holds(probe: Probe, model: PagedDecoder, tables: Mapping[PoolName, Pag
         page = int(tables[name].pages(probe.row, index + 1)[-1])
         parts = zip(pool.page(NULL_PAGE, num_tokens), pool.page(page, num_tokens), strict=True)
         verdicts += [(deviation(*sides) <= TOLERANCES[pool.dtype]).all() for sides in parts]
+    if model.states is not None and probe.states is not None:
+        verdicts += _state_verdicts(probe.states, model.states, TOLERANCES[model.decoder.dtype])
     return torch.stack(verdicts).all()
+
+
+def _into_padding(probe: Probe) -> StateMoves | None:
+    if probe.states is None:
+        return None
+    end = probe.start + len(probe.tokens)
+    return StateMoves(probe.states.source, ((end, NULL_PAGE),))
+
+
+def _state_verdicts(states: StateMoves, pool: StatePool, tolerance: float) -> list[Tensor]:
+    """Of every part of the state after the page, if it is kept; each layer's is one vector."""
+    ((_, kept),) = states.targets
+    if kept == NULL_PAGE:
+        return []
+    sides = zip(pool.page(NULL_PAGE), pool.page(kept), strict=True)
+    rows = ([side.flatten(1)[:, None, None] for side in part] for part in sides)
+    return [(deviation(*part) <= tolerance).all() for part in rows]
 
 
 def deviation(computed: Tensor, kept: Tensor) -> Tensor:

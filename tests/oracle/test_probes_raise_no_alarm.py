@@ -211,7 +211,15 @@ def test_no_honest_page_in_halves_of_a_model_in_full_is_called_wrong() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("family", "pool_tokens"), [("gemma3_text", 560), ("mistral_window", 480), ("deepseek_v3", 800)]
+    ("family", "pool_tokens"),
+    [
+        ("gemma3_text", 560),
+        ("mistral_window", 480),
+        ("deepseek_v3", 800),
+        ("lfm2", 560),
+        ("granitemoehybrid", 560),
+        ("qwen3_5_text", 560),
+    ],
 )
 def test_no_honest_page_of_another_layout_is_called_wrong(
     family: str, pool_tokens: int, checkpoints: Mapping[str, Path]
