@@ -417,6 +417,16 @@ SESSIONS_SHARE_WHAT_THEY_SAY = Mutant(
     ),
 )
 
+FRESH_STATE_IS_READ = Mutant(
+    "A session begins with what lies in the page of states that stands for none.",
+    "vllm#56524, CVE-2026-53923 (C7)",
+    Edit(
+        "session_server.attention.recurrent:Steps.past",
+        "return past if self.fresh is None else past.index_fill_(0, self.fresh, 0.0)",
+        "return past",
+    ),
+)
+
 BUGS_ARE_TOLD = Mutant(
     "The text of an exception of ours goes to the client.",
     "CVE-2026-22778 (C8)",

@@ -108,7 +108,6 @@ NOT_APPLICABLE = MappingProxyType(
         "A9": "there is no host tier: a cold session is computed again from its tokens",
         "A11": "pages are not cleared, so no stride can be wrong: their users write first",
         "C6": "input is text and token ids only",
-        "C7": "there is no recurrent state yet",
     }
 )
 """Scenarios that nothing here could play, and why."""

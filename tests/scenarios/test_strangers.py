@@ -5,16 +5,21 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
+import torch
 
 from cache.errors import NamespaceMismatch
+from cache.pool.recurrent import StatePool
 from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
-from cache.types import Namespace, PoolName, SessionId, TurnId
+from cache.types import NULL_PAGE, Namespace, PoolName, SessionId, StateMoves, TurnId
+from session_server.attention.base import AttentionMeta, Span
+from session_server.attention.recurrent import RecurrentBackend
 from session_server.core.events import TurnStarted
 from session_server.sessions.salts import TenantSalts
 from tests.engine.bench import Bench, Stage
 from tests.mutants.guards import (
     BUGS_ARE_TOLD,
+    FRESH_STATE_IS_READ,
     HITS_GO_FIRST,
     KEYS_ARE_TRUSTED,
     NAMES_ARE_GLUED,
@@ -153,6 +158,27 @@ def test_c5_told_to_share_no_prefixes_two_sessions_of_one_owner_share_none() -> 
     salts = TenantSalts(bytes(16), share_prefixes=False)
     names = [salts.salt_of(owner, name) for owner in "ab" for name in ("one", "two")]
     assert len(set(names)) == 4
+
+
+@scenario("C7", FRESH_STATE_IS_READ)
+def test_c7_a_state_begins_at_zero_whatever_lay_in_its_pages() -> None:
+    group = LayerGroup(
+        PoolName("state"), LayerKind.RECURRENT, (0,), 0, 0, 4, state_shapes=((3, 2),)
+    )
+    pool = StatePool(group, num_pages=3, device=torch.device("cpu"))
+    backend, taps = RecurrentBackend(pool), torch.ones(4, 2)
+
+    def begin(page: int) -> list[list[float]]:
+        row = Span(1, 0, 1, 0, StateMoves(NULL_PAGE, ((1, page),)))
+        plan = backend.plan(AttentionMeta((row,), {}))
+        said: list[list[float]] = plan.convolve(0, torch.ones(1, 2), taps, None).tolist()
+        return said
+
+    clean = begin(1)
+    for page in range(3):  # the padding page, too: padding writes there
+        for part in pool.page(page):
+            part.fill_(7.0)
+    assert begin(2) == clean
 
 
 @scenario("C8", BUGS_ARE_TOLD)
