@@ -50,7 +50,9 @@ class KVStores:
         """
         components = components_of(spec)
         recurrent = [c for c in components if isinstance(c, RecurrentState)]
-        if len(recurrent) > 1 or len(recurrent) == len(components):
+        others = [c for c in components if c not in recurrent]
+        # A match that both cut would have to be cut in turns until neither does.
+        if recurrent and (len(recurrent) > 1 or not others or any(c.forgets for c in others)):
             raise ValueError("states of one kind are kept, beside layers that keep every position")
         pools = [component.pool for component in components]
         num_pages = capacity.pool_pages(spec)

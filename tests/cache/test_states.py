@@ -25,6 +25,8 @@ from tests.cache.kv_world import (
     NAMESPACES,
     STATE_GROUP,
     STATE_POOL,
+    WINDOW_GROUP,
+    WINDOW_POOL,
     World,
     make_cache,
 )
@@ -261,9 +263,10 @@ def test_guesses_cannot_be_taken_out_of_a_state() -> None:
 
 
 def test_states_stand_beside_pages_of_positions_and_are_of_one_kind() -> None:
-    capacity = Capacity({}, 2, 64, num_states=9)
-    with pytest.raises(ValueError, match="beside layers that keep every position"):
-        SessionAwareCache(CacheSpec((STATE_GROUP,), 4), capacity)
+    capacity = Capacity({WINDOW_POOL: 9}, 2, 64, num_states=9)
+    for groups in ((STATE_GROUP,), (WINDOW_GROUP, STATE_GROUP)):
+        with pytest.raises(ValueError, match="beside layers that keep every position"):
+            SessionAwareCache(CacheSpec(groups, 4), capacity)
 
 
 def test_every_row_comes_with_the_states_it_may_hold() -> None:
