@@ -32,7 +32,7 @@ class GqaWeights:
 class GqaMixer:
     """Grouped-query attention (Ainslie et al. 2023) with fused Q, K and V projections."""
 
-    __slots__ = ("_config", "_layer", "_weights")
+    __slots__ = ("_config", "_layer", "_rope_dim", "_weights")
 
     def __init__(self, config: AttentionConfig, layer: int, weights: GqaWeights) -> None:
         """Args:
@@ -41,6 +41,8 @@ class GqaMixer:
         weights: of this layer.
         """
         self._config = config
+        # Of heads that are rotated in part: a slice of all is not free.
+        self._rope_dim = config.rope.dim if config.rope is not None else None
         self._layer = layer
         self._weights = weights
 
@@ -55,11 +57,13 @@ class GqaMixer:
         rotated = qkv[:, :num_rotated]
         if weights.qk_norm is not None:
             weights.qk_norm.apply_(rotated)
-        if config.rope is not None:
-            Rope.rotate_(rotated[..., : config.rope_dim], phases)
+        if self._rope_dim is not None:
+            Rope.rotate_(rotated[..., : self._rope_dim], phases)
+        elif config.rope is not None:
+            Rope.rotate_(rotated, phases)
         num_stored = num_rotated + config.num_kv_heads
-        q, kv, gates = qkv[:, :num_heads], qkv[:, num_heads:num_stored], qkv[:, num_stored:]
+        q, kv = qkv[:, :num_heads], qkv[:, num_heads:num_stored]
         mixed = attention.attend(self._layer, q, kv, weights.sinks)
         if config.is_gated:
-            mixed = mixed * gates.flatten(1).sigmoid()
+            mixed = mixed * qkv[:, num_stored:].flatten(1).sigmoid()
         return weights.output(mixed)
