@@ -176,8 +176,8 @@ EVERYBODY_IS_RETRACTED = Mutant(
     "vllm-ascend#16315 (X5)",
     Edit(
         "session_server.engine.plan:_Planner._reclaim_for_running",
-        "shortage.ask_pages(t.held_pages)",
-        "shortage.ask_pages(tuple(min(num, 1) for num in t.held_pages))",
+        "if shortage and shortage.ask_pages(t.held_pages)",
+        "if shortage.ask_pages(t.held_pages) or t",
     ),
 )
 
