@@ -41,7 +41,8 @@ class Layout:
 
 LAYOUTS = [
     Layout(None, 1),
-    *(Layout(family, size) for family in ("gemma3_text", "mistral_window") for size in (4, 256)),
+    Layout("gemma3_text", 4),
+    Layout("gemma3_text", 256),
     Layout("deepseek_v2", 256),
     Layout("lfm2", 4),
     Layout("granitemoehybrid", 256),
@@ -293,7 +294,7 @@ def test_health_generate_flush_and_info(http: httpx.Client) -> None:
 
 
 def test_turns_that_were_retracted_say_what_one_request_of_everything_gives(
-    layout: Layout, flags: list[str]
+    flags: list[str],
 ) -> None:
     """A crowd that does not fit: prompts in chunks beside answers, and the youngest give way."""
     pool = str(4 * RETRACTED_TURN_LEN)
@@ -318,9 +319,7 @@ def test_turns_that_were_retracted_say_what_one_request_of_everything_gives(
             for prompt, tokens in zip(prompts, said, strict=True):
                 alone = {"input_ids": prompt, "sampling_params": sampling(len(tokens))}
                 assert http.post("/generate", json=alone).json()["output_ids"] == tokens
-            # Where every layer forgets, a session stops growing: nobody has to give way.
-            if layout.family != "mistral_window":
-                assert num_retractions(http) > 0, "the pools were never short"
+            assert num_retractions(http) > 0, "the pools were never short"
         assert_books_balance(server.url)
         assert server.stop() == 0
 
