@@ -64,23 +64,24 @@ class Component(Protocol):
         ...
 
 
-class FullAttention:
+class _Rules:
+    """What all kinds know: `pool`, whose pages they rule, and how many positions a page has."""
+
+    __slots__ = ("_page_size", "pool")
+
+    def __init__(self, group: LayerGroup, page_size: int) -> None:
+        self.pool: PoolName = group.pool
+        self._page_size = page_size
+
+
+class FullAttention(_Rules):
     """Every position on its own: kept, reused and cut back to any length.
 
     That is K and V of full attention (Vaswani et al. 2017), and the latents of MLA (DeepSeek-AI
     2024), which K and V are made from.
     """
 
-    __slots__ = ("_pool",)
-
-    def __init__(self, group: LayerGroup, page_size: int) -> None:
-        del page_size
-        self._pool = group.pool
-
-    @property
-    def pool(self) -> PoolName:
-        """The pool whose pages it rules."""
-        return self._pool
+    __slots__ = ()
 
     @property
     def forgets(self) -> bool:
@@ -112,23 +113,17 @@ class FullAttention:
         return length
 
 
-class SlidingWindow:
+class SlidingWindow(_Rules):
     """K and V of the last `window` positions (Beltagy et al. 2020): a query sees itself and the
     `window - 1` positions before it.
     """
 
-    __slots__ = ("_page_size", "_pool", "_window")
+    __slots__ = ("_window",)
 
     def __init__(self, group: LayerGroup, page_size: int) -> None:
         assert group.window > 0, "a window sees at least its own position"
-        self._pool = group.pool
+        super().__init__(group, page_size)
         self._window = group.window
-        self._page_size = page_size
-
-    @property
-    def pool(self) -> PoolName:
-        """The pool whose pages it rules."""
-        return self._pool
 
     @property
     def forgets(self) -> bool:
@@ -170,7 +165,7 @@ class SlidingWindow:
         return 0
 
 
-class RecurrentState:
+class RecurrentState(_Rules):
     """A summary of all positions, of fixed size: short convolutions, state space models (Dao and Gu
     2024), gated delta rules (Yang et al. 2025).
 
@@ -178,17 +173,11 @@ class RecurrentState:
     kept: a snapshot. States at other lengths are a lease's own, see `cache.lease_states`.
     """
 
-    __slots__ = ("_page_size", "_pool")
+    __slots__ = ()
 
     def __init__(self, group: LayerGroup, page_size: int) -> None:
         assert group.state_shapes, "a state has parts"
-        self._pool = group.pool
-        self._page_size = page_size
-
-    @property
-    def pool(self) -> PoolName:
-        """The pool whose pages it rules."""
-        return self._pool
+        super().__init__(group, page_size)
 
     @property
     def forgets(self) -> bool:
@@ -243,9 +232,9 @@ def components_of(spec: CacheSpec) -> tuple[Component, ...]:
     return tuple(_RULES[group.kind](group, spec.page_size) for group in groups.values())
 
 
-_Rules = type[FullAttention] | type[SlidingWindow] | type[RecurrentState]
+_Kind = type[FullAttention] | type[SlidingWindow] | type[RecurrentState]
 
-_RULES: Final[Mapping[LayerKind, _Rules]] = MappingProxyType(
+_RULES: Final[Mapping[LayerKind, _Kind]] = MappingProxyType(
     {
         LayerKind.FULL: FullAttention,
         LayerKind.WINDOW: SlidingWindow,

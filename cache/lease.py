@@ -61,11 +61,7 @@ class KVLease:
         self.row: RowId = stores.rows.alloc()
         self.receipt: LockReceipt = stores.tree.lock_root(namespace)
         self.states = LeaseStates(stores)
-        self._private: PagesByPool = {
-            component.pool: []
-            for component in stores.components
-            if component is not stores.recurrent
-        }
+        self._private: PagesByPool = {pool: [] for pool in stores.paged}
         self._mark_len = 0
         self.computed_len = 0
         self.holder = Holder.ACTIVE
