@@ -147,17 +147,7 @@ FORGETTING = frozenset({"rollback to a window", "tombstone", "window slid"})
 def test_long_walks_over_layers_that_forget_end_with_every_page_back(
     page_size: int, mixture: Mixture
 ) -> None:
-    reached: Counter[str] = Counter()
-    for seed in range(30):
-        allocation = ALLOCATIONS[seed % 2]
-        player = Player(page_size, allocation=allocation, mixture=mixture)
-        random = Random(seed)
-        for _ in range(300):
-            act(player, random)
-            player.world.check()
-        player.world.close_everything()
-        reached.update(player.world.marks)
-    assert_reached(reached, INTERESTING | FORGETTING)
+    assert_reached(walk(page_size, mixture), INTERESTING | FORGETTING)
 
 
 STATEFUL = frozenset({"match cut back", "snapshot gone"})
@@ -165,16 +155,7 @@ STATEFUL = frozenset({"match cut back", "snapshot gone"})
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_long_walks_over_states_end_with_every_page_back(page_size: int) -> None:
-    reached: Counter[str] = Counter()
-    for seed in range(20):
-        allocation = ALLOCATIONS[seed % 2]
-        player = Player(page_size, allocation=allocation, mixture="full + recurrent")
-        random = Random(seed)
-        for _ in range(300):
-            act(player, random)
-            player.world.check()
-        player.world.close_everything()
-        reached.update(player.world.marks)
+    reached = walk(page_size, "full + recurrent", num_walks=20)
     # A page of one token is never cut, and so has no end inside of a launch to be kept.
     on_the_way = {"state on the way"} if page_size > 1 else set()
     assert_reached(reached, INTERESTING | STATEFUL | on_the_way)
@@ -182,17 +163,23 @@ def test_long_walks_over_states_end_with_every_page_back(page_size: int) -> None
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_long_walks_under_pressure_end_with_every_page_back(page_size: int) -> None:
+    # With one token per page no page is ever cut, so none is cut and shared.
+    cut_and_shared = {"page shared, not taken back"} if page_size > 1 else set()
+    assert_reached(walk(page_size, "full"), INTERESTING | cut_and_shared)
+
+
+def walk(page_size: int, mixture: Mixture, *, num_walks: int = 30) -> Counter[str]:
+    """Walk through random actions, the world checked after each; how often what was reached."""
     reached: Counter[str] = Counter()
-    for seed in range(30):
-        player, random = Player(page_size, allocation=ALLOCATIONS[seed % 2]), Random(seed)
+    for seed in range(num_walks):
+        player = Player(page_size, allocation=ALLOCATIONS[seed % 2], mixture=mixture)
+        random = Random(seed)
         for _ in range(300):
             act(player, random)
             player.world.check()
         player.world.close_everything()
         reached.update(player.world.marks)
-    # With one token per page no page is ever cut, so none is cut and shared.
-    cut_and_shared = {"page shared, not taken back"} if page_size > 1 else set()
-    assert_reached(reached, INTERESTING | cut_and_shared)
+    return reached
 
 
 def assert_reached(reached: Counter[str], expected: frozenset[str] | set[str]) -> None:

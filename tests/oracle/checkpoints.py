@@ -65,6 +65,17 @@ _SHAPE: Final[Mapping[str, Any]] = MappingProxyType(
         "pad_token_id": None,
     }
 )
+_ONE_ATTENDS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "num_hidden_layers": 4,
+        "layer_types": [
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+            "linear_attention",
+        ],
+    }
+)
 _DEEPSEEK: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "num_key_value_heads": 6,
@@ -186,13 +197,7 @@ _FAMILY: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
         # Decays by which a state forgets within tens of tokens, and not within one.
         "granitemoehybrid": {
-            "num_hidden_layers": 4,
-            "layer_types": [
-                "linear_attention",
-                "full_attention",
-                "linear_attention",
-                "linear_attention",
-            ],
+            **_ONE_ATTENDS,
             "intermediate_size": 24,
             "shared_intermediate_size": 40,
             "num_local_experts": 5,
@@ -209,13 +214,7 @@ _FAMILY: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "logits_scaling": 0.5,
         },
         "qwen3_5_text": {
-            "num_hidden_layers": 4,
-            "layer_types": [
-                "linear_attention",
-                "full_attention",
-                "linear_attention",
-                "linear_attention",
-            ],
+            **_ONE_ATTENDS,
             "head_dim": 16,
             "attention_bias": True,
             "linear_num_key_heads": 2,
