@@ -7,105 +7,29 @@ extent reads it in place, without a gather.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from cache.pool.storage import zeros
+from cache.pool.storage import KvStorage, PageFormat
 from cache.spec import LayerGroup, LayerKind
-from cache.types import PoolName
 
 
-class MhaPool:
-    """Device memory of one `LayerGroup` of kind FULL or WINDOW. Implements `KvPages`.
+class MhaPool(KvStorage):
+    """Device memory of one `LayerGroup` of kind FULL or WINDOW. Implements `KvPages`."""
 
-    Pages start as zeros, so that padding never reads a NaN. A page handed from one holder to the
-    next keeps its contents: readers must stop at their own length.
-    """
+    __slots__ = ("_by_layer", "_layer_pages", "_sides")
 
-    __slots__ = (
-        "_by_layer",
-        "_layer_pages",
-        "_sides",
-        "_storage",
-        "dtype",
-        "name",
-        "page_size",
-        "read_dtype",
-    )
-
-    def __init__(
-        self,
-        group: LayerGroup,
-        *,
-        page_size: int,
-        num_pages: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        read_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Allocate the pages.
-
-        Args:
-            group: what a position takes.
-            page_size: positions of a page.
-            num_pages: the padding page included.
-            dtype: of what is stored; what is written is cast to it.
-            device: where the pages lie.
-            read_dtype: of the copies that `gather` makes; None for `dtype`.
-
-        Raises:
-            torch.OutOfMemoryError: the device has less memory than the pool needs.
-        """
+    def __init__(self, group: LayerGroup, pages: PageFormat) -> None:
+        """See `KvStorage`."""
         assert group.kind in {LayerKind.FULL, LayerKind.WINDOW}, "this pool stores K and V"
-        assert dtype.itemsize == group.dtype_bytes, "the spec was made for another dtype"
         heads, head_dim, num_layers = group.num_kv_heads, group.head_dim, len(group.layers)
-        self.name: PoolName = group.pool
-        self.page_size = page_size
-        self.dtype = dtype
-        self.read_dtype = dtype if read_dtype is None else read_dtype
-        shape = (num_layers, 2, heads, num_pages, page_size, head_dim)
-        self._storage = zeros(shape, dtype=dtype, device=device)
+        num_pages, page_size = pages.num_pages, pages.page_size
+        super().__init__(group, pages, (2, heads, num_pages, page_size, head_dim))
         slots = num_pages * page_size
         self._sides = self._storage.view(num_layers * 2, 1, heads, slots, head_dim)
         self._by_layer = self._storage.view(num_layers, 2 * heads, slots, head_dim).unbind(0)
         self._layer_pages = self._storage.view(
             num_layers, 2 * heads, num_pages, page_size * head_dim
         ).unbind(0)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages held, the padding page 0 included."""
-        return self._storage.shape[3]
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that share the pool."""
-        return self._storage.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of K, and of V, per layer."""
-        return self._storage.shape[2]
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of one head."""
-        return self._storage.shape[5]
-
-    @property
-    def bytes_per_layer_token(self) -> int:
-        """Bytes of one position in one layer: K and V."""
-        return 2 * self.num_kv_heads * self.head_dim * self._storage.element_size()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pages lie."""
-        return self._storage.device
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated for the pages of all layers."""
-        return self._storage.nbytes
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store new positions of one layer.

@@ -11,109 +11,31 @@ saves a second view.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from cache.pool.storage import zeros
+from cache.pool.storage import KvStorage, PageFormat
 from cache.spec import LayerGroup, LayerKind
-from cache.types import PoolName
 
 
-class MlaPool:
+class MlaPool(KvStorage):
     """Device memory of one `LayerGroup` of kind LATENT. Implements `KvPages`.
 
-    Pages start as zeros, so that padding never reads a NaN. A page handed from one holder to the
-    next keeps its contents: readers must stop at their own length.
+    To its readers every query head reads the same row: there is one head, the rotary key its end.
     """
 
-    __slots__ = (
-        "_by_layer",
-        "_rows",
-        "_storage",
-        "dtype",
-        "name",
-        "page_size",
-        "read_dtype",
-        "rope_dim",
-    )
+    __slots__ = ("_by_layer", "_rows", "rank")
 
-    def __init__(
-        self,
-        group: LayerGroup,
-        *,
-        page_size: int,
-        num_pages: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        read_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Allocate the pages.
-
-        Args:
-            group: what a position takes.
-            page_size: positions of a page.
-            num_pages: the padding page included.
-            dtype: of what is stored; what is written is cast to it.
-            device: where the pages lie.
-            read_dtype: of the copies that `gather` makes; None for `dtype`.
-
-        Raises:
-            torch.OutOfMemoryError: the device has less memory than the pool needs.
-        """
+    def __init__(self, group: LayerGroup, pages: PageFormat) -> None:
+        """See `KvStorage`."""
         assert group.kind is LayerKind.LATENT, "this pool stores latents only"
         assert group.num_kv_heads == 1, "all heads share one latent"
         assert 0 < group.rope_dim < group.head_dim, "a row is a latent and a rotary key"
-        assert dtype.itemsize == group.dtype_bytes, "the spec was made for another dtype"
-        self.name: PoolName = group.pool
-        self.page_size = page_size
-        self.dtype = dtype
-        self.read_dtype = dtype if read_dtype is None else read_dtype
-        self.rope_dim = group.rope_dim
-        num_layers, width = len(group.layers), group.head_dim
-        shape = (num_layers, num_pages, page_size, width)
-        self._storage = zeros(shape, dtype=dtype, device=device)
-        self._rows = self._storage.view(num_layers, 1, 1, num_pages * page_size, width)
-        self._by_layer = self._storage.view(num_layers, num_pages * page_size, width).unbind(0)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages held, the padding page 0 included."""
-        return self._storage.shape[1]
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that share the pool."""
-        return self._storage.shape[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """One: every query head reads the same row."""
-        return 1
-
-    @property
-    def head_dim(self) -> int:
-        """Elements of a row, the rotary key included."""
-        return self._storage.shape[3]
-
-    @property
-    def rank(self) -> int:
+        width = group.head_dim
+        super().__init__(group, pages, (pages.num_pages, pages.page_size, width))
+        self._by_layer = self._storage.flatten(1, 2).unbind(0)
+        self._rows = self._storage.view(len(group.layers), 1, 1, -1, width)
+        self.rank = width - group.rope_dim
         """Elements of a latent."""
-        return self.head_dim - self.rope_dim
-
-    @property
-    def bytes_per_layer_token(self) -> int:
-        """Bytes of one position in one layer."""
-        return self.head_dim * self._storage.element_size()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pages lie."""
-        return self._storage.device
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated for the pages of all layers."""
-        return self._storage.nbytes
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store new positions of one layer.

@@ -1,4 +1,4 @@
-"""Where the bytes of a pool come from."""
+"""Where the bytes of a pool come from, and what pools of positions know of theirs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,86 @@ import math
 import mmap
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from cache.spec import LayerGroup
+from cache.types import PoolName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageFormat:
+    """How many pages of positions, and of what.
+
+    `num_pages`: the padding page included. `page_size`: positions of one. `dtype`: of what is
+    stored; what is written is cast to it. `read_dtype`: of the copies that `gather` makes.
+    `device`: where the pages lie.
+    """
+
+    num_pages: int
+    page_size: int
+    dtype: torch.dtype
+    read_dtype: torch.dtype
+    device: torch.device
+
+
+class KvStorage:
+    """One tensor for the pages of all layers of a `LayerGroup`: what pools of positions share.
+
+    Pages start as zeros, so that padding never reads a NaN. A page handed from one holder to the
+    next keeps its contents: readers must stop at their own length.
+    """
+
+    __slots__ = (
+        "_storage",
+        "bytes_per_layer_token",
+        "dtype",
+        "head_dim",
+        "name",
+        "num_kv_heads",
+        "num_pages",
+        "page_size",
+        "read_dtype",
+    )
+
+    def __init__(self, group: LayerGroup, pages: PageFormat, layer_shape: tuple[int, ...]) -> None:
+        """Allocate the pages.
+
+        Args:
+            group: what a position takes.
+            pages: their number and format.
+            layer_shape: of the tensor that one layer is.
+
+        Raises:
+            torch.OutOfMemoryError: the device has less memory than the pool needs.
+        """
+        assert pages.dtype.itemsize == group.dtype_bytes, "the spec was made for another dtype"
+        num_layers = len(group.layers)
+        self._storage = zeros((num_layers, *layer_shape), dtype=pages.dtype, device=pages.device)
+        self.name: PoolName = group.pool
+        self.num_pages = pages.num_pages
+        self.page_size = pages.page_size
+        self.num_kv_heads = group.num_kv_heads
+        self.head_dim = group.head_dim
+        self.dtype = pages.dtype
+        self.read_dtype = pages.read_dtype
+        self.bytes_per_layer_token = group.bytes_per_token // num_layers
+        num_slots = pages.num_pages * pages.page_size
+        assert self.num_bytes == num_slots * group.bytes_per_token, "the spec counts what is kept"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages lie."""
+        return self._storage.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for the pages of all layers."""
+        return self._storage.nbytes
 
 
 def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cache.pool.mla import MlaPool
 from cache.pool.page_table import PageTable
+from cache.pool.storage import PageFormat
 from cache.types import RowId, TableWrite, pages_for
 from session_server.attention.base import AttentionMeta, AttentionRule, BackendFactory, Span
 from session_server.attention.cpu import CpuBackend
@@ -63,7 +64,14 @@ class LatentLayers:
         group = mixer.group(tuple(range(num_layers)), "float32")
         num_pages = pages_for(max_history + 1, page_size)
         self._pool = MlaPool(
-            group, page_size=page_size, num_pages=num_pages + 1, dtype=torch.float32, device=cpu
+            group,
+            PageFormat(
+                num_pages=num_pages + 1,
+                page_size=page_size,
+                dtype=torch.float32,
+                read_dtype=torch.float32,
+                device=cpu,
+            ),
         )
         pages = np.arange(1, num_pages + 1, dtype=np.int32)
         self._table = PageTable(_ROW, num_pages, device=cpu)

@@ -14,6 +14,7 @@ from cache.pool.mha import MhaPool
 from cache.pool.mla import MlaPool
 from cache.pool.page_table import PageTable
 from cache.pool.recurrent import StatePool
+from cache.pool.storage import PageFormat
 from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName
 from session_server.attention.base import AttentionBackend, AttentionRule, BackendFactory
@@ -78,11 +79,13 @@ class PagedDecoder:
             {
                 group.pool: _POOLS[group.kind](
                     group,
-                    page_size=spec.page_size,
-                    num_pages=capacity.num_pages[group.pool],
-                    dtype=TORCH_DTYPES[group.stored_as or decoder.dtype_name],
-                    device=device,
-                    read_dtype=decoder.dtype,
+                    PageFormat(
+                        num_pages=capacity.num_pages[group.pool],
+                        page_size=spec.page_size,
+                        dtype=TORCH_DTYPES[group.stored_as or decoder.dtype_name],
+                        read_dtype=decoder.dtype,
+                        device=device,
+                    ),
                 )
                 for group in spec.groups
                 if group.kind is not LayerKind.RECURRENT

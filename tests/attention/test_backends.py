@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cache.pool.mha import MhaPool
-from cache.pool.page_table import PageTable
 from cache.spec import LayerGroup, LayerKind
 from cache.types import NULL_PAGE, PoolName, RowId, TableWrite, pages_for
 from session_server.attention.base import AttentionMeta, AttentionRule, BackendFactory, Span
@@ -28,6 +27,7 @@ from session_server.attention.cpu import (
     CpuBackend,
 )
 from session_server.attention.reference import ReferenceBackend
+from tests.attention.paging import cpu_pages, slots_of, table_of
 
 POOL = PoolName("full")
 NUM_LAYERS = 2
@@ -36,7 +36,6 @@ NUM_HEADS = KV_HEADS * GROUP
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 4
 VIEW_LEN = MIN_VIEW_BYTES // TOKEN_BYTES
 PADDED_LEN = MAX_PADDED_BYTES // TOKEN_BYTES
-CPU = torch.device("cpu")
 
 
 PLAIN = AttentionRule(NUM_HEADS, 1 / math.sqrt(HEAD_DIM))
@@ -95,24 +94,12 @@ class World:
         group = LayerGroup(
             POOL, LayerKind.FULL, tuple(range(NUM_LAYERS)), KV_HEADS, HEAD_DIM, stored.itemsize
         )
-        self.pool = MhaPool(
-            group,
-            page_size=page_size,
-            num_pages=num_pages,
-            dtype=stored,
-            device=CPU,
-            read_dtype=torch.float32,
-        )
+        self.pool = MhaPool(group, cpu_pages(num_pages, page_size, stored))
         every_slot = torch.arange(num_pages * page_size)
         for layer in range(NUM_LAYERS):
             self.pool.write(layer, every_slot, self.noise(len(every_slot), 2 * KV_HEADS))
-        self.table = PageTable(len(rows), max(len(p) for p in pages), device=CPU)
-        for i, p in enumerate(pages, 1):
-            self.table.apply(TableWrite(POOL, RowId(i), 0, np.array(p, dtype=np.int32)))
-        self.slots = [
-            torch.tensor([page * page_size + i for page in row for i in range(page_size)])
-            for row in pages
-        ]
+        self.table = table_of(POOL, pages)
+        self.slots = slots_of(pages, page_size)
         self.meta = self._meta()
         self.sinks = self.noise(1, NUM_HEADS)[0, :, 0] if kind.has_sinks else None
         if kind.rule.window is not None:

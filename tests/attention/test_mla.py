@@ -7,25 +7,23 @@ from __future__ import annotations
 import math
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from cache.pool.mla import MlaPool
-from cache.pool.page_table import PageTable
 from cache.spec import LayerGroup, LayerKind
-from cache.types import PoolName, RowId, TableWrite, pages_for
+from cache.types import PoolName, pages_for
 from session_server.attention.base import AttentionMeta, AttentionRule, BackendFactory, Span
 from session_server.attention.cpu import MAX_FOLDED_TOKENS, CpuBackend
 from session_server.attention.mla import BLOCK_LEN, MlaBackend, MlaShape, min_expanded_tokens
 from session_server.attention.reference import ReferenceBackend
+from tests.attention.paging import cpu_pages, slots_of, table_of
 
 POOL = PoolName("latent")
 NUM_LAYERS = 2
 ROPE_DIM = 8
 BACKENDS = [CpuBackend, ReferenceBackend]
-CPU = torch.device("cpu")
 
 SHAPE = MlaShape(nope_dim=12, value_dim=10)
 RULE = AttentionRule(num_heads=3, scale=0.3)
@@ -60,24 +58,12 @@ class World:
             dtype_bytes=stored.itemsize,
             rope_dim=ROPE_DIM,
         )
-        self.pool = MlaPool(
-            group,
-            page_size=page_size,
-            num_pages=num_pages,
-            dtype=stored,
-            device=CPU,
-            read_dtype=torch.float32,
-        )
+        self.pool = MlaPool(group, cpu_pages(num_pages, page_size, stored))
         slots = torch.arange(num_pages * page_size)
         for layer in range(NUM_LAYERS):
             self.write(layer, slots, self.noise(len(slots), rank + ROPE_DIM))
-        self.table = PageTable(len(rows), max(map(len, pages)), device=CPU)
-        for row, of_row in enumerate(pages, 1):
-            self.table.apply(TableWrite(POOL, RowId(row), 0, np.array(of_row, dtype=np.int32)))
-        self.slots = [
-            torch.tensor([page * page_size + i for page in of_row for i in range(page_size)])
-            for of_row in pages
-        ]
+        self.table = table_of(POOL, pages)
+        self.slots = slots_of(pages, page_size)
         spans, offset = [], 0
         for row, (start, num_tokens) in enumerate(rows, 1):
             spans.append(Span(row, start, num_tokens, offset))
