@@ -8,7 +8,7 @@ by it, so states before it stay what they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from torch import Tensor
 from cache.pool.recurrent import StatePool
 from cache.types import NULL_PAGE, NULL_ROW, StateMoves
 from session_server.attention.base import AttentionMeta, Span
+
+CHUNK: Final = 64
+"""Tokens of a row that a recurrence takes in at a time. Within a chunk every token looks at all
+before it, which costs its square; from chunk to chunk only the state goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +37,42 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """Rows of one token; they are the first of a batch. Pages int64 [rows].
+class Sources:
+    """Where the states of rows lie: `pages` int64 [rows].
 
     `fresh`: int64 [n], those of them that begin a session, None without any.
     """
 
-    num_rows: int
-    sources: Tensor
-    targets: Tensor
+    pages: Tensor
     fresh: Tensor | None
 
-    def past(self, states: Tensor) -> Tensor:
-        """The states [rows, *shape] of the rows, from one part [pages, *shape]."""
-        past = states.index_select(0, self.sources)
+    def read(self, states: Tensor) -> Tensor:
+        """A copy [rows, *shape] of one part [pages, *shape]; zeros for who begins."""
+        past = states.index_select(0, self.pages)
         return past if self.fresh is None else past.index_fill_(0, self.fresh, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Rows of one token; they are the first of a batch. `targets`: pages, int64 [rows]."""
+
+    num_rows: int
+    sources: Sources
+    targets: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Padded:
     """A batch in which the last inputs before every row stand in front of it.
 
-    `length`: of the whole. int64 positions in it: `past` of those last inputs, row after row;
-    `tokens` of the batch's tokens, and `before[i]` of what came i + 1 inputs before each of them;
-    `tails` of the last inputs of every target. `fresh`: the rows that begin a session.
+    `length`: of the whole. `targets`: pages, int64 [targets of all rows]. int64 positions in the
+    whole: `past` of those last inputs, row after row; `tokens` of the batch's tokens, and
+    `before[i]` of what came i + 1 inputs before each of them; `tails` of the last inputs of every
+    target.
     """
 
     length: int
-    sources: Tensor
-    fresh: Tensor | None
+    sources: Sources
     targets: Tensor
     past: Tensor
     tokens: Tensor
@@ -84,8 +95,10 @@ class Recurrence(Protocol):
         """
         ...
 
-    def scan(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of one row: state [*shape], inputs [tokens, ...], out [tokens, ...]."""
+    def chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Up to `CHUNK` tokens of one row: state [*shape], which stays as it is; inputs and out
+        [tokens, ...].
+        """
         ...
 
 
@@ -134,32 +147,31 @@ class RecurrentPlan:
         states, num_steps = self._pool.parts[layer][1], self.steps.num_rows
         outputs = []
         if num_steps:
-            past = self.steps.past(states)
+            past = self.steps.sources.read(states)
             out, after = recurrence.step(past, *(of_all[:num_steps] for of_all in inputs))
             states.index_copy_(0, self.steps.targets, after)
             outputs.append(out)
         for segment in self.segments:
-            before = states[segment.source]
+            state = states[segment.source]
             if segment.source == NULL_PAGE:
-                before = torch.zeros_like(before)
-            first, end = segment.offset, segment.offset + segment.num_tokens
-            out, after = recurrence.scan(before, *(of_all[first:end] for of_all in inputs))
-            states[segment.target] = after
-            outputs.append(out)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+                state = torch.zeros_like(state)
+            of_segment = (of_all.narrow(0, segment.offset, segment.num_tokens) for of_all in inputs)
+            for chunk in zip(*(torch.split(side, CHUNK) for side in of_segment), strict=True):
+                out, state = recurrence.chunk(state, *chunk)
+                outputs.append(out)
+            states[segment.target] = state
+        return torch.cat(outputs) if self.segments else outputs[0]
 
     def _step(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
         history = self._pool.parts[layer][0]
-        seen = torch.cat((self.steps.past(history), x.unsqueeze(1)), dim=1)
+        seen = torch.cat((self.steps.sources.read(history), x.unsqueeze(1)), dim=1)
         history.index_copy_(0, self.steps.targets, seen[:, 1:])
         return (seen * taps).sum(dim=1).to(x.dtype)
 
     def _pass(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
         padded, history = self._padded, self._pool.parts[layer][0]
         assert padded is not None
-        past = history.index_select(0, padded.sources)
-        if padded.fresh is not None:
-            past.index_fill_(0, padded.fresh, 0.0)
+        past = padded.sources.read(history)
         inputs = past.new_empty((padded.length, x.shape[1]))
         inputs.index_copy_(0, padded.past, past.flatten(0, 1))
         inputs.index_copy_(0, padded.tokens, x.float())
@@ -193,10 +205,8 @@ class RecurrentBackend:
         return RecurrentPlan(self._pool, self._steps(moves[:num_steps]), segments, padded)
 
     def _steps(self, moves: list[StateMoves]) -> Steps:
-        sources = [of_row.source for of_row in moves]
-        targets = [of_row.targets[-1][1] for of_row in moves]
-        before, after = self._ints(sources + targets).view(2, -1).unbind(0)
-        return Steps(len(moves), before, after, self._fresh(sources))
+        targets = self._ints([of_row.targets[-1][1] for of_row in moves])
+        return Steps(len(moves), self._sources(moves), targets)
 
     def _padded(self, spans: tuple[Span, ...], moves: list[StateMoves]) -> Padded:
         num_past = self._pool.parts[0][0].shape[1]
@@ -215,8 +225,7 @@ class RecurrentBackend:
         at = self._ints(tokens)
         return Padded(
             length=end,
-            sources=self._ints([of_span.source for of_span in moves]),
-            fresh=self._fresh([of_span.source for of_span in moves]),
+            sources=self._sources(moves),
             targets=self._ints([page for of_span in moves for _, page in of_span.targets]),
             past=self._ints(past),
             tokens=at,
@@ -224,9 +233,10 @@ class RecurrentBackend:
             tails=self._ints(tails),
         )
 
-    def _fresh(self, sources: list[int]) -> Tensor | None:
-        fresh = [index for index, page in enumerate(sources) if page == NULL_PAGE]
-        return self._ints(fresh) if fresh else None
+    def _sources(self, moves: list[StateMoves]) -> Sources:
+        pages = [of_row.source for of_row in moves]
+        fresh = [index for index, page in enumerate(pages) if page == NULL_PAGE]
+        return Sources(self._ints(pages), self._ints(fresh) if fresh else None)
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._pool.device)

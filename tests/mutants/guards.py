@@ -421,7 +421,7 @@ FRESH_STATE_IS_READ = Mutant(
     "A session begins with what lies in the page of states that stands for none.",
     "vllm#56524, CVE-2026-53923 (C7)",
     Edit(
-        "session_server.attention.recurrent:Steps.past",
+        "session_server.attention.recurrent:Sources.read",
         "return past if self.fresh is None else past.index_fill_(0, self.fresh, 0.0)",
         "return past",
     ),

@@ -14,9 +14,6 @@ from session_server.models.config import GatedDeltaConfig
 from session_server.models.layers.linear import Linear
 from session_server.models.layers.norm import RmsNorm
 
-CHUNK: Final = 64
-"""Tokens of a row that are taken in at a time; within them the cost is their square."""
-
 _NORM_EPS: Final = 1e-6
 
 
@@ -99,17 +96,10 @@ class DeltaRule:
         state = state.addcmul_(k.transpose(-1, -2), wrong * write[:, :, None, None])
         return torch.matmul(q, state).squeeze(-2), state
 
-    def scan(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.scan`: chunk by chunk; within one, corrections depend on those before
-        them, which is a triangular system (Yang et al. 2024).
+    def chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.chunk`: corrections depend on those before them, which is a triangular
+        system (Yang et al. 2024).
         """
-        outputs = []
-        for chunk in zip(*(torch.split(of_all, CHUNK) for of_all in inputs), strict=True):
-            out, state = self._chunk(state, *chunk)
-            outputs.append(out)
-        return torch.cat(outputs), state
-
-    def _chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, decay, write = inputs
         per_key = v.shape[1] // k.shape[1]
         # [heads, tokens, ...]

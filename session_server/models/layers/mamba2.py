@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,10 +12,6 @@ from session_server.attention.recurrent import RecurrentPlan
 from session_server.models.config import Mamba2Config
 from session_server.models.layers.linear import Linear
 from session_server.models.layers.norm import RmsNorm
-
-CHUNK: Final = 64
-"""Tokens of a row that are taken in at a time. Within a chunk every token looks at all before it,
-which costs its square; from chunk to chunk only the state goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +93,8 @@ class StateSpace:
         state = state.addcmul_(x.unsqueeze(-1), write.unsqueeze(-2))
         return torch.matmul(state, read.unsqueeze(-1)).squeeze(-1), state
 
-    def scan(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.scan`: chunk by chunk, by the duality of state spaces and attention."""
-        outputs = []
-        for chunk in zip(*(torch.split(of_all, CHUNK) for of_all in inputs), strict=True):
-            out, state = self._chunk(state, *chunk)
-            outputs.append(out)
-        return torch.cat(outputs), state
-
-    def _chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Recurrence.chunk`: by the duality of state spaces and attention."""
         x, decay, write, read = inputs
         per_group = x.shape[1] // write.shape[1]
         # [heads, tokens, ...]
