@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from session_server.models.config import (
     DTYPE_BYTES,
+    STATE_POOL,
     AttentionConfig,
     DTypeName,
     LayerConfig,
@@ -227,12 +228,18 @@ def model(
         layers: first to last.
         norm: of all layers, and before the head.
         tied: whether embedding and head are the same where nothing says it.
+
+    Raises:
+        UnsupportedModel: no layer attends to positions.
     """
+    described = tuple(layers)
+    if all(layer.mixer.pool == STATE_POOL for layer in described):
+        raise UnsupportedModel("a model without a layer of attention is not implemented")
     return ModelConfig(
         model_type=str(raw["model_type"]),
         vocab_size=integer(raw, "vocab_size"),
         hidden_size=integer(raw, "hidden_size"),
-        layers=tuple(layers),
+        layers=described,
         norm=norm,
         tied_embeddings=bool(raw.get("tie_word_embeddings", tied)),
         max_context_len=context_len(raw),

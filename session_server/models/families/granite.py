@@ -22,7 +22,7 @@ from session_server.models.config import (
     NormConfig,
     Spelling,
 )
-from session_server.models.errors import CheckpointError, UnsupportedModel
+from session_server.models.errors import CheckpointError
 from session_server.models.fields import RawConfig
 
 _IS_MAMBA: Final[Mapping[str, bool]] = MappingProxyType(
@@ -42,8 +42,6 @@ def granite(raw: RawConfig) -> ModelConfig:
         LayerConfig(mixers[_IS_MAMBA[name]], ffn, scale)
         for name in fields.layer_types(raw, unsaid, _IS_MAMBA)
     ]
-    if not any(isinstance(layer.mixer, AttentionConfig) for layer in layers):
-        raise UnsupportedModel("a model without a layer of attention is not implemented")
     norm = NormConfig(
         float(raw.get("rms_norm_eps", 1e-6)),
         final_scale=1.0 / float(raw.get("logits_scaling") or 1.0),

@@ -16,7 +16,6 @@ from session_server.models.config import (
     ShortConvConfig,
     Spelling,
 )
-from session_server.models.errors import UnsupportedModel
 from session_server.models.fields import RawConfig
 
 _SPELLING = Spelling(
@@ -45,10 +44,8 @@ def lfm2(raw: RawConfig) -> ModelConfig:
         LayerConfig(mixers[name], ffn) for name in fields.layer_types(raw, _v4_types(raw), mixers)
     )
     tied = bool(raw.get("tie_embedding", True))
-    made = fields.model(raw, layers, NormConfig(float(raw.get("norm_eps", 1e-5))), tied=tied)
-    if full.pool not in made.pools:
-        raise UnsupportedModel("a model without a layer of attention is not implemented")
-    return replace(made, spelling=_SPELLING)
+    norm = NormConfig(float(raw.get("norm_eps", 1e-5)))
+    return replace(fields.model(raw, layers, norm, tied=tied), spelling=_SPELLING)
 
 
 def _v4_types(raw: RawConfig) -> list[str]:

@@ -35,11 +35,9 @@ def qwen3_5(raw: RawConfig) -> ModelConfig:
         for index in range(fields.integer(raw, "num_hidden_layers"))
     ]
     ffn = fields.silu_mlp(raw)
-    names = fields.layer_types(raw, unsaid, mixers)
-    if "full_attention" not in names:
-        raise UnsupportedModel("a model without a layer of attention is not implemented")
+    layers = (LayerConfig(mixers[name], ffn) for name in fields.layer_types(raw, unsaid, mixers))
     norm = NormConfig(float(raw.get("rms_norm_eps", 1e-6)), adds_one=True)
-    return fields.model(raw, [LayerConfig(mixers[name], ffn) for name in names], norm)
+    return fields.model(raw, layers, norm)
 
 
 def _attention(raw: RawConfig, part: float) -> AttentionConfig:
