@@ -35,34 +35,30 @@ class GatedDeltaWeights:
     output: Linear
 
 
+@dataclass(frozen=True, slots=True)
 class GatedDeltaMixer:
-    """A convolution, a state per head that is corrected where it is wrong, a norm and a gate."""
+    """A convolution, a state per head that is corrected where it is wrong, a norm and a gate.
 
-    __slots__ = ("_config", "_layer", "_weights")
+    `layer`: index within its pool.
+    """
 
-    def __init__(self, config: GatedDeltaConfig, layer: int, weights: GatedDeltaWeights) -> None:
-        """Args:
-        config: sizes.
-        layer: index of the layer within its pool.
-        weights: of this layer.
-        """
-        self._config = config
-        self._layer = layer
-        self._weights = weights
+    config: GatedDeltaConfig
+    layer: int
+    weights: GatedDeltaWeights
 
     def __call__(self, x: Tensor, phases: Tensor, attention: RecurrentPlan) -> Tensor:
         """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden]."""
         del phases
-        config, weights, num_tokens = self._config, self._weights, len(x)
+        config, weights, num_tokens = self.config, self.weights, len(x)
         heads = config.num_value_heads
         sizes = [config.conv_size, config.values_size, heads, heads]
         mixed, gate, write, forget = torch.split(weights.inputs(x), sizes, dim=-1)
-        mixed = functional.silu(attention.convolve(self._layer, mixed, weights.taps, None)).float()
+        mixed = functional.silu(attention.convolve(self.layer, mixed, weights.taps, None)).float()
         sizes = [config.keys_size, config.keys_size, config.values_size]
         q, k, v = torch.split(mixed, sizes, dim=-1)
         decay = functional.softplus(forget.float() + weights.step_bias) * weights.rates
         out = attention.recur(
-            self._layer,
+            self.layer,
             DeltaRule(),
             _unit(q.view(num_tokens, config.num_key_heads, -1)) * config.key_dim**-0.5,
             _unit(k.view(num_tokens, config.num_key_heads, -1)),

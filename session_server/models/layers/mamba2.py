@@ -34,35 +34,31 @@ class Mamba2Weights:
     output: Linear
 
 
+@dataclass(frozen=True, slots=True)
 class Mamba2Mixer:
-    """A convolution, a state per head that decays by itself, a gate and a norm."""
+    """A convolution, a state per head that decays by itself, a gate and a norm.
 
-    __slots__ = ("_config", "_layer", "_weights")
+    `layer`: index within its pool.
+    """
 
-    def __init__(self, config: Mamba2Config, layer: int, weights: Mamba2Weights) -> None:
-        """Args:
-        config: sizes.
-        layer: index of the layer within its pool.
-        weights: of this layer.
-        """
-        self._config = config
-        self._layer = layer
-        self._weights = weights
+    config: Mamba2Config
+    layer: int
+    weights: Mamba2Weights
 
     def __call__(self, x: Tensor, phases: Tensor, attention: RecurrentPlan) -> Tensor:
         """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden]."""
         del phases
-        config, weights, num_tokens = self._config, self._weights, len(x)
+        config, weights, num_tokens = self.config, self.weights, len(x)
         sizes = [config.inner_size, config.conv_size, config.num_heads]
         gate, mixed, steps = torch.split(weights.inputs(x), sizes, dim=-1)
-        mixed = attention.convolve(self._layer, mixed, weights.taps, weights.conv_bias)
+        mixed = attention.convolve(self.layer, mixed, weights.taps, weights.conv_bias)
         written = config.num_groups * config.state_size
         sizes = [config.inner_size, written, written]
         heads, write, read = torch.split(functional.silu(mixed).float(), sizes, dim=-1)
         heads = heads.view(num_tokens, config.num_heads, config.head_dim)
         lengths = functional.softplus(steps.float() + weights.step_bias).clamp(*config.step_limits)
         out = attention.recur(
-            self._layer,
+            self.layer,
             StateSpace(),
             heads * lengths.unsqueeze(-1),
             lengths * weights.rates,

@@ -37,27 +37,23 @@ class MlaWeights:
     output: Linear
 
 
+@dataclass(frozen=True, slots=True)
 class MlaMixer:
-    """Multi-head latent attention (DeepSeek-AI 2024) with the projections of a token fused."""
+    """Multi-head latent attention (DeepSeek-AI 2024) with the projections of a token fused.
 
-    __slots__ = ("_config", "_layer", "_weights")
+    `layer`: index within its pool.
+    """
 
-    def __init__(self, config: MlaConfig, layer: int, weights: MlaWeights) -> None:
-        """Args:
-        config: sizes.
-        layer: index of the layer within its pool.
-        weights: of this layer.
-        """
-        self._config = config
-        self._layer = layer
-        self._weights = weights
+    config: MlaConfig
+    layer: int
+    weights: MlaWeights
 
     def __call__(self, x: Tensor, phases: Tensor, attention: MlaPlan) -> Tensor:
         """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden].
 
         Writes the latent and rotary key of every token to the pool before it reads.
         """
-        config, weights = self._config, self._weights
+        config, weights = self.config, self.weights
         lowered = weights.down(x)
         # What is stored lies behind the queries, and becomes what is stored where it lies.
         split = lowered.shape[-1] - config.rank - config.rope_dim
@@ -68,4 +64,4 @@ class MlaMixer:
         weights.norm.apply_(rows[:, : config.rank])
         Rope.rotate_(q[..., config.nope_dim :], phases)
         Rope.rotate_(rows[:, None, config.rank :], phases)
-        return weights.output(attention.attend(self._layer, q, rows, weights.up))
+        return weights.output(attention.attend(self.layer, q, rows, weights.up))

@@ -24,23 +24,20 @@ class ShortConvWeights:
     output: Linear
 
 
+@dataclass(frozen=True, slots=True)
 class ShortConvMixer:
-    """`output(after * conv(before * x))`; its state is the last `width - 1` inputs."""
+    """`output(after * conv(before * x))`; its state is the last `width - 1` inputs.
 
-    __slots__ = ("_layer", "_weights")
+    `layer`: index within its pool.
+    """
 
-    def __init__(self, layer: int, weights: ShortConvWeights) -> None:
-        """Args:
-        layer: index of the layer within its pool.
-        weights: of this layer.
-        """
-        self._layer = layer
-        self._weights = weights
+    layer: int
+    weights: ShortConvWeights
 
     def __call__(self, x: Tensor, phases: Tensor, attention: RecurrentPlan) -> Tensor:
         """Mix tokens with the few before them: [tokens, hidden] -> [tokens, hidden]."""
         del phases
-        weights = self._weights
+        weights = self.weights
         before, after, gated = weights.inputs(x).chunk(3, dim=-1)
-        mixed = attention.convolve(self._layer, before * gated, weights.taps, weights.bias)
+        mixed = attention.convolve(self.layer, before * gated, weights.taps, weights.bias)
         return weights.output(mixed.mul_(after))
