@@ -5,25 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-ACCOUNTS: Final = (
-    "free",
-    "reserved",
-    "tree_evictable",
-    "tree_protected",
-    "session_held",
-    "active",
-    "fenced",
-    "spill",
-    "quarantine",
-)
-"""Every page of a pool is in exactly one of these; they add up to `pages`."""
+from session_server.core.events import ACCOUNTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from session_server import auditor
-from session_server.auditor import ACCOUNTS, imbalances
+from session_server.auditor import imbalances
+from session_server.core.events import ACCOUNTS
 
 
 def pool(**accounts: int) -> dict[str, int]:

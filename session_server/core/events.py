@@ -7,6 +7,7 @@ Per accepted turn: at most one `TurnStarted` per admission, any number of `Prefi
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 import msgspec
 
@@ -170,6 +171,10 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     fenced: int
     spill: int
     quarantine: int
+
+
+ACCOUNTS: Final = PoolReport.__struct_fields__[PoolReport.__struct_fields__.index("free") :]
+"""Names of the accounts: every page of a pool is in exactly one."""
 
 
 class SessionPages(msgspec.Struct, frozen=True, kw_only=True):

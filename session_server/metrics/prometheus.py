@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from session_server.core.errors import WIRE_ERRORS
 from session_server.core.events import (
+    ACCOUNTS,
     EngineDied,
     EngineEvent,
     EngineStats,
@@ -38,18 +39,6 @@ _ENGINE_TOTALS: Final = (
 )
 
 _CHECKER_TOTALS: Final = ("probes", "rebuilds", "reprefill_tokens")
-
-_ACCOUNTS: Final = (
-    "free",
-    "reserved",
-    "tree_evictable",
-    "tree_protected",
-    "session_held",
-    "active",
-    "fenced",
-    "spill",
-    "quarantine",
-)
 _FAILURE_CODES: Final = frozenset(form.code for form in WIRE_ERRORS.values())
 
 
@@ -221,7 +210,7 @@ class _Engine:
 
     def reported(self, event: MemoryReported) -> None:
         for pool, report in event.pools.items():
-            for account in _ACCOUNTS:
+            for account in ACCOUNTS:
                 self.pages.labels(pool, account).set(getattr(report, account))
         checks = event.checks
         self.totals.labels("check_runs").set(checks.num_runs)

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from session_server.auditor import ACCOUNTS
+from session_server.core.events import ACCOUNTS
 from session_server.local_server import LocalServer
 
 FLAGS = ["--threads", "1", "--log-level", "warning", "--memory-check", "warn"]
