@@ -143,3 +143,20 @@ def test_who_computes_the_same_again_fills_the_tombstones() -> None:
     world.check()
     assert world.cache.accounts()[WINDOW_POOL].free < free
     world.close_everything()
+
+
+def test_a_tombstone_that_is_locked_is_filled_with_a_locked_page() -> None:
+    """A lock ends at a whole page, and so begins a page before what a forward behind it reads."""
+    world = make_world(4, num_pages=400, max_context_len=400)
+    world.begin(SESSION, [1] * 44)
+    while world.turns[SESSION].computed_len < 44:
+        world.step(SESSION, 5)
+    world.end(SESSION, 42)
+    assert world.cache.slot(SESSION).committed_len == 42
+    before = world.cache.accounts()[WINDOW_POOL].tree_protected
+    world.open(OTHER, NAMESPACES[0])
+    say(world, [1] * 38, session_id=OTHER)
+    world.close(OTHER)
+    assert world.cache.accounts()[WINDOW_POOL].tree_protected == before + 1
+    world.check()
+    world.close_everything()
