@@ -1,4 +1,4 @@
-"""The recurrent mixer of one layer from a checkpoint."""
+"""What the recurrent mixer of one layer has learned, from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,35 +15,31 @@ from session_server.models.layers.gated_delta import GatedDeltaWeights
 from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mamba2 import Mamba2Weights
 from session_server.models.layers.norm import RmsNorm
-from session_server.models.layers.short_conv import ShortConvMixer, ShortConvWeights
+from session_server.models.layers.short_conv import ShortConvWeights
 from session_server.runner.checkpoint import Tensors, joined
 
 
-def take_short_conv(
-    mixer: ShortConvConfig, layer: int, tensors: Tensors, prefix: str
-) -> ShortConvMixer:
+def take_short_conv(mixer: ShortConvConfig, tensors: Tensors, prefix: str) -> ShortConvWeights:
     """Build one.
 
     Args:
         mixer: its description.
-        layer: index within its pool.
         tensors: where the weights are.
-        prefix: of the names of the layer's tensors.
+        prefix: of their names.
     """
-    prefix, size = f"{prefix}conv.", mixer.channels
+    size = mixer.channels
 
     def bias(name: str, length: int) -> Tensor | None:
         return tensors.take(f"{prefix}{name}.bias", length) if mixer.bias else None
 
     inputs = tensors.take(f"{prefix}in_proj.weight", 3 * size, size)
     output = tensors.take(f"{prefix}out_proj.weight", size, size)
-    weights = ShortConvWeights(
+    return ShortConvWeights(
         inputs=make_linear(inputs, bias("in_proj", 3 * size)),
-        taps=take_taps(tensors, f"{prefix}conv", size, mixer.width),
+        taps=_taps(tensors, f"{prefix}conv", size, mixer.width),
         bias=bias("conv", size),
         output=make_linear(output, bias("out_proj", size)),
     )
-    return ShortConvMixer(layer, weights)
 
 
 def take_mamba2(
@@ -68,7 +64,7 @@ def take_mamba2(
     gain = tensors.take(f"{prefix}norm.weight", inner)
     return Mamba2Weights(
         inputs=make_linear(inputs, bias("in_proj", num_inputs, is_there=mixer.bias)),
-        taps=take_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.width),
+        taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.width),
         conv_bias=bias("conv1d", mixer.conv_size, is_there=mixer.conv_bias),
         step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
         rates=_rates(tensors, prefix, heads),
@@ -91,7 +87,7 @@ def take_gated_delta(
     gain = tensors.take(f"{prefix}norm.weight", mixer.value_dim)
     return GatedDeltaWeights(
         inputs=make_linear(joined(inputs)),
-        taps=take_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.width),
+        taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.width),
         step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
         rates=_rates(tensors, prefix, heads),
         norm=RmsNorm(gain, config.norm.eps),
@@ -99,12 +95,12 @@ def take_gated_delta(
     )
 
 
-def take_taps(tensors: Tensors, name: str, channels: int, width: int) -> Tensor:
+def _taps(tensors: Tensors, name: str, channels: int, width: int) -> Tensor:
     """A convolution of every channel by itself: [width, channels], the newest last."""
     return tensors.take(f"{name}.weight", channels, 1, width).squeeze(1).t().contiguous()
 
 
 def _rates(tensors: Tensors, prefix: str, num_heads: int) -> Tensor:
-    """Of decay, negative; a tensor without content would wake the compiler for that."""
+    """Of decay, negative; left alone on the meta device, where `exp_` would wake the compiler."""
     logs = tensors.take_as(torch.float32, f"{prefix}A_log", num_heads)
     return logs if logs.is_meta else logs.exp_().neg_()

@@ -28,6 +28,7 @@ from session_server.models.layers.mamba2 import Mamba2Mixer
 from session_server.models.layers.mla import MlaMixer
 from session_server.models.layers.norm import ProjectionNorm, RmsNorm, Scale
 from session_server.models.layers.rope import interleave_pairs
+from session_server.models.layers.short_conv import ShortConvMixer
 from session_server.runner.checkpoint import (
     Checkpoint,
     Progress,
@@ -166,13 +167,13 @@ def _mixer(config: ModelConfig, index: int, tensors: Tensors, prefix: str) -> Mi
     mixer = config.layers[index].mixer
     in_pool = config.pools[mixer.pool].index(index)
     if isinstance(mixer, ShortConvConfig):
-        return take_short_conv(mixer, in_pool, tensors, prefix)
+        return ShortConvMixer(in_pool, take_short_conv(mixer, tensors, f"{prefix}conv."))
     if isinstance(mixer, Mamba2Config):
-        weights = take_mamba2(mixer, config, tensors, f"{prefix}mamba.")
-        return Mamba2Mixer(mixer, in_pool, weights)
+        prefix += "mamba."
+        return Mamba2Mixer(mixer, in_pool, take_mamba2(mixer, config, tensors, prefix))
     if isinstance(mixer, GatedDeltaConfig):
-        learned = take_gated_delta(mixer, config, tensors, f"{prefix}linear_attn.")
-        return GatedDeltaMixer(mixer, in_pool, learned)
+        prefix += "linear_attn."
+        return GatedDeltaMixer(mixer, in_pool, take_gated_delta(mixer, config, tensors, prefix))
     prefix += "self_attn."
     if isinstance(mixer, MlaConfig):
         return MlaMixer(mixer, in_pool, take_mla(mixer, config.hidden_size, tensors, prefix))
