@@ -59,8 +59,13 @@ MEMORY_FLAGS: Final = (
 """The flags of `serve` that decide what memory holds."""
 
 MAX_LENGTHS: Final = 64
+"""Sessions asked about at once."""
+
 MAX_LENGTH: Final = 1 << 31
+"""Tokens of one of them."""
+
 MAX_SHOWN_RUNS: Final = 3
+"""Runs of alike layers that are listed; where there are more, the first two and the last."""
 
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{prefix}{unit}": size**power
@@ -112,23 +117,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(args: argparse.Namespace) -> Report:
-    if args.model is not None and "://" in args.model:
-        raise ValueError(
-            f"{args.model} is an address; a server is asked with: "
-            f"session-server audit --url {args.model}"
-        )
-    settings = flags.read_settings(args)
-    model = settings.model.model_copy(update={"path": args.model})
-    options = runner_options(settings)
-    if args.memory is not None:
-        fraction = options.memory.fraction or 1.0
-        limits = replace(options.memory, free_bytes=args.memory, fraction=fraction)
-        options = replace(options, memory=limits)
-    directory = model_directory(model)
-    return make_report(str(directory), survey(directory, options), args.lengths)
-
-
 def headline(model: ModelFigures) -> str:
     """Name, size and reach, in two lines."""
     active = (
@@ -153,9 +141,9 @@ def layer_table(layers: Iterable[LayerFigures]) -> Table:
     )
     for alike in layers:
         window = f" of {alike.window:,}" if alike.window else ""
-        heads = f"{alike.num_heads}, {alike.num_kv_heads} of KV, {alike.head_dim} wide"
-        if not alike.num_heads:
-            heads = ""
+        heads = ""
+        if alike.num_heads:
+            heads = f"{alike.num_heads}, {alike.num_kv_heads} of KV, {alike.head_dim} wide"
         ffn = f"{alike.ffn_size:,}"
         if alike.num_experts:
             ffn = f"{alike.num_chosen_experts} of {alike.num_experts} experts of {ffn}"
@@ -201,6 +189,23 @@ def layer_ranges(layers: Iterable[int]) -> str:
     if len(words) > MAX_SHOWN_RUNS:
         return f"{words[0]}, {words[1]} ... {words[-1]}"
     return ", ".join(words)
+
+
+def _report(args: argparse.Namespace) -> Report:
+    if args.model is not None and "://" in args.model:
+        raise ValueError(
+            f"{args.model} is an address; a server is asked with: "
+            f"session-server audit --url {args.model}"
+        )
+    settings = flags.read_settings(args)
+    model = settings.model.model_copy(update={"path": args.model})
+    options = runner_options(settings)
+    if args.memory is not None:
+        fraction = options.memory.fraction or 1.0
+        limits = replace(options.memory, free_bytes=args.memory, fraction=fraction)
+        options = replace(options, memory=limits)
+    directory = model_directory(model)
+    return make_report(str(directory), survey(directory, options), args.lengths)
 
 
 def _cells(sizes: list[int]) -> list[str]:
