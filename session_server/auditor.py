@@ -54,17 +54,15 @@ def run(args: argparse.Namespace) -> int:
 
 def imbalances(memory: Mapping[str, Any]) -> list[str]:
     """What is wrong in an answer of `/v1/admin/memory`, in words; empty when nothing is."""
-    problems = [
-        f"pool {name}: the accounts add up to {sum(pool[a] for a in ACCOUNTS)}, "
-        f"the pool has {pool['pages']} pages"
-        for name, pool in memory["pools"].items()
-        if sum(pool[account] for account in ACCOUNTS) != pool["pages"]
-    ]
-    problems += [
-        f"pool {name}: {pool['quarantine']} pages are quarantined"
-        for name, pool in memory["pools"].items()
-        if pool["quarantine"]
-    ]
+    problems = []
+    for name, pool in memory["pools"].items():
+        total = sum(pool[account] for account in ACCOUNTS)
+        if total != pool["pages"]:
+            problems.append(
+                f"pool {name}: the accounts add up to {total}, the pool has {pool['pages']} pages"
+            )
+        if pool["quarantine"]:
+            problems.append(f"pool {name}: {pool['quarantine']} pages are quarantined")
     checks = memory["checks"]
     if checks["violations"]:
         problems.append(f"the memory checker counted {checks['violations']} violations")
