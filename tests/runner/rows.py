@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from cache.types import Pages, RowId, StateMoves, TableWrite, Tokens, TurnId
@@ -86,6 +88,13 @@ class Rows:
         result = self.runner.launch(self.batch(*rows)).wait()
         assert result.error is None, result.error
         return result.rows
+
+    def compute(self, row: int, tokens: Tokens, chunks: Iterable[int]) -> None:
+        """Run a row's tokens by themselves, in chunks of these sizes."""
+        start = 0
+        for size in chunks:
+            self.run(self.row(row, tokens[start : start + size], start=start))
+            start += size
 
     def _pages(self, row: int) -> list[TableWrite]:
         return [

@@ -65,9 +65,7 @@ class Spoken:
             row: random.integers(0, VOCAB_SIZE, LENGTH).astype(np.int32) for row in SHAPES
         }
         for row, chunks in SHAPES.items():
-            for start, size in zip(itertools.accumulate((0, *chunks)), chunks, strict=False):
-                part = self.tokens[row][start : start + size]
-                self.rows.run(self.rows.row(row, part, start=start))
+            self.rows.compute(row, self.tokens[row], chunks)
 
     @property
     def storage(self) -> Tensor:

@@ -63,9 +63,7 @@ class Conversations:
         self.rows = Rows(runner, PAGE_SIZE)
         self.tokens = {row: dialogue_tokens(row % 3) for row in (*SHAPES, *TOGETHER)}
         for row, chunks in SHAPES.items():
-            for start, size in zip(itertools.accumulate((0, *chunks)), chunks, strict=False):
-                part = self.tokens[row][start : start + size]
-                self.rows.run(self.rows.row(row, part, start=start))
+            self.rows.compute(row, self.tokens[row], chunks)
         for position in range(LENGTH):
             self.rows.run(
                 *(
