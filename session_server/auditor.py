@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from session_server.client import BadAddress, server_address
 from session_server.core.events import ACCOUNTS
 
 
@@ -32,8 +34,13 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     try:
         memory, sessions = _fetch(args)
+    except BadAddress as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return 1
     except httpx.HTTPStatusError as error:
         console.print(f"[red]{error.response.status_code}: {escape(error.response.text[:400])}[/]")
+        if error.response.status_code == HTTPStatus.UNAUTHORIZED:
+            console.print("this server asks for a key: give it with --api-key")
         return 1
     except httpx.HTTPError as error:
         console.print(f"[red]no answer from {escape(args.url)}: {escape(str(error))}[/]")
@@ -119,7 +126,8 @@ def session_table(
 
 def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    with httpx.Client(base_url=args.url, headers=headers, timeout=30.0, trust_env=False) as client:
+    base = server_address(args.url)
+    with httpx.Client(base_url=base, headers=headers, timeout=30.0, trust_env=False) as client:
         params = {"full": int(args.full), "trace": int(args.trace)}
         memory = client.get("/v1/admin/memory", params=params)
         memory.raise_for_status()

@@ -24,6 +24,7 @@ from session_server.client import (
     ClientError,
     ClientOptions,
     ConnectionLost,
+    Refused,
     SessionClient,
     TurnHandle,
     TurnReplaced,
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"[red]{escape(str(error))}[/]")
         if isinstance(error, ConnectionLost):
             console.print("is a server running there? `session-server serve` starts one")
+        if isinstance(error, Refused) and error.code == "unauthorized":
+            console.print("this server asks for a key: give it with --api-key")
         return 1
 
 

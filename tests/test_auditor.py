@@ -79,7 +79,9 @@ def served() -> Iterator[tuple[str, dict[str, Any]]]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             found = answers.get(self.path.partition("?")[0])
-            self.send_response(200 if found is not None else 404)
+            status = 200 if found is not None else 404
+            wants_key = "key" in answers and self.headers["Authorization"] != answers["key"]
+            self.send_response(401 if wants_key else status)
             self.end_headers()
             self.wfile.write(dumps(found or {"error": "no"}).encode())
 
@@ -131,3 +133,17 @@ def test_a_refusal_and_a_dead_address_are_errors_and_not_tracebacks(
     assert "404" in capsys.readouterr().out
     assert audit("http://127.0.0.1:1") == 1
     assert "no answer" in capsys.readouterr().out
+    assert audit("127.0.0.1:30000") == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "give one as http://HOST:PORT" in said
+    assert "is a server running" not in said
+
+
+def test_a_server_that_asks_for_a_key_gets_one_or_the_flag_is_named(
+    served: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, answers = served
+    answers |= {"key": "Bearer k", "/v1/admin/memory": memory(), "/v1/sessions": {"data": []}}
+    assert audit(url) == 1
+    assert "--api-key" in capsys.readouterr().out
+    assert audit(url, "--api-key", "k") == 0

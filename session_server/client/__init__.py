@@ -14,7 +14,8 @@ was lost for good ends the turn with an error; nothing is skipped silently.
 
 from __future__ import annotations
 
-from session_server.client.errors import ClientError, ConnectionLost, Refused
+from session_server.client.address import server_address
+from session_server.client.errors import BadAddress, ClientError, ConnectionLost, Refused
 from session_server.client.session import ClientOptions, SessionClient, connect
 from session_server.client.turn import (
     Timings,
@@ -29,6 +30,7 @@ from session_server.client.turn import (
 )
 
 __all__ = [
+    "BadAddress",
     "ClientError",
     "ClientOptions",
     "ConnectionLost",
@@ -44,4 +46,5 @@ __all__ = [
     "Usage",
     "WireFailure",
     "connect",
+    "server_address",
 ]

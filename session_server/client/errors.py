@@ -1,6 +1,7 @@
 """What a client of the native protocol can run into.
 
 ClientError
+├── BadAddress       what was given is no address of a server
 ├── ConnectionLost   the server cannot be reached, or closed the socket for good
 └── Refused          the server answered with an error of its table
 """
@@ -10,6 +11,10 @@ from __future__ import annotations
 
 class ClientError(Exception):
     """Root of what this module raises."""
+
+
+class BadAddress(ClientError):
+    """What was given is no address of a server."""
 
 
 class ConnectionLost(ClientError):

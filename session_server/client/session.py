@@ -15,9 +15,10 @@ from typing import Any, Final, Literal, Self, assert_never
 import msgspec
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_socket
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.typing import Subprotocol
 
+from session_server.client.address import socket_address
 from session_server.client.errors import ClientError, ConnectionLost, Refused
 from session_server.client.turn import (
     Timings,
@@ -81,7 +82,7 @@ class SessionClient:
         self.session_id = session_id
         self.opened: Mapping[str, Any] = {}
         self.num_reconnects = 0
-        self._base = _socket_base(url)
+        self._base = socket_address(url)
         self._options = options
         self._socket: ClientConnection | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -248,10 +249,6 @@ class SessionClient:
             try:
                 async with asyncio.timeout(options.connect_timeout_s):
                     return await self._handshake()
-            except InvalidURI as error:
-                raise ConnectionLost(
-                    f"no address of a server, as http://HOST:PORT: {error}"
-                ) from error
             except (OSError, TimeoutError, ConnectionClosed, InvalidHandshake) as error:
                 final = _final_error(error)
                 if final is not None:
@@ -382,6 +379,7 @@ async def connect(
         options: credentials, timeouts, attempts.
 
     Raises:
+        BadAddress: `url` is no address of a server.
         ConnectionLost: nothing answered, or the server closed the socket for good.
         Refused: the server answered with an error.
     """
@@ -402,11 +400,6 @@ def _input_fields(content: str | TurnInput) -> dict[str, object]:
             return {"input_ids": content.token_ids}
         case _:
             assert_never(content)
-
-
-def _socket_base(url: str) -> str:
-    scheme, _, rest = url.rstrip("/").partition("://")
-    return {"http": "ws", "https": "wss"}.get(scheme, scheme) + "://" + rest
 
 
 def _final_error(error: Exception) -> ClientError | None:

@@ -15,14 +15,22 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from typing import Any, Final
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from session_server.client import ClientError, TurnText, connect
+from session_server.client import (
+    ClientError,
+    ClientOptions,
+    TurnText,
+    connect,
+    server_address,
+)
 from session_server.demo.corpus import dialogue, is_right
 from session_server.local_server import LocalServer, ServerFailed
 
@@ -115,6 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=_count, default=12, help="turns of each (default: 12)")
     parser.add_argument("--seed", type=int, default=2026, help="of the dialogues (default: 2026)")
     parser.add_argument("--url", help="of a running server; none: start one, and stop it again")
+    parser.add_argument("--api-key", help="shown to the server")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -130,8 +139,13 @@ def run(args: argparse.Namespace) -> int:
                 url = server.url
                 console.print(f"server process {server.pid} listens on {url}")
             report = asyncio.run(_rehearse(url, args, console))
+    except httpx.HTTPStatusError as error:
+        console.print(f"[red]the demo could not run:[/red] {escape(error.response.text[:400])}")
+        if error.response.status_code == HTTPStatus.UNAUTHORIZED:
+            console.print("this server asks for a key: give it with --api-key")
+        return 1
     except (ServerFailed, ClientError, httpx.HTTPError) as error:
-        console.print(f"[red]the demo could not run:[/red] {error}")
+        console.print(f"[red]the demo could not run:[/red] {escape(str(error))}")
         if isinstance(error, httpx.ConnectError):
             console.print("is a server running there? without --url the demo starts its own")
         return 1
@@ -147,6 +161,7 @@ class _Stage:
     """What all conversations share. `last_turns` holds them, parked, while the ledger is read."""
 
     url: str
+    options: ClientOptions
     seed: int
     num_turns: int
     add: Callable[[TurnRecord], None]
@@ -157,7 +172,11 @@ async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> Dem
     begin = time.perf_counter()
     turns: list[TurnRecord] = []
     errors: list[str] = []
-    async with httpx.AsyncClient(base_url=url, timeout=30.0) as http:
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    base = server_address(url)
+    async with httpx.AsyncClient(
+        base_url=base, headers=headers, timeout=30.0, trust_env=False
+    ) as http:
         ledger_start = await _ledger(http)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -168,7 +187,8 @@ async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> Dem
                 progress.advance(task)
 
             last_turns = asyncio.Barrier(args.sessions + 1)
-            stage = _Stage(url, args.seed, args.turns, add, last_turns)
+            options = ClientOptions(token=args.api_key)
+            stage = _Stage(base, options, args.seed, args.turns, add, last_turns)
             talks = [asyncio.create_task(_talk(stage, number)) for number in range(args.sessions)]
             ledger_open = await _ledger_while_open(http, last_turns, talks)
             for outcome in await asyncio.gather(*talks, return_exceptions=True):
@@ -194,7 +214,7 @@ async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> Dem
 async def _talk(stage: _Stage, number: int) -> None:
     """One conversation, from open to close."""
     try:
-        async with await connect(stage.url) as session:
+        async with await connect(stage.url, options=stage.options) as session:
             for turn, exchange in enumerate(dialogue(stage.seed + number, stage.num_turns).turns):
                 begin = asyncio.get_running_loop().time()
                 first_s = None

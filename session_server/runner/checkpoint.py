@@ -224,7 +224,7 @@ def _weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
-            raise CheckpointError(f"{directory} has no *.safetensors file")
+            raise CheckpointError(f"{directory} has no *.safetensors file; fetch the weights too")
         return files
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

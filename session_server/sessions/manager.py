@@ -480,7 +480,8 @@ class SessionManager:
             if not request.queue:
                 raise SessionBusy("a turn of this session has not ended")
             if len(session.queue) >= self._limits.max_queued_turns:
-                raise SessionBusy(f"{len(session.queue)} turns of this session wait already")
+                waiting = f"{len(session.queue)} wait behind it, as many as may"
+                raise SessionBusy(f"a turn of this session has not ended, and {waiting}")
         self._quotas.take_turn(session.owner)
         return Turn(
             request=request,
@@ -500,6 +501,8 @@ class SessionManager:
     def _turn_to_cancel(self, session: Session, turn_id: str | None) -> Turn:
         if turn_id is None:
             turn = next(iter(session.turns()), None)
+            if turn is None:
+                raise TurnNotActive("no turn of this session runs")
         else:
             turn = session.find(turn_id)
             if turn is None and turn_id not in session.ended:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from importlib import metadata
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket
 
 from session_server.core.errors import SessionServerError, wire_error
 from session_server.web import admin, rest, sglang
@@ -65,6 +67,7 @@ def create_app(services: AppServices) -> FastAPI:
         described = answers(None, "The published contract.")
         app.add_api_route(path, endpoint, tags=["operations"], responses=described)
     app.router.routes.append(WebSocketRoute("/v1/sessions/{session_id}/ws", session_endpoint))
+    app.router.routes.append(WebSocketRoute("/{path:path}", _no_such_socket))
     app.add_exception_handler(SessionServerError, _answer_refusal)
     for kind in (HttpRefusal, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer_error)
@@ -92,6 +95,11 @@ async def _openapi(request: Request) -> Response:
 async def _asyncapi(request: Request) -> Response:
     """The AsyncAPI document of the WebSocket."""
     return JsonResponse(_document(request, "asyncapi"))
+
+
+async def _no_such_socket(websocket: WebSocket) -> None:
+    """Any other path; left to the framework it would be a 403 without a word."""
+    await websocket.send_denial_response(error_response(HTTPException(HTTPStatus.NOT_FOUND)))
 
 
 def _document(request: Request, kind: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from session_server.client import (
+    BadAddress,
     ClientOptions,
     ConnectionLost,
     Refused,
@@ -15,7 +16,9 @@ from session_server.client import (
     TurnReplaced,
     TurnText,
     connect,
+    server_address,
 )
+from session_server.client.address import socket_address
 from session_server.core.session_events import ChatInput, Message, TextInput, TokenInput
 from tests.client.scripted_server import Peer, playing
 
@@ -284,6 +287,27 @@ def test_a_dead_address_is_given_up_after_the_attempts_allowed() -> None:
             await connect(url, options=QUICK)
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:30000", "localhost", "ftp://h", "http://", "http://h:x", "http://h:0", ""]
+)
+def test_what_is_no_address_is_refused_before_any_attempt(url: str) -> None:
+    with pytest.raises(BadAddress, match="http://HOST:PORT"):
+        asyncio.run(connect(url))
+
+
+@pytest.mark.parametrize(
+    ("text", "http", "ws"),
+    [
+        ("http://h:1/", "http://h:1", "ws://h:1"),
+        ("HTTPS://h", "https://h", "wss://h"),
+        ("ws://[::1]:1", "http://[::1]:1", "ws://[::1]:1"),
+        ("wss://h/behind/", "https://h/behind", "wss://h/behind"),
+    ],
+)
+def test_an_address_serves_routes_and_sockets(text: str, http: str, ws: str) -> None:
+    assert (server_address(text), socket_address(text)) == (http, ws)
 
 
 def test_leaving_keeps_the_session_and_fails_what_was_awaited() -> None:

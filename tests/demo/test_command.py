@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from session_server.local_server import LocalServer
+
 
 @pytest.mark.timeout(280)
 def test_the_demo_holds_and_says_so_as_json() -> None:
@@ -32,8 +34,15 @@ def test_the_demo_holds_and_says_so_as_json() -> None:
             assert turn["cached_tokens"] == 0
 
 
-def test_a_server_that_is_not_there_is_an_error_that_says_so() -> None:
-    words = ["demo", "--url", "http://127.0.0.1:9", "--sessions", "1", "--turns", "1"]
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("http://127.0.0.1:9", "is a server running there?"),
+        ("127.0.0.1:9", "give one as http://HOST:PORT"),
+    ],
+)
+def test_a_server_that_is_not_there_is_an_error_that_says_so(url: str, advice: str) -> None:
+    words = ["demo", "--url", url, "--sessions", "1", "--turns", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "session_server", *words],
         capture_output=True,
@@ -42,3 +51,17 @@ def test_a_server_that_is_not_there_is_an_error_that_says_so() -> None:
     )
     assert done.returncode == 1
     assert "could not run" in done.stdout
+    assert advice in " ".join(done.stdout.split())
+
+
+def test_a_server_with_a_key_is_shown_one_or_the_flag_is_named() -> None:
+    words = [sys.executable, "-m", "session_server", "demo", "--sessions", "1", "--turns", "1"]
+    with LocalServer(["--api-key", "sesame"]) as server:
+        words += ["--url", server.url]
+        refused, welcome = (
+            subprocess.run([*words, *more], capture_output=True, text=True, check=False)
+            for more in ([], ["--api-key", "sesame"])
+        )
+    assert refused.returncode == 1
+    assert "--api-key" in refused.stdout
+    assert welcome.returncode == 0, welcome.stdout

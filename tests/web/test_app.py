@@ -33,7 +33,8 @@ async def test_every_route_but_the_probes_wants_a_key(this: Served) -> None:
         num_closed += 1
     assert num_closed >= 25
     sockets = [r for r in all_routes(this.app.router) if isinstance(r, WebSocketRoute)]
-    assert [route.path for route in sockets] == ["/v1/sessions/{session_id}/ws"]
+    refuser = "/{path:path}"
+    assert [route.path for route in sockets] == ["/v1/sessions/{session_id}/ws", refuser]
     with pytest.raises(InvalidStatus) as refused:
         async with this.socket(additional_headers={"authorization": "Bearer wrong"}):
             pass

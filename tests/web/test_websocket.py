@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 from websockets.frames import Opcode
 
@@ -59,6 +60,27 @@ async def test_a_turn_goes_from_created_over_deltas_to_completed(this: Served) -
         assert sum(delta["n"] for delta in deltas) == 4
         seqs = [frame["seq"] for frame in wire.frames]
         assert seqs == sorted(seqs)
+
+
+@served()
+async def test_a_socket_to_no_route_is_a_404_in_the_one_form_of_errors(this: Served) -> None:
+    for path in ("/", "/v1/sessions", "/v1/sessions/new", "/v1/sessions/new/ws/more"):
+        with pytest.raises(InvalidStatus) as refused:
+            async with connect(this.url.replace("http", "ws", 1) + path, proxy=None):
+                pass
+        assert refused.value.response.status_code == 404
+        assert json.loads(refused.value.response.body or b"")["error"]["code"] == "not_found"
+
+
+@served()
+async def test_a_cancel_when_nothing_runs_says_so(this: Served) -> None:
+    async with this.socket() as wire:
+        await wire.send("turn.cancel")
+        error = (await wire.until("error"))["error"]
+        assert (error["code"], error["message"]) == (
+            "turn_not_active",
+            "no turn of this session runs",
+        )
 
 
 @served()

@@ -1,0 +1,32 @@
+"""The address of a server, as people type it."""
+
+from __future__ import annotations
+
+from typing import Final
+from urllib.parse import urlsplit
+
+from session_server.client.errors import BadAddress
+
+_HTTP_SCHEMES: Final = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
+
+
+def server_address(text: str) -> str:
+    """`http(s)://HOST:PORT` without a slash at its end, for the paths of a server's routes.
+
+    Raises:
+        BadAddress: `text` is not http(s) or ws(s) to a host, with a port or without one.
+    """
+    try:
+        parts = urlsplit(text)
+        is_whole = parts.scheme in _HTTP_SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half a pair of brackets
+        is_whole = False
+    if not is_whole:
+        raise BadAddress(f"{text!r} is no address of a server; give one as http://HOST:PORT")
+    _, _, rest = text.rstrip("/").partition("://")
+    return f"{_HTTP_SCHEMES[parts.scheme]}://{rest}"
+
+
+def socket_address(text: str) -> str:
+    """`ws(s)://HOST:PORT` of the same server. Raises as `server_address` does."""
+    return "ws" + server_address(text).removeprefix("http")
