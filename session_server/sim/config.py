@@ -154,15 +154,16 @@ def _plain(value: Any) -> Any:
 def _draw_sizes(draws: Draws) -> Sizes:
     num_pages = draws.between("num_pages", 18, 96)
     page_size = draws.pick("page_size", (1, 2, 4, 4, 16))
+    chunk_tokens = draws.pick("chunk_tokens", (1, 2, 3, 5, 7, 8, 13, 16, 32, 64))
     allocations: tuple[Literal["lifo", "extent"], ...] = ("lifo", "lifo", "extent")
     checks = (MemoryCheck.OFF, MemoryCheck.OFF, MemoryCheck.WARN)
     return Sizes(
-        layers=Layers(),
+        layers=_draw_layers(draws, page_size=page_size, chunk_tokens=chunk_tokens),
         page_size=page_size,
         num_pages=num_pages,
         num_rows=draws.pick("num_rows", (2, 3, 5, 9, 12)),
         max_context_len=draws.between("max_context_len", 24, 96),
-        chunk_tokens=draws.pick("chunk_tokens", (1, 2, 3, 5, 7, 8, 13, 16, 32, 64)),
+        chunk_tokens=chunk_tokens,
         max_running=draws.between("max_running", 1, 8),
         max_waiting=draws.pick("max_waiting", (64, 64, 64, 1, 3)),
         num_in_flight=draws.pick("num_in_flight", (1, 2, 2, 2)),
@@ -175,6 +176,19 @@ def _draw_sizes(draws: Draws) -> Sizes:
         memory_check=draws.pick("memory_check", checks),
         share_prefixes=draws.pick("share_prefixes", (True, True, False)),
     )
+
+
+def _draw_layers(draws: Draws, *, page_size: int, chunk_tokens: int) -> Layers:
+    """Three models of four have full attention alone. Pools of windows are as large as the other,
+    or hold one long turn and little else."""
+    others = (Mixture.FULL_AND_WINDOW, Mixture.FULL_AND_WINDOW, Mixture.WINDOW, Mixture.LATENT)
+    kind = draws.below("mixture", 16)
+    if kind >= len(others):
+        return Layers()
+    window = draws.pick("window", (2, 3, 5, 8, 13, 24))
+    one_turn = (3 * window + 2 * chunk_tokens) // page_size + 8
+    tight = one_turn + draws.below("window_pages", 16)
+    return Layers(others[kind], window, draws.pick("window pool", (None, tight, tight)))
 
 
 def _draw_habits(draws: Draws) -> Habits:

@@ -68,7 +68,8 @@ class DirectWorld:
         self._turns: dict[TurnId, ServerSession] = {}
         self._closing: set[SessionId] = set()
         self._num_requests = 0
-        model = EchoModel(num_repeats=context.config.sizes.num_repeats)
+        sizes = context.config.sizes
+        model = EchoModel(num_repeats=sizes.num_repeats, window=sizes.layers.read_window)
         self.stage = Stage(context, model)
         self.sessions: dict[SessionId, ServerSession] = {}
         self._verbs: dict[str, Callable[[Op], None]] = {

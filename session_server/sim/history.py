@@ -100,6 +100,14 @@ class EngineTurn:
         return "decode" if self.outputs else "prefill"
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """`max_turn_len`: the longest context a turn may reach. `forgets`: whether layers do."""
+
+    max_turn_len: int
+    forgets: bool
+
+
 class EngineHistory:
     """Checks every event as it is heard, and after every step that nothing owed is missing.
 
@@ -107,11 +115,11 @@ class EngineHistory:
     """
 
     def __init__(
-        self, settings: EngineSettings, model: EchoModel, max_turn_len: int, reached: Counter[str]
+        self, settings: EngineSettings, model: EchoModel, bounds: Bounds, reached: Counter[str]
     ) -> None:
         self._settings = settings
         self._model = model
-        self._max_turn_len = max_turn_len
+        self._bounds = bounds
         self._owed: Counter[Hashable] = Counter()
         self._live_before: dict[int, set[TurnId]] = {}
         self._pinned: set[SessionId] = set()
@@ -206,7 +214,7 @@ class EngineHistory:
         if tokens and (min(tokens) < 0 or max(tokens) >= self._settings.vocab_size):
             return "invalid_request"
         needed = command.base_len + len(tokens) + min(1, command.sampling.max_tokens)
-        return "context_too_long" if needed > self._max_turn_len else None
+        return "context_too_long" if needed > self._bounds.max_turn_len else None
 
     def _is_full(self) -> bool:
         num_live = sum(turn.wish is None and not turn.must_fail for turn in self.live.values())
@@ -369,7 +377,9 @@ class EngineHistory:
             # An output is there only when everything before it is computed; a retracted turn has
             # its outputs and computes all that again.
             is_whole = num_said > 0 and event.num_retractions == 0
-            is_kept = is_natural or (is_whole and kept_len >= len(turn.prompt))
+            # Where a window has passed the cut, the session goes on from before the turn.
+            shortest = len(turn.prompt) + (num_said if self._bounds.forgets else 0)
+            is_kept = is_natural or (is_whole and kept_len >= shortest)
             turn.session.resident_len = kept_len - 1 if is_kept else 0
 
     def _check_natural_end(self, turn: EngineTurn, event: TurnFinished) -> None:
@@ -384,7 +394,7 @@ class EngineHistory:
             if at_stop != [len(outputs) - 1] or event.matched_token != outputs[-1]:
                 raise Broken(Layer.SHADOW, f"{event} after {outputs} with stops {stops}")
             return
-        room = self._max_turn_len - len(turn.prompt)
+        room = self._bounds.max_turn_len - len(turn.prompt)
         if at_stop or len(outputs) != min(sampling.max_tokens, room):
             raise Broken(Layer.SHADOW, f"{event} after {outputs}, room for {room}, stops {stops}")
         self.reached["context full"] += room < sampling.max_tokens

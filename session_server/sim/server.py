@@ -44,12 +44,12 @@ def embedded_text() -> ModelText:
     return load_model_text(model_directory(Settings().model))
 
 
-def wire_model(num_repeats: int) -> EchoModel:
+def wire_model(num_repeats: int, window: int) -> EchoModel:
     """The fake model over the embedded model's letters and its end of turn."""
     text = embedded_text()
     letters = (text.tokenizer.encode_content(letter)[0] for letter in LETTERS)
     eos = min(text.eos_token_ids)
-    return EchoModel((eos, *letters), num_repeats, text.tokenizer.vocab_size)
+    return EchoModel((eos, *letters), num_repeats, text.tokenizer.vocab_size, window)
 
 
 class SimServer:
@@ -59,7 +59,7 @@ class SimServer:
         config = context.config
         self._context = context
         self.keys = [f"key-{index}" for index in range(config.habits.num_owners)]
-        self.model = wire_model(config.sizes.num_repeats)
+        self.model = wire_model(config.sizes.num_repeats, config.sizes.layers.read_window)
         self.salts = TenantSalts(_SECRET, share_prefixes=config.sizes.share_prefixes)
         self.engine = HostedEngine(
             lambda: Stage(context, self.model), config.habits.engine_inbox, context.reached

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 from session_server.engine.settings import MemoryCheck
 from session_server.sim.config import Front, SimConfig
 from session_server.sim.failure import SimFailure
+from session_server.sim.layers import Layers
 from session_server.sim.simulation import replay
 from session_server.sim.trace import Op, Trace
 
@@ -31,6 +32,7 @@ _SIMPLE: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "max_waiting": (64,),
         "num_rows": (2, 3),
         "max_running": (1, 2),
+        "layers": (Layers(),),
         "page_size": (1, 2, 4),
         "num_pages": (8, 12, 18, 30),
         "chunk_tokens": (64, 16, 4),

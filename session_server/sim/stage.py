@@ -20,7 +20,7 @@ from session_server.sim.echo import EchoModel
 from session_server.sim.failure import Broken, Layer
 from session_server.sim.fairness import FairnessWatch
 from session_server.sim.faults import DEVICE_SITES
-from session_server.sim.history import EngineHistory
+from session_server.sim.history import Bounds, EngineHistory
 from session_server.sim.story import StepRecord
 from session_server.sim.watched_cache import WatchedCache
 
@@ -51,7 +51,8 @@ class Stage:
         )
         settings = _settings(config, model)
         self.engine = Engine(self.cache, settings)
-        self.history = EngineHistory(settings, model, self.engine.max_turn_len, context.reached)
+        bounds = Bounds(self.engine.max_turn_len, bool(self.cache.stores.forgetful))
+        self.history = EngineHistory(settings, model, bounds, context.reached)
         self.device = _device(config, model, self.history)
         self.device.reached = context.reached
         self._fairness = FairnessWatch(self.engine, self.cache, sizes)

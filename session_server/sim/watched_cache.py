@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
-from cache.ledger import Ledger
 from cache.pages import Allocation
 from cache.radix import RadixCache
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode
 from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity
+from cache.stores import KVStores
 from cache.types import (
+    NULL_PAGE,
     Holder,
     Namespace,
     PoolName,
@@ -36,17 +37,18 @@ Strikes = Callable[[Site], bool]
 class WatchedTree(RadixCache):
     """Counts what shapes the tree."""
 
-    __slots__ = ("reached",)
+    __slots__ = ("_forgetful", "reached")
 
-    def __init__(
-        self, page_size: int, ledgers: Mapping[PoolName, Ledger], reached: Counter[str]
-    ) -> None:
-        super().__init__(page_size, ledgers)
+    def __init__(self, stores: KVStores, reached: Counter[str]) -> None:
+        super().__init__(stores.page_size, stores.ledgers, stores.components)
         self.reached = reached
+        self._forgetful = frozenset(component.pool for component in stores.forgetful)
 
     def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
         """See `RadixCache`."""
         self.reached["match"] += match.matched_len > 0
+        if self._forgetful:
+            self.reached["match of a window"] += match.matched_len > 0
         return super().advance(receipt, match)
 
     def insert(
@@ -56,6 +58,10 @@ class WatchedTree(RadixCache):
         found = super().insert(receipt, tokens, pages)
         self.reached["publish"] += 1
         self.reached["publish duplicate"] += any(found.values())
+        for pool in self._forgetful:
+            pairs = zip(pages[pool], found[pool], strict=False)
+            self.reached["tombstone published"] += NULL_PAGE in pages[pool]
+            self.reached["tombstone filled"] += any(mine and mine == its for mine, its in pairs)
         return found
 
     def take_back(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
@@ -68,6 +74,7 @@ class WatchedTree(RadixCache):
         """See `RadixCache`."""
         evicted = super().evict(pool, num_pages)
         self.reached["evict"] += any(evicted.values())
+        self.reached["tombstone"] += pool in self._forgetful and bool(evicted[pool])
         return evicted
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
@@ -97,7 +104,7 @@ class WatchedCache(SessionAwareCache):
         self._strikes = strikes
         self._of_turn: dict[TurnId, SessionId] = {}
         self._pinned_quota_pages = pinned_quota_pages
-        tree = WatchedTree(spec.page_size, self.stores.ledgers, reached)
+        tree = WatchedTree(self.stores, reached)
         self.stores = dataclasses.replace(self.stores, tree=tree)
 
     def open(
@@ -148,6 +155,17 @@ class WatchedCache(SessionAwareCache):
             raise OutOfPages("injected")
         return super().grow(turn_id, to_len)
 
+    def record(
+        self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()
+    ) -> list[TableWrite]:
+        """See `SessionAwareCache`."""
+        windows = [component.pool for component in self.stores.forgetful]
+        before = [self.stores.ledgers[pool].num_free for pool in windows]
+        writes = super().record(turn_id, computed_len, new_tokens)
+        after = [self.stores.ledgers[pool].num_free for pool in windows]
+        self.reached["window released"] += after > before
+        return writes
+
     def end_turn(self, turn_id: TurnId, keep_len: int, *, now: float) -> list[TableWrite]:
         """See `SessionAwareCache`."""
         self._let_go(turn_id)
@@ -185,9 +203,13 @@ class WatchedCache(SessionAwareCache):
         if num_tokens:
             others = [s for s in self.slots() if s.session_id != session_id]
             others = [s for s in others if s.retention is Retention.PINNED]
-        num_pages = sum(slot.allocated_len // page_size for slot in others)
         num_rows = sum(slot.state is not SlotState.COLD for slot in others)
-        is_over = num_pages + pages_for(num_tokens, page_size) > self._pinned_quota_pages
+        row_pages = [slot.allocated_len // page_size for slot in others]
+        row_pages.append(pages_for(num_tokens, page_size))
+        is_over = any(
+            sum(map(component.parked_pages, row_pages)) > self._quota(component.pool)
+            for component in self.stores.components
+        )
         is_over = num_tokens > 0 and (is_over or num_rows >= self.stores.rows.num_rows - 1)
         try:
             yield
@@ -197,6 +219,10 @@ class WatchedCache(SessionAwareCache):
             raise
         if is_over:
             raise AuditFailed(f"{session_id} was pinned beyond the quota")
+
+    def _quota(self, pool: PoolName) -> int:
+        usable = {name: ledger.num_pages - 1 for name, ledger in self.stores.ledgers.items()}
+        return usable[pool] * self._pinned_quota_pages // max(usable.values())
 
     def _let_go(self, turn_id: TurnId) -> None:
         self.touched[self._of_turn.pop(turn_id)] = None
