@@ -179,16 +179,18 @@ def _draw_sizes(draws: Draws) -> Sizes:
 
 
 def _draw_layers(draws: Draws, *, page_size: int, chunk_tokens: int) -> Layers:
-    """Three models of four have full attention alone. Pools of windows are as large as the other,
-    or hold one long turn and little else."""
+    """Three models of four have full attention alone. Beside it a pool of windows is as large, or
+    holds hardly one long turn."""
     others = (Mixture.FULL_AND_WINDOW, Mixture.FULL_AND_WINDOW, Mixture.WINDOW, Mixture.LATENT)
     kind = draws.below("mixture", 16)
     if kind >= len(others):
         return Layers()
     window = draws.pick("window", (2, 3, 5, 8, 13, 24))
-    one_turn = (3 * window + 2 * chunk_tokens) // page_size + 8
-    tight = one_turn + draws.below("window_pages", 16)
-    return Layers(others[kind], window, draws.pick("window pool", (None, tight, tight)))
+    one_turn = (3 * window + 2 * chunk_tokens) // page_size
+    tight = one_turn + draws.between("window_pages", 2, 18)
+    window_pages = draws.pick("window pool", (None, tight, tight))
+    is_beside = others[kind] is Mixture.FULL_AND_WINDOW
+    return Layers(others[kind], window, window_pages if is_beside else None)
 
 
 def _draw_habits(draws: Draws) -> Habits:

@@ -106,6 +106,7 @@ class Bounds:
 
     max_turn_len: int
     forgets: bool
+    page_size: int
 
 
 class EngineHistory:
@@ -371,6 +372,7 @@ class EngineHistory:
         if event.num_outputs != max(0, kept_len - len(turn.prompt)):
             raise Broken(Layer.SHADOW, f"{event} counts its outputs wrong")
         if turn.session is not None:
+            resident_len = 0 if is_natural else self._undone_len(turn, event)
             turn.session.held = (turn.prompt + tuple(turn.outputs))[:kept_len]
             turn.truth.reach(kept_len)
             turn.session.tags = turn.truth.tags[:kept_len]
@@ -380,7 +382,19 @@ class EngineHistory:
             # Where a window has passed the cut, the session goes on from before the turn.
             shortest = len(turn.prompt) + (num_said if self._bounds.forgets else 0)
             is_kept = is_natural or (is_whole and kept_len >= shortest)
-            turn.session.resident_len = kept_len - 1 if is_kept else 0
+            turn.session.resident_len = kept_len - 1 if is_kept else resident_len
+
+    def _undone_len(self, turn: EngineTurn, event: TurnFinished) -> int:
+        """What a session holds whose turn was undone: what it held before, but perhaps for the page
+        that the turn's beginning cuts, which another session may have published too."""
+        session, command = turn.session, turn.command
+        assert session is not None
+        is_undone = event.history_len == len(session.held) == command.base_len
+        scores = command.sampling.prompt_logprobs_from is not None
+        if not (is_undone and command.tokens) or scores or event.num_retractions:
+            return 0
+        self.reached["turn undone"] += session.resident_len > 0
+        return session.resident_len - session.resident_len % self._bounds.page_size
 
     def _check_natural_end(self, turn: EngineTurn, event: TurnFinished) -> None:
         sampling, outputs = turn.command.sampling, turn.outputs

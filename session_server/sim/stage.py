@@ -51,7 +51,8 @@ class Stage:
         )
         settings = _settings(config, model)
         self.engine = Engine(self.cache, settings)
-        bounds = Bounds(self.engine.max_turn_len, bool(self.cache.stores.forgetful))
+        stores = self.cache.stores
+        bounds = Bounds(self.engine.max_turn_len, bool(stores.forgetful), stores.page_size)
         self.history = EngineHistory(settings, model, bounds, context.reached)
         self.device = _device(config, model, self.history)
         self.device.reached = context.reached

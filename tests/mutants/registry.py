@@ -8,6 +8,7 @@ from typing import Final
 
 from tests.mutants import (
     in_books,
+    in_layers,
     in_leases,
     in_radix,
     in_scheduling,
@@ -27,7 +28,7 @@ def _named(*modules: ModuleType) -> dict[str, Mutant]:
 
 
 MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
-    _named(in_books, in_radix, in_leases, in_scheduling, in_settling, in_sessions)
+    _named(in_books, in_radix, in_leases, in_layers, in_scheduling, in_settling, in_sessions)
 )
 
 SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
