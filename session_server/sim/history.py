@@ -385,8 +385,8 @@ class EngineHistory:
             turn.session.resident_len = kept_len - 1 if is_kept else resident_len
 
     def _undone_len(self, turn: EngineTurn, event: TurnFinished) -> int:
-        """What a session holds whose turn was undone: what it held before, but perhaps for the page
-        that the turn's beginning cuts, which another session may have published too."""
+        """What a session holds whose turn was undone: what it held before. But a page that the
+        turn began in and that was published since, or matched, may be another session's too."""
         session, command = turn.session, turn.command
         assert session is not None
         is_undone = event.history_len == len(session.held) == command.base_len
@@ -394,6 +394,8 @@ class EngineHistory:
         if not (is_undone and command.tokens) or scores or event.num_retractions:
             return 0
         self.reached["turn undone"] += session.resident_len > 0
+        if not turn.outputs and event.cached_tokens <= session.resident_len:
+            return session.resident_len
         return session.resident_len - session.resident_len % self._bounds.page_size
 
     def _check_natural_end(self, turn: EngineTurn, event: TurnFinished) -> None:

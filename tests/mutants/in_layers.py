@@ -40,16 +40,6 @@ WINDOW_GOES_EARLY = Mutant(
     ),
 )
 
-MARK_IS_FORGOTTEN = Mutant(
-    "While a turn runs, the window at its beginning is given back with the others.",
-    "systematic",
-    Edit(
-        "cache.lease:KVLease.advance",
-        "begin, end = max(start, kept), min(",
-        "begin, end = start, min(",
-    ),
-)
-
 PASSED_PAGE_STAYS_IN_THE_ROW = Mutant(
     "A page that the window has passed is given back, and the row goes on to name it.",
     "systematic",
@@ -149,11 +139,6 @@ LOCKED_WINDOW_IS_EVICTED = Mutant(
         "(locks == 0)",
         "(locks <= 1)",
     ),
-    Edit(
-        "cache.page_locks:_has_idle",
-        "len(_idle(node, pool)) > 0",
-        "True",
-    ),
 )
 
 TOMBSTONE_NAMES_ITS_PAGE = Mutant(
@@ -252,16 +237,6 @@ WINDOW_POOLS_BOUND_NOTHING = Mutant(
     ),
 )
 
-WINDOW_IS_READ_FROM_ONE_LAUNCH = Mutant(
-    "A turn is priced at the window that it reads, and not at what is published and in flight.",
-    "systematic",
-    Edit(
-        "cache.components:SlidingWindow.running_pages",
-        "2 * window + pages_for(num_ahead, self._page_size) + 1",
-        "window",
-    ),
-)
-
 PINS_FILL_SMALL_POOLS = Mutant(
     "The quota of pinned sessions is as many pages of every pool, however small.",
     "systematic",
@@ -279,5 +254,15 @@ PROBE_LOOKS_BEHIND_THE_WINDOW = Mutant(
         "cache.content:_content",
         "slot.lease.rewound_len(start) < start",
         "False",
+    ),
+)
+
+SHORT_POOL_IS_NOT_ASKED_FOR = Mutant(
+    "Sessions give way that have nothing of what is short, and the others do not.",
+    "systematic",
+    Edit(
+        "session_server.engine.shortage:Shortage.ask_pages",
+        "not any(lack > 0 and num > 0 for lack, num in pairs)",
+        "any(lack > 0 and num > 0 for lack, num in pairs)",
     ),
 )

@@ -36,6 +36,9 @@ SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
         "everybody is retracted": "Every turn still says what it must, only later, and the"
         " simulator has no opinion on how many had to wait; a test of the planner alone has"
         " (`tests/engine/test_engine_plan.py`).",
+        "short pool is not asked for": "The oldest turn is given everything before it is given up,"
+        " so everybody comes to an end, only later; a test of the planner alone has an opinion"
+        " (`tests/engine/test_engine_plan.py`).",
         "replaced tokens stay": "Simulated clients send no messages, and the embedded model has one"
         " end token, so no template replaces any; the state machine of sessions has one that does"
         " (`tests/sessions/test_session_machine.py`).",

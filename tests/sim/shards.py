@@ -71,6 +71,7 @@ INTERESTING: Final = (
     "late command",
     "locked node split",
     "match",
+    "match of a window",
     "node split",
     "overshoot",
     "pin refused",
@@ -100,6 +101,9 @@ INTERESTING: Final = (
     "shortfall",
     "stop in decode",
     "superseded itself",
+    "tombstone",
+    "tombstone filled",
+    "tombstone published",
     "turn",
     "turn accepted",
     "turn cancelled by client_cancelled, keeps",
@@ -112,8 +116,10 @@ INTERESTING: Final = (
     "turn failed: engine_restarting",
     "turn failed: quota_exceeded",
     "turn repeated",
+    "turn undone",
     "turn waited behind another",
     "went on from kept KV",
+    "window released",
 )
 """What every shard has to reach; a simulator that no longer does shows nothing."""
 
