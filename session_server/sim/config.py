@@ -10,13 +10,17 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from cache.pages import Allocation
+from cache.spec import STATES_PER_ROW
 from session_server.engine.settings import Drafter, MemoryCheck
 from session_server.sim.draws import Draws
 from session_server.sim.faults import FaultRates, OneFault, Site
 from session_server.sim.layers import Layers, Mixture
+
+STATES_AT_REST: Final = 2
+"""Of a session: at its length, and a snapshot at what it has published."""
 
 
 class Front(enum.StrEnum):
@@ -157,14 +161,21 @@ def _draw_sizes(draws: Draws) -> Sizes:
     chunk_tokens = draws.pick("chunk_tokens", (1, 2, 3, 5, 7, 8, 13, 16, 32, 64))
     allocations: tuple[Literal["lifo", "extent"], ...] = ("lifo", "lifo", "extent")
     checks = (MemoryCheck.OFF, MemoryCheck.OFF, MemoryCheck.WARN)
+    num_rows = draws.pick("num_rows", (2, 3, 5, 9, 12))
+    max_running = draws.between("max_running", 1, 8)
     return Sizes(
-        layers=_draw_layers(draws, page_size=page_size, chunk_tokens=chunk_tokens),
+        layers=_draw_layers(
+            draws,
+            page_size=page_size,
+            chunk_tokens=chunk_tokens,
+            few_states=_few_states(num_rows, max_running),
+        ),
         page_size=page_size,
         num_pages=num_pages,
-        num_rows=draws.pick("num_rows", (2, 3, 5, 9, 12)),
+        num_rows=num_rows,
         max_context_len=draws.between("max_context_len", 24, 96),
         chunk_tokens=chunk_tokens,
-        max_running=draws.between("max_running", 1, 8),
+        max_running=max_running,
         max_waiting=draws.pick("max_waiting", (64, 64, 64, 1, 3)),
         num_in_flight=draws.pick("num_in_flight", (1, 2, 2, 2)),
         num_drafts=draws.pick("num_drafts", (0, 2, 4)),
@@ -178,19 +189,29 @@ def _draw_sizes(draws: Draws) -> Sizes:
     )
 
 
-def _draw_layers(draws: Draws, *, page_size: int, chunk_tokens: int) -> Layers:
-    """Three models of four have full attention alone. Beside it a pool of windows is as large, or
-    holds hardly one long turn."""
-    others = (Mixture.FULL_AND_WINDOW, Mixture.FULL_AND_WINDOW, Mixture.WINDOW, Mixture.LATENT)
-    kind = draws.below("mixture", 16)
-    if kind >= len(others):
+def _draw_layers(draws: Draws, *, page_size: int, chunk_tokens: int, few_states: int) -> Layers:
+    """Every second model has full attention alone. Beside it a pool of windows is as large as its
+    own, or holds hardly one long turn, and a pool of states has all that rows may ever hold, or
+    `few_states`."""
+    others = [mixture for mixture in Mixture if mixture is not Mixture.FULL]
+    kind = draws.below("mixture", 4 * len(others))
+    if kind >= 2 * len(others):
         return Layers()
+    mixture = others[kind // 2]
+    if mixture is Mixture.FULL_AND_RECURRENT:
+        num_states = draws.pick("state pool", (None, few_states, few_states))
+        return Layers(mixture, num_states=num_states)
     window = draws.pick("window", (2, 3, 5, 8, 13, 24))
     one_turn = (3 * window + 2 * chunk_tokens) // page_size
     tight = one_turn + draws.between("window_pages", 2, 18)
     window_pages = draws.pick("window pool", (None, tight, tight))
-    is_beside = others[kind] is Mixture.FULL_AND_WINDOW
-    return Layers(others[kind], window, window_pages if is_beside else None)
+    return Layers(mixture, window, window_pages if mixture is Mixture.FULL_AND_WINDOW else None)
+
+
+def _few_states(num_rows: int, max_running: int) -> int:
+    """As many as turns may hold that run and sessions that rest."""
+    num_running = min(num_rows, max_running)
+    return num_running * STATES_PER_ROW + (num_rows - num_running) * STATES_AT_REST
 
 
 def _draw_habits(draws: Draws) -> Habits:

@@ -7,7 +7,8 @@ sampler that was not told of a new turn change the text. Given the `Truth` of a 
 also compared with what belongs there, so that the first wrong one is named.
 
 Every pool holds the same tags, and each is read as far as its layers see: one that keeps everything
-gives the text, and the others are compared with it.
+gives the text, and the others are compared with it. A recurrent state is the last tag of those it
+stands for.
 
 Nothing happens at launch: a launch is executed later, at a moment of the caller's choosing, from
 the frozen batch alone. Whatever the host does in between must not matter.
@@ -21,14 +22,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
-from cache.types import PoolName, RowId, TableWrite, TurnId
+from cache.types import NULL_PAGE, PoolName, RowId, TableWrite, TurnId
 from session_server.core.batch import Batch, BatchRow, Probe, RowResult, StepResult
 from session_server.core.sampling import TokenLogprob
 from session_server.sim.draws import name_value, scramble
 from session_server.sim.echo import EchoModel, Truth, score_of, tag_after
-
-GARBAGE: Final = 0xDEADBEEF
-"""What cells hold that nobody has written, or that a failed forward was to write."""
+from session_server.sim.state_memory import GARBAGE, StateMemory
 
 _FORWARD_S: Final = 1e-3
 
@@ -133,7 +132,8 @@ class EchoMemory:
 class EchoRunner:
     """Executes launches strictly in order, when told to.
 
-    `memory`: the first pool, which gives the text. `salt_of`: the tenant's salt of a turn.
+    `memory`: the first pool, which gives the text. `states`: the recurrent one, if any has a page
+    but the padding. `salt_of`: the tenant's salt of a turn.
     `truth_of`: what a turn's cells must hold; without it the text alone tells. `draft_skill`: how
     often in a thousand its draft model guesses right. `reached` counts what speculation came to;
     `refused_alone` are turns whose forward failed when nobody else was in it.
@@ -144,12 +144,14 @@ class EchoRunner:
         shapes: Mapping[PoolName, PoolShape],
         *,
         salt_of: Callable[[TurnId], str],
+        num_states: int = 0,
         model: EchoModel | None = None,
         truth_of: Callable[[TurnId], Truth] | None = None,
         draft_skill: int = 700,
     ) -> None:
         self._memories = {pool: EchoMemory(shape) for pool, shape in shapes.items()}
         self.memory = next(iter(self._memories.values()))
+        self.states = StateMemory(num_states) if num_states else None
         self._samplers: dict[RowId, Sampler] = {}
         self._spoilt: set[tuple[TurnId, int]] = set()
         self._salt_of = salt_of
@@ -223,7 +225,27 @@ class EchoRunner:
             token_ids = self._sample(row, values, last=tokens[-1])
             sampler.last_token = token_ids[-1]
         self._compare(row, values)
+        if self.states is not None:
+            self._recur(self.states, row, sampler.root, values)
         return RowResult(token_ids, (), self._scores(row, values), finite=True)
+
+    def _recur(self, states: StateMemory, row: BatchRow, root: int, values: list[int]) -> None:
+        """Go on from the state that the row names, which is that of the cells before it."""
+        moves, start = row.states, row.start
+        assert moves is not None, "every row of a recurrent model says where its state lies"
+        assert row.num_drafts == 0, "no guess can be taken out of a state again"
+        if (moves.source == NULL_PAGE) != (start == 0):
+            raise ContentMismatch(f"turn {row.turn_id} reads page {moves.source} at {start}")
+        if states.read(moves.source, root) == (values[start - 1] if start else root):
+            states.leave(moves, start, values)
+            self.reached["state left at a page's end"] += len(moves.targets) > 1
+        elif (row.turn_id, row.incarnation) in self._spoilt:
+            states.spoil(moves)
+        else:
+            raise ContentMismatch(
+                f"turn {row.turn_id} in row {row.row} goes on at position {start} from a state "
+                f"(page {moves.source}) that its tokens do not give"
+            )
 
     def _sample(self, row: BatchRow, values: list[int], *, last: int) -> tuple[int, ...]:
         """Choose; then verify drafts one by one. `values` grows by the cells of right drafts."""
@@ -336,11 +358,29 @@ class EchoRunner:
         for memory in self._memories.values():
             for position in range(row.start, row.start + row.num_tokens):
                 memory.put(row.row, position, GARBAGE)
+        if self.states is not None and row.states is not None:
+            self.states.spoil(row.states)
 
     def _probe(self, probe: Probe) -> bool:
         """Whether cells hold what the cells before them and their tokens give."""
         assert self.memory.is_page_start(probe.start), "a probe looks at a page"
-        return all(self._holds(memory, probe) for memory in self._memories.values())
+        if not all(self._holds(memory, probe) for memory in self._memories.values()):
+            return False
+        return self.states is None or self._state_holds(self.states, probe)
+
+    def _state_holds(self, states: StateMemory, probe: Probe) -> bool:
+        """Whether the cells of a page follow from the state before them, and the state after them,
+        if there is one, from the cells."""
+        row, start, moves = probe.row, probe.start, probe.states
+        assert moves is not None, "a probe of a recurrent model says where its states lie"
+        end, root = start + len(probe.tokens), self._samplers[row].root
+        before = self.memory.cell(row, start - 1) if start else root
+        ((length, kept),) = moves.targets
+        assert length == end, "a probe looks at the state after its page"
+        self.reached["probe of a state"] += kept != NULL_PAGE
+        return states.read(moves.source, root) == before and (
+            kept == NULL_PAGE or states.read(kept, root) == self.memory.cell(row, end - 1)
+        )
 
     def _holds(self, memory: EchoMemory, probe: Probe) -> bool:
         row, start = probe.row, probe.start

@@ -114,7 +114,8 @@ class FairnessWatch:
             raise Broken(Layer.LIVENESS, f"{first.turn_id} waits beside plenty of everything")
 
     def _free_pages(self) -> int:
-        return min(ledger.num_free for ledger in self._cache.stores.ledgers.values())
+        """Of positions: a row comes with its states."""
+        return min(ledger.num_free for ledger in self._cache.stores.paged.values())
 
     def _pages_to_come(self, turn: Turn) -> int:
         held = self._cache.capacity_len(turn.turn_id)

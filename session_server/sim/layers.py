@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
+from cache.spec import STATES_PER_ROW, CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName, pages_for
 from session_server.sim.device import PoolShape
 
@@ -22,6 +22,7 @@ class Mixture(enum.Enum):
     FULL_AND_WINDOW = "full + window"
     LATENT = "latent"
     WINDOW = "window"
+    FULL_AND_RECURRENT = "full + recurrent"
 
 
 _KINDS: Final[Mapping[Mixture, tuple[LayerKind, ...]]] = {
@@ -29,18 +30,21 @@ _KINDS: Final[Mapping[Mixture, tuple[LayerKind, ...]]] = {
     Mixture.FULL_AND_WINDOW: (LayerKind.FULL, LayerKind.WINDOW),
     Mixture.LATENT: (LayerKind.LATENT,),
     Mixture.WINDOW: (LayerKind.WINDOW,),
+    Mixture.FULL_AND_RECURRENT: (LayerKind.FULL, LayerKind.RECURRENT),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
     """The layers of one simulated model. `window`: positions that a window sees; `window_pages`:
-    pages of its pool, padding aside, where it is another number than that of the others.
+    pages of its pool, padding aside, where it is another number than that of the others;
+    `num_states`: of the recurrent one, where rows do not come with all they may ever hold.
     """
 
     mixture: Mixture = Mixture.FULL
     window: int = 8
     window_pages: int | None = None
+    num_states: int | None = None
 
     @property
     def read_window(self) -> int:
@@ -51,23 +55,30 @@ class Layers:
         """One group per kind of layers."""
         groups = []
         for index, kind in enumerate(_KINDS[self.mixture]):
+            pool = POOLS[kind]
+            if kind is LayerKind.RECURRENT:
+                groups.append(LayerGroup(pool, kind, (index,), 0, 0, 4, state_shapes=((1,),)))
+                continue
             window = self.window if kind is LayerKind.WINDOW else 0
             rope_dim = 1 if kind is LayerKind.LATENT else 0
-            groups.append(LayerGroup(POOLS[kind], kind, (index,), 1, 1, 4, window, rope_dim))
+            groups.append(LayerGroup(pool, kind, (index,), 1, 1, 4, window, rope_dim))
         return CacheSpec(tuple(groups), page_size)
 
     def capacity(self, num_pages: int, num_rows: int, max_context_len: int) -> Capacity:
-        """`num_pages` in each pool, without the padding page."""
+        """`num_pages` in each pool of positions, without the padding page."""
         pages = {}
-        for kind in _KINDS[self.mixture]:
+        for kind in self._paged:
             is_other = kind is LayerKind.WINDOW and self.window_pages is not None
             pages[POOLS[kind]] = 1 + (self.window_pages or 0 if is_other else num_pages)
-        return Capacity(pages, num_rows, max_context_len)
+        if self._paged == _KINDS[self.mixture]:
+            return Capacity(pages, num_rows, max_context_len)
+        num_states = self.num_states or num_rows * STATES_PER_ROW
+        return Capacity(pages, num_rows, max_context_len, 1 + num_states)
 
     def shapes(self, capacity: Capacity, page_size: int) -> dict[PoolName, PoolShape]:
-        """The device's memory: a pool per kind, the one that keeps everything first."""
+        """The device's pools of positions, one per kind, the one that keeps everything first."""
         shapes = {}
-        for kind in _KINDS[self.mixture]:
+        for kind in self._paged:
             shapes[POOLS[kind]] = PoolShape(
                 num_pages=capacity.num_pages[POOLS[kind]],
                 page_size=page_size,
@@ -76,3 +87,8 @@ class Layers:
                 window=self.window if kind is LayerKind.WINDOW else 0,
             )
         return shapes
+
+    @property
+    def _paged(self) -> tuple[LayerKind, ...]:
+        """The kinds whose pages are of positions."""
+        return tuple(kind for kind in _KINDS[self.mixture] if kind is not LayerKind.RECURRENT)

@@ -263,6 +263,7 @@ def _device(config: SimConfig, model: EchoModel, history: EngineHistory) -> Echo
     return EchoRunner(
         sizes.layers.shapes(capacity, sizes.page_size),
         salt_of=history.salt_of,
+        num_states=capacity.num_states,
         model=model,
         truth_of=history.truth_of,
         draft_skill=sizes.draft_skill,

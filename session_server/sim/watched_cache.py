@@ -35,20 +35,22 @@ Strikes = Callable[[Site], bool]
 
 
 class WatchedTree(RadixCache):
-    """Counts what shapes the tree."""
+    """Counts what shapes the tree, in pools of windows and of states apart."""
 
-    __slots__ = ("_forgetful", "reached")
+    __slots__ = ("_states", "_windows", "reached")
 
     def __init__(self, stores: KVStores, reached: Counter[str]) -> None:
         super().__init__(stores.page_size, stores.ledgers, stores.components)
         self.reached = reached
-        self._forgetful = frozenset(component.pool for component in stores.forgetful)
+        self._states = stores.recurrent.pool if stores.recurrent is not None else None
+        self._windows = frozenset(window_pools(stores))
 
     def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
         """See `RadixCache`."""
-        self.reached["match"] += match.matched_len > 0
-        if self._forgetful:
-            self.reached["match of a window"] += match.matched_len > 0
+        if match.matched_len > 0:
+            self.reached["match"] += 1
+            self.reached["match of a window"] += bool(self._windows)
+            self.reached["match of a snapshot"] += self._states is not None
         return super().advance(receipt, match)
 
     def insert(
@@ -58,29 +60,56 @@ class WatchedTree(RadixCache):
         found = super().insert(receipt, tokens, pages)
         self.reached["publish"] += 1
         self.reached["publish duplicate"] += any(found.values())
-        for pool in self._forgetful:
-            pairs = zip(pages[pool], found[pool], strict=False)
+        for pool in self._windows:
             self.reached["tombstone published"] += NULL_PAGE in pages[pool]
-            self.reached["tombstone filled"] += any(mine and mine == its for mine, its in pairs)
+            self.reached["tombstone filled"] += _has_filled(pages[pool], found[pool])
+        if self._states is not None:
+            mine, its = pages[self._states], found[self._states]
+            self.reached["snapshot published"] += any(mine[len(its) :])
+            self.reached["snapshot brought back"] += _has_filled(mine, its)
         return found
 
     def take_back(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
         """See `RadixCache`."""
         taken = super().take_back(receipt, to_len, holder)
         self.reached["published pages taken back"] += any(taken.values())
+        if self._states is not None:
+            self.reached["snapshot taken back"] += any(taken[self._states])
         return taken
 
     def evict(self, pool: PoolName, num_pages: int) -> PagesByPool:
         """See `RadixCache`."""
         evicted = super().evict(pool, num_pages)
         self.reached["evict"] += any(evicted.values())
-        self.reached["tombstone"] += pool in self._forgetful and bool(evicted[pool])
+        self.reached["tombstone"] += pool in self._windows and bool(evicted[pool])
+        if self._states is not None:
+            is_alone = pool == self._states
+            name = "snapshot evicted" if is_alone else "snapshot evicted with its page"
+            self.reached[name] += bool(evicted[self._states])
         return evicted
+
+    def _found(
+        self, receipt: LockReceipt | None, nodes: list[RadixNode], matched: int
+    ) -> MatchResult:
+        found = super()._found(receipt, nodes, matched)
+        if self._states is not None:
+            self.reached["match cut back to a snapshot"] += found.matched_len < matched
+        return found
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
         self.reached["node split"] += 1
         self.reached["locked node split"] += node.lock_count > 0
         return super()._split(node, length)
+
+
+def window_pools(stores: KVStores) -> Iterator[PoolName]:
+    """The pools whose pages a window passes."""
+    return (c.pool for c in stores.forgetful if c is not stores.recurrent)
+
+
+def _has_filled(mine: Sequence[int], its: Sequence[int]) -> bool:
+    """Whether a published page is the tree's now, where it knew the tokens before."""
+    return any(page != NULL_PAGE and page == kept for page, kept in zip(mine, its, strict=False))
 
 
 class WatchedCache(SessionAwareCache):
@@ -135,6 +164,7 @@ class WatchedCache(SessionAwareCache):
             self.reached["fault alloc_row"] += 1
             raise OutOfRows("injected")
         is_pinned = self.slot(session_id).retention is Retention.PINNED
+        committed_len = self.slot(session_id).committed_len
         with self._pinning(session_id, base_len + len(new_tokens) if is_pinned else 0):
             loan = super().begin_turn(
                 session_id,
@@ -144,6 +174,8 @@ class WatchedCache(SessionAwareCache):
                 now=now,
                 max_reuse_len=max_reuse_len,
             )
+        if self.stores.recurrent is not None and base_len < committed_len:
+            self.reached["rewound to a snapshot"] += 0 < loan.cached_len < base_len
         self._of_turn[turn_id] = session_id
         self.touched[session_id] = None
         return loan
@@ -153,29 +185,31 @@ class WatchedCache(SessionAwareCache):
         if self._strikes(Site.ALLOC_PAGE):
             self.reached["fault alloc_page"] += 1
             raise OutOfPages("injected")
+        self._look_at_states(turn_id, to_len)
         return super().grow(turn_id, to_len)
 
     def record(
         self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()
     ) -> list[TableWrite]:
         """See `SessionAwareCache`."""
-        windows = [component.pool for component in self.stores.forgetful]
-        before = [self.stores.ledgers[pool].num_free for pool in windows]
+        windows = [self.stores.ledgers[pool] for pool in window_pools(self.stores)]
+        before = [ledger.num_free for ledger in windows]
         writes = super().record(turn_id, computed_len, new_tokens)
-        after = [self.stores.ledgers[pool].num_free for pool in windows]
-        self.reached["window released"] += after > before
+        self.reached["window released"] += [ledger.num_free for ledger in windows] > before
         return writes
 
     def end_turn(self, turn_id: TurnId, keep_len: int, *, now: float) -> list[TableWrite]:
         """See `SessionAwareCache`."""
         self._let_go(turn_id)
-        return super().end_turn(turn_id, keep_len, now=now)
+        with self._rolling_back(turn_id):
+            return super().end_turn(turn_id, keep_len, now=now)
 
     def discard(self, turn_id: TurnId, *, now: float) -> None:
         """See `SessionAwareCache`."""
         self._let_go(turn_id)
         self.reached["discard"] += 1
-        super().discard(turn_id, now=now)
+        with self._rolling_back(turn_id):
+            super().discard(turn_id, now=now)
 
     def retract(self, turn_id: TurnId, *, now: float) -> Tokens:
         """See `SessionAwareCache`."""
@@ -209,6 +243,7 @@ class WatchedCache(SessionAwareCache):
         is_over = any(
             sum(map(component.parked_pages, row_pages)) > self._quota(component.pool)
             for component in self.stores.components
+            if component.pool in self.stores.paged
         )
         is_over = num_tokens > 0 and (is_over or num_rows >= self.stores.rows.num_rows - 1)
         try:
@@ -220,8 +255,31 @@ class WatchedCache(SessionAwareCache):
         if is_over:
             raise AuditFailed(f"{session_id} was pinned beyond the quota")
 
+    def _look_at_states(self, turn_id: TurnId, to_len: int) -> None:
+        """A turn grows: a row comes with its states, so there is no shortage of them."""
+        if self.stores.recurrent is None:
+            return
+        lease, ledger = self._turn(turn_id).lease, self.stores.ledgers[self.stores.recurrent.pool]
+        num_missing = lease.states.num_missing(lease.computed_len, to_len)
+        if num_missing > ledger.num_free + ledger.num_evictable:
+            raise AuditFailed(f"{turn_id} lacks {num_missing} states: {ledger.snapshot()}")
+        lengths = lease.states.lengths
+        self.reached["state of a failed launch dropped"] += bool(lengths) and lengths[-1] > to_len
+
+    @contextmanager
+    def _rolling_back(self, turn_id: TurnId) -> Iterator[None]:
+        """A turn ends, and may lead its session back to where a state was kept."""
+        turn = self._turn(turn_id)
+        computed_len = turn.lease.computed_len
+        yield
+        if self.stores.recurrent is None or turn.slot.lease is not turn.lease:
+            return
+        if 0 < turn.lease.computed_len < computed_len:
+            is_own = turn.lease.computed_len > turn.lease.protected_len
+            self.reached["rolled back to a state" if is_own else "rolled back to a snapshot"] += 1
+
     def _quota(self, pool: PoolName) -> int:
-        usable = {name: ledger.num_pages - 1 for name, ledger in self.stores.ledgers.items()}
+        usable = {name: ledger.num_pages - 1 for name, ledger in self.stores.paged.items()}
         return usable[pool] * self._pinned_quota_pages // max(usable.values())
 
     def _let_go(self, turn_id: TurnId) -> None:
