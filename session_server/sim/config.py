@@ -199,7 +199,7 @@ def _draw_layers(draws: Draws, *, page_size: int, chunk_tokens: int, few_states:
         return Layers()
     mixture = others[kind // 2]
     if mixture is Mixture.FULL_AND_RECURRENT:
-        num_states = draws.pick("state pool", (None, few_states, few_states))
+        num_states = draws.pick("state pool", (None, few_states))
         return Layers(mixture, num_states=num_states)
     window = draws.pick("window", (2, 3, 5, 8, 13, 24))
     one_turn = (3 * window + 2 * chunk_tokens) // page_size

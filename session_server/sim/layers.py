@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cache.spec import STATES_PER_ROW, CacheSpec, Capacity, LayerGroup, LayerKind
+from cache.capacity import plan_capacity
+from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName, pages_for
 from session_server.sim.device import PoolShape
 
@@ -70,10 +71,14 @@ class Layers:
         for kind in self._paged:
             is_other = kind is LayerKind.WINDOW and self.window_pages is not None
             pages[POOLS[kind]] = 1 + (self.window_pages or 0 if is_other else num_pages)
-        if self._paged == _KINDS[self.mixture]:
-            return Capacity(pages, num_rows, max_context_len)
-        num_states = self.num_states or num_rows * STATES_PER_ROW
-        return Capacity(pages, num_rows, max_context_len, 1 + num_states)
+        num_states = 0
+        if self.mixture is Mixture.FULL_AND_RECURRENT:
+            # As many as the planner gives to so many rows, when memory is no object.
+            plenty = plan_capacity(
+                self.spec(1), budget_bytes=1 << 30, num_rows=num_rows, max_context_len=1
+            )
+            num_states = plenty.num_states if self.num_states is None else 1 + self.num_states
+        return Capacity(pages, num_rows, max_context_len, num_states)
 
     def shapes(self, capacity: Capacity, page_size: int) -> dict[PoolName, PoolShape]:
         """The device's pools of positions, one per kind, the one that keeps everything first."""

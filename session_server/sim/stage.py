@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from cache.checker import find_violations
 from cache.errors import AuditFailed
 from session_server.core.batch import StepResult
@@ -207,7 +209,8 @@ class Stage:
 
     def _check_held(self, event: TurnFinished | TurnFailed) -> None:
         """The engine's copy of the history is what the turn's end says. Behind it is what a turn
-        that never ran was going to cut off, and nothing otherwise.
+        that never ran was going to cut off, and nothing otherwise. Its KV is there, and can be
+        found by others.
         """
         session = self.history.sessions[event.session_id]
         turn = self.history.turns[event.turn_id]
@@ -218,6 +221,16 @@ class Stage:
         copy = self.cache.tokens(event.session_id, 0, num_compared)
         if tuple(copy.tolist()) != held:
             raise Broken(Layer.SHADOW, f"{event}: the engine holds {copy}, not {held}")
+        slot = self.cache.slot(event.session_id)
+        if slot.committed_len < session.resident_len:
+            num_lost = session.resident_len - slot.committed_len
+            raise Broken(Layer.SHADOW, f"{event}: KV of {num_lost} positions was let go")
+        if not turn.num_starts or session.resident_len < len(held) - 1:
+            return
+        found = self.cache.peek(np.array((*held, 0), np.int32), slot.namespace)
+        if found.matched_len < slot.protected_len:
+            num_found = f"{found.matched_len} of {slot.protected_len} positions"
+            raise Broken(Layer.SHADOW, f"{event}: others can go on from {num_found} published")
 
     def _leave_device(self, event: TurnFinished | TurnFailed) -> None:
         """A turn that has said all it may has nothing launched behind that, and one that the device

@@ -115,7 +115,9 @@ class Bench:
         self.engine = Engine(self.cache, self.settings)
         self.model = EchoModel(window=layers.read_window)
         shapes = layers.shapes(capacity, stage.page_size)
-        self.runner = EchoRunner(shapes, salt_of=self._salt_of, model=self.model)
+        self.runner = EchoRunner(
+            shapes, salt_of=self._salt_of, num_states=capacity.num_states, model=self.model
+        )
         self.now_s = 0.0
         self.salts: dict[SessionId, str] = {}
         self.sessions: dict[TurnId, SessionId] = {}

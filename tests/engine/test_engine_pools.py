@@ -13,7 +13,7 @@ from tests.engine.bench import Bench, Stage
 
 WINDOW = 8
 FULL, WINDOWED = POOLS[LayerKind.FULL], POOLS[LayerKind.WINDOW]
-MIXTURES = (Mixture.FULL_AND_WINDOW, Mixture.WINDOW, Mixture.LATENT)
+MIXTURES = (Mixture.FULL_AND_WINDOW, Mixture.WINDOW, Mixture.LATENT, Mixture.FULL_AND_RECURRENT)
 STAGE = Stage(chunk_tokens=8, num_rows=8, max_running=4, max_context_len=200)
 
 

@@ -15,6 +15,7 @@ from session_server.core.commands import CancelTurn, CloseSession, ReportMemory
 from session_server.core.events import CheckerReport, MemoryReported
 from session_server.core.ids import TurnId
 from session_server.engine.settings import MemoryCheck
+from session_server.sim.layers import Layers, Mixture
 from tests.engine.bench import POOL, Bench, Stage
 
 PAGE_SIZE = 4
@@ -192,6 +193,36 @@ def test_a_damaged_page_is_found_within_one_rotation_and_only_its_session_pays(i
         bench.run(bench.submit_command(session_id, f"{session_id}2", (5, 6), base_len=base_len))
         bench.expect(f"{session_id}2", (*tokens, 5, 6)) if session_id == sick else None
         assert bench.finished(f"{session_id}2").cached_tokens == (0 if session_id == sick else 13)
+    bench.close_all()
+
+
+@pytest.mark.parametrize("length", [4, 13])
+def test_a_damaged_state_is_found_and_only_its_session_pays(length: int) -> None:
+    """One that was published with its page, and one that is a session's own."""
+    bench = Bench(
+        Stage(
+            num_pages=200,
+            memory_check=MemoryCheck.WARN,
+            probe_interval_s=ALWAYS_S,
+            chunk_tokens=8,
+            layers=Layers(Mixture.FULL_AND_RECURRENT),
+        )
+    )
+    prompt = PROMPT[: length - 3]
+    sick, well = park(bench, "sick", prompt), park(bench, "well", prompt)
+    (slot,) = bench.cache.inspect_slots(sick)
+    assert slot.lease is not None
+    assert slot.lease.states.lengths == ([] if length % PAGE_SIZE == 0 else [length])
+    assert bench.runner.states is not None
+    bench.runner.states.damage(slot.lease.state_at(length))
+    work(bench, 3 * 2 * 4)
+    assert checks(bench).quarantined_sessions == (sick,)
+    assert bench.cache.slot(sick).state is SlotState.COLD
+    assert bench.cache.slot(well).state is SlotState.PARKED
+    rest(bench)
+    tokens = (*prompt, *bench.tokens("sick"))
+    bench.run(bench.submit_command(sick, "sick2", (5, 6), base_len=len(tokens)))
+    bench.expect("sick2", (*tokens, 5, 6))
     bench.close_all()
 
 

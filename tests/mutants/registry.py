@@ -14,6 +14,7 @@ from tests.mutants import (
     in_scheduling,
     in_sessions,
     in_settling,
+    in_states,
 )
 from tests.mutants.mutant import Mutant
 
@@ -28,7 +29,9 @@ def _named(*modules: ModuleType) -> dict[str, Mutant]:
 
 
 MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
-    _named(in_books, in_radix, in_leases, in_layers, in_scheduling, in_settling, in_sessions)
+    _named(
+        in_books, in_radix, in_leases, in_layers, in_states, in_scheduling, in_settling, in_sessions
+    )
 )
 
 SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
