@@ -132,6 +132,7 @@ class WatchedCache(SessionAwareCache):
         self.touched: dict[SessionId, None] = {}
         self._strikes = strikes
         self._of_turn: dict[TurnId, SessionId] = {}
+        self._way_back: dict[TurnId, int] = {}
         self._pinned_quota_pages = pinned_quota_pages
         tree = WatchedTree(self.stores, reached)
         self.stores = dataclasses.replace(self.stores, tree=tree)
@@ -176,6 +177,8 @@ class WatchedCache(SessionAwareCache):
             )
         if self.stores.recurrent is not None and base_len < committed_len:
             self.reached["rewound to a snapshot"] += 0 < loan.cached_len < base_len
+        if self.stores.recurrent is not None and base_len >= committed_len == loan.cached_len:
+            self._way_back[turn_id] = loan.cached_len
         self._of_turn[turn_id] = session_id
         self.touched[session_id] = None
         return loan
@@ -196,6 +199,7 @@ class WatchedCache(SessionAwareCache):
         before = [ledger.num_free for ledger in windows]
         writes = super().record(turn_id, computed_len, new_tokens)
         self.reached["window released"] += [ledger.num_free for ledger in windows] > before
+        self._look_back(turn_id)
         return writes
 
     def end_turn(self, turn_id: TurnId, keep_len: int, *, now: float) -> list[TableWrite]:
@@ -255,6 +259,18 @@ class WatchedCache(SessionAwareCache):
         if is_over:
             raise AuditFailed(f"{session_id} was pinned beyond the quota")
 
+    def _look_back(self, turn_id: TurnId) -> None:
+        """A turn may be undone at any moment, though no state forgets a token: there is one where
+        it began, or at the page before, when that was published and others may have it."""
+        length = self._way_back.get(turn_id, 0)
+        if not length:
+            return
+        lease = self._turn(turn_id).lease
+        if lease.protected_len > length:
+            length -= length % self.stores.page_size
+        if lease.rewound_len(length) < length:
+            raise AuditFailed(f"{turn_id} cannot be undone: no way back to {length} tokens")
+
     def _look_at_states(self, turn_id: TurnId, to_len: int) -> None:
         """A turn grows: a row comes with its states, so there is no shortage of them."""
         if self.stores.recurrent is None:
@@ -284,3 +300,4 @@ class WatchedCache(SessionAwareCache):
 
     def _let_go(self, turn_id: TurnId) -> None:
         self.touched[self._of_turn.pop(turn_id)] = None
+        self._way_back.pop(turn_id, None)
