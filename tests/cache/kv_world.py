@@ -53,12 +53,23 @@ NUM_TOKEN_IDS = 3
 FULL_GROUP = LayerGroup(POOL, LayerKind.FULL, (0, 1), num_kv_heads=1, head_dim=4, dtype_bytes=4)
 WINDOW_GROUP = LayerGroup(WINDOW_POOL, LayerKind.WINDOW, (2,), 1, 4, 4, window=WINDOW)
 
+LATENT_GROUP = LayerGroup(
+    PoolName("latent"),
+    LayerKind.LATENT,
+    (0, 1),
+    num_kv_heads=1,
+    head_dim=4,
+    dtype_bytes=4,
+    rope_dim=1,
+)
+
 STATE_GROUP = LayerGroup(STATE_POOL, LayerKind.RECURRENT, (3,), 0, 0, 4, state_shapes=((2, 3),))
 
-Mixture = Literal["full", "full + window", "window", "full + recurrent"]
+Mixture = Literal["full", "full + window", "latent", "window", "full + recurrent"]
 MIXTURES: dict[Mixture, tuple[LayerGroup, ...]] = {
     "full": (FULL_GROUP,),
     "full + window": (FULL_GROUP, WINDOW_GROUP),
+    "latent": (LATENT_GROUP,),
     "window": (WINDOW_GROUP,),
     "full + recurrent": (FULL_GROUP, STATE_GROUP),
 }
