@@ -132,8 +132,7 @@ class EchoMemory:
 class EchoRunner:
     """Executes launches strictly in order, when told to.
 
-    `memory`: the first pool, which gives the text. `states`: the recurrent one, if any has a page
-    but the padding. `salt_of`: the tenant's salt of a turn.
+    `states`: the recurrent pool, None where there is none. `salt_of`: the tenant's salt of a turn.
     `truth_of`: what a turn's cells must hold; without it the text alone tells. `draft_skill`: how
     often in a thousand its draft model guesses right. `reached` counts what speculation came to;
     `refused_alone` are turns whose forward failed when nobody else was in it.
@@ -150,7 +149,6 @@ class EchoRunner:
         draft_skill: int = 700,
     ) -> None:
         self._memories = {pool: EchoMemory(shape) for pool, shape in shapes.items()}
-        self.memory = next(iter(self._memories.values()))
         self.states = StateMemory(num_states) if num_states else None
         self._samplers: dict[RowId, Sampler] = {}
         self._spoilt: set[tuple[TurnId, int]] = set()
@@ -165,6 +163,11 @@ class EchoRunner:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    @property
+    def memory(self) -> EchoMemory:
+        """The first pool, which gives the text."""
+        return next(iter(self._memories.values()))
 
     def assume_salt(self, salt: str) -> None:
         """Take every turn for one of this tenant: a live engine does not say whose it is."""
