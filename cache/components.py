@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from cache.spec import STATES_PER_ROW, CacheSpec, LayerGroup, LayerKind
-from cache.types import Pages, PoolName, pages_for
+from cache.types import NULL_PAGE, Pages, PoolName, pages_for
 
 
 class Component(Protocol):
@@ -157,11 +157,11 @@ class SlidingWindow(_Rules):
         """
         while length > 0:
             start, end = self.first_page(length), pages_for(length, self._page_size)
-            holes = np.flatnonzero(entries[max(0, start - first) : end - first] == 0)
-            if len(holes):
-                length = (max(start, first) + int(holes[-1])) * self._page_size
-            else:
+            seen = entries[max(0, start - first) : end - first]
+            if np.count_nonzero(seen) == len(seen):
                 return length if start >= first else 0
+            last_hole = int((seen == NULL_PAGE).nonzero()[0][-1])
+            length = (max(start, first) + last_hole) * self._page_size
         return 0
 
 
@@ -204,7 +204,7 @@ class RecurrentState(_Rules):
 
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
         """The end of the last whole page that has a snapshot."""
-        kept = np.flatnonzero(entries[: max(0, length // self._page_size - first)])
+        kept = entries[: max(0, length // self._page_size - first)].nonzero()[0]
         return (first + int(kept[-1]) + 1) * self._page_size if len(kept) else 0
 
 

@@ -48,7 +48,8 @@ class IntBuffer:
 
     def add(self, start: int, end: int, amount: int) -> None:
         """Add to every value of [start, end)."""
-        self._data[start : min(end, self._length)] += amount
+        values = self._data[start : min(end, self._length)]
+        values += amount
 
     def view(self, start: int = 0, end: int | None = None) -> NDArray[np.int32]:
         """[start, end) without a copy, read-only.

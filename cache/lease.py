@@ -220,13 +220,15 @@ class KVLease:
         start = self._protected_pages
         kept = pages_for(self._mark_len, stores.page_size)
         self.states.settle(computed_len, self._mark_len, self.holder)
-        for component in stores.forgetful:
+        for component in stores.forgetful.values():
             pool = component.pool
             private = self._private.get(pool, [])
             first = component.first_page(computed_len - computed_len % stores.page_size)
             begin, end = max(start, kept), min(first, start + len(private))
+            if begin >= end:
+                continue
             dead = [page for page in private[begin - start : end - start] if page != NULL_PAGE]
-            if begin < end and dead:
+            if dead:
                 stores.rows.clear(pool, self.row, begin, end)
                 stores.allocators[pool].release(dead, self.holder)
                 private[begin - start : end - start] = [NULL_PAGE] * (end - begin)
@@ -306,7 +308,7 @@ class KVLease:
         length, reach = -1, min(self.computed_len, to_len)
         while reach != length:
             length = reach
-            for component in self._stores.forgetful:
+            for component in self._stores.forgetful.values():
                 entries = rows.entries(component.pool, self.row)
                 if component is self._stores.recurrent:
                     snapshot = component.continuable_len(entries, min(reach, self.protected_len))
@@ -364,9 +366,10 @@ class KVLease:
         """Free private pages from index `num_kept` on."""
         stores, start = self._stores, self._protected_pages
         for pool, pages in self._private.items():
-            stores.rows.clear(pool, self.row, start + num_kept, start + len(pages))
-            stores.allocators[pool].release(filter(None, pages[num_kept:]), self.holder)
-            del pages[num_kept:]
+            if num_kept < len(pages):
+                stores.rows.clear(pool, self.row, start + num_kept, start + len(pages))
+                stores.allocators[pool].release(filter(None, pages[num_kept:]), self.holder)
+                del pages[num_kept:]
 
     def _clear_row(self) -> None:
         for pool in self._stores.ledgers:
@@ -385,14 +388,14 @@ class KVLease:
         return [write for write in writes if write.pool != self.states.pool]
 
     def _forgets(self, pool: PoolName) -> bool:
-        return any(component.pool == pool for component in self._stores.forgetful)
+        return pool in self._stores.forgetful
 
     def _forget_protected(self) -> None:
         """Empty the row where it names pages of the tree that are not locked any more."""
-        for component in self._stores.forgetful:
-            pool = component.pool
-            row = self._stores.rows.entries(pool, self.row)[: self._protected_pages]
-            for page in np.flatnonzero(row).tolist():
+        for component in self._stores.forgetful.values():
+            pool, first = component.pool, component.first_page(self.receipt.length)
+            passed = self._stores.rows.entries(pool, self.row)[:first]
+            for page in passed.nonzero()[0].tolist():
                 if not self.holds(component, page):
                     self._stores.rows.clear(pool, self.row, page, page + 1)
 

@@ -69,6 +69,8 @@ class LeaseStates:
 
     def settle(self, computed_len: int, mark_len: int, holder: Holder) -> None:
         """Give back what is computed and that nobody will ask for."""
+        if not self._pages:
+            return
         kept = (mark_len, computed_len - computed_len % self._stores.page_size, computed_len)
         self._drop([n for n in self._pages if n <= computed_len and n not in kept], holder)
 

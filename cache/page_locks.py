@@ -4,13 +4,16 @@ Where every position is read by all that follow, a lock on a path covers the who
 count per edge says so. In a pool that forgets, a session needs the pages of its last window only;
 those before them stay published while memory lasts, for whoever turns back or shares a beginning,
 and may go at any time. So here every page of an edge has a count of its own, and a page that goes
-leaves a tombstone, `NULL_PAGE` in the place of its id (word and idea are SGLang's).
+leaves a tombstone, `NULL_PAGE` in the place of its id (word and idea are SGLang's). The count of a
+tombstone begins at `GONE`, so that a page may go where its count is 0 and nowhere else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Final
 
 import numpy as np
 
@@ -20,7 +23,10 @@ from cache.eviction_order import EvictionOrder
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
 from cache.radix_node import LockReceipt, RadixNode
-from cache.types import NULL_PAGE, PoolName
+from cache.types import NULL_PAGE, Pages, PoolName
+
+GONE: Final = 1 << 20
+"""Added to the count of a tombstone; far more than receipts can be."""
 
 
 class PageLocks:
@@ -51,31 +57,23 @@ class PageLocks:
         """The pools that forget."""
         return tuple(self._orders)
 
-    def hold(self, receipt: LockReceipt) -> None:
-        """Lock what forwards at the receipt's length and at its mark read."""
-        if not self._components:
-            return
-        for pool, node, start, end in self._held(receipt):
-            self._ledgers[pool].protect(self._count(node, pool, start, end, num_locks=0))
-            node.page_locks[pool].add(start, end, 1)
-
-    def let_go(self, receipt: LockReceipt, clock: int) -> None:
-        """Undo `hold`, while the receipt is what it was then."""
-        if not self._components:
-            return
-        for pool, node, start, end in self._held(receipt):
-            if node.page_locks[pool].view(start, end).min() < 1:
-                raise AuditFailed(f"{pool}: a page was unlocked that was not locked")
-            self._ledgers[pool].expose(self._count(node, pool, start, end, num_locks=1))
-            node.page_locks[pool].add(start, end, -1)
-            node.last_used = clock
-            self.offer(node)
+    @contextmanager
+    def moving(self, receipt: LockReceipt) -> Iterator[None]:
+        """Let go of what a receipt has locked, and lock what it has to once it was moved: what
+        forwards at its length and at its mark read.
+        """
+        left = self._let_go(receipt) if self._components else ()
+        yield
+        if self._components:
+            self._hold(receipt)
+            for node in left:
+                self.offer(node)
 
     def num_sole(self, receipt: LockReceipt) -> dict[PoolName, int]:
         """Pages, per pool, that nobody else has locked."""
         counts = dict.fromkeys(self._orders, 0)
         for pool, node, start, end in self._held(receipt):
-            counts[pool] += self._count(node, pool, start, end, num_locks=1)
+            counts[pool] += int(np.count_nonzero(node.page_locks[pool].view(start, end) == 1))
         return counts
 
     def continuable(self, receipt: LockReceipt | None, nodes: Sequence[RadixNode], end: int) -> int:
@@ -112,13 +110,15 @@ class PageLocks:
             at = start // self._page_size
             for node in nodes:
                 i, j = max(first - at, 0), last - at
-                counts[component.pool] += self._count(node, component.pool, i, j, num_locks=0)
+                if i < j:
+                    counts[component.pool] += _num_idle(node, component.pool, i, j)
                 at += len(node.pages[component.pool])
         return counts
 
     def heal(self, node: RadixNode, pool: PoolName, index: int, page: int) -> None:
         """Fill a tombstone with a page that was just booked as the tree's."""
         node.pages[pool].put(index, page)
+        node.page_locks[pool].add(index, index + 1, -GONE)
         if node.page_locks[pool].view()[index]:
             self._ledgers[pool].protect(1)
         else:
@@ -127,7 +127,7 @@ class PageLocks:
     def offer(self, node: RadixNode) -> None:
         """Note that pages of an edge may go."""
         for pool, order in self._orders.items():
-            if _has_idle(node, pool):
+            if _num_idle(node, pool):
                 order.offer(node)
 
     def take_oldest(self, pool: PoolName, num_pages: int) -> tuple[RadixNode, list[int]]:
@@ -141,12 +141,29 @@ class PageLocks:
             AuditFailed: none may go; the caller checks the ledger before.
         """
         node = self._orders[pool].pop()
-        idle = _idle(node, pool)[:num_pages]
-        pages = [int(node.pages[pool].view()[index]) for index in idle]
+        idle = (node.page_locks[pool].view() == 0).nonzero()[0][:num_pages].tolist()
+        pages = node.pages[pool].view()[idle].tolist()
         for index in idle:
-            node.pages[pool].put(int(index), NULL_PAGE)
+            node.pages[pool].put(index, NULL_PAGE)
+            node.page_locks[pool].add(index, index + 1, GONE)
         self.offer(node)
         return node, pages
+
+    def _hold(self, receipt: LockReceipt) -> None:
+        for pool, node, start, end in self._held(receipt):
+            self._ledgers[pool].protect(_num_idle(node, pool, start, end))
+            node.page_locks[pool].add(start, end, 1)
+
+    def _let_go(self, receipt: LockReceipt) -> list[RadixNode]:
+        """Returns the edges that may have pages now which can go."""
+        left = []
+        for pool, node, start, end in self._held(receipt):
+            if _num_idle(node, pool, start, end):
+                raise AuditFailed(f"{pool}: a page was unlocked that was not locked")
+            node.page_locks[pool].add(start, end, -1)
+            self._ledgers[pool].expose(_num_idle(node, pool, start, end))
+            left.append(node)
+        return left
 
     def _held(self, receipt: LockReceipt) -> Iterator[tuple[PoolName, RadixNode, int, int]]:
         """Every page the receipt holds, once, as slices of edges."""
@@ -173,26 +190,26 @@ class PageLocks:
                 yield node, i, j
             node = node.parent
 
-    @staticmethod
-    def _count(node: RadixNode, pool: PoolName, start: int, end: int, *, num_locks: int) -> int:
-        """Pages of a slice that are there and have so many locks."""
-        if start >= end:
-            return 0
-        pages, locks = node.pages[pool].view(start, end), node.page_locks[pool].view(start, end)
-        return int(np.count_nonzero((pages != NULL_PAGE) & (locks == num_locks)))
-
 
 def begin_locks(node: RadixNode, pools: Sequence[PoolName]) -> None:
     """A new edge: nobody has locked a page of it."""
     for pool in pools:
-        node.page_locks[pool] = IntBuffer([0] * len(node.pages[pool]))
+        node.page_locks[pool] = IntBuffer(no_locks(node.pages[pool].view()))
+
+
+def no_locks(pages: Pages) -> Pages:
+    """The counts of pages that nobody has locked, int32 [n]."""
+    counts = np.zeros(len(pages), np.int32)
+    if np.count_nonzero(pages) < len(pages):
+        counts[pages == NULL_PAGE] = GONE
+    return counts
 
 
 def _has_idle(node: RadixNode, pool: PoolName) -> bool:
-    return len(_idle(node, pool)) > 0
+    return _num_idle(node, pool) > 0
 
 
-def _idle(node: RadixNode, pool: PoolName) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Indices of pages that are there and unlocked; none of an edge that was removed."""
-    pages, locks = node.pages[pool].view(), node.page_locks[pool].view()
-    return np.flatnonzero((pages != NULL_PAGE) & (locks == 0))
+def _num_idle(node: RadixNode, pool: PoolName, start: int = 0, end: int | None = None) -> int:
+    """Pages of a slice that are there and unlocked; none of an edge that was removed."""
+    locks = node.page_locks[pool].view(start, end)
+    return len(locks) - int(np.count_nonzero(locks))

@@ -27,7 +27,7 @@ from cache.errors import AuditFailed
 from cache.eviction_order import EvictionOrder
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
-from cache.page_locks import PageLocks, begin_locks
+from cache.page_locks import PageLocks, begin_locks, no_locks
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Root
 from cache.types import NULL_PAGE, Holder, Namespace, Pages, PoolName, Tokens
 
@@ -91,9 +91,8 @@ class RadixCache:
         """
         if match._version != self._version:
             raise AuditFailed("a match was used after the tree had changed")
-        self._locks.let_go(receipt, self._clock)
-        nodes = self._descend(receipt, match._nodes, match.matched_len)
-        self._locks.hold(receipt)
+        with self._locks.moving(receipt):
+            nodes = self._descend(receipt, match._nodes, match.matched_len)
         return self._pages_of(nodes)
 
     def insert(
@@ -113,40 +112,42 @@ class RadixCache:
             tombstone. All others now belong to the tree.
         """
         assert len(tokens) % self._page_size == 0, "only whole pages are published"
-        self._locks.let_go(receipt, self._clock)
-        nodes = self._descend(receipt, *self._walk(receipt._node, tokens))
-        self._heal(nodes, pages)
-        found = self._pages_of(nodes)
-        num_new = len(tokens) // self._page_size - sum(map(self._num_pages, nodes))
-        if num_new:
-            fresh = {pool: np.array(ids[-num_new:], np.int32) for pool, ids in pages.items()}
-            for pool, ledger in self._ledgers.items():
-                ledger.transfer(int(np.count_nonzero(fresh[pool])), Holder.ACTIVE, Holder.TREE)
-            self._append(receipt, tokens[-num_new * self._page_size :], fresh)
-        self._locks.hold(receipt)
+        with self._locks.moving(receipt):
+            nodes = self._descend(receipt, *self._walk(receipt._node, tokens))
+            self._heal(nodes, pages)
+            found = self._pages_of(nodes)
+            num_new = len(tokens) // self._page_size - sum(map(self._num_pages, nodes))
+            if num_new:
+                fresh = {pool: np.array(ids[-num_new:], np.int32) for pool, ids in pages.items()}
+                for pool, ledger in self._ledgers.items():
+                    ledger.transfer(int(np.count_nonzero(fresh[pool])), Holder.ACTIVE, Holder.TREE)
+                self._append(receipt, tokens[-num_new * self._page_size :], fresh)
         self._locks.offer(receipt._node)
         return found
 
     def mark(self, receipt: LockReceipt, length: int | None) -> None:
         """Keep what a forward at this length reads, wherever the receipt goes on to; None: let go
         of it."""
-        self._locks.let_go(receipt, self._clock)
-        receipt._mark = length
-        self._locks.hold(receipt)
+        if {length, receipt._mark} <= {None, receipt.length}:
+            receipt._mark = length  # what a forward at its length reads, is locked in any case
+            return
+        with self._locks.moving(receipt):
+            receipt._mark = length
 
     def shorten(self, receipt: LockReceipt, to_len: int) -> None:
         """Let go of what lies past the last whole page of `to_len`. It stays in the tree."""
         target = to_len // self._page_size * self._page_size
+        if receipt._length <= target:
+            return
         self._clock += 1
-        self._locks.let_go(receipt, self._clock)
-        if receipt._mark is not None and receipt._mark > target:
-            receipt._mark = None
-        while receipt._length > target:
-            start = receipt._length - len(receipt._node.tokens)
-            if start < target:
-                self._split(receipt._node, target - start)
-            self._step_up(receipt)
-        self._locks.hold(receipt)
+        with self._locks.moving(receipt):
+            if receipt._mark is not None and receipt._mark > target:
+                receipt._mark = None
+            while receipt._length > target:
+                start = receipt._length - len(receipt._node.tokens)
+                if start < target:
+                    self._split(receipt._node, target - start)
+                self._step_up(receipt)
 
     def take_back(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
         """Remove pages past the last whole page of `to_len`, as far as only this receipt has them.
@@ -156,23 +157,21 @@ class RadixCache:
         """
         target = max(to_len, receipt.mark or 0) // self._page_size * self._page_size
         taken: PagesByPool = {pool: [] for pool in self._ledgers}
-        self._locks.let_go(receipt, self._clock)
-        while receipt._length > target:
-            node = receipt._node
-            if node.children or node.lock_count != 1:
-                break
-            num_pages = min(receipt._length - target, len(node.tokens)) // self._page_size
-            for pool, ids in self._trim(node, num_pages).items():
-                if pool in self._kept:
-                    self._ledgers[pool].expose(num_pages)
-                self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)
-                taken[pool] = ids + taken[pool]
-            receipt._length -= num_pages * self._page_size
-            if not len(node.tokens):
-                assert node.parent is not None, "a root has no pages to take"
-                receipt._node = node.parent
-                self._detach(node)
-        self._locks.hold(receipt)
+        if receipt._length <= target or not _is_sole_leaf(receipt._node):
+            return taken
+        with self._locks.moving(receipt):
+            while receipt._length > target and _is_sole_leaf(node := receipt._node):
+                num_pages = min(receipt._length - target, len(node.tokens)) // self._page_size
+                for pool, ids in self._trim(node, num_pages).items():
+                    if pool in self._kept:
+                        self._ledgers[pool].expose(num_pages)
+                    self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)
+                    taken[pool] = ids + taken[pool]
+                receipt._length -= num_pages * self._page_size
+                if not len(node.tokens):
+                    assert node.parent is not None, "a root has no pages to take"
+                    receipt._node = node.parent
+                    self._detach(node)
         return taken
 
     def unlock(self, receipt: LockReceipt) -> None:
@@ -276,7 +275,7 @@ class RadixCache:
         self, receipt: LockReceipt | None, nodes: list[RadixNode], matched: int
     ) -> MatchResult:
         start = receipt.length if receipt is not None else 0
-        if self._locks:
+        if self._locks and nodes:
             matched = max(0, self._locks.continuable(receipt, nodes, start + matched) - start)
         used: list[RadixNode] = []
         evictable = at = 0
@@ -322,8 +321,8 @@ class RadixCache:
         for pool in self._locks.pools:
             at = 0
             for node in nodes:
-                for index in np.flatnonzero(node.pages[pool].view() == NULL_PAGE).tolist():
-                    if page := pages[pool][at + index]:
+                for index, has in enumerate(node.pages[pool].view().tolist()):
+                    if has == NULL_PAGE and (page := pages[pool][at + index]):
                         self._version += 1
                         self._ledgers[pool].transfer(1, Holder.ACTIVE, Holder.TREE)
                         self._locks.heal(node, pool, index, page)
@@ -362,7 +361,7 @@ class RadixCache:
         """
         self._version += 1
         node = receipt._node
-        if node.parent is None or node.children or node.lock_count != 1:
+        if node.parent is None or not _is_sole_leaf(node):
             child = self._new_node(node, tokens, pages)
             node.children[child.key] = child
             self._step_down(receipt, child)
@@ -370,8 +369,8 @@ class RadixCache:
         node.tokens.append(tokens)
         for pool, ids in pages.items():
             node.pages[pool].append(ids)
-        for locks in node.page_locks.values():
-            locks.append([0] * (len(tokens) // self._page_size))
+        for pool, locks in node.page_locks.items():
+            locks.append(no_locks(pages[pool]))
         self._protect(len(tokens))
         receipt._length += len(tokens)
 
@@ -471,6 +470,11 @@ class RadixCache:
 def _is_evictable_leaf(node: RadixNode) -> bool:
     """Not for roots; a removed node has no tokens left."""
     return not node.children and node.lock_count == 0 and len(node.tokens) > 0
+
+
+def _is_sole_leaf(node: RadixNode) -> bool:
+    """Whether one receipt alone locks it, and nobody has built on it."""
+    return not node.children and node.lock_count == 1
 
 
 def _is_hollow(node: RadixNode) -> bool:

@@ -19,7 +19,7 @@ class RadixNode:
 
     `tokens`: the edge, a multiple of the page size (0 for a root); `key`: the bytes of its first
     page; `pages`: per pool, one entry per page of the edge; `lock_count`: receipts whose path has
-    it; `page_locks`: in pools that forget, how often each page is locked.
+    it; `page_locks`: in pools that forget, how often each page is locked, see `cache.page_locks`.
     """
 
     __slots__ = (

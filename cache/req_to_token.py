@@ -21,13 +21,17 @@ from cache.types import NULL_PAGE, NULL_ROW, Pages, PoolName, RowId, TableWrite
 class ReqToTokenPool:
     """`num_rows` rows of `row_pages` entries per pool, and the padding row 0."""
 
-    __slots__ = ("_free_rows", "_is_held", "_tables", "num_rows", "row_pages")
+    __slots__ = ("_free_rows", "_is_held", "_readable", "_tables", "num_rows", "row_pages")
 
     def __init__(self, num_rows: int, row_pages: int, pools: Iterable[PoolName]) -> None:
         self.num_rows = num_rows
         self.row_pages = row_pages
         # Zeros are `NULL_PAGE`, and mapped on first use: rows that are never used cost nothing.
         self._tables = {pool: np.zeros((num_rows + 1, row_pages), dtype=np.int32) for pool in pools}
+        # Rows of a read-only array are read-only: marking each of them would cost more.
+        self._readable = {pool: table.view() for pool, table in self._tables.items()}
+        for table in self._readable.values():
+            table.flags.writeable = False
         self._is_held = np.zeros(num_rows + 1, dtype=np.bool_)
         self._free_rows = list(range(num_rows, NULL_ROW, -1))
 
@@ -97,8 +101,7 @@ class ReqToTokenPool:
 
     def entries(self, pool: PoolName, row: RowId) -> Pages:
         """All entries of one row, int32 [row_pages], a read-only view."""
-        view: Pages = self._tables[pool][row]
-        view.flags.writeable = False
+        view: Pages = self._readable[pool][row]
         return view
 
     def held_rows(self) -> list[int]:

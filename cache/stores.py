@@ -22,7 +22,7 @@ class KVStores:
 
     page_size: int
     components: tuple[Component, ...]
-    forgetful: tuple[Component, ...]
+    forgetful: Mapping[PoolName, Component]
     recurrent: RecurrentState | None
     ledgers: Mapping[PoolName, Ledger]
     paged: Mapping[PoolName, Ledger]
@@ -65,7 +65,7 @@ class KVStores:
         return cls(
             page_size=spec.page_size,
             components=components,
-            forgetful=tuple(component for component in components if component.forgets),
+            forgetful={c.pool: c for c in components if c.forgets},
             recurrent=recurrent[0] if recurrent else None,
             ledgers=ledgers,
             paged={c.pool: ledgers[c.pool] for c in components if c not in recurrent},

@@ -27,7 +27,7 @@ from cache.types import (
     TurnId,
     pages_for,
 )
-from cache.views import SlotView, TurnLoan
+from cache.views import TurnLoan
 from session_server.sim.faults import Site
 
 Strikes = Callable[[Site], bool]
@@ -104,7 +104,7 @@ class WatchedTree(RadixCache):
 
 def window_pools(stores: KVStores) -> Iterator[PoolName]:
     """The pools whose pages a window passes."""
-    return (c.pool for c in stores.forgetful if c is not stores.recurrent)
+    return (p for p, c in stores.forgetful.items() if c is not stores.recurrent)
 
 
 def _has_filled(mine: Sequence[int], its: Sequence[int]) -> bool:
@@ -134,6 +134,7 @@ class WatchedCache(SessionAwareCache):
         self._of_turn: dict[TurnId, SessionId] = {}
         self._way_back: dict[TurnId, int] = {}
         self._pinned_quota_pages = pinned_quota_pages
+        self._windows = tuple(self.stores.ledgers[pool] for pool in window_pools(self.stores))
         tree = WatchedTree(self.stores, reached)
         self.stores = dataclasses.replace(self.stores, tree=tree)
 
@@ -164,8 +165,8 @@ class WatchedCache(SessionAwareCache):
         if self._strikes(Site.ALLOC_ROW):
             self.reached["fault alloc_row"] += 1
             raise OutOfRows("injected")
-        is_pinned = self.slot(session_id).retention is Retention.PINNED
-        committed_len = self.slot(session_id).committed_len
+        slot = self.slot(session_id)
+        is_pinned, committed_len = slot.retention is Retention.PINNED, slot.committed_len
         with self._pinning(session_id, base_len + len(new_tokens) if is_pinned else 0):
             loan = super().begin_turn(
                 session_id,
@@ -195,10 +196,11 @@ class WatchedCache(SessionAwareCache):
         self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()
     ) -> list[TableWrite]:
         """See `SessionAwareCache`."""
-        windows = [self.stores.ledgers[pool] for pool in window_pools(self.stores)]
-        before = [ledger.num_free for ledger in windows]
+        before = [ledger.num_free for ledger in self._windows]
         writes = super().record(turn_id, computed_len, new_tokens)
-        self.reached["window released"] += [ledger.num_free for ledger in windows] > before
+        if before:
+            after = [ledger.num_free for ledger in self._windows]
+            self.reached["window released"] += after > before
         self._look_back(turn_id)
         return writes
 
@@ -237,19 +239,7 @@ class WatchedCache(SessionAwareCache):
     def _pinning(self, session_id: SessionId, num_tokens: int) -> Iterator[None]:
         """A pinned session asks for room for `num_tokens` (0: it is not pinned): the answer is
         what counting everybody's pages says."""
-        page_size, others = self.stores.page_size, list[SlotView]()
-        if num_tokens:
-            others = [s for s in self.slots() if s.session_id != session_id]
-            others = [s for s in others if s.retention is Retention.PINNED]
-        num_rows = sum(slot.state is not SlotState.COLD for slot in others)
-        row_pages = [slot.allocated_len // page_size for slot in others]
-        row_pages.append(pages_for(num_tokens, page_size))
-        is_over = any(
-            sum(map(component.parked_pages, row_pages)) > self._quota(component.pool)
-            for component in self.stores.components
-            if component.pool in self.stores.paged
-        )
-        is_over = num_tokens > 0 and (is_over or num_rows >= self.stores.rows.num_rows - 1)
+        is_over = num_tokens > 0 and self._is_beyond_quota(session_id, num_tokens)
         try:
             yield
         except PinQuotaExceeded:
@@ -270,6 +260,20 @@ class WatchedCache(SessionAwareCache):
             length -= length % self.stores.page_size
         if lease.rewound_len(length) < length:
             raise AuditFailed(f"{turn_id} cannot be undone: no way back to {length} tokens")
+
+    def _is_beyond_quota(self, session_id: SessionId, num_tokens: int) -> bool:
+        page_size = self.stores.page_size
+        others = [s for s in self.slots() if s.session_id != session_id]
+        others = [s for s in others if s.retention is Retention.PINNED]
+        if sum(s.state is not SlotState.COLD for s in others) >= self.stores.rows.num_rows - 1:
+            return True
+        row_pages = [slot.allocated_len // page_size for slot in others]
+        row_pages.append(pages_for(num_tokens, page_size))
+        return any(
+            sum(map(component.parked_pages, row_pages)) > self._quota(component.pool)
+            for component in self.stores.components
+            if component.pool in self.stores.paged
+        )
 
     def _look_at_states(self, turn_id: TurnId, to_len: int) -> None:
         """A turn grows: a row comes with its states, so there is no shortage of them."""

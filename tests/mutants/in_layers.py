@@ -19,15 +19,15 @@ HOLES_ARE_READ = Mutant(
     "systematic",
     Edit(
         "cache.components:SlidingWindow.continuable_len",
-        "entries[max(0, start - first) : end - first] == 0",
-        "entries[max(0, start - first) : end - first] == -1",
+        "np.count_nonzero(seen) == len(seen)",
+        "True",
     ),
 )
 
 WINDOW_STAYS = Mutant(
     "What the window has passed is never given back while a turn runs.",
     "systematic",
-    Edit("cache.lease:KVLease.advance", "if begin < end and dead:", "if False:"),
+    Edit("cache.lease:KVLease.advance", "if dead:", "if False:"),
 )
 
 WINDOW_GOES_EARLY = Mutant(
@@ -65,7 +65,7 @@ REWIND_IGNORES_WINDOWS = Mutant(
     "systematic",
     Edit(
         "cache.lease:KVLease.rewound_len",
-        "for component in self._stores.forgetful:",
+        "for component in self._stores.forgetful.values():",
         "for component in ():",
     ),
 )
@@ -104,8 +104,8 @@ WINDOW_LOCK_IS_NOT_BOOKED = Mutant(
     "Pages of a locked window count as evictable.",
     "systematic",
     Edit(
-        "cache.page_locks:PageLocks.hold",
-        "self._ledgers[pool].protect(self._count(node, pool, start, end, num_locks=0))",
+        "cache.page_locks:PageLocks._hold",
+        "self._ledgers[pool].protect(_num_idle(node, pool, start, end))",
         "pass",
     ),
 )
@@ -114,8 +114,8 @@ WINDOW_UNLOCK_IS_NOT_BOOKED = Mutant(
     "Pages of a window that is let go stay protected.",
     "systematic",
     Edit(
-        "cache.page_locks:PageLocks.let_go",
-        "self._ledgers[pool].expose(self._count(node, pool, start, end, num_locks=1))",
+        "cache.page_locks:PageLocks._let_go",
+        "self._ledgers[pool].expose(_num_idle(node, pool, start, end))",
         "pass",
     ),
 )
@@ -124,10 +124,9 @@ SHARED_WINDOW_IS_UNLOCKED = Mutant(
     "The first of two sessions that lets go of a window counts it as free to go.",
     "systematic",
     Edit(
-        "cache.page_locks:PageLocks.let_go",
-        "self._count(node, pool, start, end, num_locks=1)",
-        "self._count(node, pool, start, end, num_locks=1) + "
-        "self._count(node, pool, start, end, num_locks=2)",
+        "cache.page_locks:PageLocks._let_go",
+        "expose(_num_idle(node, pool, start, end))",
+        "expose(np.count_nonzero(node.page_locks[pool].view(start, end) <= 1))",
     ),
 )
 
@@ -135,9 +134,9 @@ LOCKED_WINDOW_IS_EVICTED = Mutant(
     "Eviction takes pages of a window that one session has locked.",
     "systematic",
     Edit(
-        "cache.page_locks:_idle",
-        "(locks == 0)",
-        "(locks <= 1)",
+        "cache.page_locks:PageLocks.take_oldest",
+        "(node.page_locks[pool].view() == 0)",
+        "(node.page_locks[pool].view() <= 1)",
     ),
 )
 
@@ -146,7 +145,7 @@ TOMBSTONE_NAMES_ITS_PAGE = Mutant(
     "systematic",
     Edit(
         "cache.page_locks:PageLocks.take_oldest",
-        "node.pages[pool].put(int(index), NULL_PAGE)",
+        "node.pages[pool].put(index, NULL_PAGE)",
         "pass",
     ),
 )
@@ -212,8 +211,8 @@ GROWN_EDGE_IS_LOCKED = Mutant(
     "systematic",
     Edit(
         "cache.radix:RadixCache._append",
-        "locks.append([0] * (len(tokens) // self._page_size))",
-        "locks.append([1] * (len(tokens) // self._page_size))",
+        "locks.append(no_locks(pages[pool]))",
+        "locks.append(no_locks(pages[pool]) + 1)",
     ),
 )
 

@@ -142,8 +142,14 @@ UNDO_IGNORES_OTHER_LOCKS = Mutant(
     "sglang#21875 (A2)",
     Edit(
         "cache.radix:RadixCache.take_back",
-        "if node.children or node.lock_count != 1:",
-        "if node.children:",
+        " or not _is_sole_leaf(receipt._node):\n"
+        "            return taken\n"
+        "        with self._locks.moving(receipt):\n"
+        "            while receipt._length > target and _is_sole_leaf(node := receipt._node):",
+        " or receipt._node.children:\n"
+        "            return taken\n"
+        "        with self._locks.moving(receipt):\n"
+        "            while receipt._length > target and not (node := receipt._node).children:",
     ),
 )
 
@@ -182,7 +188,7 @@ APPEND_IGNORES_NEIGHBOURS = Mutant(
     "systematic",
     Edit(
         "cache.radix:RadixCache._append",
-        "node.parent is None or node.children or node.lock_count != 1",
+        "node.parent is None or not _is_sole_leaf(node)",
         "node.parent is None or node.children",
     ),
 )
