@@ -308,8 +308,9 @@ def _tree_pages(node: RadixNode, pool: PoolName, *, is_locked: bool) -> Pages:
     """Pages of an edge that are there and locked, or not."""
     pages: Pages = node.pages[pool].view()
     if pool in node.page_locks:
-        are_locked = node.page_locks[pool].view() > 0
-        return np.compress((are_locked == is_locked) & (pages != NULL_PAGE), pages)
+        locks = node.page_locks[pool].view()
+        picked: Pages = pages[(locks > 0) & (pages != NULL_PAGE) if is_locked else locks == 0]
+        return picked
     return pages if (node.lock_count > 0) == is_locked else pages[:0]
 
 
