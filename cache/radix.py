@@ -305,6 +305,8 @@ class RadixCache:
             assert found.parent is receipt._node, "a match goes on where the receipt ends"
             node = found if length >= len(found.tokens) else self._split(found, length)
             self._step_down(receipt, node)
+            if node is not found:
+                self._push_leaf(found)  # the rest of it may be tombstones that nobody can match
             length -= len(node.tokens)
             passed.append(node)
         return passed

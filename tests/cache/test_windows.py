@@ -160,3 +160,19 @@ def test_a_tombstone_that_is_locked_is_filled_with_a_locked_page() -> None:
     assert world.cache.accounts()[WINDOW_POOL].tree_protected == before + 1
     world.check()
     world.close_everything()
+
+
+def test_tombstones_that_a_cut_leaves_at_the_end_of_a_path_are_gone() -> None:
+    """With windows alone nothing else would ever take the edge out, and its root would stay."""
+    world = make_world(4, "window", num_pages=400, max_context_len=400)
+    say(world, [1] * 20)
+    world.open(OTHER, NAMESPACES[0])
+    # The page of its mark is kept through the turn, and fills the first of three tombstones.
+    say(world, [1] * 3, session_id=OTHER)
+    say(world, [1] * 9 + [2] * 8, session_id=OTHER)
+    world.close(SESSION)
+    world.close(OTHER)
+    evict(world, 4)
+    world.open(SESSION, NAMESPACES[0])
+    say(world, [1] * 8)
+    world.close_everything()
