@@ -1,19 +1,31 @@
-"""One random checkpoint per family, written once."""
+"""One random checkpoint per family, written when it is first asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
-from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, write_checkpoint
+from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, reference_logits, write_checkpoint
 from tests.oracle.oracle import Oracle
 from tests.oracle.talks import Reference
 
 ALL_FAMILIES = (*FAMILIES, *LAYERED_FAMILIES)
+
+
+class Checkpoints(dict[str, Path]):
+    """Directories by family."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = write_checkpoint(family, self._root / family)
+        return self[family]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,29 +37,20 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {family: write_checkpoint(family, root / family) for family in ALL_FAMILIES}
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="session")
-def references(checkpoints: Mapping[str, Path]) -> Mapping[str, Reference]:
+def references(checkpoints: Checkpoints) -> Mapping[str, Reference]:
     """The reference of every family: a full forward without a cache."""
 
-    def reference(directory: Path) -> Reference:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+    def reference(family: str, tokens: list[int]) -> torch.Tensor:
+        return reference_logits(checkpoints[family], tokens)
 
-        def logits(tokens: list[int]) -> torch.Tensor:
-            with torch.no_grad():
-                return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-
-        return logits
-
-    return {family: reference(directory) for family, directory in checkpoints.items()}
+    return {family: partial(reference, family) for family in ALL_FAMILIES}
 
 
 @pytest.fixture(scope="session")
-def oracle(checkpoints: dict[str, Path]) -> Oracle:
+def oracle(checkpoints: Checkpoints) -> Oracle:
     return Oracle(checkpoints)

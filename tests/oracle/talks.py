@@ -76,13 +76,15 @@ class Talk:
 
 @dataclass(frozen=True)
 class Setup:
-    """One combination."""
+    """One combination. `max_total_tokens`: of the pool; none: as much as a few sessions need, for
+    all of it is recounted in every step.
+    """
 
     family: str
     page_size: int
     chunk: int
     overlap: bool
-    max_total_tokens: int = 2048
+    max_total_tokens: int | None = None
     speculation: Speculation = NO_GUESSES
 
     def __str__(self) -> str:
@@ -106,7 +108,9 @@ def load_engine(
             device="cpu",
             max_context_len=256,
             draft=draft,
-            memory=MemoryLimits(max_total_tokens=setup.max_total_tokens),
+            memory=MemoryLimits(
+                max_total_tokens=setup.max_total_tokens or max(384, 8 * setup.page_size)
+            ),
         ),
     )
     settings = EngineSettings(
@@ -183,6 +187,5 @@ def assert_said(
     for position, said in outputs.items():
         expected = logprobs[position - 1]
         assert said.token_id == tokens[position] == int(expected.argmax())
-        assert said.logprob == pytest.approx(float(expected[said.token_id]), abs=TOLERANCE)
-        for token, logprob in said.top:
-            assert logprob == pytest.approx(float(expected[token]), abs=TOLERANCE)
+        ids, given = zip((said.token_id, said.logprob), *said.top, strict=True)
+        assert (torch.tensor(given) - expected[list(ids)]).abs().max() <= TOLERANCE

@@ -63,7 +63,7 @@ def test_logits_stay_close_to_those_of_full_precision(
     Drive(runner, page_size, chunk, pool_pages(config, order, page_size)).run(sessions)
     bound = ROUTED_BOUND if family in ROUTED else BOUNDS[kv_dtype]
     for session in sessions:
-        computed = np.array(session.tokens[: session.num_computed])
+        computed = session.tokens[: session.num_computed]
         expected = reference_logits(oracle.directory(family), computed)
         seen = torch.stack([session.logits[position] for position in range(len(computed))])
         worst = (seen - expected).abs().max().item()
