@@ -8,6 +8,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
 TESTS ?= tests
+DURATIONS ?= 10
 BENCH ?= sessions
 # A loaded machine must slow tests down, not fail them: one thread per worker, no spinning.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
@@ -38,7 +39,8 @@ serve: $(STAMPS)/runtime ## serve the embedded model
 .PHONY: test
 test: lint ## everything that must hold: lint, types, contracts, tests
 	$(SAY) 'test: pytest $(TESTS) on $(TEST_WORKERS) workers'
-	@$(TEST_ENV) $(BIN)/python -m pytest $(TESTS) -n $(TEST_WORKERS) --dist loadfile --durations 10
+	@$(TEST_ENV) $(BIN)/python -m pytest $(TESTS) -n $(TEST_WORKERS) --dist loadfile \
+		--no-loadscope-reorder --durations $(DURATIONS)
 
 .PHONY: lint
 lint: $(STAMPS)/dev ## style, format, types and import contracts
