@@ -4,7 +4,7 @@
 `audit` proves the books. Nothing here imports torch; device tensors are in `cache.pool`.
 """
 
-from cache.capacity import WindowRoom, plan_capacity
+from cache.capacity import ForgetfulRoom, plan_capacity
 from cache.checker import Violation, audit, find_violations
 from cache.errors import (
     AuditFailed,
@@ -32,6 +32,7 @@ __all__ = [
     "CacheError",
     "CacheSpec",
     "Capacity",
+    "ForgetfulRoom",
     "Headroom",
     "HistoryMismatch",
     "IdleSession",
@@ -56,7 +57,6 @@ __all__ = [
     "TurnLoan",
     "UnknownSession",
     "Violation",
-    "WindowRoom",
     "audit",
     "find_violations",
     "pages_for",

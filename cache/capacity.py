@@ -16,15 +16,22 @@ from cache.types import pages_for
 
 
 @dataclass(frozen=True, slots=True)
-class WindowRoom:
-    """What pools of windows have to hold.
+class ForgetfulRoom:
+    """What pools of windows and of states have to hold.
 
-    `num_ahead`: positions that all turns together may have launched and not settled. `ratio`: pages
-    of a window pool per page of a pool that keeps everything, where somebody has decided on it.
+    `num_ahead`: positions that all turns together may have launched and not settled; `num_drafts`:
+    guesses that a turn may have launched. `window_ratio`: pages of a window pool per page of a pool
+    that keeps everything, where somebody has decided on it.
     """
 
     num_ahead: int = 0
-    ratio: float | None = None
+    num_drafts: int = 0
+    window_ratio: float | None = None
+
+    @property
+    def states_per_row(self) -> int:
+        """The most states that one row holds."""
+        return STATES_PER_ROW + self.num_drafts
 
     def turn_pages(self, component: Component, row_pages: int) -> int:
         """What one turn needs of a window pool, however long it is."""
@@ -51,13 +58,13 @@ def plan_capacity(
     num_rows: int,
     max_context_len: int,
     max_total_tokens: int | None = None,
-    windows: WindowRoom = WindowRoom(),
+    forgetful: ForgetfulRoom = ForgetfulRoom(),
 ) -> Capacity:
     """Spend `budget_bytes` on pages and states.
 
     Rows come with all the states they may hold: as many as half of the budget has states for.
     Pools that keep everything are equally large, and get what windows leave. A pool of windows has
-    as many pages as all rows may need of it (`WindowRoom.pages`), but no more than half of the
+    as many pages as all rows may need of it (`ForgetfulRoom.pages`), but no more than half of the
     budget buys, for a short session is not worth a long one, and never more than the pools that
     keep everything. With a `ratio` it has that part of their pages.
 
@@ -67,13 +74,17 @@ def plan_capacity(
         num_rows: sessions that can hold KV at the same time, at most.
         max_context_len: tokens one row can address.
         max_total_tokens: an upper bound on the tokens held, whatever the budget allows.
-        windows: what is special about pools of windows.
+        forgetful: what pools that forget have to hold.
 
     Raises:
         ValueError: the budget buys less than one page beside the padding page, or no row's states.
     """
-    num_rows, num_states = _rows_with_states(spec.bytes_per_state, budget_bytes, num_rows)
-    budget_bytes -= num_states * spec.bytes_per_state
+    num_states = 0
+    if spec.bytes_per_state:
+        per_row = forgetful.states_per_row
+        num_rows = _rows_with_states(per_row * spec.bytes_per_state, budget_bytes, num_rows)
+        num_states = num_rows * per_row + 1
+        budget_bytes -= num_states * spec.bytes_per_state
     sizes = spec.paged_bytes_per_page
     equal = budget_bytes // spec.bytes_per_page
     most = budget_bytes
@@ -87,13 +98,13 @@ def plan_capacity(
     passing = [c for c in components_of(spec) if c.forgets and c.pool in sizes]
     window_bytes = sum(sizes[component.pool] for component in passing)
     kept_bytes = spec.bytes_per_page - window_bytes
-    if windows.ratio is not None and kept_bytes:
-        whole = min(most, budget_bytes / (kept_bytes + windows.ratio * window_bytes))
-        pages = {component.pool: max(2, int(whole * windows.ratio)) for component in passing}
+    if (ratio := forgetful.window_ratio) is not None and kept_bytes:
+        whole = min(most, budget_bytes / (kept_bytes + ratio * window_bytes))
+        pages = {component.pool: max(2, int(whole * ratio)) for component in passing}
     else:
         share = budget_bytes // 2 // max(1, window_bytes) if kept_bytes else equal
         row_pages = pages_for(max_context_len, spec.page_size)
-        room = {c.pool: windows.pages(c, num_rows, row_pages, share) for c in passing}
+        room = {c.pool: forgetful.pages(c, num_rows, row_pages, share) for c in passing}
         pages = {pool: min(equal, most, wanted + 1) for pool, wanted in room.items()}
     left = budget_bytes - sum(num * sizes[pool] for pool, num in pages.items())
     kept = min(most, left // kept_bytes) if kept_bytes else 0
@@ -101,15 +112,11 @@ def plan_capacity(
     return Capacity(num_pages, num_rows, max_context_len, num_states)
 
 
-def _rows_with_states(bytes_per_state: int, budget: int, num_rows: int) -> tuple[int, int]:
-    """Rows, and the states they come with, padding included."""
-    if not bytes_per_state:
-        return num_rows, 0
-    num_bytes = STATES_PER_ROW * bytes_per_state
-    if num_bytes > budget // 2:
+def _rows_with_states(bytes_per_row: int, budget: int, num_rows: int) -> int:
+    """Rows whose states half of the budget holds."""
+    if bytes_per_row > budget // 2:
         raise ValueError(
-            f"half of {budget} bytes for KV does not hold the {STATES_PER_ROW} recurrent "
-            f"states of one session, {num_bytes} bytes: raise the memory fraction"
+            f"half of {budget} bytes for KV does not hold the recurrent states of one session, "
+            f"{bytes_per_row} bytes: raise the memory fraction"
         )
-    num_rows = min(num_rows, budget // 2 // num_bytes)
-    return num_rows, num_rows * STATES_PER_ROW + 1
+    return min(num_rows, budget // 2 // bytes_per_row)

@@ -8,7 +8,7 @@ position on does a forward at this length still read? What lies before may be go
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -29,11 +29,6 @@ class Component(Protocol):
     @property
     def forgets(self) -> bool:
         """Whether there are pages that nothing reads again, however the session goes on."""
-        ...
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether content computed from a wrong token can be cut off again."""
         ...
 
     def first_page(self, length: int) -> int:
@@ -88,11 +83,6 @@ class FullAttention(_Rules):
         """Nothing: every position is read by all that follow."""
         return False
 
-    @property
-    def takes_back(self) -> bool:
-        """An earlier position does not know the later ones."""
-        return True
-
     def first_page(self, length: int) -> int:
         """The first of all."""
         del length
@@ -128,11 +118,6 @@ class SlidingWindow(_Rules):
     @property
     def forgets(self) -> bool:
         """Whatever the window has passed."""
-        return True
-
-    @property
-    def takes_back(self) -> bool:
-        """An earlier position does not know the later ones."""
         return True
 
     def first_page(self, length: int) -> int:
@@ -184,11 +169,6 @@ class RecurrentState(_Rules):
         """All states but the last: each is made from the one before it."""
         return True
 
-    @property
-    def takes_back(self) -> bool:
-        """A state has all tokens in it, and none can be taken out again."""
-        return False
-
     def first_page(self, length: int) -> int:
         """The page of the last position before `length`, whose state is all that is read."""
         return max(0, pages_for(length, self._page_size) - 1)
@@ -206,11 +186,6 @@ class RecurrentState(_Rules):
         """The end of the last whole page that has a snapshot."""
         kept = entries[: max(0, length // self._page_size - first)].nonzero()[0]
         return (first + int(kept[-1]) + 1) * self._page_size if len(kept) else 0
-
-
-def can_take_back(components: Iterable[Component]) -> bool:
-    """Whether content computed from a wrong token can be cut off again, which guessing needs."""
-    return all(component.takes_back for component in components)
 
 
 def pages_at_rest(component: Component, length: int, page_size: int) -> int:

@@ -121,21 +121,22 @@ class KVLease:
             return True
         return self.receipt.mark is not None and page >= component.first_page(self._mark_len)
 
-    def missing_pages(self, to_len: int) -> dict[PoolName, int]:
+    def missing_pages(self, to_len: int, num_drafts: int = 0) -> dict[PoolName, int]:
         """Pages that `grow` would have to buy, by pool; nothing where there are enough."""
         num_pages = pages_for(to_len, self._stores.page_size) - self.num_pages
         missing = dict.fromkeys(self._private, num_pages) if num_pages > 0 else {}
         if self.states.pool is not None:
-            missing[self.states.pool] = self.states.num_missing(self.computed_len, to_len)
+            num_states = self.states.num_missing(self.computed_len, to_len, num_drafts)
+            missing[self.states.pool] = num_states
         return missing
 
-    def moves(self, start: int, end: int) -> StateMoves | None:
-        """What a forward over positions [start, end) does to the state; None where there is none.
-        `grow` has bought its pages.
+    def moves(self, start: int, end: int, num_drafts: int = 0) -> StateMoves | None:
+        """What a forward over positions [start, end), the last of them guesses, does to the state;
+        None where there is none. `grow` has bought its pages.
         """
         if self.states.pool is None:
             return None
-        return StateMoves(self.state_at(start), self.states.targets(start, end))
+        return StateMoves(self.state_at(start), self.states.targets(start, end, num_drafts))
 
     def kept_states(self, start: int, end: int) -> StateMoves | None:
         """The states before and after positions [start, end), the latter if it is kept; None where
@@ -164,13 +165,13 @@ class KVLease:
             page = int(entries[length // stores.page_size - 1])
         return page
 
-    def grow(self, to_len: int) -> list[TableWrite]:
-        """Buy pages for [capacity_len, to_len), and for states that a forward up to there leaves.
-        The caller has seen to it that they are free.
+    def grow(self, to_len: int, num_drafts: int = 0) -> list[TableWrite]:
+        """Buy pages for [capacity_len, to_len), and for states that a forward up to there leaves
+        whose last positions are guesses. The caller has seen to it that they are free.
         """
         stores, start = self._stores, self.num_pages
         missing = pages_for(to_len, stores.page_size) - start
-        self.states.buy(self.computed_len, to_len, self.holder)
+        self.states.buy(self.computed_len, to_len, num_drafts, self.holder)
         if missing <= 0:
             return []
         writes = []

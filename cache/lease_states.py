@@ -7,7 +7,8 @@ of its own for the state at its end. What a lent lease keeps of those is
 * the state at its mark, to which a rollback leads,
 * the state at its computed length, from which a forward that failed is launched again,
 * the state at the last whole page, which becomes a snapshot when the pages are published,
-* and the states that forwards in flight will leave.
+* and the states that forwards in flight will leave: where guesses are verified, one after each of
+  them, since only the right ones count in the end. What wrong ones left is overwritten or goes.
 
 A parked lease keeps the one at its computed length. So the memory of a session does not depend on
 how long it is.
@@ -39,18 +40,21 @@ class LeaseStates:
         """Tokens that the states stand for, ascending."""
         return sorted(self._pages)
 
-    def num_missing(self, computed_len: int, to_len: int) -> int:
+    def num_missing(self, computed_len: int, to_len: int, num_drafts: int) -> int:
         """Pages that `buy` would take."""
-        return sum(length not in self._pages for length in self._left_by(computed_len, to_len))
+        left = self._left_by(computed_len, to_len, num_drafts)
+        return sum(length not in self._pages for length in left)
 
-    def buy(self, computed_len: int, to_len: int, holder: Holder) -> None:
-        """Pages for what a forward that ends at `to_len` leaves. Forwards come in order, so what
-        was meant for one that went further is given back: it has failed.
+    def buy(self, computed_len: int, to_len: int, num_drafts: int, holder: Holder) -> None:
+        """Pages for what a forward that ends at `to_len`, guesses included, leaves. Forwards come
+        in order, so what was meant for one that went further is given back: it has failed, or its
+        guesses were wrong.
         """
         if self.pool is None:
             return
         self.drop_beyond(to_len, holder)
-        wanted = [n for n in self._left_by(computed_len, to_len) if n not in self._pages]
+        left = self._left_by(computed_len, to_len, num_drafts)
+        wanted = [length for length in left if length not in self._pages]
         bought = self._stores.allocators[self.pool].acquire(len(wanted), holder)
         self._pages.update(zip(wanted, bought, strict=True))
 
@@ -58,9 +62,9 @@ class LeaseStates:
         """The page with the state at that length, `NULL_PAGE` where there is none."""
         return self._pages.get(length, NULL_PAGE)
 
-    def targets(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
+    def targets(self, start: int, end: int, num_drafts: int) -> tuple[tuple[int, int], ...]:
         """Lengths, and pages for their states, that a forward over [start, end) leaves."""
-        lengths = self._left_by(start, end)
+        lengths = self._left_by(start, end, num_drafts)
         return tuple((length, self._pages[length]) for length in lengths)
 
     def longest(self, length: int) -> int:
@@ -108,10 +112,12 @@ class LeaseStates:
             if page != NULL_PAGE:
                 self._pages[index * self._stores.page_size] = page
 
-    def _left_by(self, computed_len: int, to_len: int) -> tuple[int, ...]:
+    def _left_by(self, computed_len: int, to_len: int, num_drafts: int) -> tuple[int, ...]:
         """Lengths whose states a forward that ends at `to_len` leaves, if no other one did."""
-        last_whole = to_len - to_len % self._stores.page_size
-        return (last_whole, to_len) if computed_len < last_whole < to_len else (to_len,)
+        certain_len = to_len - num_drafts
+        last_whole = certain_len - certain_len % self._stores.page_size
+        on_the_way = (last_whole,) if computed_len < last_whole < certain_len else ()
+        return (*on_the_way, *range(certain_len, to_len + 1))
 
     def _drop(self, lengths: list[int], holder: Holder) -> None:
         if lengths and self.pool is not None:

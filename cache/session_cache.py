@@ -258,16 +258,16 @@ class SessionAwareCache:
         assert lease.computed_len < len(slot.tokens), "one token at least is computed"
         return loan
 
-    def grow(self, turn_id: TurnId, to_len: int) -> list[TableWrite]:
-        """Buy pages for positions up to `to_len`, evicting unlocked published pages before the pool
-        runs dry.
+    def grow(self, turn_id: TurnId, to_len: int, num_drafts: int = 0) -> list[TableWrite]:
+        """Buy pages for positions up to `to_len`, the last `num_drafts` of them guesses, evicting
+        unlocked published pages before the pool runs dry.
 
         Raises:
             OutOfPages: a pool has too few free and evictable pages; nothing was changed.
         """
         turn = self._turn(turn_id)
         assert to_len <= self.max_context_len, "a row has no entry past the context length"
-        missing = turn.lease.missing_pages(to_len)
+        missing = turn.lease.missing_pages(to_len, num_drafts)
         if not missing:
             return []
         wanted = [(self.stores.ledgers[pool], count) for pool, count in missing.items()]
@@ -281,13 +281,15 @@ class SessionAwareCache:
             if ledger.num_free - count < ledger.num_pages // _LOW_WATER:
                 shortage = count + ledger.num_pages // _HIGH_WATER - ledger.num_free
                 self._evict(ledger.pool, min(shortage, ledger.num_evictable))
-        writes = turn.lease.grow(to_len)
+        writes = turn.lease.grow(to_len, num_drafts)
         self._count_pinned(turn.slot)
         return writes
 
-    def state_moves(self, turn_id: TurnId, start: int, end: int) -> StateMoves | None:
+    def state_moves(
+        self, turn_id: TurnId, start: int, end: int, num_drafts: int = 0
+    ) -> StateMoves | None:
         """What a forward over [start, end), for which was grown, does to a recurrent state."""
-        return self._turn(turn_id).lease.moves(start, end)
+        return self._turn(turn_id).lease.moves(start, end, num_drafts)
 
     def record(
         self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from cache.capacity import WindowRoom
+from cache.capacity import ForgetfulRoom
 from cache.session_cache import SessionAwareCache
 from cache.types import NULL_ROW, TurnId
 from session_server.config import Settings, model_directory
@@ -78,7 +78,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
         loaded.plan.reason,
     )
     _log_pools(loaded)
-    speculation = _possible_speculation(settings, loaded)
+    speculation = _speculation(settings)
     engine = Engine(
         SessionAwareCache(loaded.spec, capacity, pinned_quota_pages=quota),
         EngineSettings(
@@ -110,15 +110,6 @@ def _log_pools(loaded: LoadedRunner) -> None:
     if num_states := capacity.num_states:
         mib = num_states * spec.bytes_per_state / 2**20
         _LOG.info("kv states=%d rows=%d mib=%.1f", num_states, capacity.num_rows, mib)
-
-
-def _possible_speculation(settings: Settings, loaded: LoadedRunner) -> Speculation:
-    """What was asked for, as far as the model's layers allow it."""
-    wanted = _speculation(settings)
-    if wanted.num_drafts and loaded.plan.capacity.num_states:
-        _LOG.warning("speculation is off: recurrent layers cannot take back a token guessed wrong")
-        return Speculation()
-    return wanted
 
 
 def _speculation(settings: Settings) -> Speculation:
@@ -212,20 +203,22 @@ def runner_options(settings: Settings) -> RunnerOptions:
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,
         max_context_len=model.context_length,
-        memory=MemoryLimits(cache.memory_fraction, cache.max_total_tokens, _window_room(settings)),
+        memory=MemoryLimits(
+            cache.memory_fraction, cache.max_total_tokens, _forgetful_room(settings)
+        ),
         backend=model.attention_backend,
         num_threads=model.threads,
     )
 
 
-def _window_room(settings: Settings) -> WindowRoom:
-    engine = settings.engine
+def _forgetful_room(settings: Settings) -> ForgetfulRoom:
+    engine, num_drafts = settings.engine, _speculation(settings).num_drafts
     ahead = num_ahead(
         chunk_tokens=engine.chunked_prefill_size,
         num_in_flight=2 if engine.overlap else 1,
-        num_drafts=_speculation(settings).num_drafts,
+        num_drafts=num_drafts,
     )
-    return WindowRoom(ahead, settings.cache.window_ratio)
+    return ForgetfulRoom(ahead, num_drafts, settings.cache.window_ratio)
 
 
 def _ready(loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...]) -> EngineReady:

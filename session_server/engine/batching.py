@@ -36,7 +36,7 @@ def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: 
         score=_score_range(cache, turn, start, end),
         num_drafts=num_drafts,
         drafts=drafts if num_drafts else None,
-        states=cache.state_moves(turn.turn_id, start, end + num_drafts),
+        states=cache.state_moves(turn.turn_id, start, end + num_drafts, num_drafts),
     )
     admission.is_sampler_started = True
     admission.launched_len = end + num_drafts

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cache.components import can_take_back
 from cache.session_cache import SessionAwareCache
 from session_server.engine.ngram import WINDOW, look_up
 from session_server.engine.settings import Drafter, Speculation
@@ -19,15 +18,12 @@ from session_server.engine.turn import Guess, Turn
 
 
 class Drafting:
-    """Chooses the guesses of running turns.
-
-    Does nothing for layers whose memory of a rejected token cannot be taken back.
-    """
+    """Chooses the guesses of running turns."""
 
     def __init__(self, cache: SessionAwareCache, speculation: Speculation) -> None:
         self._cache = cache
         self._drafter = speculation.drafter
-        self._max_drafts = speculation.num_drafts if can_take_back(cache.stores.components) else 0
+        self._max_drafts = speculation.num_drafts
 
     def guess(self, turns: Iterable[Turn]) -> None:
         """Renew the guess of every turn that decodes."""

@@ -106,7 +106,8 @@ class Scheduler:
                 if not self._admit(turn, now_s, applied):
                     continue
                 num_tokens = min(num_tokens, turn.num_uncomputed)
-            if self._grow(turn, turn.borrowed.launched_len + num_tokens + work.num_drafts):
+            end = turn.borrowed.launched_len + num_tokens
+            if self._grow(turn, end + work.num_drafts, work.num_drafts):
                 applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))
             elif turn.turn_id in admitted:
                 self._retract(turn, now_s, applied)
@@ -127,9 +128,9 @@ class Scheduler:
         self.take_off(turn)
         applied.let_go.append(turn.request.session_id)
 
-    def _grow(self, turn: Turn, to_len: int) -> bool:
+    def _grow(self, turn: Turn, to_len: int, num_drafts: int) -> bool:
         try:
-            self._outbox.write(self._cache.grow(turn.turn_id, to_len))
+            self._outbox.write(self._cache.grow(turn.turn_id, to_len, num_drafts))
         except OutOfPages:
             self._counters.shortfalls += 1
             return False

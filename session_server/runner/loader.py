@@ -155,8 +155,8 @@ def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -
             f"{cannot} over {max_context_len} tokens: its own context has "
             f"{of_draft.max_context_len}; shorten the context to that"
         )
-    if STATE_POOL in of_model.pools or STATE_POOL in of_draft.pools:
-        raise DraftMismatch(f"{cannot}: recurrent layers cannot take back a wrong guess")
+    if STATE_POOL in of_draft.pools:
+        raise DraftMismatch(f"{cannot}: it has recurrent layers, and nobody keeps its states")
     for pool in of_draft.pools:
         # Its KV lies under the model's page ids, and is released when the model's is.
         if pool not in of_model.pools:

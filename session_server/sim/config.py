@@ -163,12 +163,13 @@ def _draw_sizes(draws: Draws) -> Sizes:
     checks = (MemoryCheck.OFF, MemoryCheck.OFF, MemoryCheck.WARN)
     num_rows = draws.pick("num_rows", (2, 3, 5, 9, 12))
     max_running = draws.between("max_running", 1, 8)
+    num_drafts = draws.pick("num_drafts", (0, 2, 4))
     return Sizes(
         layers=_draw_layers(
             draws,
             page_size=page_size,
             chunk_tokens=chunk_tokens,
-            few_states=_few_states(num_rows, max_running),
+            few_states=_few_states(num_rows, max_running, num_drafts),
         ),
         page_size=page_size,
         num_pages=num_pages,
@@ -178,7 +179,7 @@ def _draw_sizes(draws: Draws) -> Sizes:
         max_running=max_running,
         max_waiting=draws.pick("max_waiting", (64, 64, 64, 1, 3)),
         num_in_flight=draws.pick("num_in_flight", (1, 2, 2, 2)),
-        num_drafts=draws.pick("num_drafts", (0, 2, 4)),
+        num_drafts=num_drafts,
         drafter=draws.pick("drafter", (Drafter.NGRAM, Drafter.MODEL)),
         draft_skill=draws.pick("draft_skill", (300, 800, 950)),
         num_repeats=draws.pick("num_repeats", (0, 2, 3, 4)),
@@ -208,10 +209,11 @@ def _draw_layers(draws: Draws, *, page_size: int, chunk_tokens: int, few_states:
     return Layers(mixture, window, window_pages if mixture is Mixture.FULL_AND_WINDOW else None)
 
 
-def _few_states(num_rows: int, max_running: int) -> int:
+def _few_states(num_rows: int, max_running: int, num_drafts: int) -> int:
     """As many as turns may hold that run and sessions that rest."""
     num_running = min(num_rows, max_running)
-    return num_running * STATES_PER_ROW + (num_rows - num_running) * STATES_AT_REST
+    num_resting = num_rows - num_running
+    return num_running * (STATES_PER_ROW + num_drafts) + num_resting * STATES_AT_REST
 
 
 def _draw_habits(draws: Draws) -> Habits:

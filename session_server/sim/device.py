@@ -236,12 +236,14 @@ class EchoRunner:
         """Go on from the state that the row names, which is that of the cells before it."""
         moves, start = row.states, row.start
         assert moves is not None, "every row of a recurrent model says where its state lies"
-        assert row.num_drafts == 0, "no guess can be taken out of a state again"
         if (moves.source == NULL_PAGE) != (start == 0):
             raise ContentMismatch(f"turn {row.turn_id} reads page {moves.source} at {start}")
         if states.read(moves.source, root) == (values[start - 1] if start else root):
-            states.leave(moves, start, values)
-            self.reached["state left at a page's end"] += len(moves.targets) > 1
+            end = start + row.num_tokens
+            wrong = [self.memory.cell(row.row, at) for at in range(len(values), end)]
+            states.leave(moves, start, values + wrong)
+            self.reached["state left by a wrong draft"] += len(wrong)
+            self.reached["state left at a page's end"] += len(moves.targets) > 1 + row.num_drafts
         elif (row.turn_id, row.incarnation) in self._spoilt:
             states.spoil(moves)
         else:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cache.capacity import plan_capacity
+from cache.capacity import ForgetfulRoom, plan_capacity
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName, pages_for
 from session_server.sim.device import PoolShape
@@ -65,7 +65,9 @@ class Layers:
             groups.append(LayerGroup(pool, kind, (index,), 1, 1, 4, window, rope_dim))
         return CacheSpec(tuple(groups), page_size)
 
-    def capacity(self, num_pages: int, num_rows: int, max_context_len: int) -> Capacity:
+    def capacity(
+        self, num_pages: int, num_rows: int, max_context_len: int, num_drafts: int
+    ) -> Capacity:
         """`num_pages` in each pool of positions, without the padding page."""
         pages = {}
         for kind in self._paged:
@@ -75,7 +77,11 @@ class Layers:
         if self.mixture is Mixture.FULL_AND_RECURRENT:
             # As many as the planner gives to so many rows, when memory is no object.
             plenty = plan_capacity(
-                self.spec(1), budget_bytes=1 << 30, num_rows=num_rows, max_context_len=1
+                self.spec(1),
+                budget_bytes=1 << 30,
+                num_rows=num_rows,
+                max_context_len=1,
+                forgetful=ForgetfulRoom(num_drafts=num_drafts),
             )
             num_states = plenty.num_states if self.num_states is None else 1 + self.num_states
         return Capacity(pages, num_rows, max_context_len, num_states)

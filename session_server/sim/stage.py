@@ -10,12 +10,13 @@ import numpy as np
 
 from cache.checker import find_violations
 from cache.errors import AuditFailed
+from cache.spec import Capacity
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
-from session_server.sim.config import SimConfig
+from session_server.sim.config import SimConfig, Sizes
 from session_server.sim.context import SimContext
 from session_server.sim.device import ContentMismatch, EchoRunner, Faults
 from session_server.sim.echo import EchoModel
@@ -45,7 +46,7 @@ class Stage:
         self._num_idle = 0
         self.cache = WatchedCache(
             sizes.layers.spec(sizes.page_size),
-            sizes.layers.capacity(sizes.num_pages, sizes.num_rows, sizes.max_context_len),
+            _capacity(sizes),
             pinned_quota_pages=sizes.pinned_quota_pages,
             allocation=sizes.allocation,
             strikes=context.faults.strikes,
@@ -270,9 +271,15 @@ def _settings(config: SimConfig, model: EchoModel) -> EngineSettings:
     )
 
 
+def _capacity(sizes: Sizes) -> Capacity:
+    return sizes.layers.capacity(
+        sizes.num_pages, sizes.num_rows, sizes.max_context_len, sizes.num_drafts
+    )
+
+
 def _device(config: SimConfig, model: EchoModel, history: EngineHistory) -> EchoRunner:
     sizes = config.sizes
-    capacity = sizes.layers.capacity(sizes.num_pages, sizes.num_rows, sizes.max_context_len)
+    capacity = _capacity(sizes)
     return EchoRunner(
         sizes.layers.shapes(capacity, sizes.page_size),
         salt_of=history.salt_of,

@@ -184,13 +184,13 @@ class WatchedCache(SessionAwareCache):
         self.touched[session_id] = None
         return loan
 
-    def grow(self, turn_id: TurnId, to_len: int) -> list[TableWrite]:
+    def grow(self, turn_id: TurnId, to_len: int, num_drafts: int = 0) -> list[TableWrite]:
         """See `SessionAwareCache`."""
         if self._strikes(Site.ALLOC_PAGE):
             self.reached["fault alloc_page"] += 1
             raise OutOfPages("injected")
-        self._look_at_states(turn_id, to_len)
-        return super().grow(turn_id, to_len)
+        self._look_at_states(turn_id, to_len, num_drafts)
+        return super().grow(turn_id, to_len, num_drafts)
 
     def record(
         self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()
@@ -275,12 +275,12 @@ class WatchedCache(SessionAwareCache):
             if component.pool in self.stores.paged
         )
 
-    def _look_at_states(self, turn_id: TurnId, to_len: int) -> None:
+    def _look_at_states(self, turn_id: TurnId, to_len: int, num_drafts: int) -> None:
         """A turn grows: a row comes with its states, so there is no shortage of them."""
         if self.stores.recurrent is None:
             return
         lease, ledger = self._turn(turn_id).lease, self.stores.ledgers[self.stores.recurrent.pool]
-        num_missing = lease.states.num_missing(lease.computed_len, to_len)
+        num_missing = lease.states.num_missing(lease.computed_len, to_len, num_drafts)
         if num_missing > ledger.num_free + ledger.num_evictable:
             raise AuditFailed(f"{turn_id} lacks {num_missing} states: {ledger.snapshot()}")
         lengths = lease.states.lengths

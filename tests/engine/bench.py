@@ -97,7 +97,9 @@ class Bench:
         self.stage = stage or Stage()
         stage = self.stage
         layers = stage.layers
-        capacity = layers.capacity(stage.num_pages, stage.num_rows, stage.max_context_len)
+        capacity = layers.capacity(
+            stage.num_pages, stage.num_rows, stage.max_context_len, stage.speculation.num_drafts
+        )
         self.cache = CountingCache(
             layers.spec(stage.page_size), capacity, pinned_quota_pages=stage.pinned_quota_pages
         )
