@@ -79,12 +79,9 @@ def plan_capacity(
     Raises:
         ValueError: the budget buys less than one page beside the padding page, or no row's states.
     """
-    num_states = 0
-    if spec.bytes_per_state:
-        per_row = forgetful.states_per_row
-        num_rows = _rows_with_states(per_row * spec.bytes_per_state, budget_bytes, num_rows)
-        num_states = num_rows * per_row + 1
-        budget_bytes -= num_states * spec.bytes_per_state
+    per_row = forgetful.states_per_row
+    num_rows, num_states = _rows_with_states(spec, per_row, budget_bytes, num_rows)
+    budget_bytes -= num_states * spec.bytes_per_state
     sizes = spec.paged_bytes_per_page
     equal = budget_bytes // spec.bytes_per_page
     most = budget_bytes
@@ -112,11 +109,15 @@ def plan_capacity(
     return Capacity(num_pages, num_rows, max_context_len, num_states)
 
 
-def _rows_with_states(bytes_per_row: int, budget: int, num_rows: int) -> int:
-    """Rows whose states half of the budget holds."""
-    if bytes_per_row > budget // 2:
+def _rows_with_states(spec: CacheSpec, per_row: int, budget: int, num_rows: int) -> tuple[int, int]:
+    """Rows, and the states they come with, padding included."""
+    if not spec.bytes_per_state:
+        return num_rows, 0
+    num_bytes = per_row * spec.bytes_per_state
+    if num_bytes > budget // 2:
         raise ValueError(
-            f"half of {budget} bytes for KV does not hold the recurrent states of one session, "
-            f"{bytes_per_row} bytes: raise the memory fraction"
+            f"half of {budget} bytes for KV does not hold the {per_row} recurrent states of one "
+            f"session, {num_bytes} bytes: raise the memory fraction"
         )
-    return min(num_rows, budget // 2 // bytes_per_row)
+    num_rows = min(num_rows, budget // 2 // num_bytes)
+    return num_rows, num_rows * per_row + 1

@@ -259,16 +259,15 @@ class SessionAwareCache:
         return loan
 
     def grow(self, turn_id: TurnId, to_len: int, num_drafts: int = 0) -> list[TableWrite]:
-        """Buy pages for positions up to `to_len`, the last `num_drafts` of them guesses, evicting
-        unlocked published pages before the pool runs dry.
+        """Buy pages for positions up to `to_len`, the last of them guesses, evicting unlocked
+        published pages before the pool runs dry.
 
         Raises:
             OutOfPages: a pool has too few free and evictable pages; nothing was changed.
         """
         turn = self._turn(turn_id)
         assert to_len <= self.max_context_len, "a row has no entry past the context length"
-        missing = turn.lease.missing_pages(to_len, num_drafts)
-        if not missing:
+        if not (missing := turn.lease.missing_pages(to_len, num_drafts)):
             return []
         wanted = [(self.stores.ledgers[pool], count) for pool, count in missing.items()]
         for ledger, count in wanted:

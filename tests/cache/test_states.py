@@ -17,7 +17,7 @@ from cache import (
     audit,
     plan_capacity,
 )
-from cache.components import can_take_back, components_of
+from cache.capacity import ForgetfulRoom
 from cache.spec import STATES_PER_ROW
 from cache.types import Holder, StateMoves, TurnId
 from tests.cache.kv_world import (
@@ -258,8 +258,33 @@ def test_the_checker_misses_no_state() -> None:
         audit(world.cache)
 
 
-def test_guesses_cannot_be_taken_out_of_a_state() -> None:
-    assert not can_take_back(components_of(CacheSpec((FULL_GROUP, STATE_GROUP), 4)))
+@pytest.mark.parametrize("num_right", range(4))
+def test_a_launch_with_guesses_leaves_a_state_after_each_of_them(num_right: int) -> None:
+    """Over the end of a page, as it happens: what wrong ones left is overwritten, or goes."""
+    world = make_world(4)
+    say(world, [1] * 6)
+    world.begin(SESSION, [2] * 8)
+    cache, turn_id = world.cache, world.turns[SESSION].turn_id
+    (slot,) = cache.inspect_slots(SESSION)
+    assert slot.lease is not None
+    cache.grow(turn_id, 10, 3)
+    moves = cache.state_moves(turn_id, 6, 10, 3)
+    assert moves is not None
+    assert [length for length, _ in moves.targets] == [7, 8, 9, 10]
+    assert len({moves.source, *(page for _, page in moves.targets)}) == 5
+    computed_len = 7 + num_right
+    cache.record(turn_id, computed_len)
+    assert slot.lease.state_at(computed_len) == moves.targets[num_right][1]
+    audit(cache)
+    cache.grow(turn_id, computed_len + 1)
+    going_on = cache.state_moves(turn_id, computed_len, computed_len + 1)
+    assert going_on is not None
+    assert going_on.source == moves.targets[num_right][1]
+    cache.record(turn_id, computed_len + 1)
+    whole = computed_len + 1 - (computed_len + 1) % 4
+    # That of its mark, those two, and a whole page's own if they are not the same.
+    assert slot.lease.states.lengths == sorted({6, whole, computed_len + 1})
+    audit(cache)
 
 
 def test_states_stand_beside_pages_of_positions_and_are_of_one_kind() -> None:
@@ -278,6 +303,11 @@ def test_every_row_comes_with_the_states_it_may_hold() -> None:
     budget = 3 * per_row + 2 * 16 * 4 + 20 * spec.bytes_per_page
     made = plan_capacity(spec, budget_bytes=budget, num_rows=3, max_context_len=64)
     assert made == Capacity({FULL_GROUP.pool: 20}, 3, 64, 3 * STATES_PER_ROW + 1)
+    guessing = ForgetfulRoom(num_drafts=4)
+    made = plan_capacity(
+        spec, budget_bytes=2 * budget, num_rows=3, max_context_len=64, forgetful=guessing
+    )
+    assert made.num_states == 3 * (STATES_PER_ROW + 4) + 1
     # States may take half, so fewer rows are left.
     tight = plan_capacity(spec, budget_bytes=4 * per_row, num_rows=50, max_context_len=64)
     assert tight.num_rows == 2

@@ -258,16 +258,6 @@ SECOND_UNLOCK_PASSES = Mutant(
     Edit("cache.radix:RadixCache.unlock", "if receipt._is_released:", "if False:"),
 )
 
-GUESSES_WITHOUT_A_WAY_BACK = Mutant(
-    "Turns guess although a layer cannot forget a rejected token.",
-    "mlx-lm#1109 (A10)",
-    Edit(
-        "cache.components:can_take_back",
-        "all(component.takes_back for component in components)",
-        "any(True for component in components)",
-    ),
-)
-
 REFUSAL_FREES_THE_SESSION = Mutant(
     "Refusing a turn forgets the one that runs.",
     "sglang#40250 (R1)",

@@ -54,7 +54,9 @@ NO_STATE_ON_THE_WAY = Mutant(
     "A launch over the end of a page leaves no state there.",
     "systematic",
     Edit(
-        "cache.lease_states:LeaseStates._left_by", "if computed_len < last_whole < to_len", "if 0"
+        "cache.lease_states:LeaseStates._left_by",
+        "if computed_len < last_whole < certain_len",
+        "if 0",
     ),
 )
 
@@ -63,8 +65,8 @@ STATE_IS_OVERWRITTEN = Mutant(
     "systematic",
     Edit(
         "cache.lease_states:LeaseStates._left_by",
-        "computed_len < last_whole < to_len",
-        "computed_len <= last_whole < to_len",
+        "computed_len < last_whole < certain_len",
+        "computed_len <= last_whole < certain_len",
     ),
 )
 
@@ -181,7 +183,7 @@ STATES_ARE_NOT_COUNTED = Mutant(
     "systematic",
     Edit(
         "cache.lease:KVLease.missing_pages",
-        "self.states.num_missing(self.computed_len, to_len)",
+        "self.states.num_missing(self.computed_len, to_len, num_drafts)",
         "0",
     ),
 )
@@ -237,18 +239,34 @@ ROW_COMES_WITH_TOO_FEW_STATES = Mutant(
     "systematic",
     Edit(
         "cache.capacity:_rows_with_states",
-        "num_rows * STATES_PER_ROW + 1",
+        "num_rows * per_row + 1",
         "num_rows * 2 + 1",
     ),
 )
 
-GUESSES_ARE_MADE_OF_STATES = Mutant(
-    "Tokens are guessed where no state can lose a wrong one again.",
+GUESSES_LEAVE_ONE_STATE = Mutant(
+    "A launch that verifies guesses leaves one state, after all of them.",
+    "mlx-lm#1109 (A10)",
+    Edit(
+        "cache.lease_states:LeaseStates._left_by",
+        "range(certain_len, to_len + 1)",
+        "[to_len]",
+    ),
+)
+
+STATES_OF_WRONG_GUESSES_STAY = Mutant(
+    "What wrong guesses left is never given back while a turn runs.",
+    "systematic",
+    Edit("cache.lease_states:LeaseStates.buy", "self.drop_beyond(to_len, holder)", "pass"),
+)
+
+GUESSES_COME_WITHOUT_STATES = Mutant(
+    "Rows come with the states of turns that do not guess.",
     "systematic",
     Edit(
-        "session_server.engine.drafting:Drafting.__init__",
-        "if can_take_back(cache.stores.components) else 0",
-        "if cache.stores.components else 0",
+        "cache.capacity:ForgetfulRoom.states_per_row",
+        "STATES_PER_ROW + self.num_drafts",
+        "STATES_PER_ROW",
     ),
 )
 

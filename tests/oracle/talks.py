@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from cache.capacity import ForgetfulRoom
 from cache.session_cache import SessionAwareCache
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
@@ -109,7 +110,8 @@ def load_engine(
             max_context_len=256,
             draft=draft,
             memory=MemoryLimits(
-                max_total_tokens=setup.max_total_tokens or max(384, 8 * setup.page_size)
+                max_total_tokens=setup.max_total_tokens or max(384, 8 * setup.page_size),
+                forgetful=ForgetfulRoom(num_drafts=setup.speculation.num_drafts),
             ),
         ),
     )

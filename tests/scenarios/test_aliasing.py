@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from cache.components import Component, FullAttention
-from cache.spec import LayerGroup, LayerKind
 from cache.types import SlotState, TurnId
 from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason
 from session_server.engine.settings import Drafter, Speculation
 from session_server.sim.echo import VOCAB_SIZE
 from session_server.sim.layers import Layers, Mixture
-from tests.engine.bench import POOL, Bench, Stage
-from tests.mutants.guards import GUESSES_WITHOUT_A_WAY_BACK, WINDOW_PAGE_STAYS_IN_ROW
+from tests.engine.bench import Bench, Stage
+from tests.mutants.guards import WINDOW_PAGE_STAYS_IN_ROW
 from tests.mutants.in_books import DELTA_IS_A_VIEW, PADDING_ROW_IS_FREE
 from tests.mutants.in_leases import (
     CANCELLED_PROMPT_IS_PUBLISHED,
@@ -35,6 +33,7 @@ from tests.mutants.in_settling import (
     RESULTS_BY_RANK,
     RETRACTED_COUNTS_AS_KEPT,
 )
+from tests.mutants.in_states import GUESSES_LEAVE_ONE_STATE
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
 
@@ -184,25 +183,16 @@ def test_a8_a_token_that_lands_behind_a_launch_that_failed_is_not_applied() -> N
         bench.close_all()
 
 
-class OneWay(FullAttention):
-    """A layer that cannot forget: it keeps all that it was shown, or nothing."""
-
-    @property
-    def takes_back(self) -> bool:
-        return False
-
-
-@scenario("A10", GUESSES_WITHOUT_A_WAY_BACK)
-def test_a10_nobody_guesses_where_a_layer_cannot_forget_a_rejected_token() -> None:
-    bench = Bench(Stage(speculation=Speculation(4, Drafter.MODEL)))
-    group = LayerGroup(POOL, LayerKind.FULL, (0,), 1, 1, 4)
-    components: tuple[Component, ...] = (OneWay(group, 4),)
-    object.__setattr__(bench.cache.stores, "components", components)
-    bench.engine = type(bench.engine)(bench.cache, bench.settings)
+@scenario("A10", GUESSES_LEAVE_ONE_STATE)
+def test_a10_a_turn_goes_on_from_the_state_after_its_last_right_guess() -> None:
+    layers, guesses = Layers(Mixture.FULL_AND_RECURRENT), Speculation(4, Drafter.MODEL)
+    bench = Bench(Stage(layers=layers, speculation=guesses))
     session_id = bench.open("s")
-    bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=20))
+    bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=60))
     bench.expect("t", PROMPT)
-    assert not any(row.num_drafts for batch in bench.batches for row in batch.rows)
+    counters = bench.engine.counters
+    assert counters.draft_tokens > counters.accepted_tokens > 0
+    bench.close_all()
 
 
 @scenario("A12", TOKENS_ARE_NOT_CHECKED)
