@@ -30,8 +30,9 @@ class ForgetfulRoom:
 
     @property
     def states_per_row(self) -> int:
-        """The most states that one row holds."""
-        return STATES_PER_ROW + self.num_drafts
+        """The most states that one row holds. Where two launches leave two each, one that verifies
+        guesses is alone, and leaves its own and one for each of them."""
+        return max(STATES_PER_ROW, STATES_PER_ROW - 4 + 1 + self.num_drafts)
 
     def turn_pages(self, component: Component, row_pages: int) -> int:
         """What one turn needs of a window pool, however long it is."""

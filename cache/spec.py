@@ -17,8 +17,7 @@ from cache.types import PoolName
 STATES_PER_ROW: Final = 9
 """The most states that one row holds: while a turn runs, at its mark, at its computed length and at
 the last whole page before that; at the ends of two launches in flight and at the last whole pages
-before those; and the snapshots that it has locked, at its mark and at what it has published. A
-launch that verifies guesses leaves one more for each of them; none is launched behind it."""
+before those; and the snapshots that it has locked, at its mark and at what it has published."""
 
 
 class LayerKind(Enum):

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from cache.capacity import ForgetfulRoom
 from cache.pages import Allocation
-from cache.spec import STATES_PER_ROW
 from session_server.engine.settings import Drafter, MemoryCheck
 from session_server.sim.draws import Draws
 from session_server.sim.faults import FaultRates, OneFault, Site
@@ -213,7 +213,8 @@ def _few_states(num_rows: int, max_running: int, num_drafts: int) -> int:
     """As many as turns may hold that run and sessions that rest."""
     num_running = min(num_rows, max_running)
     num_resting = num_rows - num_running
-    return num_running * (STATES_PER_ROW + num_drafts) + num_resting * STATES_AT_REST
+    per_turn = ForgetfulRoom(num_drafts=num_drafts).states_per_row
+    return num_running * per_turn + num_resting * STATES_AT_REST
 
 
 def _draw_habits(draws: Draws) -> Habits:

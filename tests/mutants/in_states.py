@@ -254,19 +254,13 @@ GUESSES_LEAVE_ONE_STATE = Mutant(
     ),
 )
 
-STATES_OF_WRONG_GUESSES_STAY = Mutant(
-    "What wrong guesses left is never given back while a turn runs.",
-    "systematic",
-    Edit("cache.lease_states:LeaseStates.buy", "self.drop_beyond(to_len, holder)", "pass"),
-)
-
-GUESSES_COME_WITHOUT_STATES = Mutant(
-    "Rows come with the states of turns that do not guess.",
+LAST_GUESS_LEAVES_NO_STATE = Mutant(
+    "A launch that verifies guesses leaves no state after the last of them.",
     "systematic",
     Edit(
-        "cache.capacity:ForgetfulRoom.states_per_row",
-        "STATES_PER_ROW + self.num_drafts",
-        "STATES_PER_ROW",
+        "cache.lease_states:LeaseStates._left_by",
+        "range(certain_len, to_len + 1)",
+        "range(certain_len, max(to_len, certain_len + 1))",
     ),
 )
 

@@ -109,6 +109,7 @@ INTERESTING: Final = (
     "snapshot published",
     "snapshot taken back",
     "state left at a page's end",
+    "state left by a wrong draft",
     "stop in decode",
     "superseded itself",
     "tombstone",
