@@ -62,6 +62,22 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounds:
+    """Rows that leave a state after every token, as where guesses are verified: the first tokens of
+    all of them at once, then the second ones.
+
+    `tokens`: where those of each round stand in the batch, int64 [rows]; `targets`: pages, int64
+    [rows]. `order`: int64 [tokens of the batch], its tokens in the order in which they come out
+    if all rounds are between steps and segments.
+    """
+
+    tokens: tuple[Tensor, ...]
+    sources: tuple[Sources, ...]
+    targets: tuple[Tensor, ...]
+    order: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Padded:
     """A batch in which the last inputs before every row stand in front of it.
 
@@ -107,15 +123,23 @@ class RecurrentPlan:
     last inputs of its convolution: [pages, width - 1, channels], oldest first.
     """
 
-    __slots__ = ("_padded", "_pool", "segments", "steps")
+    __slots__ = ("_padded", "_pool", "rounds", "segments", "steps")
 
     def __init__(
-        self, pool: StatePool, steps: Steps, segments: tuple[Segment, ...], padded: Padded | None
+        self,
+        pool: StatePool,
+        steps: Steps,
+        *,
+        rounds: Rounds | None,
+        segments: tuple[Segment, ...],
+        padded: Padded | None,
     ) -> None:
-        """`padded`: None where every row has one token."""
+        """`rounds`: None where no row verifies guesses; `padded`: None where every row has one
+        token."""
         self._pool = pool
         self._padded = padded
         self.steps = steps
+        self.rounds = rounds
         self.segments = segments
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,6 +175,13 @@ class RecurrentPlan:
             out, after = recurrence.step(past, *(of_all[:num_steps] for of_all in inputs))
             states.index_copy_(0, self.steps.targets, after)
             outputs.append(out)
+        if (rounds := self.rounds) is not None:
+            each = zip(rounds.tokens, rounds.sources, rounds.targets, strict=True)
+            for tokens, sources, targets in each:
+                of_round = (of_all.index_select(0, tokens) for of_all in inputs)
+                out, after = recurrence.step(sources.read(states), *of_round)
+                states.index_copy_(0, targets, after)
+                outputs.append(out)
         for segment in self.segments:
             state = states[segment.source]
             if segment.source == NULL_PAGE:
@@ -160,6 +191,8 @@ class RecurrentPlan:
                 out, state = recurrence.chunk(state, *chunk)
                 outputs.append(out)
             states[segment.target] = state
+        if rounds is not None:
+            return torch.cat(outputs).index_select(0, rounds.order)
         return torch.cat(outputs) if self.segments else outputs[0]
 
     def _step(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
@@ -196,17 +229,36 @@ class RecurrentBackend:
         spans = meta.spans
         moves = [_moves(span) for span in spans]
         num_steps = sum(span.num_tokens == 1 for span in spans)
-        segments = tuple(
-            segment
-            for span, of_span in zip(spans[num_steps:], moves[num_steps:], strict=True)
-            for segment in _segments(span, of_span)
+        rest = list(zip(spans[num_steps:], moves[num_steps:], strict=True))
+        guessed = [row for row in rest if len(row[1].targets) == row[0].num_tokens]
+        segments = [each for row in rest if row not in guessed for each in _segments(*row)]
+        return RecurrentPlan(
+            self._pool,
+            self._steps(moves[:num_steps]),
+            rounds=self._rounds(num_steps, guessed, segments) if guessed else None,
+            segments=tuple(segments),
+            padded=self._padded(spans, moves) if rest else None,
         )
-        padded = None if num_steps == len(spans) else self._padded(spans, moves)
-        return RecurrentPlan(self._pool, self._steps(moves[:num_steps]), segments, padded)
+
+    def _rounds(
+        self, num_steps: int, rows: list[tuple[Span, StateMoves]], segments: list[Segment]
+    ) -> Rounds:
+        taken, tokens, sources, targets = list(range(num_steps)), [], [], []
+        for index in range(max(span.num_tokens for span, _ in rows)):
+            going_on = [row for row in rows if row[0].num_tokens > index]
+            at = [span.offset + index for span, _ in going_on]
+            taken += at
+            tokens.append(self._ints(at))
+            sources.append(self._sources([_from(moves, index) for _, moves in going_on]))
+            targets.append(self._ints([moves.targets[index][1] for _, moves in going_on]))
+        for segment in segments:
+            taken += range(segment.offset, segment.offset + segment.num_tokens)
+        order = torch.tensor(taken).argsort().to(self._pool.device)
+        return Rounds(tuple(tokens), tuple(sources), tuple(targets), order)
 
     def _steps(self, moves: list[StateMoves]) -> Steps:
         targets = self._ints([of_row.targets[-1][1] for of_row in moves])
-        return Steps(len(moves), self._sources(moves), targets)
+        return Steps(len(moves), self._sources([of_row.source for of_row in moves]), targets)
 
     def _padded(self, spans: tuple[Span, ...], moves: list[StateMoves]) -> Padded:
         num_past = self._pool.parts[0][0].shape[1]
@@ -225,7 +277,7 @@ class RecurrentBackend:
         at = self._ints(tokens)
         return Padded(
             length=end,
-            sources=self._sources(moves),
+            sources=self._sources([of_span.source for of_span in moves]),
             targets=self._ints([page for of_span in moves for _, page in of_span.targets]),
             past=self._ints(past),
             tokens=at,
@@ -233,8 +285,7 @@ class RecurrentBackend:
             tails=self._ints(tails),
         )
 
-    def _sources(self, moves: list[StateMoves]) -> Sources:
-        pages = [of_row.source for of_row in moves]
+    def _sources(self, pages: list[int]) -> Sources:
         fresh = [index for index, page in enumerate(pages) if page == NULL_PAGE]
         return Sources(self._ints(pages), self._ints(fresh) if fresh else None)
 
@@ -247,6 +298,11 @@ def _moves(span: Span) -> StateMoves:
         return span.states
     assert span.row == NULL_ROW, "only padding has no state"
     return StateMoves(NULL_PAGE, ((span.end, NULL_PAGE),))
+
+
+def _from(moves: StateMoves, index: int) -> int:
+    """The page of the state before the token of that index, of a row that leaves one after each."""
+    return moves.targets[index - 1][1] if index else moves.source
 
 
 def _segments(span: Span, moves: StateMoves) -> list[Segment]:

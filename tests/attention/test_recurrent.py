@@ -167,6 +167,46 @@ def test_a_recurrence_is_that_of_one_token_after_the_other(
         torch.testing.assert_close(torch.cat(spoken), by_hand(*row), rtol=1e-5, atol=2e-5)
 
 
+def beginnings(sides: list[Tensor], spans: list[Span]) -> Tensor:
+    return torch.cat([side[: span.num_tokens] for side, span in zip(sides, spans, strict=True)])
+
+
+@pytest.mark.parametrize("num_right", range(4))
+@pytest.mark.parametrize("name", RULES)
+def test_a_row_goes_on_from_its_last_right_guess(
+    name: str, num_right: int, pool: StatePool
+) -> None:
+    """Rows that verify three guesses and one, beside one of one token and a chunk."""
+    recurrence: Recurrence
+    recurrence, draw, by_hand = RULES[name]
+    rows = [draw(seed) for seed in range(4)]
+    left = (((1, 1),), ((1, 2), (2, 3), (3, 4), (4, 5)), ((1, 6), (2, 7)), ((8, 8), (9, 9)))
+    spans: list[Span] = []
+    for row, targets in enumerate(left, 1):
+        offset = sum(span.num_tokens for span in spans)
+        spans.append(Span(row, 0, targets[-1][0], offset, StateMoves(0, targets)))
+    right = 1 + num_right
+    moves = StateMoves(left[1][num_right][1], ((NUM_TOKENS, 10),))
+    further = AttentionMeta((Span(2, right, NUM_TOKENS - right, 0, moves),), {})
+    plans = [
+        RecurrentBackend(pool).plan(meta) for meta in (AttentionMeta(tuple(spans), {}), further)
+    ]
+
+    sides = [beginnings(list(of_rows), spans) for of_rows in zip(*rows, strict=True)]
+    out = plans[0].recur(0, recurrence, *sides)
+    whole = beginnings([by_hand(*row) for row in rows], spans)
+    torch.testing.assert_close(out, whole, rtol=1e-5, atol=2e-5)
+    behind = plans[1].recur(0, recurrence, *(side[right:] for side in rows[1]))
+    torch.testing.assert_close(behind, by_hand(*rows[1])[right:], rtol=1e-5, atol=2e-5)
+
+    x, taps = [noise(NUM_TOKENS, CHANNELS, seed=seed) for seed in range(4)], noise(WIDTH, CHANNELS)
+    plans[0].convolve(0, beginnings(x, spans), taps, None)
+    padded = functional.pad(x[1].t(), (WIDTH - 1, 0)).unsqueeze(0)
+    whole = functional.conv1d(padded, taps.t().unsqueeze(1), groups=CHANNELS)[0].t()
+    behind = plans[1].convolve(0, x[1][right:], taps, None)
+    torch.testing.assert_close(behind, whole[right:], rtol=0, atol=1e-5)
+
+
 def test_padding_and_what_was_read_leave_every_state_as_it_is(pool: StatePool) -> None:
     for part in pool.parts[0]:
         part.copy_(noise(*part.shape))
