@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from session_server.arguments import whole_number
 from session_server.client import BadAddress, server_address
 from session_server.core.events import ACCOUNTS
 
@@ -22,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="(default: %(default)s)")
     parser.add_argument("--api-key", help="shown to the server")
     parser.add_argument("--full", action="store_true", help="recount every page first")
-    parser.add_argument("--limit", type=int, default=20, help="sessions listed (default: 20)")
+    parser.add_argument(
+        "--limit", type=whole_number(0), default=20, help="sessions listed (default: 20)"
+    )
     parser.add_argument(
         "--trace", action="store_true", help="with --json: the steps before the first violation"
     )

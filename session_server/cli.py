@@ -78,8 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if module is not None:
             module.add_arguments(subparser)
             run = module.run
-    args = parser.parse_args(arguments)
+    args, surplus = parser.parse_known_args(arguments)
     assert run is not None, "argparse refuses what names no command"
+    if surplus:
+        # Of the command: its usage helps, that of the program would not.
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(surplus)}")
     try:
         return run(args)
     except KeyboardInterrupt:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from session_server.arguments import whole_number
 from session_server.models.errors import ModelError
 from session_server.models.registry import FAMILIES, load_config
 from session_server.text.model_files import ModelFilesError
@@ -62,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `doctor`."""
     parser.add_argument("--model-path", help="a checkpoint directory to look into")
     parser.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
-    parser.add_argument("--port", type=int, default=30000, help="(default: %(default)s)")
+    parser.add_argument(
+        "--port", type=whole_number(1, 65_535), default=30000, help="(default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 

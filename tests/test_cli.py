@@ -47,3 +47,23 @@ def test_the_version_is_the_packages() -> None:
 def test_the_server_side_starts_without_torch() -> None:
     code = "import sys, session_server.wiring; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("serve --nope", "unrecognized arguments: --nope"),
+        ("audit --limit -1", "argument --limit: a whole number, at least 0; got '-1'"),
+        ("bench mla --turns 3", "argument --turns: a whole number, between 22 and 10000; got '3'"),
+        ("demo --turns two", "argument --turns: a whole number, between 1 and 4096; got 'two'"),
+        ("doctor --port 0", "argument --port: a whole number, between 1 and 65535; got '0'"),
+    ],
+)
+def test_what_a_command_does_not_take_is_answered_with_its_usage(
+    words: str, complaint: str
+) -> None:
+    command, *_ = words.split()
+    done = run(*words.split())
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"usage: session-server {command}")
+    assert done.stderr.endswith(f"session-server {command}: error: {complaint}\n")

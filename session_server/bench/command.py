@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from session_server.arguments import whole_number
 from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
@@ -55,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw `sessions` (matplotlib)")
     parser.add_argument(
-        "--turns", type=_turns, default=300, help="turns of `sessions` (default: 300)"
+        "--turns",
+        type=whole_number(22, 10_000),
+        default=300,
+        help="turns of `sessions` (default: 300)",
     )
 
 
@@ -234,10 +238,3 @@ def _machine() -> dict[str, Any]:
         "processor": platform.machine(),
         "python": platform.python_version(),
     }
-
-
-def _turns(text: str) -> int:
-    number = int(text)
-    if not 22 <= number <= 10_000:
-        raise argparse.ArgumentTypeError(f"must lie between 22 and 10000, got {number}")
-    return number

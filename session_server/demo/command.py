@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from session_server.arguments import whole_number
 from session_server.client import (
     ClientError,
     ClientOptions,
@@ -36,6 +37,7 @@ from session_server.local_server import LocalServer, ServerFailed
 
 MIN_RIGHT_SHARE: Final = 0.99
 MAX_ANSWER_TOKENS: Final = 48
+_COUNT: Final = whole_number(1, 4096)
 _HELD: Final = ("session_held", "active", "tree_protected", "fenced", "spill", "quarantine")
 
 
@@ -119,8 +121,8 @@ class DemoReport:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `session-server demo`."""
-    parser.add_argument("--sessions", type=_count, default=8, help="conversations (default: 8)")
-    parser.add_argument("--turns", type=_count, default=12, help="turns of each (default: 12)")
+    parser.add_argument("--sessions", type=_COUNT, default=8, help="conversations (default: 8)")
+    parser.add_argument("--turns", type=_COUNT, default=12, help="turns of each (default: 12)")
     parser.add_argument("--seed", type=int, default=2026, help="of the dialogues (default: 2026)")
     parser.add_argument("--url", help="of a running server; none: start one, and stop it again")
     parser.add_argument("--api-key", help="shown to the server")
@@ -342,10 +344,3 @@ def _show_conversation(report: DemoReport, console: Console) -> None:
                 f"{record.output_tokens} · ttft {record.ttft_ms:.0f} ms[/dim]",
                 highlight=False,
             )
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 4096:
-        raise argparse.ArgumentTypeError(f"must lie between 1 and 4096, got {number}")
-    return number

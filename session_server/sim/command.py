@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from session_server.arguments import whole_number
 from session_server.sim.campaign import Outcome, Totals, play
 from session_server.sim.failure import SimFailure
 from session_server.sim.shrink import MAX_TRIES, shrink
@@ -48,6 +49,7 @@ LINE_S: Final = 30.0
 """Between two lines of progress where there is no terminal to draw a bar on."""
 
 _EXIT_FAILED: Final = 1
+_SEED: Final = whole_number(0, MAX_SEED - 1)
 _EXIT_UNUSABLE: Final = 2
 _EXIT_STOPPED: Final = 130
 
@@ -55,21 +57,25 @@ _EXIT_STOPPED: Final = 130
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `session-server sim`."""
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--seed", type=_seed, metavar="N", help="simulate this seed alone")
+    what.add_argument("--seed", type=_SEED, metavar="N", help="simulate this seed alone")
     what.add_argument(
         "--seeds", type=_seeds, metavar="A..B", help="these seeds, B excluded; A.. has no end"
     )
     what.add_argument("--replay", type=Path, metavar="TRACE", help="do again what a trace says")
     parser.add_argument(
         "--steps",
-        type=_count,
+        type=whole_number(1),
         metavar="N",
         help="stop once so many steps were checked; with --seed, of that one "
         f"(default: {DEFAULT_STEPS}, or all seeds of a range that ends)",
     )
     cores = os.cpu_count() or 1
     parser.add_argument(
-        "--jobs", type=_count, default=cores, metavar="N", help="processes (default: %(default)s)"
+        "--jobs",
+        type=whole_number(1),
+        default=cores,
+        metavar="N",
+        help="processes (default: %(default)s)",
     )
     parser.add_argument(
         "--shrink",
@@ -259,25 +265,11 @@ def _shrunk(failure: SimFailure, console: Console) -> SimFailure:
         return shrink(failure, on_try=on_try)
 
 
-def _seed(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < MAX_SEED:
-        raise argparse.ArgumentTypeError(f"must lie between 0 and {MAX_SEED - 1}, got {number}")
-    return number
-
-
 def _seeds(text: str) -> tuple[int, int | None]:
     first, dots, end = text.partition("..")
     if not dots:
         raise argparse.ArgumentTypeError(f"give A..B or A.., got {text}")
-    seeds = _seed(first or "0"), _seed(end) if end else None
+    seeds = _SEED(first or "0"), _SEED(end) if end else None
     if seeds[1] is not None and seeds[1] <= seeds[0]:
         raise argparse.ArgumentTypeError(f"the range {text} is empty")
     return seeds
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
