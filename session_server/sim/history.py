@@ -376,13 +376,22 @@ class EngineHistory:
             turn.session.held = (turn.prompt + tuple(turn.outputs))[:kept_len]
             turn.truth.reach(kept_len)
             turn.session.tags = turn.truth.tags[:kept_len]
-            # An output is there only when everything before it is computed; a retracted turn has
-            # its outputs and computes all that again.
-            is_whole = num_said > 0 and event.num_retractions == 0
-            # Where a window has passed the cut, the session goes on from before the turn.
-            shortest = len(turn.prompt) + (num_said if self._bounds.forgets else 0)
-            is_kept = is_natural or (is_whole and kept_len >= shortest)
-            turn.session.resident_len = kept_len - 1 if is_kept else resident_len
+            if is_natural:
+                resident_len = kept_len - 1
+            elif event.num_retractions == 0 and num_said > 0 and kept_len >= len(turn.prompt):
+                num_cut = len(turn.prompt) + num_said - kept_len
+                resident_len = self._kept_len(kept_len, num_cut)
+            turn.session.resident_len = resident_len
+
+    def _kept_len(self, kept_len: int, num_cut: int) -> int:
+        """What a session holds whose turn was cut off when it had said something: everything before
+        an output is computed by then, except after a retraction."""
+        if num_cut and self._bounds.forgets:
+            return 0  # a window may have passed the cut, and the session goes on from before
+        if num_cut and self._settings.speculation.num_drafts:
+            # Right guesses were published with the prompt, and may be another session's by now.
+            return kept_len - 1 - (kept_len - 1) % self._bounds.page_size
+        return kept_len - 1
 
     def _undone_len(self, turn: EngineTurn, event: TurnFinished) -> int:
         """What a session holds whose turn was undone: what it held before. But a page that the

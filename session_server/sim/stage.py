@@ -228,6 +228,8 @@ class Stage:
             raise Broken(Layer.SHADOW, f"{event}: KV of {num_lost} positions was let go")
         if not turn.num_starts or session.resident_len < len(held) - 1:
             return
+        if isinstance(event, TurnFailed) or slot.protected_len < event.cached_tokens:
+            return  # what an earlier cut left before this turn may be too little for others
         found = self.cache.peek(np.array((*held, 0), np.int32), slot.namespace)
         if found.matched_len < slot.protected_len:
             num_found = f"{found.matched_len} of {slot.protected_len} positions"

@@ -79,6 +79,17 @@ def test_many_refusals_to_one_client_are_no_standstill() -> None:
     assert reached["refused: turn_not_found"] == 200
 
 
+@pytest.mark.parametrize(
+    ("seed", "max_steps"),
+    [
+        pytest.param(21_418, 60, id="a window has passed the page before a cut"),
+        pytest.param(5_186, 1_000, id="right guesses published with the prompt are shared"),
+    ],
+)
+def test_what_a_cut_may_cost_is_no_violation(seed: int, max_steps: int) -> None:
+    assert run(seed, max_steps=max_steps).coverage["turn"] > 0
+
+
 def test_a_bug_put_in_is_found_and_replayable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tail that is dropped instead of released (sglang#22862)."""
     monkeypatch.setattr(KVLease, "_drop_private", lambda self, num_kept: None)
