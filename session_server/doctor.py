@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", help="a checkpoint directory to look into")
     parser.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
     parser.add_argument(
-        "--port", type=whole_number(1, 65_535), default=30000, help="(default: %(default)s)"
+        "--port", type=whole_number(0, 65_535), default=30000, help="(default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
