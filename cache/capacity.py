@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cache.components import Component, components_of
-from cache.spec import STATES_PER_ROW, CacheSpec, Capacity
+from cache.spec import STATES_IN_FLIGHT, STATES_PER_ROW, CacheSpec, Capacity
 from cache.types import pages_for
 
 
@@ -32,7 +32,8 @@ class ForgetfulRoom:
     def states_per_row(self) -> int:
         """The most states that one row holds. Where two launches leave two each, one that verifies
         guesses is alone, and leaves its own and one for each of them."""
-        return max(STATES_PER_ROW, STATES_PER_ROW - 4 + 1 + self.num_drafts)
+        in_flight = max(STATES_IN_FLIGHT, 1 + self.num_drafts)
+        return STATES_PER_ROW - STATES_IN_FLIGHT + in_flight
 
     def turn_pages(self, component: Component, row_pages: int) -> int:
         """What one turn needs of a window pool, however long it is."""
@@ -67,7 +68,7 @@ def plan_capacity(
     Pools that keep everything are equally large, and get what windows leave. A pool of windows has
     as many pages as all rows may need of it (`ForgetfulRoom.pages`), but no more than half of the
     budget buys, for a short session is not worth a long one, and never more than the pools that
-    keep everything. With a `ratio` it has that part of their pages.
+    keep everything. With a `window_ratio` it has that part of their pages.
 
     Args:
         spec: what a page costs.

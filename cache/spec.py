@@ -20,6 +20,10 @@ the last whole page before that; at the ends of two launches in flight and at th
 before those; and the snapshots that it has locked, at its mark and at what it has published."""
 
 
+STATES_IN_FLIGHT: Final = 4
+"""Those of them that two launches leave, two each."""
+
+
 class LayerKind(Enum):
     """What one layer keeps of the past."""
 

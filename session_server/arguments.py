@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Final
+
+KEY_ADVICE: Final = "this server asks for a key: give it with --api-key"
+"""What a command says to whom a server has refused."""
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -12,11 +16,16 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         try:
-            number = int(text)
+            number: int | None = int(text)
         except ValueError:
-            number = least - 1
-        if number < least or (most is not None and number > most):
+            number = None
+        if number is None or number < least or (most is not None and number > most):
             raise argparse.ArgumentTypeError(f"a whole number, {bounds}; got {text!r}")
         return number
 
     return read
+
+
+def add_api_key(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that `KEY_ADVICE` speaks of."""
+    parser.add_argument("--api-key", help="shown to the server")

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from session_server.arguments import whole_number
-from session_server.client import BadAddress, server_address
+from session_server.arguments import KEY_ADVICE, add_api_key, whole_number
+from session_server.client import BadAddress, key_header, server_address
 from session_server.core.events import ACCOUNTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `audit`."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="(default: %(default)s)")
-    parser.add_argument("--api-key", help="shown to the server")
+    add_api_key(parser)
     parser.add_argument("--full", action="store_true", help="recount every page first")
     parser.add_argument(
         "--limit", type=whole_number(0), default=20, help="sessions listed (default: 20)"
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     except httpx.HTTPStatusError as error:
         console.print(f"[red]{error.response.status_code}: {escape(error.response.text[:400])}[/]")
         if error.response.status_code == HTTPStatus.UNAUTHORIZED:
-            console.print("this server asks for a key: give it with --api-key")
+            console.print(KEY_ADVICE)
         return 1
     except httpx.HTTPError as error:
         console.print(f"[red]no answer from {escape(args.url)}: {escape(str(error))}[/]")
@@ -128,7 +128,7 @@ def session_table(
 
 
 def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    headers = key_header(args.api_key)
     base = server_address(args.url)
     with httpx.Client(base_url=base, headers=headers, timeout=30.0, trust_env=False) as client:
         params = {"full": int(args.full), "trace": int(args.trace)}

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from session_server.arguments import KEY_ADVICE, add_api_key
 from session_server.client import (
     ClientError,
     ClientOptions,
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server (none: start one on this machine)")
     parser.add_argument("--session", help="come back to this session instead of opening one")
     parser.add_argument("--system", default="", help="system prompt of the first session")
-    parser.add_argument("--api-key", help="shown to the server")
+    add_api_key(parser)
     parser.add_argument("--max-tokens", type=int, default=256, help="of one answer (default: 256)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(default: 0, greedy)")
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(error, ConnectionLost):
             console.print("is a server running there? `session-server serve` starts one")
         if isinstance(error, Refused) and error.code == "unauthorized":
-            console.print("this server asks for a key: give it with --api-key")
+            console.print(KEY_ADVICE)
         return 1
 
 

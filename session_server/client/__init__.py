@@ -14,7 +14,7 @@ was lost for good ends the turn with an error; nothing is skipped silently.
 
 from __future__ import annotations
 
-from session_server.client.address import server_address
+from session_server.client.address import key_header, server_address
 from session_server.client.errors import BadAddress, ClientError, ConnectionLost, Refused
 from session_server.client.session import ClientOptions, SessionClient, connect
 from session_server.client.turn import (
@@ -46,5 +46,6 @@ __all__ = [
     "Usage",
     "WireFailure",
     "connect",
+    "key_header",
     "server_address",
 ]

@@ -1,4 +1,4 @@
-"""The address of a server, as people type it."""
+"""The address of a server, as people type it, and the key it is shown."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def server_address(text: str) -> str:
         raise BadAddress(f"{text!r} is no address of a server; give one as http://HOST:PORT")
     _, _, rest = text.rstrip("/").partition("://")
     return f"{_HTTP_SCHEMES[parts.scheme]}://{rest}"
+
+
+def key_header(key: str | None) -> dict[str, str]:
+    """The header that shows a server its key; none without one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def socket_address(text: str) -> str:

@@ -18,7 +18,7 @@ from websockets.asyncio.client import connect as open_socket
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.typing import Subprotocol
 
-from session_server.client.address import socket_address
+from session_server.client.address import key_header, socket_address
 from session_server.client.errors import ClientError, ConnectionLost, Refused
 from session_server.client.turn import (
     Timings,
@@ -263,7 +263,7 @@ class SessionClient:
         path = f"/v1/sessions/{self.session_id}/ws"
         if self.opened:
             path += f"?after={self._last_seq}&epoch={self.opened['epoch']}"
-        headers = {"Authorization": f"Bearer {self._options.token}"} if self._options.token else {}
+        headers = key_header(self._options.token)
         socket = await open_socket(
             self._base + path,
             subprotocols=[SUBPROTOCOL],

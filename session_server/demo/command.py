@@ -24,12 +24,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from session_server.arguments import whole_number
+from session_server.arguments import KEY_ADVICE, add_api_key, whole_number
 from session_server.client import (
     ClientError,
     ClientOptions,
     TurnText,
     connect,
+    key_header,
     server_address,
 )
 from session_server.demo.corpus import dialogue, is_right
@@ -125,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=_COUNT, default=12, help="turns of each (default: 12)")
     parser.add_argument("--seed", type=int, default=2026, help="of the dialogues (default: 2026)")
     parser.add_argument("--url", help="of a running server; none: start one, and stop it again")
-    parser.add_argument("--api-key", help="shown to the server")
+    add_api_key(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -144,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     except httpx.HTTPStatusError as error:
         console.print(f"[red]the demo could not run:[/red] {escape(error.response.text[:400])}")
         if error.response.status_code == HTTPStatus.UNAUTHORIZED:
-            console.print("this server asks for a key: give it with --api-key")
+            console.print(KEY_ADVICE)
         return 1
     except (ServerFailed, ClientError, httpx.HTTPError) as error:
         console.print(f"[red]the demo could not run:[/red] {escape(str(error))}")
@@ -174,7 +175,7 @@ async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> Dem
     begin = time.perf_counter()
     turns: list[TurnRecord] = []
     errors: list[str] = []
-    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    headers = key_header(args.api_key)
     base = server_address(url)
     async with httpx.AsyncClient(
         base_url=base, headers=headers, timeout=30.0, trust_env=False

@@ -102,7 +102,8 @@ class EngineTurn:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`max_turn_len`: the longest context a turn may reach. `forgets`: whether layers do."""
+    """`max_turn_len`: the longest context a turn may reach. `forgets`: whether layers do.
+    `page_size`: of every pool, in tokens."""
 
     max_turn_len: int
     forgets: bool

@@ -16,7 +16,7 @@ from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
-from session_server.sim.config import SimConfig, Sizes
+from session_server.sim.config import SimConfig
 from session_server.sim.context import SimContext
 from session_server.sim.device import ContentMismatch, EchoRunner, Faults
 from session_server.sim.echo import EchoModel
@@ -44,9 +44,12 @@ class Stage:
         self._context = context
         self._results: deque[StepResult] = deque()
         self._num_idle = 0
+        capacity = sizes.layers.capacity(
+            sizes.num_pages, sizes.num_rows, sizes.max_context_len, sizes.num_drafts
+        )
         self.cache = WatchedCache(
             sizes.layers.spec(sizes.page_size),
-            _capacity(sizes),
+            capacity,
             pinned_quota_pages=sizes.pinned_quota_pages,
             allocation=sizes.allocation,
             strikes=context.faults.strikes,
@@ -57,7 +60,7 @@ class Stage:
         stores = self.cache.stores
         bounds = Bounds(self.engine.max_turn_len, bool(stores.forgetful), stores.page_size)
         self.history = EngineHistory(settings, model, bounds, context.reached)
-        self.device = _device(config, model, self.history)
+        self.device = _device(config, capacity, model, self.history)
         self.device.reached = context.reached
         self._fairness = FairnessWatch(self.engine, self.cache, sizes)
         self.is_blocked = True
@@ -273,15 +276,10 @@ def _settings(config: SimConfig, model: EchoModel) -> EngineSettings:
     )
 
 
-def _capacity(sizes: Sizes) -> Capacity:
-    return sizes.layers.capacity(
-        sizes.num_pages, sizes.num_rows, sizes.max_context_len, sizes.num_drafts
-    )
-
-
-def _device(config: SimConfig, model: EchoModel, history: EngineHistory) -> EchoRunner:
+def _device(
+    config: SimConfig, capacity: Capacity, model: EchoModel, history: EngineHistory
+) -> EchoRunner:
     sizes = config.sizes
-    capacity = _capacity(sizes)
     return EchoRunner(
         sizes.layers.shapes(capacity, sizes.page_size),
         salt_of=history.salt_of,

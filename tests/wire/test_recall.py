@@ -14,7 +14,7 @@ from session_server.demo.corpus import Probe, is_right, recall_probe
 from session_server.local_server import LocalServer
 from session_server.text.model_text import load_model_text
 
-NUM_PROBES = 100
+NUM_PROBES = 150
 NUM_AT_ONCE = 8
 FIRST_SEED = 777_000
 
