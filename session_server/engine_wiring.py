@@ -22,9 +22,7 @@ from session_server.config import Settings, model_directory
 from session_server.core.batch import Batch, BatchRow, Runner, SamplingStart
 from session_server.core.events import EngineReady
 from session_server.core.sampling import SamplingParams
-from session_server.engine.child import CannotStart, serve_engine
 from session_server.engine.engine import Engine
-from session_server.engine.loop import EngineAssembly
 from session_server.engine.settings import (
     Drafter,
     EngineSettings,
@@ -32,6 +30,8 @@ from session_server.engine.settings import (
     Speculation,
     num_ahead,
 )
+from session_server.engine_host.child import CannotStart, serve_engine
+from session_server.engine_host.loop import EngineAssembly
 from session_server.metrics.logging import configure_logging
 from session_server.models.errors import DraftMismatch, ModelError
 from session_server.models.hub import model_fingerprint, resolve_model

@@ -27,8 +27,8 @@ from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineEvent, EngineReady
-from session_server.engine.inline import InlineEngine
-from session_server.engine.process import EngineProcess, ProcessSettings
+from session_server.engine_host.inline import InlineEngine
+from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.metrics.logging import EventLog, configure_logging
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.models.errors import ModelError

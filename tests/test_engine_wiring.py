@@ -13,7 +13,7 @@ import pytest
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.config import CacheSettings, EngineSettings, ModelSettings, Settings
 from session_server.demo import MODEL_DIR
-from session_server.engine.loop import EngineAssembly
+from session_server.engine_host.loop import EngineAssembly
 from session_server.engine_wiring import build_engine
 from session_server.models.errors import DraftMismatch
 

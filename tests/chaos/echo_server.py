@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from session_server import cli, wiring
 from session_server.local_server import LocalServer
 from tests.chaos.in_process import mortal_engine
-from tests.engine.live_echo import LiveStage
+from tests.engine_host.live_echo import LiveStage
 
 PROGRAM = (sys.executable, "-m", "tests.chaos.echo_server", "serve")
 FORWARD_S = 0.003

@@ -20,16 +20,16 @@ from session_server.core.commands import CancelTurn, EngineCommand
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.events import EngineEvent, EngineReady, TurnFinished
 from session_server.core.ids import TurnId
-from session_server.engine.inline import InlineEngine
-from session_server.engine.loop import EngineAssembly
-from session_server.engine.process import EngineProcess, ProcessSettings
+from session_server.engine_host.inline import InlineEngine
+from session_server.engine_host.loop import EngineAssembly
+from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.manager import SessionManager
 from session_server.web.app import create_app
 from session_server.web.server import DrainingServer, bind, config_for
 from session_server.wiring import make_manager, make_services
 from tests.chaos.rest_client import http_client
-from tests.engine.live_echo import LiveStage, assemble
+from tests.engine_host.live_echo import LiveStage, assemble
 from tests.web.serving import model_text
 
 
@@ -127,7 +127,7 @@ def watched_engine(stage: LiveStage) -> WatchedEngine:
 
 def mortal_engine(stage: LiveStage) -> EngineProcess:
     """The same engine in a child process, which is started again at once whenever it dies."""
-    argv = (sys.executable, str(Path(__file__).parents[1] / "engine" / "echo_child.py"))
+    argv = (sys.executable, str(Path(__file__).parents[1] / "engine_host" / "echo_child.py"))
     return EngineProcess(
         ProcessSettings(
             argv,

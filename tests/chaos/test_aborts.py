@@ -13,7 +13,7 @@ from session_server.core.ids import TurnId
 from session_server.engine.settings import MemoryCheck
 from tests.chaos.decisions import Decisions
 from tests.chaos.in_process import InProcess, WatchedEngine, in_process, watched_engine
-from tests.engine.live_echo import LiveStage
+from tests.engine_host.live_echo import LiveStage
 from tests.web.wire_client import Wire, open_wire
 
 MAX_LATE_LAUNCHES = 2

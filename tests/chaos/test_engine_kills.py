@@ -15,7 +15,7 @@ from session_server.sessions.turn import TurnPhase
 from tests.chaos.decisions import Decisions
 from tests.chaos.in_process import InProcess, in_process, mortal_engine
 from tests.chaos.reckoning import ENDS, Reckoning, echo_turn
-from tests.engine.live_echo import LiveStage
+from tests.engine_host.live_echo import LiveStage
 from tests.web.wire_client import Wire, open_wire
 
 NUM_KILLS = 24

@@ -20,7 +20,7 @@ from tests.chaos.decisions import Decisions
 from tests.chaos.echo_server import PROGRAM, echo_server
 from tests.chaos.reckoning import ENDS, echo_turn
 from tests.chaos.rest_client import http_client
-from tests.engine.test_engine_process import is_alive
+from tests.engine_host.test_process import is_alive
 from tests.web.wire_client import Wire, open_wire
 
 NUM_CLIENTS = 12

@@ -12,12 +12,12 @@ from cache.session_cache import SessionAwareCache
 from cache.types import PoolName, SessionId, SlotState
 from session_server.core.commands import ReportMemory
 from session_server.core.events import EngineStats, MemoryReported, SessionCooled
-from session_server.engine.inline import InlineEngine
-from session_server.engine.loop import EngineAssembly
 from session_server.engine.settings import MemoryCheck
+from session_server.engine_host.inline import InlineEngine
+from session_server.engine_host.loop import EngineAssembly
 from tests.engine.bench import POOL, Bench, Stage
-from tests.engine.live_echo import LiveStage, assemble
-from tests.engine.server_side import ServerSide
+from tests.engine_host.live_echo import LiveStage, assemble
+from tests.engine_host.server_side import ServerSide
 
 PROMPT = tuple(1 + i % 31 for i in range(20))
 

@@ -16,13 +16,13 @@ import msgspec
 from session_server.core.errors import EngineUnavailable, TurnNotFound
 from session_server.core.session_events import TurnCompleted, TurnEnd, TurnFailedEntry
 from session_server.engine.engine import Engine
-from session_server.engine.inline import InlineEngine
+from session_server.engine_host.inline import InlineEngine
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest
 from session_server.sim.device import EchoRunner
-from tests.engine import live_echo
-from tests.engine.live_echo import LiveEcho, LiveStage, assemble
+from tests.engine_host import live_echo
+from tests.engine_host.live_echo import LiveEcho, LiveStage, assemble
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, JumpingLoop, turn
 from tests.sessions.world import model_text

@@ -18,8 +18,8 @@ from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
 from session_server.demo.corpus import dialogue
 from session_server.engine.engine import StepOutcome
-from session_server.engine.inline import InlineEngine
-from session_server.engine.loop import EngineAssembly
+from session_server.engine_host.inline import InlineEngine
+from session_server.engine_host.loop import EngineAssembly
 from session_server.engine_wiring import build_engine
 from session_server.models.config import FULL_POOL
 from session_server.runner.model_runner import ModelRunner

@@ -16,8 +16,8 @@ from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
-from session_server.engine.loop import EngineAssembly, EngineLoop
-from session_server.engine.watchdog import STALL_LIMIT_S, Watchdog
+from session_server.engine_host.loop import EngineAssembly, EngineLoop
+from session_server.engine_host.watchdog import STALL_LIMIT_S, Watchdog
 
 STOP_TIMEOUT_S: Final = 10.0
 """How long the step in flight may take to finish at the end."""

@@ -21,8 +21,8 @@ from typing import Final
 
 from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.events import EngineDied, EngineEvent
-from session_server.engine.loop import EngineAssembly, EngineLoop
-from session_server.engine.transport import Codec, FrameBuffer
+from session_server.engine_host.loop import EngineAssembly, EngineLoop
+from session_server.engine_host.transport import Codec, FrameBuffer
 
 READ_BYTES: Final = 1 << 18
 

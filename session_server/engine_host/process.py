@@ -22,8 +22,8 @@ from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineReady
-from session_server.engine.transport import Codec, FrameBuffer, TransportError, frame
-from session_server.engine.watchdog import STALL_LIMIT_S, Watchdog
+from session_server.engine_host.transport import Codec, FrameBuffer, TransportError, frame
+from session_server.engine_host.watchdog import STALL_LIMIT_S, Watchdog
 
 MAX_UNSENT_BYTES: Final = 256 << 20
 """Commands an engine may leave unread before it counts as unavailable."""

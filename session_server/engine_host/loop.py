@@ -16,8 +16,8 @@ from typing import Final
 from session_server.core.batch import Runner, StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, EngineReady
-from session_server.engine.device import DeviceCrash, DeviceThreads
 from session_server.engine.engine import Engine
+from session_server.engine_host.device import DeviceCrash, DeviceThreads
 
 MAX_INBOX: Final = 1 << 16
 """Commands that may wait for the next step."""

@@ -22,8 +22,8 @@ from cache.types import SessionId, TurnId
 from session_server.core.commands import CancelTurn, CloseSession, ReportMemory
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineReady, MemoryReported, SessionGone
-from session_server.engine.process import EngineProcess, ProcessSettings
-from session_server.engine.transport import (
+from session_server.engine_host.process import EngineProcess, ProcessSettings
+from session_server.engine_host.transport import (
     MAX_FRAME_BYTES,
     Codec,
     FrameBuffer,
@@ -31,8 +31,8 @@ from session_server.engine.transport import (
     frame,
 )
 from session_server.sim.echo import replay
-from tests.engine.live_echo import BUG_TOKEN, GRIP_TOKEN, HANG_TOKEN, LiveStage
-from tests.engine.server_side import ServerSide, submit
+from tests.engine_host.live_echo import BUG_TOKEN, GRIP_TOKEN, HANG_TOKEN, LiveStage
+from tests.engine_host.server_side import ServerSide, submit
 
 CHILD = str(Path(__file__).with_name("echo_child.py"))
 
@@ -230,9 +230,9 @@ def test_an_idle_engine_may_be_silent() -> None:
 DEAF = """
 import sys
 sys.path.insert(0, {root!r})
-from session_server.engine.child import serve_engine
-from session_server.engine.transport import Codec
-from tests.engine.live_echo import assemble
+from session_server.engine_host.child import serve_engine
+from session_server.engine_host.transport import Codec
+from tests.engine_host.live_echo import assemble
 
 def broken(codec, payload):
     raise KeyError("a bug of the reader")
@@ -349,7 +349,7 @@ def test_signals_meant_for_the_server_do_not_end_the_engine() -> None:
 PARENT = """
 import asyncio, sys
 sys.path.insert(0, {root!r})
-from tests.engine.test_engine_process import engine
+from tests.engine_host.test_process import engine
 async def main():
     client = engine()
     await client.start(lambda event: None)
