@@ -54,21 +54,27 @@ lint: $(STAMPS)/dev ## style, format, types and import contracts
 	@$(BIN)/lint-imports
 
 CONNECTIONS ?= 5000
-SEED ?= 1
 
 .PHONY: chaos
+chaos: SEED ?= 1
 chaos: $(STAMPS)/dev ## five thousand bad connections to one server (CONNECTIONS=, SEED=)
 	$(SAY) 'chaos: $(CONNECTIONS) connections through a proxy that mistreats them'
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos --connections $(CONNECTIONS) --seed $(SEED)
 
-SEEDS ?= 0..
-STEPS ?= 20000000
-REPORT ?=
+SIM := $(BIN)/python -m tests.sim
+
+.PHONY: sim
+sim: $(STAMPS)/runtime ## simulate and check every step (SEED=7, SEEDS=0..99, STEPS=, REPLAY=FILE, ARGS=)
+	$(SAY) 'sim: the whole server on a fake device, in virtual time'
+	@$(SIM) $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS)) \
+		$(if $(STEPS),--steps $(STEPS)) $(if $(REPLAY),--replay $(REPLAY)) $(ARGS)
 
 .PHONY: soak
+soak: SEEDS ?= 0..
+soak: STEPS ?= 20000000
 soak: $(STAMPS)/runtime ## twenty million checked steps of the simulator, on all cores (STEPS=, SEEDS=, REPORT=)
 	$(SAY) 'soak: $(STEPS) steps, seeds $(SEEDS)'
-	@$(BIN)/session-server sim --seeds $(SEEDS) --steps $(STEPS) $(if $(REPORT),--report $(REPORT))
+	@$(SIM) --seeds $(SEEDS) --steps $(STEPS) $(if $(REPORT),--report $(REPORT))
 
 .PHONY: bench
 bench: $(STAMPS)/runtime ## measure what a session costs (BENCH=sessions)

@@ -1,4 +1,4 @@
-"""The command line: `session-server serve | chat | demo | inspect | audit | doctor | bench | sim`.
+"""The command line: `session-server serve | chat | demo | inspect | audit | doctor | bench`.
 
 A command's module is imported when it is the one asked for, so `--help` answers at once and
 `chat` does not load torch.
@@ -39,7 +39,6 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "chat": Command("session_server.chat", "talk to a server in the terminal"),
         "demo": Command("session_server.demo.command", "show and check what this server does"),
         "bench": Command("session_server.bench.command", "measure what a session costs"),
-        "sim": Command("session_server.sim.command", "simulate the server and check every step"),
         "inspect": Command(
             "session_server.inspector.command", "what a checkpoint is, and what its sessions take"
         ),

@@ -76,6 +76,7 @@ def test_every_part_of_the_server_has_its_layer() -> None:
         ("session_server.engine.engine", ["torch", "fastapi", "tokenizers", "jinja2"]),
         ("session_server.sessions.manager", ["torch", "fastapi", "starlette", "uvicorn"]),
         ("session_server.protocol.session_protocol", ["torch", "fastapi", "websockets"]),
+        ("tests.sim.command", ["torch", "pytest", "hypothesis"]),
         ("session_server.client", ["torch", "fastapi", "starlette", "uvicorn", "pydantic"]),
     ],
 )

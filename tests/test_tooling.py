@@ -53,6 +53,18 @@ def test_the_demo_installs_no_development_tools() -> None:
     assert "[dev]" not in make("-n", "demo", "VENV=.no-such-environment")
 
 
+def test_a_seed_a_range_or_a_trace_is_simulated_without_development_tools() -> None:
+    given = ("SEED=7", "SEEDS=5..9", "STEPS=300", "REPLAY=sim-7.jsonl", "ARGS=--no-shrink")
+    wanted = ("--seed 7", "--seeds 5..9", "--steps 300", "--replay sim-7.jsonl", "--no-shrink")
+    recipe = make("-n", "sim", "VENV=.no-such-environment", *given)
+    assert "[dev]" not in recipe
+    simulated = recipe[recipe.index("-m tests.sim") :].replace("\\\n", " ").split()
+    assert simulated == ["-m", "tests.sim", *" ".join(wanted).split()]
+    soaked = make("-n", "soak", "VENV=.no-such-environment")
+    assert "[dev]" not in soaked
+    assert "-m tests.sim --seeds 0.. --steps 20000000" in soaked
+
+
 def test_what_is_merged_has_passed_make_test() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

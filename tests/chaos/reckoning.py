@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from session_server.sim.echo import replay
 from tests.chaos.decisions import Decisions
+from tests.sim.echo import replay
 
 ENDS = ("turn.completed", "turn.cancelled", "turn.failed")
 

@@ -21,12 +21,12 @@ from session_server.engine.settings import (
     MemoryPolicy,
     Speculation,
 )
-from session_server.sim.device import EchoRunner, PoolShape
-from session_server.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
 from tests.differential.player import CONFIGS, NUM_TOGETHER, Config, Player
 from tests.differential.traces import PlannedSession, Size, make_trace
 from tests.mutants import in_books, in_leases, in_radix, in_settling
 from tests.mutants.mutant import Mutant
+from tests.sim.device import EchoRunner, PoolShape
+from tests.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
 
 NUM_TURNS = 1_000
 POOL_TOKENS = 192

@@ -32,9 +32,9 @@ from session_server.engine.settings import (
     MemoryPolicy,
     Speculation,
 )
-from session_server.sim.device import EchoRunner
-from session_server.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
-from session_server.sim.layers import Layers
+from tests.sim.device import EchoRunner
+from tests.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
+from tests.sim.layers import Layers
 
 POOL = PoolName("full")
 

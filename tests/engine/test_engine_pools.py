@@ -8,8 +8,8 @@ import pytest
 
 from cache.types import SessionId, TurnId, pages_for
 from session_server.core.events import SessionCooled
-from session_server.sim.layers import POOLS, LayerKind, Layers, Mixture
 from tests.engine.bench import Bench, Stage
+from tests.sim.layers import POOLS, LayerKind, Layers, Mixture
 
 WINDOW = 8
 FULL, WINDOWED = POOLS[LayerKind.FULL], POOLS[LayerKind.WINDOW]

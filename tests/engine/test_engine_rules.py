@@ -26,8 +26,8 @@ from session_server.core.events import (
 )
 from session_server.engine.settings import EngineSettings
 from session_server.engine.turn import TRANSITIONS, TurnState
-from session_server.sim.echo import EOS, replay, replay_scores
 from tests.engine.bench import POOL, Bench, Stage
+from tests.sim.echo import EOS, replay, replay_scores
 
 PROMPT = tuple(1 + i % 31 for i in range(20))
 

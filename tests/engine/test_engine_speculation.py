@@ -11,9 +11,9 @@ from session_server.core.batch import Batch, BatchRow, StepResult
 from session_server.core.commands import CancelTurn, StopTurn
 from session_server.core.events import FinishReason
 from session_server.engine.settings import Drafter, Speculation
-from session_server.sim.device import EchoRunner
-from session_server.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
 from tests.engine.bench import POOL, Bench, Stage
+from tests.sim.device import EchoRunner
+from tests.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 

@@ -15,8 +15,8 @@ from session_server.core.commands import CancelTurn, CloseSession, ReportMemory
 from session_server.core.events import CheckerReport, MemoryReported
 from session_server.core.ids import TurnId
 from session_server.engine.settings import MemoryCheck
-from session_server.sim.layers import Layers, Mixture
 from tests.engine.bench import POOL, Bench, Stage
+from tests.sim.layers import Layers, Mixture
 
 PAGE_SIZE = 4
 PROMPT = tuple(1 + i % 31 for i in range(10))

@@ -12,9 +12,9 @@ from session_server.core.batch import Batch, PendingStep, StepResult
 from session_server.core.events import EngineReady
 from session_server.engine.settings import MemoryCheck
 from session_server.engine_host.loop import EngineAssembly
-from session_server.sim.device import EchoRunner
-from session_server.sim.echo import EOS, VOCAB_SIZE
 from tests.engine.bench import Bench, Stage
+from tests.sim.device import EchoRunner
+from tests.sim.echo import EOS, VOCAB_SIZE
 
 BUG_TOKEN = 31
 """A prompt that begins with it makes the runner raise."""

@@ -22,10 +22,10 @@ from session_server.core.events import (
     TurnFinished,
 )
 from session_server.engine_host.inline import InlineEngine
-from session_server.sim.echo import replay
 from tests.engine_host import live_echo
 from tests.engine_host.live_echo import BUG_TOKEN, HANG_TOKEN, LiveStage, assemble
 from tests.engine_host.server_side import ServerSide, submit
+from tests.sim.echo import replay
 
 
 def engine(stage: LiveStage, **options: float) -> InlineEngine:

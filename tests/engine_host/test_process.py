@@ -30,9 +30,9 @@ from session_server.engine_host.transport import (
     TransportError,
     frame,
 )
-from session_server.sim.echo import replay
 from tests.engine_host.live_echo import BUG_TOKEN, GRIP_TOKEN, HANG_TOKEN, LiveStage
 from tests.engine_host.server_side import ServerSide, submit
+from tests.sim.echo import replay
 
 CHILD = str(Path(__file__).with_name("echo_child.py"))
 

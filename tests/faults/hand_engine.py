@@ -12,8 +12,8 @@ from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
-from session_server.sim.echo import EOS
 from tests.engine.bench import Bench, Stage
+from tests.sim.echo import EOS
 
 
 class HandEngine:

@@ -24,8 +24,8 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 from session_server.sessions.manager import SessionManager
-from session_server.sim.echo import replay
 from tests.engine.bench import POOL, Bench
+from tests.sim.echo import replay
 
 History = tuple[int, ...]
 

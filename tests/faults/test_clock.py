@@ -31,7 +31,7 @@ MAY_SHOW_THE_TIME = {
 }
 """Functions of the server that read the wall clock, and what they show it for."""
 
-DEVELOPERS = ("session_server/bench", "session_server/demo", "session_server/sim")
+DEVELOPERS = ("session_server/bench", "session_server/demo")
 
 
 def wall_clocks() -> Iterator[tuple[str, str]]:

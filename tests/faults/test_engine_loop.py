@@ -20,12 +20,12 @@ from session_server.engine_host.inline import InlineEngine
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest
-from session_server.sim.device import EchoRunner
 from tests.engine_host import live_echo
 from tests.engine_host.live_echo import LiveEcho, LiveStage, assemble
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, JumpingLoop, turn
 from tests.sessions.world import model_text
+from tests.sim.device import EchoRunner
 
 STAGE = LiveStage(is_device=True)
 SEAMS: tuple[tuple[type, str], ...] = (

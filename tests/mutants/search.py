@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from session_server.sim import SimFailure, run
 from tests.mutants.mutant import Mutant
+from tests.sim.failure import SimFailure
+from tests.sim.simulation import run
 
 BUDGET_STEPS: Final = 1_000_000
 """Engine steps within which the gate has to find a bug."""

@@ -8,9 +8,9 @@ import itertools
 
 import pytest
 
-from session_server.sim import run
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import BUDGET_STEPS, recorded, search
+from tests.sim.simulation import run
 
 FOUND = recorded()
 MARGIN_STEPS = 100_000

@@ -6,8 +6,6 @@ from cache.types import SlotState, TurnId
 from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason
 from session_server.engine.settings import Drafter, Speculation
-from session_server.sim.echo import VOCAB_SIZE
-from session_server.sim.layers import Layers, Mixture
 from tests.engine.bench import Bench, Stage
 from tests.mutants.guards import WINDOW_PAGE_STAYS_IN_ROW
 from tests.mutants.in_books import DELTA_IS_A_VIEW, PADDING_ROW_IS_FREE
@@ -36,6 +34,8 @@ from tests.mutants.in_settling import (
 from tests.mutants.in_states import GUESSES_LEAVE_ONE_STATE
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
+from tests.sim.echo import VOCAB_SIZE
+from tests.sim.layers import Layers, Mixture
 
 
 @scenario("A1", DELTA_IS_A_VIEW)

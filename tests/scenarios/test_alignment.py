@@ -10,7 +10,6 @@ from cache.types import SessionId
 from session_server.core.commands import ReportMemory, SubmitTurn
 from session_server.core.events import FinishReason, MemoryReported
 from session_server.engine.settings import Drafter, MemoryCheck, Speculation
-from session_server.sim.layers import Layers, Mixture
 from tests.engine.bench import Bench, Stage
 from tests.mutants.guards import (
     PARTIAL_PAGE_IS_PUBLISHED,
@@ -30,6 +29,7 @@ from tests.mutants.in_settling import (
 )
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
+from tests.sim.layers import Layers, Mixture
 
 WINDOW = 8
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from session_server.engine.settings import Drafter, MemoryCheck
-from session_server.sim.config import Front, Habits, SimConfig, Sizes
-from session_server.sim.faults import FaultRates, OneFault
-from session_server.sim.layers import Layers
+from tests.sim.config import Front, Habits, SimConfig, Sizes
+from tests.sim.faults import FaultRates, OneFault
+from tests.sim.layers import Layers
 
 NO_FAULTS = FaultRates()
 SIZES = Sizes(

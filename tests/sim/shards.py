@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from session_server.sim.campaign import Totals, play_seeds
+from tests.sim.campaign import Totals, play_seeds
 
 SHARD_STEPS: Final = 125_000
 SHARD_SEEDS: Final = 1_000_000
@@ -192,7 +192,7 @@ def play_shard(shard: int) -> Totals:
     while totals.steps < SHARD_STEPS:
         for outcome in play_seeds([totals.next_seed]):
             assert outcome.report is not None, (
-                f"{outcome.message}; session-server sim --seed {outcome.seed} tells its story"
+                f"{outcome.message}; python -m tests.sim --seed {outcome.seed} tells its story"
             )
             totals.add(outcome.report)
     return totals

@@ -11,10 +11,10 @@ from dataclasses import fields
 
 import pytest
 
-from session_server.sim.config import Front
-from session_server.sim.faults import FaultRates, OneFault, Site
-from session_server.sim.simulation import simulate
+from tests.sim.config import Front
 from tests.sim.configs import rich_config
+from tests.sim.faults import FaultRates, OneFault, Site
+from tests.sim.simulation import simulate
 
 NUM_POINTS = 100
 """Opportunities that are struck at each site. Where one run has fewer, another seed goes on."""

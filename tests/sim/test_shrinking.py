@@ -8,12 +8,12 @@ import pytest
 
 from cache.radix import RadixCache
 from cache.radix_node import RadixNode
-from session_server.sim import SimFailure
-from session_server.sim.config import draw_config
-from session_server.sim.shrink import minimise, shrink
-from session_server.sim.simulation import replay, run, simulate
-from session_server.sim.story import Story
-from session_server.sim.trace import Trace
+from tests.sim.config import draw_config
+from tests.sim.failure import SimFailure
+from tests.sim.shrink import minimise, shrink
+from tests.sim.simulation import replay, run, simulate
+from tests.sim.story import Story
+from tests.sim.trace import Trace
 
 
 def test_minimising_finds_the_two_that_matter() -> None:
@@ -95,7 +95,7 @@ def test_a_story_has_a_line_per_step_and_per_operation() -> None:
 def simulate_with_a_wrong_answer(seed: int) -> None:
     """Not a bug of the server: a way to get a trace."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("session_server.sim.stage.Stage.check_empty", wrong)
+        patch.setattr("tests.sim.stage.Stage.check_empty", wrong)
         simulate(draw_config(seed))
 
 

@@ -13,12 +13,12 @@ from cache.lease import KVLease
 from cache.radix import RadixCache
 from cache.radix_node import RadixNode
 from cache.types import PoolName
-from session_server.sim import SimFailure, run
-from session_server.sim.config import Front, draw_config
-from session_server.sim.faults import FaultRates, OneFault, Site
-from session_server.sim.simulation import replay, simulate
-from session_server.sim.trace import Trace
+from tests.sim.config import Front, draw_config
 from tests.sim.configs import rich_config
+from tests.sim.failure import SimFailure
+from tests.sim.faults import FaultRates, OneFault, Site
+from tests.sim.simulation import replay, run, simulate
+from tests.sim.trace import Trace
 
 
 def failure_of(seed: int) -> SimFailure | None:

@@ -25,8 +25,8 @@ from session_server.core.session_events import (
     TurnProgress,
 )
 from session_server.sessions.journal import JournalEntry
-from session_server.sim.echo import EchoModel, Truth
-from session_server.sim.failure import Broken, Layer
+from tests.sim.echo import EchoModel, Truth
+from tests.sim.failure import Broken, Layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from cache.types import (
     pages_for,
 )
 from cache.views import TurnLoan
-from session_server.sim.faults import Site
+from tests.sim.faults import Site
 
 Strikes = Callable[[Site], bool]
 """Whether a fault strikes at a site, asked each time that it could."""

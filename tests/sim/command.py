@@ -1,10 +1,10 @@
 """Simulate the server: real engine, cache, sessions and protocol; a fake device and virtual time.
 
-  session-server sim                          seeds 0, 1, 2 ... until 100,000 steps were checked
-  session-server sim --seed 7                 one seed
-  session-server sim --seeds 500..            from a seed on; 500..599 stops before 600
-  session-server sim --replay sim-7.jsonl     do again what a trace says
-  session-server sim --seeds 0.. --steps 20000000 --report soak.json
+  python -m tests.sim                          seeds 0, 1, 2 ... until 100,000 steps were checked
+  python -m tests.sim --seed 7                 one seed
+  python -m tests.sim --seeds 500..            from a seed on; 500..599 stops before 600
+  python -m tests.sim --replay sim-7.jsonl     do again what a trace says
+  python -m tests.sim --seeds 0.. --steps 20000000 --report soak.json
 
 A seed decides everything: the sizes of the engine, what clients do, what fails and when. After
 every step the accounts, the pages of touched sessions, everything a forward read and everything
@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -32,13 +32,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from session_server.arguments import whole_number
-from session_server.sim.campaign import Outcome, Totals, play
-from session_server.sim.failure import SimFailure
-from session_server.sim.shrink import MAX_TRIES, shrink
-from session_server.sim.simulation import replay
-from session_server.sim.simulation import run as run_seed
-from session_server.sim.story import LEGEND, Story, wrapped
-from session_server.sim.trace import Trace
+from tests.sim.campaign import Outcome, Totals, play
+from tests.sim.failure import SimFailure
+from tests.sim.shrink import MAX_TRIES, shrink
+from tests.sim.simulation import replay
+from tests.sim.simulation import run as run_seed
+from tests.sim.story import LEGEND, Story, wrapped
+from tests.sim.trace import Trace
 
 DEFAULT_STEPS: Final = 100_000
 NUM_LINES: Final = 40
@@ -54,8 +54,34 @@ _EXIT_UNUSABLE: Final = 2
 _EXIT_STOPPED: Final = 130
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `session-server sim`."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Simulate as the command line says.
+
+    Returns:
+        0 when everything held, 1 when something did not, 2 for a bad trace, 130 when stopped.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sim",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_arguments(parser)
+    args = parser.parse_args(argv)
+    logging.getLogger("session_server").addHandler(logging.NullHandler())
+    console = Console(stderr=args.json)
+    try:
+        if args.replay is not None:
+            return _replay(args, console)
+        if args.seed is not None:
+            return _one(args, console)
+        return _many(args, console)
+    except KeyboardInterrupt:
+        console.print("stopped")
+        return _EXIT_STOPPED
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--seed", type=_SEED, metavar="N", help="simulate this seed alone")
     what.add_argument(
@@ -88,25 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write what was done and reached here, as JSON"
     )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Simulate.
-
-    Returns:
-        0 when everything held, 1 when something did not, 2 for a bad trace, 130 when stopped.
-    """
-    logging.getLogger("session_server").addHandler(logging.NullHandler())
-    console = Console(stderr=args.json)
-    try:
-        if args.replay is not None:
-            return _replay(args, console)
-        if args.seed is not None:
-            return _one(args, console)
-        return _many(args, console)
-    except KeyboardInterrupt:
-        console.print("stopped")
-        return _EXIT_STOPPED
 
 
 def _replay(args: argparse.Namespace, console: Console) -> int:
@@ -155,7 +162,7 @@ def _many(args: argparse.Namespace, console: Console) -> int:
         is_stopped = True
         left = "" if num_steps is None else f" --steps {max(1, num_steps - totals.steps)}"
         until = "" if end is None else end
-        console.print(f"go on with: session-server sim --seeds {totals.next_seed}..{until}{left}")
+        console.print(f"go on with: python -m tests.sim --seeds {totals.next_seed}..{until}{left}")
     _report(totals, args, console, seconds=time.perf_counter() - started_s)
     if failing is not None:
         return _report_outcome(failing, args, console)
@@ -245,7 +252,7 @@ def _report_failure(failure: SimFailure, args: argparse.Namespace, console: Cons
     for line in wrapped(story.lines, console.width):
         console.print(line, highlight=False, markup=False)
     console.print(f"[red]{escape(str(failure))}[/]")
-    console.print(f"replay: session-server sim --replay {path}", highlight=False, soft_wrap=True)
+    console.print(f"replay: python -m tests.sim --replay {path}", highlight=False, soft_wrap=True)
     if args.json:
         found = {"seed": seed, "layer": failure.layer, "step": failure.step}
         found |= {"message": failure.message, "trace": str(path)}

@@ -10,7 +10,7 @@ from typing import Final
 from cache.capacity import ForgetfulRoom, plan_capacity
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName, pages_for
-from session_server.sim.device import PoolShape
+from tests.sim.device import PoolShape
 
 POOLS: Final = {kind: PoolName(kind.value) for kind in LayerKind}
 """The pool of each kind of layer."""

@@ -25,9 +25,9 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnProgress,
 )
-from session_server.sim.failure import Broken, Layer
-from session_server.sim.network import Socket
-from session_server.sim.shadow import SessionShadow
+from tests.sim.failure import Broken, Layer
+from tests.sim.network import Socket
+from tests.sim.shadow import SessionShadow
 
 Frame = dict[str, Any]
 

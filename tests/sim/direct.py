@@ -25,12 +25,12 @@ from session_server.core.commands import (
 )
 from session_server.core.events import EngineEvent, SessionRefused, TurnFailed, TurnFinished
 from session_server.core.sampling import SamplingParams
-from session_server.sim.context import SimContext
-from session_server.sim.draws import mix
-from session_server.sim.echo import EchoModel
-from session_server.sim.failure import Broken, Layer
-from session_server.sim.stage import Stage
-from session_server.sim.trace import Op
+from tests.sim.context import SimContext
+from tests.sim.draws import mix
+from tests.sim.echo import EchoModel
+from tests.sim.failure import Broken, Layer
+from tests.sim.stage import Stage
+from tests.sim.trace import Op
 
 STEP_S: Final = 0.01
 """Time one engine step takes."""

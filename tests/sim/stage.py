@@ -16,16 +16,16 @@ from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
-from session_server.sim.config import SimConfig
-from session_server.sim.context import SimContext
-from session_server.sim.device import ContentMismatch, EchoRunner, Faults
-from session_server.sim.echo import EchoModel
-from session_server.sim.failure import Broken, Layer
-from session_server.sim.fairness import FairnessWatch
-from session_server.sim.faults import DEVICE_SITES
-from session_server.sim.history import Bounds, EngineHistory
-from session_server.sim.story import StepRecord
-from session_server.sim.watched_cache import WatchedCache
+from tests.sim.config import SimConfig
+from tests.sim.context import SimContext
+from tests.sim.device import ContentMismatch, EchoRunner, Faults
+from tests.sim.echo import EchoModel
+from tests.sim.failure import Broken, Layer
+from tests.sim.fairness import FairnessWatch
+from tests.sim.faults import DEVICE_SITES
+from tests.sim.history import Bounds, EngineHistory
+from tests.sim.story import StepRecord
+from tests.sim.watched_cache import WatchedCache
 
 PROBE_INTERVAL_S: Final = 0.3
 """Work between two probes, by the virtual clock: a few in every run."""

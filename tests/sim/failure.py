@@ -6,7 +6,7 @@ import enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from session_server.sim.trace import Trace
+    from tests.sim.trace import Trace
 
 
 class Layer(enum.StrEnum):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from session_server.sim.config import SimConfig
-from session_server.sim.draws import Draws
-from session_server.sim.faults import FaultPoints
-from session_server.sim.story import Story
+from tests.sim.config import SimConfig
+from tests.sim.draws import Draws
+from tests.sim.faults import FaultPoints
+from tests.sim.story import Story
 
 _SITES_SEED = 0x51 << 48
 """Tells the draws of a run apart from those that made its configuration."""

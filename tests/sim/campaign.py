@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from session_server.sim.failure import SimFailure
-from session_server.sim.simulation import Report, run
+from tests.sim.failure import SimFailure
+from tests.sim.simulation import Report, run
 
 CHUNK_SEEDS: Final = 8
 """Seeds one process takes at a time."""

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal
 from cache.capacity import ForgetfulRoom
 from cache.pages import Allocation
 from session_server.engine.settings import Drafter, MemoryCheck
-from session_server.sim.draws import Draws
-from session_server.sim.faults import FaultRates, OneFault, Site
-from session_server.sim.layers import Layers, Mixture
+from tests.sim.draws import Draws
+from tests.sim.faults import FaultRates, OneFault, Site
+from tests.sim.layers import Layers, Mixture
 
 STATES_AT_REST: Final = 2
 """Of a session: at its length, and a snapshot at what it has published."""

@@ -25,9 +25,9 @@ from typing import Final
 from cache.types import NULL_PAGE, PoolName, RowId, TableWrite, TurnId
 from session_server.core.batch import Batch, BatchRow, Probe, RowResult, StepResult
 from session_server.core.sampling import TokenLogprob
-from session_server.sim.draws import name_value, scramble
-from session_server.sim.echo import EchoModel, Truth, score_of, tag_after
-from session_server.sim.state_memory import GARBAGE, StateMemory
+from tests.sim.draws import name_value, scramble
+from tests.sim.echo import EchoModel, Truth, score_of, tag_after
+from tests.sim.state_memory import GARBAGE, StateMemory
 
 _FORWARD_S: Final = 1e-3
 

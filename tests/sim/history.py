@@ -41,9 +41,9 @@ from session_server.core.events import (
 )
 from session_server.core.sampling import TokenLogprob
 from session_server.engine.settings import EngineSettings
-from session_server.sim.draws import name_value
-from session_server.sim.echo import EchoModel, Truth, score_of
-from session_server.sim.failure import Broken, Layer
+from tests.sim.draws import name_value
+from tests.sim.echo import EchoModel, Truth, score_of
+from tests.sim.failure import Broken, Layer
 
 TurnEvent = (
     TurnStarted | PrefillProgressed | PromptScored | TokensProduced | TurnFinished | TurnFailed

@@ -14,18 +14,18 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.sim.config import Habits
-from session_server.sim.context import SimContext
-from session_server.sim.echo import EchoModel
-from session_server.sim.failure import Broken, Layer
-from session_server.sim.faults import Site
-from session_server.sim.hosted_engine import HostedEngine
-from session_server.sim.loop import VirtualLoop
-from session_server.sim.network import Application, Socket
-from session_server.sim.stage import Stage
 from session_server.text.model_text import ModelText, load_model_text
 from session_server.web.app import create_app
 from session_server.web.services import AppServices, ModelCard, WebSettings, digest_of
+from tests.sim.config import Habits
+from tests.sim.context import SimContext
+from tests.sim.echo import EchoModel
+from tests.sim.failure import Broken, Layer
+from tests.sim.faults import Site
+from tests.sim.hosted_engine import HostedEngine
+from tests.sim.loop import VirtualLoop
+from tests.sim.network import Application, Socket
+from tests.sim.stage import Stage
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDE"
 SEND_TIMEOUT_S: Final = 10.0

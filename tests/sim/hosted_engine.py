@@ -12,7 +12,7 @@ from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
-from session_server.sim.stage import Stage
+from tests.sim.stage import Stage
 
 
 class HostedEngine:

@@ -23,15 +23,15 @@ from session_server.core.errors import (
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest
-from session_server.sim.clients import Client
-from session_server.sim.context import SimContext
-from session_server.sim.draws import mix, name_value
-from session_server.sim.failure import Broken, Layer
-from session_server.sim.faults import Site
-from session_server.sim.server import LETTERS, SEND_TIMEOUT_S, SimServer, embedded_text
-from session_server.sim.shadow import SessionShadow, SimText, World
-from session_server.sim.trace import Op
 from session_server.web.services import digest_of
+from tests.sim.clients import Client
+from tests.sim.context import SimContext
+from tests.sim.draws import mix, name_value
+from tests.sim.failure import Broken, Layer
+from tests.sim.faults import Site
+from tests.sim.server import LETTERS, SEND_TIMEOUT_S, SimServer, embedded_text
+from tests.sim.shadow import SessionShadow, SimText, World
+from tests.sim.trace import Op
 
 STEP_S: Final = 0.01
 """Virtual time one operation takes."""

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from session_server.sim.draws import Draws
+from tests.sim.draws import Draws
 
 
 class Site(enum.StrEnum):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from session_server.core.sampling import TokenLogprob
-from session_server.sim.draws import name_value, scramble
+from tests.sim.draws import name_value, scramble
 
 VOCAB_SIZE: Final = 32
 EOS: Final = 0

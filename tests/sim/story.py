@@ -31,7 +31,7 @@ from session_server.core.events import (
     TurnFinished,
     TurnStarted,
 )
-from session_server.sim.trace import Op
+from tests.sim.trace import Op
 
 LEGEND: Final = """\
   step  settled | told | launched | pages | said

@@ -12,8 +12,8 @@ from session_server.core.events import EngineEvent, SessionCooled, TurnFailed, T
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.shares import share_len
 from session_server.engine.turn import Turn
-from session_server.sim.config import Sizes
-from session_server.sim.failure import Broken, Layer
+from tests.sim.config import Sizes
+from tests.sim.failure import Broken, Layer
 
 PLENTY: Final = 2
 """Pages left over for each turn, beyond all it can ever need, before we speak of plenty."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from session_server.engine.settings import MemoryCheck
-from session_server.sim.config import Front, SimConfig
-from session_server.sim.failure import SimFailure
-from session_server.sim.layers import Layers
-from session_server.sim.simulation import replay
-from session_server.sim.trace import Op, Trace
+from tests.sim.config import Front, SimConfig
+from tests.sim.failure import SimFailure
+from tests.sim.layers import Layers
+from tests.sim.simulation import replay
+from tests.sim.trace import Op, Trace
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from session_server.sim.config import SimConfig, from_json, to_json
+from tests.sim.config import SimConfig, from_json, to_json
 
 Op = Mapping[str, Any]
 """One operation: `op` names it, the rest says with what. It names sessions and turns itself, so

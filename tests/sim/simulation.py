@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from session_server.sim.config import Front, SimConfig, draw_config
-from session_server.sim.context import SimContext
-from session_server.sim.direct import DirectOps, DirectWorld
-from session_server.sim.failure import Broken, Layer, SimFailure
-from session_server.sim.loop import Deadlock
-from session_server.sim.story import Story
-from session_server.sim.trace import Op, Trace
-from session_server.sim.wire import WireOps, WireWorld
+from tests.sim.config import Front, SimConfig, draw_config
+from tests.sim.context import SimContext
+from tests.sim.direct import DirectOps, DirectWorld
+from tests.sim.failure import Broken, Layer, SimFailure
+from tests.sim.loop import Deadlock
+from tests.sim.story import Story
+from tests.sim.trace import Op, Trace
+from tests.sim.wire import WireOps, WireWorld
 
 
 @dataclass(frozen=True, slots=True)
