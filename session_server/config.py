@@ -1,6 +1,7 @@
 """Settings: read once, frozen, passed in parts to whoever needs them.
 
-Every number has a unit and a bound on both sides. What is left open here (`auto`, none) is decided
+Every number has a unit, a bound on both sides and a `Bound` that says what happens there
+(docs/limits.md is generated from them). What is left open here (`auto`, none) is decided
 where the facts are: device, dtype and capacity by `runner.loader`. No module but `wiring` reads
 settings as a whole, and none reads the environment.
 """
@@ -9,13 +10,23 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from session_server.core.bounds import Bound
 from session_server.demo import MODEL_DIR
 from session_server.engine.settings import MemoryCheck
 from session_server.models.hub import resolve_model
+
+_POOL_IS_FULL: Final = (
+    "idle sessions lose their KV (not their tokens), then the youngest running turn waits; a turn "
+    "that could never fit is refused: `context_too_long`"
+)
+_JOURNAL_IS_SHORT: Final = (
+    "the oldest entries are dropped; a client that resumes from there gets `session.resume_failed` "
+    "and a `session.snapshot`"
+)
 
 
 class EngineMode(StrEnum):
@@ -51,13 +62,17 @@ class ModelSettings(_Part):
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     ] = "auto"
     context_length: Annotated[
-        int | None, Field(ge=16, le=1 << 22, description="tokens; none: what the model says")
+        int | None,
+        Field(ge=16, le=1 << 22, description="tokens; none: what the model says"),
+        Bound("tokens", "a turn whose context cannot fit is refused: `context_too_long`"),
     ] = None
     attention_backend: Annotated[
         Literal["auto", "cpu", "torch"], Field(description="kernels that read the KV")
     ] = "auto"
     threads: Annotated[
-        int | None, Field(ge=1, le=1024, description="CPU threads of a forward; none: all cores")
+        int | None,
+        Field(ge=1, le=1024, description="CPU threads of a forward; none: all cores"),
+        Bound("threads", "a forward uses no more"),
     ] = None
     draft_path: Annotated[
         str | None, Field(description="small model of the same vocabulary that guesses tokens")
@@ -65,29 +80,42 @@ class ModelSettings(_Part):
     random_seed: Annotated[
         int | None,
         Field(ge=0, le=(1 << 63) - 1, description="of turns that name no seed; none: random"),
+        Bound("", "limits nothing"),
     ] = None
 
 
 class CacheSettings(_Part):
     """KV memory, per device."""
 
-    page_size: Annotated[int, Field(ge=1, le=256, description="tokens per page")] = 16
+    page_size: Annotated[
+        int,
+        Field(ge=1, le=256, description="tokens per page"),
+        Bound("tokens", "the next token of a session takes another page"),
+    ] = 16
     memory_fraction: Annotated[
         float | None,
         Field(gt=0, lt=1, description="of free memory, for KV; none: 0.85 on a GPU, 0.25 on a CPU"),
+        Bound("of free memory", _POOL_IS_FULL),
     ] = None
     max_total_tokens: Annotated[
-        int | None, Field(ge=16, le=1 << 31, description="KV tokens held at most; none: as fit")
+        int | None,
+        Field(ge=16, le=1 << 31, description="KV tokens held at most; none: as fit"),
+        Bound("tokens", _POOL_IS_FULL),
     ] = None
     window_ratio: Annotated[
         float | None,
         Field(gt=0, le=1, description="window pages per page of full attention; none: as fit"),
+        Bound("pages per page", _POOL_IS_FULL),
     ] = None
     max_resident_sessions: Annotated[
-        int, Field(ge=1, le=1 << 20, description="sessions that hold KV at the same time")
+        int,
+        Field(ge=1, le=1 << 20, description="sessions that hold KV at the same time"),
+        Bound("sessions", "the session idle for longest loses its KV (not its tokens)"),
     ] = 1024
     pinned_fraction: Annotated[
-        float, Field(ge=0, le=0.9, description="of all pages, that pinned sessions may hold")
+        float,
+        Field(ge=0, le=0.9, description="of all pages, that pinned sessions may hold"),
+        Bound("of all pages", "a turn of a pinned session that would exceed it: `quota_exceeded`"),
     ] = 0.25
     share_prefixes: Annotated[
         bool, Field(description="let sessions of one API key share the KV of equal beginnings")
@@ -100,6 +128,7 @@ class CacheSettings(_Part):
         Field(
             ge=0.01, le=86400, description="seconds of work between two checks of a page's content"
         ),
+        Bound("seconds", "the next page is checked"),
     ] = 10.0
 
 
@@ -110,10 +139,14 @@ class EngineSettings(_Part):
         EngineMode, Field(description="own process (default), or a thread of the server")
     ] = EngineMode.PROCESS
     max_running_turns: Annotated[
-        int, Field(ge=1, le=4096, description="turns in one forward at most")
+        int,
+        Field(ge=1, le=4096, description="turns in one forward at most"),
+        Bound("turns", "further turns wait in order of arrival"),
     ] = 64
     chunked_prefill_size: Annotated[
-        int, Field(ge=1, le=1 << 17, description="tokens computed by one forward at most")
+        int,
+        Field(ge=1, le=1 << 17, description="tokens computed by one forward at most"),
+        Bound("tokens", "longer inputs take several forwards"),
     ] = 512
     overlap: Annotated[bool, Field(description="prepare the next forward while one runs")] = True
     speculation: Annotated[
@@ -123,10 +156,14 @@ class EngineSettings(_Part):
         ),
     ] = "off"
     num_draft_tokens: Annotated[
-        int, Field(ge=1, le=16, description="guesses per turn and forward at most")
+        int,
+        Field(ge=1, le=16, description="guesses per turn and forward at most"),
+        Bound("tokens", "no more are guessed"),
     ] = 4
     max_restarts: Annotated[
-        int, Field(ge=0, le=100, description="engine restarts in a row before giving up")
+        int,
+        Field(ge=0, le=100, description="engine restarts in a row before giving up"),
+        Bound("restarts", "the server ends with exit status 1"),
     ] = 5
 
 
@@ -134,21 +171,34 @@ class SessionSettings(_Part):
     """Lives and limits of sessions."""
 
     ttl_s: Annotated[
-        float, Field(gt=0, le=30 * 86400, description="idle time before a session expires, seconds")
+        float,
+        Field(gt=0, le=30 * 86400, description="idle time before a session expires, seconds"),
+        Bound("seconds", "`session.closed` with reason `expired`, close code 4410"),
     ] = 900.0
-    max_sessions: Annotated[int, Field(ge=1, le=1 << 20, description="open sessions")] = 10_000
+    max_sessions: Annotated[
+        int,
+        Field(ge=1, le=1 << 20, description="open sessions"),
+        Bound("sessions", "another one is refused: `server_busy`"),
+    ] = 10_000
     max_sessions_per_owner: Annotated[
-        int, Field(ge=1, le=1 << 20, description="open sessions of one API key")
+        int,
+        Field(ge=1, le=1 << 20, description="open sessions of one API key"),
+        Bound("sessions", "another one is refused: `quota_exceeded`"),
     ] = 10_000
     max_queued_turns: Annotated[
-        int, Field(ge=0, le=1024, description="turns of one session that wait behind a running one")
+        int,
+        Field(ge=0, le=1024, description="turns of one session that wait behind a running one"),
+        Bound("turns", "another one is refused: `session_busy`"),
     ] = 4
     replay_bytes: Annotated[
         int,
         Field(ge=4096, le=1 << 30, description="journal kept per session for resuming clients"),
+        Bound("bytes", _JOURNAL_IS_SHORT),
     ] = 1 << 20
     replay_ttl_s: Annotated[
-        float, Field(gt=0, le=86400, description="age of the journal kept, seconds")
+        float,
+        Field(gt=0, le=86400, description="age of the journal kept, seconds"),
+        Bound("seconds", _JOURNAL_IS_SHORT),
     ] = 300.0
 
 
@@ -156,7 +206,9 @@ class HttpSettings(_Part):
     """The sockets."""
 
     host: Annotated[str, Field(max_length=255, description="address to bind")] = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535, description="0: any free port")] = 30000
+    port: Annotated[
+        int, Field(ge=0, le=65535, description="0: any free port"), Bound("", "limits nothing")
+    ] = 30000
     api_key: Annotated[
         SecretStr | None, Field(description="clients must show it; none: open to who can connect")
     ] = None
@@ -165,11 +217,19 @@ class HttpSettings(_Part):
         Field(max_length=64, description="browser origins besides this host and loopback"),
     ] = ()
     max_message_bytes: Annotated[
-        int, Field(ge=1024, le=1 << 26, description="largest frame or request body")
+        int,
+        Field(ge=1024, le=1 << 26, description="largest frame or request body"),
+        Bound("bytes", "a larger body is a 413, a larger frame closes with 1009"),
     ] = 1 << 20
-    max_connections: Annotated[int, Field(ge=1, le=1 << 20, description="open WebSockets")] = 10_000
+    max_connections: Annotated[
+        int,
+        Field(ge=1, le=1 << 20, description="open WebSockets"),
+        Bound("connections", "another one is refused: 503, `server_busy`"),
+    ] = 10_000
     drain_s: Annotated[
-        float, Field(ge=0, le=3600, description="time running turns get at shutdown, seconds")
+        float,
+        Field(ge=0, le=3600, description="time running turns get at shutdown, seconds"),
+        Bound("seconds", "running turns are cancelled and keep what they have"),
     ] = 10.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="least severe line shown")

@@ -10,6 +10,7 @@ from session_server.config import Settings
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
 from session_server.metrics.prometheus import ServerMetrics
+from tests.docs import limits
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import recorded
@@ -143,6 +144,9 @@ def error_of_families_table() -> str:
 
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
+    ("limits.md", "settings"): limits.setting_table,
+    ("limits.md", "fields"): limits.field_table,
+    ("limits.md", "constants"): limits.constant_table,
     ("models.md", "worst"): error_of_families_table,
     ("protocol.md", "errors"): error_table,
     ("runbook.md", "flags"): flag_table,

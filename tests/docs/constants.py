@@ -1,0 +1,373 @@
+"""The bounds that are constants of the code, for docs/limits.md. Values are read, never copied."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import MISSING, dataclass
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One bound that is no setting.
+
+    `path`: `module:NAME`, or `module:Class.field` for the default of a dataclass field. `unit`
+    follows the value.
+    """
+
+    path: str
+    what: str
+    unit: str
+    at_limit: str
+
+    @property
+    def value(self) -> float:
+        """Read the number from the code."""
+        module_name, _, name = self.path.partition(":")
+        owner, _, field_name = name.partition(".")
+        found: Any = getattr(importlib.import_module(module_name), owner)
+        if field_name:
+            (field,) = (f for f in dataclass_fields(found) if f.name == field_name)
+            assert field.default is not MISSING, self.path
+            found = field.default
+        assert isinstance(found, int | float), self.path
+        return found
+
+
+def _constant(path: str, what: str, unit: str, at_limit: str) -> Constant:
+    return Constant(f"session_server.{path}", what, unit, at_limit)
+
+
+_400 = "refused: `invalid_request`"
+_431 = "431 `headers_too_large`, and the connection is closed"
+_CLOSED = "the connection is closed"
+_DIES = "the engine is ended and started again; running turns fail: `engine_restarting`"
+
+CONNECTIONS = (
+    _constant("web.guard:MAX_URL_BYTES", "request target", "bytes", _431),
+    _constant("web.guard:MAX_HEADER_BYTES", "headers of a request", "bytes", _431),
+    _constant("web.guard:MAX_HEADERS", "headers of a request", "headers", _431),
+    _constant(
+        "web.guard:HEADER_TIMEOUT_S", "time for the head of a request", "s", f"408; {_CLOSED}"
+    ),
+    _constant("web.services:WebSettings.body_timeout_s", "time for a body", "s", "408"),
+    _constant(
+        "web.services:WebSettings.auth_timeout_s",
+        "time for a first message `session.auth`",
+        "s",
+        "close code 4401",
+    ),
+    _constant(
+        "web.sockets:UNPROVEN_SHARE",
+        "connections that have not shown a key: one of",
+        "connections",
+        "further ones are refused: 503 `server_busy`",
+    ),
+    _constant("web.auth:MAX_KEY_CHARS", "an API key", "characters", "`unauthorized`"),
+    _constant("web.guard:STALL_S", "time in which an HTTP reader takes nothing", "s", _CLOSED),
+    _constant(
+        "web.services:WebSettings.send_timeout_s",
+        "time in which a socket takes nothing",
+        "s",
+        "close code 1013; the client may resume",
+    ),
+    _constant(
+        "web.guard:LINGER_S",
+        "time for a socket to take what it is owed after its end",
+        "s",
+        _CLOSED,
+    ),
+    _constant(
+        "web.services:WebSettings.ping_timeout_s", "time to answer a ping", "s", "close code 1011"
+    ),
+    _constant(
+        "web.services:WebSettings.idle_s",
+        "time in which a socket says and hears nothing",
+        "s",
+        "close code 4408",
+    ),
+    _constant("web.server:KEEP_ALIVE_S", "time between two requests", "s", _CLOSED),
+    _constant(
+        "web.server:BACKLOG",
+        "connections that wait to be accepted",
+        "connections",
+        "the kernel drops further ones",
+    ),
+    _constant(
+        "web.server:CLOSE_WAIT_S", "time for sockets to close in a drain", "s", "they are cut"
+    ),
+    _constant(
+        "web.server:SHUTDOWN_S", "time for requests to end after a drain", "s", "they are cut"
+    ),
+    _constant("web.websocket:MAX_EPOCH_CHARS", "`epoch` of a resuming client", "characters", _400),
+    _constant(
+        "protocol.session_protocol:MAX_OUTBOX_FRAMES",
+        "answers to frames that a client has not taken",
+        "frames",
+        "close code 1013",
+    ),
+    _constant(
+        "protocol.frames:MAX_COALESCED_CHARS",
+        "a merged `turn.delta`",
+        "characters",
+        "another one begins",
+    ),
+)
+
+REQUESTS = (
+    _constant(
+        "sessions.quotas:SessionLimits.max_input_chars",
+        "text of a turn or of a session's first messages, all together",
+        "characters",
+        _400,
+    ),
+    _constant(
+        "sessions.quotas:SessionLimits.max_messages",
+        "messages of a turn or of a session's beginning",
+        "messages",
+        _400,
+    ),
+    _constant("sessions.quotas:SessionLimits.max_ttl_s", "`ttl_s`", "s", _400),
+    _constant("sessions.quotas:SessionLimits.max_metadata", "`metadata`", "entries", _400),
+    _constant("sessions.validation:_MAX_KEY_CHARS", "a key of `metadata`", "characters", _400),
+    _constant("sessions.validation:_MAX_VALUE_CHARS", "a value of `metadata`", "characters", _400),
+    _constant("sessions.quotas:SessionLimits.max_stop_strings", "`stop`", "strings", _400),
+    _constant("sessions.quotas:SessionLimits.max_stop_chars", "a stop string", "characters", _400),
+    _constant("sessions.validation:MAX_ID_CHARS", "an id", "characters", _400),
+    _constant("web.rest:MAX_KEY_CHARS", "`Idempotency-Key`", "characters", _400),
+    _constant("web.rest:MAX_PAGE", "`limit` of a list", "sessions", _400),
+    _constant("sessions.manager:MAX_LIST", "sessions of one page of a list", "sessions", _400),
+    _constant(
+        "protocol.errors:MAX_MESSAGE_CHARS",
+        "`message` of an error",
+        "characters",
+        "the rest is cut off",
+    ),
+    _constant("web.sglang:HEALTH_TIMEOUT_S", "time of `/health_generate`", "s", "503"),
+    _constant(
+        "web.admin:SCRAPE_TIMEOUT_S",
+        "time in which `/metrics` waits for the engine",
+        "s",
+        "the gauges of pools are those of before",
+    ),
+)
+
+SESSIONS = (
+    _constant(
+        "wiring:_MAX_TURNS",
+        "turns that wait or run, of all sessions and of one key",
+        "turns",
+        "refused: `server_busy` or `quota_exceeded`",
+    ),
+    _constant(
+        "sessions.quotas:SessionLimits.max_kept_turns",
+        "ended turns that answer for their id",
+        "turns",
+        "the oldest is forgotten",
+    ),
+    _constant(
+        "sessions.journal:JournalLimits.max_entries",
+        "entries of a journal",
+        "entries",
+        "the oldest is dropped",
+    ),
+    _constant(
+        "web.readers:MAX_BOUND_TURNS",
+        "turns of one session that end with their readers",
+        "turns",
+        "the oldest is no longer bound",
+    ),
+    _constant(
+        "sessions.quotas:SessionLimits.inline_input_chars",
+        "input that is tokenized on the event loop",
+        "characters",
+        "a longer one gets a thread of its own",
+    ),
+    _constant(
+        "sessions.quotas:SessionLimits.tokenize_deadline_s",
+        "time to tokenize an input",
+        "s",
+        "`tokenize_failed`",
+    ),
+    _constant(
+        "sessions.tokenising:MAX_THREADS",
+        "threads that tokenize, stuck ones included",
+        "threads",
+        "`server_busy`",
+    ),
+    _constant(
+        "sessions.request_tree:MAX_NODES",
+        "requests of one branching session",
+        "requests",
+        "refused: `quota_exceeded`",
+    ),
+    _constant(
+        "sessions.engine_link:ANSWER_DEADLINE_S",
+        "time for the engine to report memory or to flush",
+        "s",
+        "`engine_unavailable`",
+    ),
+    _constant(
+        "sessions.manager:_CANCEL_GRACE_S",
+        "time for the engine to confirm the last cancels of a drain",
+        "s",
+        "the turns end without it",
+    ),
+    _constant(
+        "text.detokenizer:MAX_HELD_TOKENS",
+        "tokens that wait for the rest of a character",
+        "tokens",
+        "they are given out as U+FFFD",
+    ),
+)
+
+CHECKPOINTS = (
+    _constant(
+        "text.model_files:MAX_CONFIG_BYTES",
+        "a JSON file or a template of a checkpoint",
+        "bytes",
+        "the model is refused: exit status 2",
+    ),
+    _constant(
+        "text.chat_template:MAX_RENDER_CHARS",
+        "text that a chat template writes",
+        "characters",
+        "`tokenize_failed`",
+    ),
+    _constant(
+        "text.chat_template:_MAX_MESSAGE_CHARS",
+        "words of a template that refuses",
+        "characters",
+        "the rest is cut off",
+    ),
+    _constant(
+        "runner.checkpoint:MAX_NAMED_TENSORS",
+        "tensors that an error names",
+        "tensors",
+        "the rest is counted",
+    ),
+    _constant(
+        "runner.checkpoint:MAX_MAPPED_BYTES",
+        "a mapping that weights are read from",
+        "bytes",
+        "it is given up for a new one",
+    ),
+)
+
+ENGINE = (
+    _constant(
+        "engine_host.process:MAX_UNSENT_BYTES",
+        "commands that the engine has not read",
+        "bytes",
+        "`engine_unavailable`",
+    ),
+    _constant(
+        "engine_host.transport:MAX_FRAME_BYTES",
+        "one command or event between the processes",
+        "bytes",
+        _DIES,
+    ),
+    _constant(
+        "engine_host.loop:MAX_INBOX",
+        "commands that wait for the next step",
+        "commands",
+        "the server waits",
+    ),
+    _constant(
+        "engine_host.loop:MAX_ITEMS_PER_STEP",
+        "commands and results of one step",
+        "items",
+        "the rest comes with the next step",
+    ),
+    _constant(
+        "engine_host.watchdog:STALL_LIMIT_S", "time in which no turn is told anything", "s", _DIES
+    ),
+    _constant(
+        "engine_host.process:DEATH_PATIENCE_S",
+        "time for an engine that let go of its socket to end",
+        "s",
+        "it is killed",
+    ),
+    _constant(
+        "engine_host.child:ORPHAN_GRACE_S",
+        "time for an engine to end once the server is gone",
+        "s",
+        "it ends at once",
+    ),
+    _constant(
+        "engine_host.inline:STOP_TIMEOUT_S",
+        "time for the last step of an inline engine",
+        "s",
+        "it is not waited for",
+    ),
+    _constant(
+        "engine.plan:MAX_OVERTAKINGS",
+        "shorter turns that bypass one that waits for pages",
+        "turns",
+        "none bypasses it any more",
+    ),
+    _constant(
+        "engine.shares:MAX_SHARES",
+        "long inputs that share one forward",
+        "turns",
+        "the others have what these leave",
+    ),
+    _constant(
+        "engine.settings:MAX_DRAFTS", "guesses of a turn in one forward", "tokens", "exit status 2"
+    ),
+    _constant(
+        "engine.ngram:MAX_MATCH",
+        "tokens that a guess from the text is matched by",
+        "tokens",
+        "longer matches count alike",
+    ),
+    _constant(
+        "engine.guard:MAX_REBUILDS", "times that wrong books are begun again", "times", _DIES
+    ),
+    _constant(
+        "engine.memory:MAX_REMEMBERED",
+        "violations that a report quotes",
+        "texts",
+        "the oldest is dropped; the count goes on",
+    ),
+    Constant(
+        "cache.checker:MAX_SETTLED_STATES",
+        "settled states of a running turn",
+        "states",
+        "a violation: see memory.md",
+    ),
+    _constant(
+        "metrics.logging:MAX_LINE_CHARS", "a line of the log", "characters", "the rest is cut off"
+    ),
+)
+
+FORWARD = (
+    _constant(
+        "attention.cpu:MAX_PADDED_BYTES",
+        "K and V of a row that joins a padded batch",
+        "bytes",
+        "the row gets a kernel call of its own",
+    ),
+    _constant(
+        "attention.cpu:MAX_CAST_BYTES",
+        "K and V that are cast at a time",
+        "bytes",
+        "the rest is cast next",
+    ),
+    _constant(
+        "attention.cpu:MAX_FOLDED_TOKENS",
+        "tokens that are folded into the heads",
+        "tokens",
+        "longer ones are computed unfolded",
+    ),
+)
+
+GROUPS: dict[str, tuple[Constant, ...]] = {
+    "Connections": CONNECTIONS,
+    "Requests": REQUESTS,
+    "Sessions and turns": SESSIONS,
+    "Checkpoints": CHECKPOINTS,
+    "The engine": ENGINE,
+    "Inside a forward (no answer depends on these)": FORWARD,
+}

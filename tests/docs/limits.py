@@ -1,0 +1,167 @@
+"""Every bound of the server, for docs/limits.md: what is limited, by how much, what happens there.
+
+Three sources. Settings carry a `Bound` beside their range; fields that clients send carry msgspec
+constraints; constants of the code are named in `tests.docs.constants`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from session_server.config import Settings
+from session_server.core.bounds import Bound
+from session_server.flags import FLAGS
+from session_server.protocol import messages, sglang
+from tests.docs.constants import GROUPS
+from tests.docs.wire_fields import fields_of, number, range_text, sized
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "turn": messages.TurnFields,
+    "message": messages.MessageBody,
+    "sampling": messages.SamplingBody,
+    "session": messages.OpenBody,
+    "session update": messages.UpdateBody,
+    "`session.auth`": messages.SessionAuth,
+    "`ping`": messages.Ping,
+    "`ack`": messages.Ack,
+    "SGLang: `/open_session`": sglang.OpenSessionBody,
+    "SGLang: `/generate`": sglang.GenerateBody,
+    "SGLang: `sampling_params`": sglang.GenerateSampling,
+    "SGLang: `session_params`": sglang.SessionParamsBody,
+}
+
+PROVERS = ("sim", "demo", "bench", "inspector", "client")
+"""Packages of `session_server` that serve nobody."""
+
+TOOLS = ("chat.py", "doctor.py", "auditor.py", "local_server.py")
+
+WIRE_MODULES = (
+    "session_server.core.sampling",
+    "session_server.protocol.messages",
+    "session_server.protocol.sglang",
+)
+"""Their constants are constraints of wire types, which the table of fields shows."""
+
+
+def setting_table() -> str:
+    """Every numeric setting: flag, default, range, unit, what happens at the limit."""
+
+    def rows() -> Iterator[str]:
+        yield "| what | flag | default | range | at the limit |"
+        yield "|---|---|---|---|---|"
+        names = {(flag.part, flag.field): flag.names[0] for flag in FLAGS}
+        for part, name, field in numeric_settings():
+            bound = bound_of(field)
+            assert bound is not None, f"{part}.{name} has no Bound"
+            flag = names.get((part, name), "")
+            default = "none" if field.default is None else number(field.default)
+            if bound.unit == "bytes":
+                default = sized(field.default, bound.unit)
+            unit = f" {bound.unit}" if bound.unit else ""
+            limits = range_of(field).removeprefix(", ")
+            yield (
+                f"| {field.description} | {f'`{flag}`' if flag else ''} | {default} | "
+                f"{limits}{unit} | {bound.at_limit} |"
+            )
+
+    return "\n".join(rows())
+
+
+def field_table() -> str:
+    """Every bounded field that a client sends."""
+
+    def rows() -> Iterator[str]:
+        yield "| body | field | bound |"
+        yield "|---|---|---|"
+        for title, struct in BODIES.items():
+            for field in fields_of(struct):
+                if field.is_bounded:
+                    yield f"| {title} | `{field.name}` | {field.kind} |"
+
+    return "\n".join(rows())
+
+
+def constant_table() -> str:
+    """Every named constant, by what it is about."""
+
+    def rows() -> Iterator[str]:
+        for title, constants in GROUPS.items():
+            yield f"### {title}"
+            yield ""
+            yield "| what | bound | at the limit |"
+            yield "|---|---|---|"
+            for constant in constants:
+                size = sized(constant.value, constant.unit)
+                yield f"| {constant.what} | {size} | {constant.at_limit} |"
+            yield ""
+
+    return "\n".join(rows()).rstrip()
+
+
+def numeric_settings() -> Iterator[tuple[str, str, FieldInfo]]:
+    """Yield part, name and field of every setting that is a number."""
+    for part, of_part in Settings.model_fields.items():
+        for name, field in type(of_part.default).model_fields.items():
+            kinds = {field.annotation, *get_args(field.annotation)}
+            if kinds & {int, float}:
+                yield part, name, field
+
+
+def bound_of(field: FieldInfo) -> Bound | None:
+    """Return the `Bound` of a setting."""
+    return next((item for item in field.metadata if isinstance(item, Bound)), None)
+
+
+def missing_constants() -> list[str]:
+    """Return the bounds in the code of what serves that no group names."""
+    named = {constant.path for group in GROUPS.values() for constant in group}
+    return sorted(set(constants_in_code()) - named)
+
+
+def constants_in_code() -> Iterator[str]:
+    """Yield the import path of every `MAX_*` and every deadline of what serves."""
+    for package in ("session_server", "cache"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).parts
+            if package == "session_server" and (parts[1] in PROVERS or parts[1] in TOOLS):
+                continue
+            module = ".".join(parts).removesuffix(".py")
+            if module in WIRE_MODULES:
+                continue
+            for name in _assigned(ast.parse(path.read_text("utf-8"))):
+                if is_bound_name(name):
+                    yield f"{module}:{name}"
+
+
+def is_bound_name(name: str) -> bool:
+    """Whether a constant's name says that it bounds something."""
+    bare = name.removeprefix("_")
+    ends = ("_TIMEOUT_S", "_DEADLINE_S", "_GRACE_S", "_LIMIT_S", "_PATIENCE_S", "_WAIT_S")
+    return bare.startswith("MAX_") or bare.endswith(ends)
+
+
+def _assigned(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name):
+                yield target.id
+
+
+def range_of(field: FieldInfo) -> str:
+    """Describe the range of a setting."""
+    found: dict[str, Any] = {}
+    for item in field.metadata:
+        for kind, name in ((Ge, "ge"), (Gt, "gt"), (Le, "le"), (Lt, "lt")):
+            if isinstance(item, kind):
+                found[name] = getattr(item, name)
+    return range_text(found.get("ge"), found.get("gt"), found.get("le"), found.get("lt"))
