@@ -7,6 +7,7 @@ for a turn that has ended disturbs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import assert_never
 
 import numpy as np
 
@@ -99,6 +100,8 @@ class Intake:
                 self._outbox.emit(self._memory.report(request_id, now_s, with_trace=trace))
             case Shutdown():
                 self.is_leaving = True
+            case _:
+                assert_never(command)
 
     def _open(self, command: OpenSession) -> None:
         settings, session_id = self._settings, command.session_id

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, assert_never
 
 import msgspec
 
@@ -99,6 +99,8 @@ class MemoryWatch:
                 self._run(2)
             case MemoryCheck.OFF:
                 pass
+            case _:
+                assert_never(self.mode)
         self._touched.clear()
 
     def audit_all(self) -> None:

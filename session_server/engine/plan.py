@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, assert_never
 
 import msgspec
 
@@ -318,8 +318,10 @@ class _Planner:
                 return len(self._candidates)
             case BlockReason.PAGES if self._running or self._work:
                 return max(0, MAX_OVERTAKINGS - turn.num_overtakings)
-            case _:
+            case BlockReason.PAGES | BlockReason.TURNS | BlockReason.SHORTAGE:
                 return 0
+            case _:
+                assert_never(reason)
 
     def _num_free_places(self) -> int:
         return self._limits.num_turns - len(self._running) - len(self._plan.admit)

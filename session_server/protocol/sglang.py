@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, assert_never
 
 import msgspec
 from msgspec import Meta
@@ -303,6 +303,8 @@ def finish_reason(entry: TurnEnd) -> dict[str, Any]:
                 "status_code": 503 if entry.retryable else 500,
                 "err_type": entry.code,
             }
+        case _:
+            assert_never(entry)
 
 
 def _refuse_batches(body: GenerateBody) -> None:

@@ -13,17 +13,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 from session_server.core.sampling import TokenLogprob
 from session_server.core.session_events import (
     Outcome,
     SessionClosed,
+    SessionDraining,
     SessionEntry,
+    SessionStateChanged,
     SessionUpdated,
     TurnCancelled,
     TurnCompleted,
+    TurnCreated,
     TurnDelta,
     TurnFailedEntry,
+    TurnProgress,
 )
 
 _ENTRY_BYTES = 200
@@ -173,8 +178,16 @@ def _size_of(entry: SessionEntry) -> int:
         case SessionUpdated(metadata=metadata):
             num_chars = sum(len(key) + len(value) for key, value in metadata.items())
             return _ENTRY_BYTES + _CHAR_BYTES * num_chars
-        case _:
+        case (
+            TurnCreated()
+            | TurnProgress()
+            | SessionStateChanged()
+            | SessionDraining()
+            | SessionClosed()
+        ):
             return _ENTRY_BYTES
+        case _:
+            assert_never(entry)
 
 
 def _size_of_outcome(outcome: Outcome) -> int:

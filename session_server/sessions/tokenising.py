@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, TypeVar, assert_never
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
-from session_server.core.session_events import ChatInput, TextInput, TurnRequest
+from session_server.core.session_events import ChatInput, TextInput, TokenInput, TurnRequest
 from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.prompt import Prompt, PromptState, build_prompt
 from session_server.sessions.quotas import SessionLimits
@@ -104,8 +104,10 @@ class Tokenising:
                     size += sum(len(message.content) for message in state.messages)
             case TextInput(text=text):
                 size = len(text)
-            case _:
+            case TokenInput():
                 size = 0
+            case _:
+                assert_never(request.input)
         return size > self._limits.inline_input_chars
 
 

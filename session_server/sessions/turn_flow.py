@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, assert_never
 
 from session_server.core.commands import CancelTurn, OpenSession, StopTurn, SubmitTurn
 from session_server.core.errors import (
@@ -158,6 +158,8 @@ class TurnFlow:
                 self._link.tell(CancelTurn(turn_id=turn.engine_id, num_outputs=num_outputs))
             case TurnPhase.ENDING | TurnPhase.ENDED:
                 return
+            case _:
+                assert_never(turn.phase)
 
     def on_turn_event(self, event: TurnEvent) -> None:
         """Take in what the engine says of a turn. Of turns that have ended nothing is heard."""
@@ -183,6 +185,8 @@ class TurnFlow:
             case TurnFailed():
                 self._on_failed(session, turn, event)
                 self.advance(session)
+            case _:
+                assert_never(event)
 
     def on_engine_lost(self, sessions: Iterable[Session], *, will_restart: bool) -> None:
         """The engine died: live turns end, sessions live on as tokens, waiting turns wait."""
@@ -418,7 +422,8 @@ class TurnFlow:
         failure: SessionServerError | None,
     ) -> None:
         """End a turn as was decided, or with `failure` where nothing was."""
-        match _running(turn).verdict:
+        verdict = _running(turn).verdict
+        match verdict:
             case StopFound(stop=stop):
                 self._end_completed(session, turn, is_stop=True, matched=stop, timings=timings)
             case CancelAccepted(keep_partial=keep, reason=reason):
@@ -426,6 +431,8 @@ class TurnFlow:
             case None:
                 assert failure is not None, "an undecided turn settled without a cause"
                 self._refuse(session, turn, failure)
+            case _:
+                assert_never(verdict)
 
     def _end_completed(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, assert_never
 
 from session_server.core.errors import InvalidRequest
 from session_server.core.session_events import (
@@ -85,6 +85,8 @@ def _check_input(turn_input: TurnInput, limits: SessionLimits, vocab_size: int) 
         case TokenInput(token_ids=token_ids):
             _check_size(len(token_ids) * _CHARS_PER_TOKEN, limits)
             check_token_ids(token_ids, vocab_size)
+        case _:
+            assert_never(turn_input)
 
 
 def _check_messages(messages: tuple[Message, ...], limits: SessionLimits) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from session_server.core.session_events import (
     TurnCancelled,
     TurnCompleted,
@@ -131,3 +133,5 @@ def _status(end: TurnEnd) -> str:
             return "cancelled"
         case TurnFailedEntry():
             return "failed"
+        case _:
+            assert_never(end)

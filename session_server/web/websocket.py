@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import Final
+from typing import Final, assert_never
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -271,6 +271,8 @@ class SessionSocket:
                     sessions.close(owner, session_id)
                 case Authenticate():
                     pass
+                case _:
+                    assert_never(command)
         except SessionServerError as error:
             self._services.metrics.refused(wire_error(error).code)
             self._protocol.refuse(error, turn_id=turn_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, assert_never
 
 from cache.types import SessionId, TurnId
 from session_server.core.commands import (
@@ -301,6 +301,8 @@ class EngineHistory:
                 self._on_finished(turn, event)
             case TurnFailed():
                 self._on_failed(turn, event)
+            case _:
+                assert_never(event)
 
     def _pay(self, *debt: Hashable) -> None:
         if self._owed[debt] < 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 from session_server.core.session_events import (
     SessionClosed,
@@ -191,6 +191,8 @@ class SessionShadow:
                 reached[f"turn failed: {code}"] += 1
                 if code not in self._world.allowed:
                     raise Broken(Layer.SHADOW, f"{end.turn_id} failed: {code}: {end.message}")
+            case _:
+                assert_never(end)
         if not is_kept:
             if outcome.token_ids or outcome.text or outcome.usage.output_tokens:
                 raise Broken(Layer.SHADOW, f"a turn that leaves nothing left {outcome}")

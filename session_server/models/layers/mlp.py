@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ def make_gate(config: GateConfig) -> Gate:
             return _gelu_tanh
         case GateKind.CLAMPED:
             return lambda gate, up: _clamped(gate, up, config)
+        case _:
+            assert_never(config.kind)
 
 
 def _silu(gate: Tensor, up: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ one complex number, in place (2 us against 13 for the usual form).
 from __future__ import annotations
 
 import math
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -83,6 +84,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
             return _llama3(frequencies, config)
         case RopeKind.YARN:
             return _yarn(frequencies, config, head_dim)
+        case _:
+            assert_never(config.kind)
 
 
 def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
