@@ -1,0 +1,23 @@
+"""Who owns a session: what authentication makes of a key, and what that key may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Identify the tenant behind a request, and carry what it is granted.
+
+    `owner_id` never changes for one tenant; owners of equal ids are equal, whatever they are
+    granted. `max_priority`: priorities of turns above it are lowered to it. `share`: the part of
+    what the server counts per owner (sessions, bytes) that this one may hold, in (0, 1].
+    """
+
+    owner_id: str
+    max_priority: int = field(default=0, compare=False)
+    share: float = field(default=1.0, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"share must lie in (0, 1], is {self.share}")

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+
+from session_server.core.owner import Owner
+
+
+def test_owners_of_one_id_are_one_whatever_they_are_granted() -> None:
+    granted = Owner("a", max_priority=5, share=0.5)
+    assert granted == Owner("a")
+    assert len({granted, Owner("a"), Owner("b")}) == 2
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.1, float("nan")])
+def test_a_share_is_a_part_of_the_whole(share: float) -> None:
+    with pytest.raises(ValueError, match="share"):
+        Owner("a", share=share)
