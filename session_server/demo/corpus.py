@@ -2,8 +2,8 @@
 
 Every answer is a function of the turns before it, so a session that mixes up, loses or
 leaks history gives answers that are wrong in a way a string comparison finds. The module
-needs neither torch nor a tokenizer: the demo, the load test and the training script all
-use it.
+needs neither torch nor a tokenizer: the demo, the load test and the training of the model
+(`examples/train_embedded_model`) all use it.
 
 A fact is told, acknowledged by its echo, and may be asked for at any later turn::
 
@@ -16,7 +16,7 @@ The key words of telling, echo and answer are the same on purpose: recall is the
 induction head does (Olsson et al. 2022), which is what a model of this size can learn.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Final, Literal, NamedTuple
@@ -25,9 +25,9 @@ from session_server.demo import vocabulary as words
 
 Kind = Literal["tell", "ask", "other"]
 
-# Training draws its seeds from here upwards; `dialogue` and `recall_probe` accept only
-# seeds below. What a test measures was therefore never trained on.
 FIRST_TRAINING_SEED: Final = 1 << 32
+"""Training draws its seeds from here upwards; `dialogue` accepts only seeds below. What a test
+measures was therefore never trained on."""
 
 REFUSAL: Final = "Sorry, I can only remember what you tell me."
 
@@ -48,13 +48,6 @@ class Dialogue:
     """The turns of one session, in order."""
 
     turns: tuple[Exchange, ...]
-
-
-class Probe(NamedTuple):
-    """A history, and a question about one of the facts told in it."""
-
-    history: tuple[Exchange, ...]
-    question: Exchange
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,6 @@ class Mixture:
 
 
 STANDARD: Final = Mixture()
-TRAINING: Final = Mixture(overwrite=0.2, unknown=0.14, pseudo_word=0.2, pseudo_key=0.05)
 
 
 class _Fact(NamedTuple):
@@ -100,36 +92,21 @@ def dialogue(seed: int, num_turns: int) -> Dialogue:
     Raises:
         ValueError: the seed is reserved for training, or there are no turns to make.
     """
-    _require_evaluation_seed(seed)
+    require_evaluation_seed(seed)
     if num_turns < 1:
         raise ValueError(f"num_turns must be at least 1, got {num_turns}")
     turns = exchanges(Random(seed))
     return Dialogue(tuple(next(turns) for _ in range(num_turns)))
 
 
-def recall_probe(seed: int, history_tokens: int, count_tokens: Callable[[str], int]) -> Probe:
-    """Make a history of about a given length and a question about a fact in it.
+def require_evaluation_seed(seed: int) -> None:
+    """Refuse a seed that training may draw.
 
-    The fact is drawn evenly from those told, so it may lie anywhere in the history.
-
-    Args:
-        seed: see `dialogue`.
-        history_tokens: the history is the longest that does not exceed this length, but
-            at least the one turn that tells something.
-        count_tokens: length of one message's content; a message costs two tokens more,
-            for its role and its end.
+    Raises:
+        ValueError: the seed is reserved for training.
     """
-    _require_evaluation_seed(seed)
-    speaker = Speaker(Random(seed))
-    history = [speaker.tell()]
-    num_tokens = exchange_len(history[0], count_tokens)
-    while True:
-        question = speaker.ask_known()
-        exchange = speaker.exchange()
-        num_tokens += exchange_len(exchange, count_tokens)
-        if num_tokens > history_tokens:
-            return Probe(tuple(history), question)
-        history.append(exchange)
+    if not 0 <= seed < FIRST_TRAINING_SEED:
+        raise ValueError(f"seed must be in [0, {FIRST_TRAINING_SEED}), got {seed}")
 
 
 def is_right(answer: str, expected: str) -> bool:
@@ -275,16 +252,6 @@ def _counting(random: Random) -> Exchange:
     end = start + random.randint(2, 15 if start == 1 else 9)
     counted = " ".join(str(number) for number in range(start, end + 1))
     return Exchange(f"Count from {start} to {end}.", counted, "other")
-
-
-def exchange_len(exchange: Exchange, count_tokens: Callable[[str], int]) -> int:
-    """Tokens an exchange adds to a history: both texts, two roles, two ends."""
-    return count_tokens(exchange.user) + count_tokens(exchange.assistant) + 4
-
-
-def _require_evaluation_seed(seed: int) -> None:
-    if not 0 <= seed < FIRST_TRAINING_SEED:
-        raise ValueError(f"seed must be in [0, {FIRST_TRAINING_SEED}), got {seed}")
 
 
 def _attribute(key: str, values: tuple[str, ...]) -> _Fact:

@@ -5,12 +5,6 @@ from random import Random
 import pytest
 
 from session_server.demo import corpus, vocabulary
-from session_server.demo.batches import BatchMaker
-from session_server.demo.chat import ContentEncoder
-
-
-def count_words(content: str) -> int:
-    return len(content.split())
 
 
 def test_a_seed_determines_its_dialogue() -> None:
@@ -34,29 +28,11 @@ def test_the_text_of_a_seed_stays_as_it_is() -> None:
 def test_seeds_outside_evaluation_are_refused(seed: int) -> None:
     with pytest.raises(ValueError, match="seed must be in"):
         corpus.dialogue(seed, 3)
-    with pytest.raises(ValueError, match="seed must be in"):
-        corpus.recall_probe(seed, 100, count_words)
 
 
 def test_a_dialogue_without_turns_is_refused() -> None:
     with pytest.raises(ValueError, match="num_turns"):
         corpus.dialogue(1, 0)
-
-
-def test_training_draws_only_seeds_that_evaluation_refuses(
-    monkeypatch: pytest.MonkeyPatch, encoder: ContentEncoder
-) -> None:
-    seeds: list[int] = []
-
-    class Recorder(Random):
-        def __init__(self, seed: int) -> None:
-            seeds.append(seed)
-            super().__init__(seed)
-
-    monkeypatch.setattr("session_server.demo.batches.Random", Recorder)
-    BatchMaker(encoder, first_row=0).make(num_rows=4, length=32)
-    assert len(seeds) == 4
-    assert min(seeds) >= corpus.FIRST_TRAINING_SEED
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -84,21 +60,6 @@ def test_dialogues_tell_ask_and_do_other_things() -> None:
     assert kinds.count("tell") > 0.3 * len(kinds)
     assert kinds.count("ask") > 0.35 * len(kinds)
     assert kinds.count("other") > 0.1 * len(kinds)
-
-
-@pytest.mark.parametrize("history_tokens", [1, 100, 1000])
-def test_a_probe_asks_for_something_its_history_tells(history_tokens: int) -> None:
-    for seed in range(20):
-        history, question = corpus.recall_probe(seed, history_tokens, count_words)
-        told = {e.assistant for e in history if e.kind == "tell"}
-        assert f"Noted. {question.assistant}" in told
-
-
-def test_the_history_of_a_probe_fills_the_length_asked_for() -> None:
-    for seed in range(20):
-        history, _ = corpus.recall_probe(seed, 1000, count_words)
-        num_tokens = sum(corpus.exchange_len(e, count_words) for e in history)
-        assert 920 < num_tokens <= 1000
 
 
 def test_an_answer_is_right_up_to_white_space_around_it() -> None:

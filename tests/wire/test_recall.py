@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from examples.train_embedded_model.exercises import Probe, recall_probe
 from session_server.client import connect
 from session_server.core.session_events import ChatInput, Message
 from session_server.demo import MODEL_DIR
-from session_server.demo.corpus import Probe, is_right, recall_probe
+from session_server.demo.corpus import is_right
 from session_server.local_server import LocalServer
 from session_server.text.model_text import load_model_text
 

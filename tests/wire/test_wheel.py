@@ -67,6 +67,14 @@ def test_the_wheel_holds_both_packages_the_model_and_no_tests(wheel: Path) -> No
     assert not [name for name in names if name.startswith(("tests/", "examples/", "docs/"))]
 
 
+def test_the_wheel_holds_what_serves_and_neither_the_simulator_nor_the_trainer(wheel: Path) -> None:
+    sources = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    demo = {name for name in sources if name.startswith("session_server/demo/")}
+    assert {Path(name).stem for name in demo} == {"__init__", "command", "corpus", "vocabulary"}
+    assert "session_server/bench/command.py" in sources
+    assert not [name for name in sources if "/sim/" in name or Path(name).stem.startswith("test_")]
+
+
 def test_the_wheel_is_what_python_imports(
     environment: Mapping[str, str], installed: Path, tmp_path: Path
 ) -> None:

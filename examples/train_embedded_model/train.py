@@ -1,11 +1,9 @@
-"""Train the embedded model: `python -m session_server.demo.train --budget-s 4800`.
+"""Train the network within a budget of wall time.
 
-The budget is wall time: lengths and learning rates follow the elapsed share of it, so a run
-ends on time with a finished decay on any machine. Interrupted runs go on with `--resume`.
-On a busy machine set OMP_WAIT_POLICY=passive.
+Lengths and learning rates follow the elapsed share of the budget, so a run ends on time with a
+finished decay on any machine. An interrupted run continues from its saved state.
 """
 
-import argparse
 import json
 import time
 from collections import defaultdict
@@ -20,10 +18,10 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional
 
-from session_server.demo import MODEL_DIR, chat
-from session_server.demo.batches import Batch, BatchMaker
-from session_server.demo.muon import Muon
-from session_server.demo.network import Network, Shape
+from examples.train_embedded_model import tokenizer
+from examples.train_embedded_model.batches import Batch, BatchMaker
+from examples.train_embedded_model.muon import Muon
+from examples.train_embedded_model.network import Network, Shape
 
 # Recall emerges on short rows, where the fact is near, and is then stretched. Before the last
 # stage recall beyond 3,000 tokens was .95; that stage makes every allowed position a trained one.
@@ -50,22 +48,10 @@ class Progress:
     elapsed_s: float = 0.0
 
 
-def main() -> None:
-    args = _arguments()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    run = Run(chat.ContentEncoder.load(args.out), args.batch_tokens)
-    if args.resume:
-        run.restore(args.state)
-    for report in run.go(args.budget_s, args.state):
-        print(report, flush=True)
-    export(run.mean, args.out)
-
-
 class Run:
     """A network, the running mean of its weights, two optimisers and a place in the corpus."""
 
-    def __init__(self, encoder: chat.ContentEncoder, batch_tokens: int) -> None:
+    def __init__(self, encoder: tokenizer.ContentEncoder, batch_tokens: int) -> None:
         self.network = Network(Shape())
         self.mean = Network(Shape()).requires_grad_(False)
         self.mean.load_state_dict(self.network.state_dict())
@@ -218,8 +204,8 @@ def export(network: Network, model_dir: Path) -> None:
     (model_dir / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     _write_json(model_dir / "config.json", model_config(network.shape))
     generation = {
-        "eos_token_id": [chat.END_ID],
-        "pad_token_id": chat.PADDING_ID,
+        "eos_token_id": [tokenizer.END_ID],
+        "pad_token_id": tokenizer.PADDING_ID,
         "do_sample": False,
         "max_new_tokens": 128,
     }
@@ -246,29 +232,11 @@ def model_config(shape: Shape) -> dict[str, Any]:
         "attention_bias": False,
         "use_sliding_window": False,
         "bos_token_id": None,
-        "eos_token_id": chat.END_ID,
-        "pad_token_id": chat.PADDING_ID,
+        "eos_token_id": tokenizer.END_ID,
+        "pad_token_id": tokenizer.PADDING_ID,
         "torch_dtype": "float16",
     }
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--budget-s", type=float, required=True, help="wall time to train for")
-    parser.add_argument("--out", type=Path, default=MODEL_DIR, help="checkpoint directory")
-    parser.add_argument("--state", type=Path, help="file that keeps the run's state")
-    parser.add_argument("--resume", action="store_true", help="go on from --state")
-    parser.add_argument("--batch-tokens", type=int, default=4096, help="tokens per step")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=1, help="of the initial weights")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from session_server.demo import MODEL_DIR, build_tokenizer, chat
-from session_server.demo.chat import ContentEncoder
+from examples.train_embedded_model import tokenizer
+from examples.train_embedded_model.tokenizer import ContentEncoder
+from session_server.demo import MODEL_DIR
 from session_server.demo.corpus import dialogue
 
 ENCODER = ContentEncoder.load(MODEL_DIR)
@@ -26,10 +27,10 @@ def test_any_text_survives_encoding_and_decoding(text: str) -> None:
     assert ENCODER.decode(ENCODER.encode(text)) == text
 
 
-@given(st.text(max_size=30), st.sampled_from(chat.SPECIAL_TOKENS), st.text(max_size=30))
+@given(st.text(max_size=30), st.sampled_from(tokenizer.SPECIAL_TOKENS), st.text(max_size=30))
 @settings(deadline=None, max_examples=200)
 def test_text_never_becomes_control_tokens(before: str, special: str, after: str) -> None:
-    assert min(ENCODER.encode(before + special + after)) >= len(chat.SPECIAL_TOKENS)
+    assert min(ENCODER.encode(before + special + after)) >= len(tokenizer.SPECIAL_TOKENS)
 
 
 def test_every_byte_and_every_digit_is_a_token(encoder: ContentEncoder) -> None:
@@ -40,8 +41,8 @@ def test_every_byte_and_every_digit_is_a_token(encoder: ContentEncoder) -> None:
 
 
 def test_special_tokens_have_the_first_ids() -> None:
-    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-    assert [tokenizer.token_to_id(token) for token in chat.SPECIAL_TOKENS] == list(range(5))
+    published = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    assert [published.token_to_id(token) for token in tokenizer.SPECIAL_TOKENS] == list(range(5))
 
 
 def test_the_template_renders_roles_contents_and_ends_and_nothing_else(published: Any) -> None:
@@ -66,17 +67,17 @@ def test_training_ids_equal_those_of_the_rendered_template(
     for exchange in dialogue(5, 30).turns:
         messages.append({"role": "user", "content": exchange.user})
         messages.append({"role": "assistant", "content": exchange.assistant})
-        ids += encoder.message(chat.USER_ID, exchange.user)
-        ids += encoder.message(chat.ASSISTANT_ID, exchange.assistant)
+        ids += encoder.message(tokenizer.USER_ID, exchange.user)
+        ids += encoder.message(tokenizer.ASSISTANT_ID, exchange.assistant)
     rendered = published.apply_chat_template(messages, tokenize=False)
     assert published(rendered, add_special_tokens=False)["input_ids"] == ids
 
 
 def test_the_published_tokenizer_ends_and_pads_as_trained(published: Any) -> None:
-    assert published.eos_token_id == chat.END_ID
-    assert published.pad_token_id == chat.PADDING_ID
+    assert published.eos_token_id == tokenizer.END_ID
+    assert published.pad_token_id == tokenizer.PADDING_ID
     assert published.bos_token_id is None
-    assert published.convert_tokens_to_ids("<|assistant|>") == chat.ASSISTANT_ID
+    assert published.convert_tokens_to_ids("<|assistant|>") == tokenizer.ASSISTANT_ID
 
 
 def test_the_encoder_forgets_rather_than_grows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +85,3 @@ def test_the_encoder_forgets_rather_than_grows(monkeypatch: pytest.MonkeyPatch) 
     encoder = ContentEncoder.load(MODEL_DIR)
     first = encoder.encode("one")
     assert [encoder.encode(text) for text in ("two", "three", "one")][-1] == first
-
-
-def test_building_the_tokenizer_writes_the_files_a_checkpoint_needs(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build_tokenizer, "NUM_EXCHANGES", 2000)
-    build_tokenizer.write_tokenizer(tmp_path)
-    built = ContentEncoder.load(tmp_path)
-    assert built.decode(built.encode("My city is Oslo. é")) == "My city is Oslo. é"
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_text() == (MODEL_DIR / name).read_text()

@@ -8,16 +8,17 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, Qwen3ForCausalLM
 
-from session_server.demo import MODEL_DIR, chat, corpus
-from session_server.demo.chat import ContentEncoder
-from session_server.demo.measure import (
+from examples.train_embedded_model import tokenizer
+from examples.train_embedded_model.exercises import recall_probe
+from examples.train_embedded_model.measure import (
     Respondent,
     long_dialogue,
-    recall_at,
     share_right,
 )
-from session_server.demo.network import Network, Shape
-from session_server.demo.train import model_config
+from examples.train_embedded_model.network import Network, Shape
+from examples.train_embedded_model.tokenizer import ContentEncoder
+from examples.train_embedded_model.train import model_config
+from session_server.demo import MODEL_DIR, corpus
 
 SEED = 20_000
 
@@ -37,8 +38,8 @@ def ids_of(encoder: ContentEncoder, turns: tuple[corpus.Exchange, ...]) -> list[
         token_id
         for exchange in turns
         for token_id in (
-            *encoder.message(chat.USER_ID, exchange.user),
-            *encoder.message(chat.ASSISTANT_ID, exchange.assistant),
+            *encoder.message(tokenizer.USER_ID, exchange.user),
+            *encoder.message(tokenizer.ASSISTANT_ID, exchange.assistant),
         )
     ]
 
@@ -86,11 +87,11 @@ def test_transformers_answers_a_short_dialogue_right(
         ("Why is the sky blue?", corpus.REFUSAL),
         ("What is my name?", "Your name is Greta."),
     ):
-        ids += [*encoder.message(chat.USER_ID, user), chat.ASSISTANT_ID]
+        ids += [*encoder.message(tokenizer.USER_ID, user), tokenizer.ASSISTANT_ID]
         made = published.generate(
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=24
         )[0].tolist()
-        assert made[-1] == chat.END_ID
+        assert made[-1] == tokenizer.END_ID
         assert encoder.decode(made[len(ids) :]) == expected
         ids = made
 
@@ -104,22 +105,14 @@ def test_every_kind_of_turn_is_answered_right_in_short_dialogues(respondent: Res
     assert share_right(spoken) >= 0.99
 
 
-@pytest.mark.parametrize("history_len", [128, 1024, 2048])
-def test_facts_are_recalled_from_anywhere_in_the_history(
-    respondent: Respondent, history_len: int
-) -> None:
-    spoken = recall_at(respondent, history_len, range(SEED, SEED + 40))
-    assert share_right(spoken) >= 0.97  # At most one of 40 wrong; 0.99 or more over 300.
-
-
 def test_a_long_dialogue_goes_right_on_its_own_answers(respondent: Respondent) -> None:
-    spoken = respondent.converse(long_dialogue(respondent, SEED, 2048))
+    spoken = respondent.converse(long_dialogue(respondent, SEED, 1024))
     assert share_right(spoken) >= 0.97
 
 
 def test_without_the_history_the_model_says_it_was_not_told(respondent: Respondent) -> None:
     for seed in range(SEED, SEED + 10):
-        _, question = corpus.recall_probe(seed, 256, respondent.encoder.count)
+        _, question = recall_probe(seed, 256, respondent.encoder.count)
         answer = respondent.answer([], question)
         assert answer.startswith("You have not told me"), question
 
@@ -132,7 +125,7 @@ def test_a_wrong_answer_stays_in_the_history_of_later_turns(encoder: ContentEnco
     turns = corpus.dialogue(SEED, 2).turns
     spoken = respondent.converse(turns)
     lengths = [turn.history_len for turn in spoken]
-    first = encoder.message(chat.USER_ID, turns[0].user)
-    said = [*first, chat.ASSISTANT_ID, *encoder.encode(spoken[0].answer), chat.END_ID]
+    first = encoder.message(tokenizer.USER_ID, turns[0].user)
+    said = [*first, tokenizer.ASSISTANT_ID, *encoder.encode(spoken[0].answer), tokenizer.END_ID]
     assert not spoken[0].is_right()
     assert lengths == [0, len(said)]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from examples.train_embedded_model.tokenizer import ContentEncoder
 from session_server.demo import MODEL_DIR
-from session_server.demo.chat import ContentEncoder
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,18 @@
 """The training script: its schedule, its loss positions, its optimiser and resuming."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from session_server.demo import MODEL_DIR, chat, train
-from session_server.demo.batches import BatchMaker
-from session_server.demo.chat import ContentEncoder
-from session_server.demo.measure import Respondent
-from session_server.demo.muon import Muon, orthogonalised
+from examples.train_embedded_model import tokenizer, train
+from examples.train_embedded_model.__main__ import main
+from examples.train_embedded_model.batches import BatchMaker
+from examples.train_embedded_model.measure import Respondent
+from examples.train_embedded_model.muon import Muon, orthogonalised
+from examples.train_embedded_model.tokenizer import ContentEncoder
+from session_server.demo import MODEL_DIR
 
 
 def test_loss_falls_on_answers_and_their_ends_only(encoder: ContentEncoder) -> None:
@@ -17,7 +20,7 @@ def test_loss_falls_on_answers_and_their_ends_only(encoder: ContentEncoder) -> N
     for row, chosen in zip(batch.token_ids.tolist(), batch.chosen.tolist(), strict=True):
         inside = False
         for position, token_id in enumerate(row[:-1]):
-            inside = token_id == chat.ASSISTANT_ID or (inside and token_id != chat.END_ID)
+            inside = token_id == tokenizer.ASSISTANT_ID or (inside and token_id != tokenizer.END_ID)
             # The last answer may be too short to be scored, where the row ends.
             assert chosen[position] == inside or position > 150
 
@@ -33,7 +36,7 @@ def test_shares_right_count_whole_answers(encoder: ContentEncoder) -> None:
     perfect = torch.nn.functional.one_hot(batch.labels, 1536).float()
     assert batch.shares_right(perfect) == (1.0, 1.0)
     perfect[0] = 0
-    perfect[0, chat.PADDING_ID] = 1
+    perfect[0, tokenizer.PADDING_ID] = 1
     assert batch.shares_right(perfect)[1] == pytest.approx(1 - 1 / len(batch.is_ask))
 
 
@@ -98,10 +101,21 @@ def test_steps_lower_the_loss(encoder: ContentEncoder) -> None:
     assert losses[-1] < losses[0] - 1
 
 
-def test_an_exported_network_can_be_loaded(encoder: ContentEncoder, tmp_path: Path) -> None:
-    run = train.Run(encoder, batch_tokens=512)
-    train.export(run.mean, tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes((MODEL_DIR / "tokenizer.json").read_bytes())
-    respondent = Respondent(tmp_path)
-    exported = respondent.network.model.embed_tokens.weight
-    torch.testing.assert_close(exported, run.mean.model.embed_tokens.weight, atol=1e-3, rtol=1e-3)
+def test_the_documented_commands_make_a_checkpoint_and_measure_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path)
+    main(["tokenizer", "--out", out, "--exchanges", "2000"])
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_text() == (MODEL_DIR / name).read_text()
+    main(["train", "--out", out, "--budget-s", "0.1", "--batch-tokens", "96", "--threads", "1"])
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / name).read_text() == (MODEL_DIR / name).read_text()
+    retrained = Respondent(tmp_path)
+    assert retrained.encoder.decode(retrained.encoder.encode("Oslo. é")) == "Oslo. é"
+    capsys.readouterr()
+    few = ["--history-lens", "128", "--probes", "3", "--dialogues", "1", "--short-dialogues", "2"]
+    main(["measure", *few, "--threads", "1", "--show-wrong"])
+    said = capsys.readouterr().out
+    assert "128 tokens  1.0000  of 3" in said
+    assert re.search(r"0 -  128  1.0000  of \d", said)

@@ -1,11 +1,10 @@
-"""Measure the embedded model: `python -m session_server.demo.measure`.
+"""Measure what the model remembers.
 
 Greedy answers on seeds that training never saw. Three tables: recall at the end of a true
 history of a given length; recall along long dialogues whose history holds the model's own
 answers, as on the server; and all kinds of turns in short dialogues, own answers too.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -14,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from session_server.demo import MODEL_DIR, chat, corpus
-from session_server.demo.network import Network, Shape
+from examples.train_embedded_model import exercises, tokenizer
+from examples.train_embedded_model.network import Network, Shape
+from session_server.demo import corpus
 
-HISTORY_LENGTHS: Final = (128, 512, 1024, 1536, 2048, 3072)
+HISTORY_LENS: Final = (128, 512, 1024, 1536, 2048, 3072)
 SHORT_TURNS: Final = (6, 7, 8, 9, 10)
 MAX_ANSWER_LEN: Final = 96
 
@@ -37,7 +37,7 @@ class Respondent:
     """The model as a partner that answers greedily and keeps what it said."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.encoder = chat.ContentEncoder.load(model_dir)
+        self.encoder = tokenizer.ContentEncoder.load(model_dir)
         self.network = Network(Shape())
         weights = load_file(model_dir / "model.safetensors")
         self.network.load_state_dict({name: value.float() for name, value in weights.items()})
@@ -69,7 +69,7 @@ class Respondent:
                 said += self._asked(exchange)
                 agrees = greedy[len(said) - 1 : len(said) - 1 + len(draft)] == draft
                 answer = exchange.assistant if agrees else self._generate(said)
-                said += [*self.encoder.encode(answer), chat.END_ID]
+                said += [*self.encoder.encode(answer), tokenizer.END_ID]
                 spoken.append(Spoken(exchange, answer, history_len))
                 if not agrees:
                     break
@@ -77,11 +77,11 @@ class Respondent:
 
     def _asked(self, exchange: corpus.Exchange) -> list[int]:
         """The user's message and the prompt for an answer."""
-        return [*self.encoder.message(chat.USER_ID, exchange.user), chat.ASSISTANT_ID]
+        return [*self.encoder.message(tokenizer.USER_ID, exchange.user), tokenizer.ASSISTANT_ID]
 
     def _draft(self, exchange: corpus.Exchange) -> list[int]:
         """The right answer and its end."""
-        return [*self.encoder.encode(exchange.assistant), chat.END_ID]
+        return [*self.encoder.encode(exchange.assistant), tokenizer.END_ID]
 
     def _ids(self, exchange: corpus.Exchange) -> list[int]:
         return self._asked(exchange) + self._draft(exchange)
@@ -90,7 +90,7 @@ class Respondent:
         extended = list(ids)
         while len(extended) - len(ids) < MAX_ANSWER_LEN:
             token_id = int(self._predictions(extended, last_only=True)[-1])
-            if token_id == chat.END_ID:
+            if token_id == tokenizer.END_ID:
                 break
             extended.append(token_id)
         return self.encoder.decode(extended[len(ids) :])
@@ -109,57 +109,25 @@ def recall_at(respondent: Respondent, history_len: int, seeds: Sequence[int]) ->
     """Ask one question after a true history, per seed."""
     spoken = []
     for seed in seeds:
-        probe = corpus.recall_probe(seed, history_len, respondent.encoder.count)
+        probe = exercises.recall_probe(seed, history_len, respondent.encoder.count)
         answer = respondent.answer(probe.history, probe.question)
         spoken.append(Spoken(probe.question, answer, history_len))
     return spoken
 
 
 def share_right(spoken: Sequence[Spoken]) -> float:
-    """Share of turns answered right."""
+    """Return the share of turns answered right; `spoken` must not be empty."""
     return sum(turn.is_right() for turn in spoken) / len(spoken)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model-dir", type=Path, default=MODEL_DIR)
-    parser.add_argument("--probes", type=int, default=200, help="questions per history length")
-    parser.add_argument("--dialogues", type=int, default=20, help="long ones, own history")
-    parser.add_argument("--short-dialogues", type=int, default=200)
-    parser.add_argument("--first-seed", type=int, default=1_000_000)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--show-wrong", action="store_true", help="print the wrong answers")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    respondent = Respondent(args.model_dir)
-    first = args.first_seed
-    wrong: list[Spoken] = []
+def score(spoken: Sequence[Spoken]) -> str:
+    """Format the share of turns answered right, and their number."""
+    return f"{share_right(spoken):.4f}  of {len(spoken)}" if spoken else "none"
 
-    print("recall after a true history")
-    for index, length in enumerate(HISTORY_LENGTHS):
-        first_probe = first + index * args.probes
-        spoken = recall_at(respondent, length, range(first_probe, first_probe + args.probes))
-        wrong += [turn for turn in spoken if not turn.is_right()]
-        print(f"  {length:5d} tokens  {share_right(spoken):.4f}  of {len(spoken)}", flush=True)
 
-    print("questions in long dialogues, own history")
-    spoken = []
-    for seed in range(first, first + args.dialogues):
-        turns = long_dialogue(respondent, seed, HISTORY_LENGTHS[-1])
-        spoken += respondent.converse(turns)
-    wrong += [turn for turn in spoken if not turn.is_right()]
-    _print_by_length([turn for turn in spoken if turn.exchange.kind == "ask"])
-
-    print("all turns of short dialogues, own history")
-    spoken = []
-    for seed in range(first, first + args.short_dialogues):
-        num_turns = SHORT_TURNS[seed % len(SHORT_TURNS)]
-        spoken += respondent.converse(corpus.dialogue(seed, num_turns).turns)
-    wrong += [turn for turn in spoken if not turn.is_right()]
-    print(f"  {share_right(spoken):.4f}  of {len(spoken)}")
-    if args.show_wrong:
-        for turn in wrong:
-            print(f"  {turn.exchange.user!r} after {turn.history_len} tokens: {turn.answer!r}")
+def short_dialogue(seed: int) -> tuple[corpus.Exchange, ...]:
+    """Return the 6 to 10 turns of a seed's dialogue."""
+    return corpus.dialogue(seed, SHORT_TURNS[seed % len(SHORT_TURNS)]).turns
 
 
 def long_dialogue(respondent: Respondent, seed: int, max_len: int) -> tuple[corpus.Exchange, ...]:
@@ -168,19 +136,7 @@ def long_dialogue(respondent: Respondent, seed: int, max_len: int) -> tuple[corp
     total = 0
     for index, exchange in enumerate(turns):
         count = respondent.encoder.count
-        total += corpus.exchange_len(exchange, count)
+        total += exercises.exchange_len(exchange, count)
         if total > max_len:
             return turns[:index]
     return turns
-
-
-def _print_by_length(spoken: Sequence[Spoken]) -> None:
-    shorter = 0
-    for length in HISTORY_LENGTHS:
-        within = [turn for turn in spoken if shorter <= turn.history_len < length]
-        print(f"  {shorter:5d} - {length:4d}  {share_right(within):.4f}  of {len(within)}")
-        shorter = length
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from session_server.demo import chat, corpus
+from examples.train_embedded_model import exercises, tokenizer
+from session_server.demo import corpus
 
 SYSTEM_SHARE: Final = 0.15
 _SYSTEM_TEXTS: Final = (
@@ -48,7 +49,7 @@ class Batch:
 class BatchMaker:
     """Turns seeds into batches; every row is a dialogue of its own."""
 
-    def __init__(self, encoder: chat.ContentEncoder, first_row: int) -> None:
+    def __init__(self, encoder: tokenizer.ContentEncoder, first_row: int) -> None:
         """Begin with row number `first_row`, so that a resumed run sees new rows."""
         self._encoder = encoder
         self._seeds = count(corpus.FIRST_TRAINING_SEED + 1 + first_row)
@@ -83,11 +84,11 @@ class BatchMaker:
         ids: list[int] = []
         answer_of: list[int] = []
         if random.random() < SYSTEM_SHARE:
-            ids += self._encoder.message(chat.SYSTEM_ID, random.choice(_SYSTEM_TEXTS))
+            ids += self._encoder.message(tokenizer.SYSTEM_ID, random.choice(_SYSTEM_TEXTS))
             answer_of += [-1] * len(ids)
-        for exchange in corpus.exchanges(random, corpus.TRAINING):
-            asked = self._encoder.message(chat.USER_ID, exchange.user)
-            answered = self._encoder.message(chat.ASSISTANT_ID, exchange.assistant)
+        for exchange in corpus.exchanges(random, exercises.TRAINING):
+            asked = self._encoder.message(tokenizer.USER_ID, exchange.user)
+            answered = self._encoder.message(tokenizer.ASSISTANT_ID, exchange.assistant)
             if len(ids) + len(asked) + 1 >= length:
                 # Nothing of this answer would fit: fill up with the question alone.
                 filling = (asked + answered)[: length - len(ids)]
