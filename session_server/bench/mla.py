@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from session_server.bench.latent_layers import WAYS, LatentLayers
 from session_server.models.config import MlaConfig, RopeConfig
-from session_server.runner.latent_layers import WAYS, LatentLayers
 
 DEEPSEEK_V2_LITE: Final = MlaConfig(
     num_heads=16,

@@ -11,12 +11,12 @@ from session_server.bench.growth import Workload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
 from session_server.bench.kv_dtype import KvDtypeWorkload, measure_kv_dtypes
+from session_server.bench.latent_layers import WAYS as MLA_WAYS
 from session_server.bench.memory_check import MemoryCheckWorkload, measure_memory_check
 from session_server.bench.mla import MlaWorkload, measure_mla
 from session_server.bench.plots import plot_growth
 from session_server.bench.speculation import WORKLOADS, SpeculationWorkload, measure_speculation
 from session_server.runner.capacity import MemoryLimits
-from session_server.runner.latent_layers import WAYS as MLA_WAYS
 from session_server.runner.loader import RunnerOptions, load_runner
 
 
