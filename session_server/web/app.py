@@ -24,10 +24,10 @@ from session_server.core.errors import SessionServerError, wire_error
 from session_server.web import admin, rest, sglang
 from session_server.web.auth import authorize, services_of
 from session_server.web.generation_run import SGLangState
-from session_server.web.guard import RequestGuard
 from session_server.web.openapi import answers, asyncapi_of, openapi_of
 from session_server.web.readers import Readers
 from session_server.web.refusals import HttpRefusal, JsonResponse, answer_error, error_response
+from session_server.web.request_guard import RequestGuard
 from session_server.web.services import AppServices, WebSettings
 from session_server.web.sockets import Sockets
 from session_server.web.websocket import session_endpoint

@@ -20,9 +20,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from session_server.protocol.session_protocol import CloseCode
-from session_server.web.guard import GuardedHttp, GuardedWebSocket
+from session_server.web.http_guard import GuardedHttp
 from session_server.web.services import AppServices
 from session_server.web.sockets import Sockets
+from session_server.web.websocket_guard import GuardedWebSocket
 
 BACKLOG: Final = 4096
 SHUTDOWN_S: Final = 5

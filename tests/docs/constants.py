@@ -45,11 +45,11 @@ _CLOSED = "the connection is closed"
 _DIES = "the engine is ended and started again; running turns fail: `engine_restarting`"
 
 CONNECTIONS = (
-    _constant("web.guard:MAX_URL_BYTES", "request target", "bytes", _431),
-    _constant("web.guard:MAX_HEADER_BYTES", "headers of a request", "bytes", _431),
-    _constant("web.guard:MAX_HEADERS", "headers of a request", "headers", _431),
+    _constant("web.http_guard:MAX_URL_BYTES", "request target", "bytes", _431),
+    _constant("web.http_guard:MAX_HEADER_BYTES", "headers of a request", "bytes", _431),
+    _constant("web.http_guard:MAX_HEADERS", "headers of a request", "headers", _431),
     _constant(
-        "web.guard:HEADER_TIMEOUT_S", "time for the head of a request", "s", f"408; {_CLOSED}"
+        "web.http_guard:HEADER_TIMEOUT_S", "time for the head of a request", "s", f"408; {_CLOSED}"
     ),
     _constant("web.services:WebSettings.body_timeout_s", "time for a body", "s", "408"),
     _constant(
@@ -65,7 +65,7 @@ CONNECTIONS = (
         "further ones are refused: 503 `server_busy`",
     ),
     _constant("web.auth:MAX_KEY_CHARS", "an API key", "characters", "`unauthorized`"),
-    _constant("web.guard:STALL_S", "time in which an HTTP reader takes nothing", "s", _CLOSED),
+    _constant("web.http_guard:STALL_S", "time in which an HTTP reader takes nothing", "s", _CLOSED),
     _constant(
         "web.services:WebSettings.send_timeout_s",
         "time in which a socket takes nothing",
@@ -73,7 +73,7 @@ CONNECTIONS = (
         "close code 1013; the client may resume",
     ),
     _constant(
-        "web.guard:LINGER_S",
+        "web.websocket_guard:LINGER_S",
         "time for a socket to take what it is owed after its end",
         "s",
         _CLOSED,

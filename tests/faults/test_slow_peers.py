@@ -12,7 +12,7 @@ from unittest import mock
 
 from session_server.core.session_events import TurnCancelled, TurnCompleted
 from session_server.protocol.session_protocol import CloseCode
-from session_server.web import guard
+from session_server.web import http_guard, websocket_guard
 from session_server.web.auth import ANONYMOUS
 from session_server.web.services import digest_of
 from tests.engine.bench import Stage
@@ -46,7 +46,7 @@ async def ended(peer: RawPeer) -> bytes:
 @injects("slow handshake, slow body", "a head that stops at any byte", points=60)
 async def test_a_head_that_stops_is_not_waited_for(points: Points) -> None:
     head = upgrade("s")
-    with mock.patch.object(guard, "HEADER_TIMEOUT_S", SOON_S):
+    with mock.patch.object(http_guard, "HEADER_TIMEOUT_S", SOON_S):
         async with wired() as server:
             peers = [await server.peer() for _ in range(0, len(head), 3)]
             for peer, end in zip(peers, range(0, len(head), 3), strict=True):
@@ -72,7 +72,7 @@ async def test_who_trickles_gets_no_more_time_than_who_stops(points: Points) -> 
         peer.vanish(hard=False)
         points.strike()
 
-    with mock.patch.object(guard, "HEADER_TIMEOUT_S", SOON_S):
+    with mock.patch.object(http_guard, "HEADER_TIMEOUT_S", SOON_S):
         async with wired(body_timeout_s=SOON_S) as server:
             await asyncio.gather(
                 *(trickle(server, size, is_body=False) for size in range(1, 11)),
@@ -100,7 +100,7 @@ async def test_a_body_that_stops_is_not_waited_for(points: Points) -> None:
 
 @injects("slow handshake, slow body", "a first message that stops at any byte", points=48)
 async def test_a_first_message_that_stops_is_not_waited_for(points: Points) -> None:
-    lingering = mock.patch.object(guard, "LINGER_S", SOON_S)
+    lingering = mock.patch.object(websocket_guard, "LINGER_S", SOON_S)
     keys = (digest_of("secret"),)
     async with wired(key_digests=keys, auth_timeout_s=SOON_S) as server:
         first = text_frame({"type": "session.auth", "token": "secret"})
@@ -157,7 +157,7 @@ async def test_a_peer_that_answers_no_ping_is_let_go_though_it_was_not_done_read
     points: Points,
 ) -> None:
     """A polite close waits until everything was written, which here is never."""
-    with mock.patch.object(guard, "LINGER_S", SOON_S):
+    with mock.patch.object(websocket_guard, "LINGER_S", SOON_S):
         async with wired(heartbeat_s=SOON_S, ping_timeout_s=SOON_S) as server:
             server.narrow(4096)
             peers = []
@@ -184,7 +184,7 @@ async def test_a_peer_that_answers_no_ping_is_let_go_though_it_was_not_done_read
 @injects("slow reader", "readers that stop at every fortieth byte of a stream", points=100)
 async def test_a_reader_that_stops_is_let_go_and_nobody_waits_for_it(points: Points) -> None:
     """Whoever reads nothing more is cut; its turn runs on, and it may come back for the rest."""
-    with mock.patch.object(guard, "LINGER_S", SOON_S):
+    with mock.patch.object(websocket_guard, "LINGER_S", SOON_S):
         async with wired(STAGE, send_timeout_s=SOON_S) as server:
             server.narrow(2048)
             peers = []

@@ -491,7 +491,7 @@ HEADERS_WITHOUT_END = Mutant(
     "A request may have as many headers as its client likes.",
     "CVE-2025-48956 (E3)",
     Edit(
-        "session_server.web.guard:GuardedHttp.on_header",
+        "session_server.web.http_guard:GuardedHttp.on_header",
         " or self._head_count > MAX_HEADERS",
         "",
     ),

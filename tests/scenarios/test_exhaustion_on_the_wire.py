@@ -20,7 +20,7 @@ from session_server.core.engine_client import EventListener
 from session_server.core.events import EngineReady
 from session_server.core.session_events import TurnCancelled
 from session_server.sessions.views import OpenRequest
-from session_server.web import guard
+from session_server.web import http_guard
 from tests.mutants.guards import (
     DEAD_ENGINE_IS_UP,
     DISCONNECT_STOPS_NOBODY,
@@ -88,7 +88,10 @@ async def test_e2_a_client_that_hangs_up_does_not_leave_its_turn_running(this: S
 @served()
 async def test_e3_a_head_of_many_headers_is_refused(this: Served) -> None:
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-    for num_more, status in ((guard.MAX_HEADERS - 2, b"200"), (guard.MAX_HEADERS - 1, b"431")):
+    for num_more, status in (
+        (http_guard.MAX_HEADERS - 2, b"200"),
+        (http_guard.MAX_HEADERS - 1, b"431"),
+    ):
         answer = await this.raw(head + b"X: a\r\n" * num_more + b"\r\n")
         assert answer.startswith(b"HTTP/1.1 " + status)
 

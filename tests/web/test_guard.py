@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from session_server.web import guard
+from session_server.web import http_guard
 from tests.web.serving import Served, served
 
 OK = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-NUM_FREE = guard.MAX_HEADERS - 2
+NUM_FREE = http_guard.MAX_HEADERS - 2
 
 RAW = [
     ("plain", OK + b"\r\n", 200),
@@ -52,7 +52,7 @@ async def test_a_request_is_what_it_must_be_or_is_refused(this: Served) -> None:
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_guard, "HEADER_TIMEOUT_S", 0.1)
 
     @served()
     async def test(this: Served) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from session_server.sessions import tokenising
 from session_server.sessions.prompt import Prompt, build_prompt
-from session_server.web import guard
+from session_server.web import http_guard
 from tests.web.serving import Served, served, turn
 from tests.web.test_websocket import flood, narrow_socket
 
@@ -46,7 +46,7 @@ async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_toke
 def test_a_stalled_http_reader_is_let_go_with_its_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    monkeypatch.setattr(guard, "STALL_S", 0.2)
+    monkeypatch.setattr(http_guard, "STALL_S", 0.2)
 
     @served()
     async def test(this: Served) -> None:
