@@ -7,6 +7,7 @@ twice. Labels are from closed sets, so the number of series is bounded: no ids, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -40,6 +41,14 @@ _ENGINE_TOTALS: Final = (
 
 _CHECKER_TOTALS: Final = ("probes", "rebuilds", "reprefill_tokens")
 _FAILURE_CODES: Final = frozenset(form.code for form in WIRE_ERRORS.values())
+
+
+class ReaderKind(StrEnum):
+    """How a reader of a session is connected."""
+
+    WEBSOCKET = "websocket"
+    SSE = "sse"
+    HTTP = "http"
 
 
 class ServerMetrics:
@@ -79,13 +88,13 @@ class ServerMetrics:
         self._sockets.sessions.set_function(sessions)
         self._sockets.tasks.set_function(tasks)
 
-    def connection_opened(self, kind: str) -> None:
-        """A reader came; `kind` is `websocket` or `sse`."""
+    def connection_opened(self, kind: ReaderKind) -> None:
+        """Count a reader that connected."""
         self._sockets.connections.labels(kind).inc()
         self._sockets.connections_total.labels(kind).inc()
 
-    def connection_closed(self, kind: str) -> None:
-        """A reader went."""
+    def connection_closed(self, kind: ReaderKind) -> None:
+        """Count a reader that disconnected."""
         self._sockets.connections.labels(kind).dec()
 
     def refused(self, code: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from session_server.core.errors import ServerBusy, SessionServerError
+from session_server.metrics.prometheus import ReaderKind
 from session_server.web.services import AppServices
 
 MAX_BOUND_TURNS: Final = 64
@@ -56,8 +57,8 @@ class Readers:
             raise ServerBusy(f"{self._num_readers} readers are connected, the maximum.")
 
     @contextlib.contextmanager
-    def reading(self, owner: str, session_id: str, kind: str) -> Iterator[Watch]:
-        """Count as a reader inside the block; `kind` is `websocket`, `sse` or `http`."""
+    def reading(self, *, owner: str, session_id: str, kind: ReaderKind) -> Iterator[Watch]:
+        """Count one reader of a session inside the block."""
         # Owners may choose equal ids.
         watch = self._watches.setdefault((owner, session_id), Watch())
         watch.readers += 1

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from session_server.core.errors import InvalidRequest, SessionExists
 from session_server.core.session_events import Message, TurnFailedEntry
+from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.errors import ErrorResponse
 from session_server.protocol.frames import failure_body
 from session_server.protocol.messages import (
@@ -196,7 +197,9 @@ async def read_events(
         start = journal.last_seq if after is None else after
     return EventStream(
         session_events(caller, session_id, after=start),
-        around=caller.readers.reading(caller.owner, session_id, "sse"),
+        around=caller.readers.reading(
+            owner=caller.owner, session_id=session_id, kind=ReaderKind.SSE
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from session_server.core.session_events import (
     SessionEntry,
     TurnEnd,
 )
+from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.errors import error_body
 from session_server.protocol.frames import (
     ErrorFrame,
@@ -53,7 +54,9 @@ class TurnReading:
 
     def __enter__(self) -> Self:
         call, view = self._call, self._view
-        reading = call.readers.reading(call.owner, view.session_id, "http")
+        reading = call.readers.reading(
+            owner=call.owner, session_id=view.session_id, kind=ReaderKind.HTTP
+        )
         self._watch = self._scope.enter_context(reading)
         if self._keep_partial is not None and view.end is None:
             self._watch.bind(view.turn_id, keep_partial=self._keep_partial)

@@ -25,6 +25,7 @@ from session_server.core.errors import (
     wire_error,
 )
 from session_server.core.session_events import TurnEnd, TurnRequest
+from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import ResumeFailedFrame
 from session_server.protocol.messages import MAX_SEQ
 from session_server.protocol.session_protocol import (
@@ -108,7 +109,9 @@ class SessionSocket:
             return
         await self._accept()
         with (
-            call.readers.reading(owner, view.session_id, "websocket") as watch,
+            call.readers.reading(
+                owner=owner, session_id=view.session_id, kind=ReaderKind.WEBSOCKET
+            ) as watch,
             self._sockets.attached(owner, view.session_id, self),
         ):
             await self._serve(call, view, watch)

@@ -37,7 +37,7 @@ def test_a_bound_is_found_by_its_name() -> None:
 
 def test_a_bound_added_to_the_code_is_missing_from_the_page() -> None:
     found = set(limits.constants_in_code())
-    assert "session_server.web.guard:MAX_HEADERS" in found
+    assert "session_server.web.http_guard:MAX_HEADERS" in found
     assert not any(path.startswith("session_server.demo") for path in found)
     for path in found:
         module, _, name = path.partition(":")

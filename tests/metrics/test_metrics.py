@@ -22,7 +22,7 @@ from session_server.core.events import (
 )
 from session_server.core.ids import SessionId, TurnId
 from session_server.metrics.logging import EventLog, OneLineFormatter, configure_logging
-from session_server.metrics.prometheus import ServerMetrics
+from session_server.metrics.prometheus import ReaderKind, ServerMetrics
 
 TIMINGS = TurnTimings(
     queue_ms=1.0, prefill_ms=2.0, ttft_ms=30.0, decode_ms=40.0, forward_ms=5.0, num_steps=6
@@ -166,9 +166,9 @@ def test_nothing_runs_in_an_engine_that_died() -> None:
 def test_readers_refusals_sessions_and_lag_are_counted() -> None:
     metrics = ServerMetrics(now_s=Clock())
     metrics.watch(sessions=lambda: 3, tasks=lambda: 7)
-    metrics.connection_opened("websocket")
-    metrics.connection_opened("websocket")
-    metrics.connection_closed("websocket")
+    metrics.connection_opened(ReaderKind.WEBSOCKET)
+    metrics.connection_opened(ReaderKind.WEBSOCKET)
+    metrics.connection_closed(ReaderKind.WEBSOCKET)
     metrics.refused("session_busy")
     metrics.refused("whatever a client made up")
     metrics.loop_lagged(0.5)

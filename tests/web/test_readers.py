@@ -42,6 +42,28 @@ async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_toke
     assert this.sessions.stats().turns_by_end == {"cancelled": 1}
 
 
+@served()
+async def test_a_reader_of_events_keeps_a_bound_turn_alive_and_is_counted_by_its_kind(
+    this: Served,
+) -> None:
+    session_id = await this.open()
+    this.is_held = True
+    async with this.http.stream("GET", f"/v1/sessions/{session_id}/events") as events:
+        async with this.socket(session_id) as wire:
+            await wire.send("turn.create", turn_id="t", **turn(on_disconnect="cancel"))
+            await wire.until("turn.created")
+        await this.until(lambda: not this.sockets.num_attached)
+        scraped = this.services.metrics.exposition().decode()
+        assert 'session_server_connections{kind="sse"} 1.0' in scraped
+        assert 'session_server_connections{kind="websocket"} 0.0' in scraped
+        assert session_id not in scraped
+        this.is_held = False
+        async for line in events.aiter_lines():
+            if line in ("event: turn.completed", "event: turn.cancelled"):
+                break
+        assert line == "event: turn.completed"
+
+
 @pytest.mark.parametrize("path", ["events", "items"])
 def test_a_stalled_http_reader_is_let_go_with_its_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
