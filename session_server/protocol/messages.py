@@ -62,14 +62,22 @@ OnDisconnect = Literal["detach", "cancel"]
 BodyT = TypeVar("BodyT")
 
 
-class MessageBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Refuse unknown fields, in every body and frame of a client."""
+
+
+class ClientFrame(Body, frozen=True, kw_only=True, tag_field="type"):
+    """Name a frame of a client by its `type`."""
+
+
+class MessageBody(Body, frozen=True, kw_only=True):
     """One chat message."""
 
     role: Annotated[str, Meta(pattern=r"^[a-z_]{1,32}$(?!\n)")]
     content: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)]
 
 
-class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingBody(Body, frozen=True, kw_only=True):
     """How the answer is chosen; what is absent or null is the server's default.
 
     `temperature` 0 is greedy and exact. `top_k` 0 or -1 means all. `stop` strings are cut from the
@@ -109,7 +117,7 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     skip_special_tokens: bool | None = None
 
 
-class TurnFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TurnFields(Body, frozen=True, kw_only=True):
     """One turn. Exactly one of `input`, `text` and `input_ids` is given.
 
     `turn_id` is the idempotency key: the same id with the same body is the same turn, with another
@@ -129,11 +137,11 @@ class TurnFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     on_disconnect: OnDisconnect | None = None
 
 
-class TurnBody(TurnFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TurnBody(TurnFields, frozen=True, kw_only=True):
     """Body of `POST /v1/sessions/{id}/turns`."""
 
 
-class OpenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OpenBody(Body, frozen=True, kw_only=True):
     """Body of `POST /v1/sessions`. `instructions` become the system message before `messages`;
     both are context of the first turn. `pinned` asks that pressure never takes the session's KV.
     `history`: "append" renders new messages only, "template" the whole conversation each turn and
@@ -150,27 +158,20 @@ class OpenBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     history: Literal["append", "template"] | None = None
 
 
-class UpdateBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class UpdateBody(Body, frozen=True, kw_only=True):
     """Body of `PATCH /v1/sessions/{id}`; what is absent stays."""
 
     ttl_s: TtlS | None = None
     metadata: Metadata | None = None
 
 
-class CancelBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CancelBody(Body, frozen=True, kw_only=True):
     """Body of a cancel. `keep_partial` false leaves the session as it was before the turn."""
 
     keep_partial: bool = True
 
 
-class SessionAuth(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="session.auth",
-):
+class SessionAuth(ClientFrame, frozen=True, kw_only=True, tag="session.auth"):
     """First message of a client that could not send a header."""
 
     token: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -180,14 +181,7 @@ class TurnCreate(TurnFields, frozen=True, kw_only=True, tag_field="type", tag="t
     """Run one turn."""
 
 
-class TurnCancel(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="turn.cancel",
-):
+class TurnCancel(ClientFrame, frozen=True, kw_only=True, tag="turn.cancel"):
     """Cancel one turn; without an id, the running one."""
 
     turn_id: Id | None = None
@@ -198,38 +192,17 @@ class SessionUpdate(UpdateBody, frozen=True, kw_only=True, tag_field="type", tag
     """Change settings of the session; answered by `session.updated`."""
 
 
-class SessionClose(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="session.close",
-):
+class SessionClose(ClientFrame, frozen=True, kw_only=True, tag="session.close"):
     """Close the session; its last frame is `session.closed`."""
 
 
-class Ping(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="ping",
-):
+class Ping(ClientFrame, frozen=True, kw_only=True, tag="ping"):
     """Application ping, for clients that cannot send or see ping frames."""
 
     t: Annotated[float, Meta(ge=-1e300, le=1e300)] | None = None
 
 
-class Ack(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    tag="ack",
-):
+class Ack(ClientFrame, frozen=True, kw_only=True, tag="ack"):
     """The client has processed everything up to `seq`."""
 
     seq: Annotated[int, Meta(ge=0, le=MAX_SEQ)]
