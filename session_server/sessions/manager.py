@@ -36,6 +36,7 @@ from session_server.core.events import (
     TurnFinished,
     TurnStarted,
 )
+from session_server.core.owner import Owner
 from session_server.core.session_events import (
     SessionClosed,
     SessionDraining,
@@ -141,7 +142,7 @@ class SessionManager:
         """Stop the engine; after `drain`."""
         await self._link.stop()
 
-    def open(self, owner: str, request: OpenRequest) -> SessionView:
+    def open(self, owner: Owner, request: OpenRequest) -> SessionView:
         """Make a session. Nothing is computed before its first turn.
 
         Raises:
@@ -163,16 +164,16 @@ class SessionManager:
         self._sessions.add(session)
         return session.view()
 
-    def id_for_key(self, owner: str, key: str) -> str:
+    def id_for_key(self, owner: Owner, key: str) -> str:
         """The session id that a client's idempotency key stands for; nobody else can guess it."""
         return self._salts.id_for_key(owner, key)
 
-    def get(self, owner: str, session_id: str) -> SessionView:
+    def get(self, owner: Owner, session_id: str) -> SessionView:
         """One session. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).view()
 
     def list(
-        self, owner: str, *, limit: int = 100, after: str | None = None
+        self, owner: Owner, *, limit: int = 100, after: str | None = None
     ) -> tuple[SessionView, ...]:
         """The owner's sessions, oldest first, those behind session `after`.
 
@@ -186,7 +187,7 @@ class SessionManager:
 
     def update(
         self,
-        owner: str,
+        owner: Owner,
         session_id: str,
         *,
         ttl_s: float | None = None,
@@ -210,7 +211,9 @@ class SessionManager:
         session.journal.append(SessionUpdated(settings.ttl_s, dict(settings.metadata)))
         return session.view()
 
-    def close(self, owner: str, session_id: str, *, reason: CloseReason = "client") -> SessionView:
+    def close(
+        self, owner: Owner, session_id: str, *, reason: CloseReason = "client"
+    ) -> SessionView:
         """Begin to close: no new turns, waiting ones end, a running one is cancelled.
 
         `SessionClosed` ends the journal, at once when no turn runs; then the id is free. Closing
@@ -228,7 +231,7 @@ class SessionManager:
         """
         return await self._flow.tokenising.encode(text, add_bos=add_bos)
 
-    async def submit(self, owner: str, session_id: str, request: TurnRequest) -> TurnView:
+    async def submit(self, owner: Owner, session_id: str, request: TurnRequest) -> TurnView:
         """Accept a turn, or refuse it by raising with nothing changed.
 
         Returns as soon as the turn waits in line or was sent to the engine. Turns run in the
@@ -263,7 +266,7 @@ class SessionManager:
 
     def cancel(
         self,
-        owner: str,
+        owner: Owner,
         session_id: str,
         turn_id: str | None = None,
         *,
@@ -285,16 +288,16 @@ class SessionManager:
         self._flow.cancel(session, turn, keep_partial=keep_partial, reason=reason)
         return self._view_of(session, turn.request.turn_id)
 
-    def turn(self, owner: str, session_id: str, turn_id: str) -> TurnView:
+    def turn(self, owner: Owner, session_id: str, turn_id: str) -> TurnView:
         """A turn that waits, runs, or ended recently. Raises SessionNotFound, TurnNotFound."""
         return self._view_of(self._sessions.get(owner, session_id), turn_id)
 
-    def journal(self, owner: str, session_id: str) -> Journal:
+    def journal(self, owner: Owner, session_id: str) -> Journal:
         """The session's log. Whoever holds it can read it to its end, also when the session is
         gone. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).journal
 
-    def snapshot(self, owner: str, session_id: str) -> SessionSnapshot:
+    def snapshot(self, owner: Owner, session_id: str) -> SessionSnapshot:
         """The state from which a reader goes on who lost the journal. Raises SessionNotFound."""
         session = self._sessions.get(owner, session_id)
         live = session.live
@@ -305,7 +308,7 @@ class SessionManager:
             queued=tuple(session.turn_view(turn) for turn in session.queue if turn.is_accepted),
         )
 
-    def history(self, owner: str, session_id: str) -> tuple[int, ...]:
+    def history(self, owner: Owner, session_id: str) -> tuple[int, ...]:
         """Token ids of the session as of the last turn that ended. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).transcript.tokens()
 
@@ -412,7 +415,7 @@ class SessionManager:
 
     # -- sessions
 
-    def _new_session(self, owner: str, request: OpenRequest, mode: HistoryMode) -> Session:
+    def _new_session(self, owner: Owner, request: OpenRequest, mode: HistoryMode) -> Session:
         session = Session(
             owner=owner,
             session_id="",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from session_server.core.errors import QuotaExceeded, ServerBusy
+from session_server.core.owner import Owner
 from session_server.sessions.journal import JournalLimits
 from session_server.text.tokenizer import LONG_TEXT_CHARS
 
@@ -64,7 +65,7 @@ class Quotas:
 
     def __init__(self, limits: QuotaLimits) -> None:
         self._limits = limits
-        self._shares: dict[str, _Share] = {}
+        self._shares: dict[Owner, _Share] = {}
         self._sessions = 0
         self._turns = 0
 
@@ -73,7 +74,7 @@ class Quotas:
         """Owners that are counted now."""
         return len(self._shares)
 
-    def take_session(self, owner: str) -> None:
+    def take_session(self, owner: Owner) -> None:
         """Count one more session.
 
         Raises:
@@ -88,7 +89,7 @@ class Quotas:
         share.sessions += 1
         self._sessions += 1
 
-    def give_session(self, owner: str) -> None:
+    def give_session(self, owner: Owner) -> None:
         """Count one session less."""
         share = self._shares[owner]
         assert share.sessions > 0, "a session was given back twice"
@@ -96,7 +97,7 @@ class Quotas:
         self._sessions -= 1
         self._forget_unused(owner)
 
-    def take_turn(self, owner: str) -> None:
+    def take_turn(self, owner: Owner) -> None:
         """Count one more unfinished turn.
 
         Raises:
@@ -111,7 +112,7 @@ class Quotas:
         share.turns += 1
         self._turns += 1
 
-    def give_turn(self, owner: str) -> None:
+    def give_turn(self, owner: Owner) -> None:
         """Count one unfinished turn less."""
         share = self._shares[owner]
         assert share.turns > 0, "a turn was given back twice"
@@ -119,7 +120,7 @@ class Quotas:
         self._turns -= 1
         self._forget_unused(owner)
 
-    def charge_input(self, owner: str, num_tokens: int, *, now_s: float) -> None:
+    def charge_input(self, owner: Owner, num_tokens: int, *, now_s: float) -> None:
         """Count new input tokens against the owner's rate.
 
         A full bucket lets one turn of any size through, so that a turn larger than a minute's
@@ -149,7 +150,7 @@ class Quotas:
         share.debt = max(0.0, share.debt - elapsed_s * rate / _MINUTE_S)
         share.paid_at_s = now_s
 
-    def _forget_unused(self, owner: str) -> None:
+    def _forget_unused(self, owner: Owner) -> None:
         share = self._shares[owner]
         if share.sessions == 0 and share.turns == 0 and share.debt == 0.0:
             del self._shares[owner]

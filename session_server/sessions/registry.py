@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from session_server.core.errors import InvalidRequest, SessionExists, SessionNotFound
 from session_server.core.ids import SessionId
+from session_server.core.owner import Owner
 from session_server.sessions.session import Session
 
 _NOT_FOUND = "No such session: closed, expired, or opened with another key."
@@ -16,7 +17,7 @@ class SessionRegistry:
     """Open sessions by (owner, id) and by the id the engine knows."""
 
     def __init__(self) -> None:
-        self._by_owner: dict[str, dict[str, Session]] = {}
+        self._by_owner: dict[Owner, dict[str, Session]] = {}
         self._by_copy: dict[SessionId, Session] = {}
 
     def __len__(self) -> int:
@@ -38,12 +39,12 @@ class SessionRegistry:
             del self._by_owner[session.owner]
         del self._by_copy[session.copy.session_id]
 
-    def check_free(self, owner: str, session_id: str) -> None:
+    def check_free(self, owner: Owner, session_id: str) -> None:
         """Raise SessionExists when the owner has an open session of this id."""
         if session_id in self._by_owner.get(owner, {}):
             raise SessionExists("the session id is in use", param="id")
 
-    def get(self, owner: str, session_id: str) -> Session:
+    def get(self, owner: Owner, session_id: str) -> Session:
         """Raise SessionNotFound for an unknown id and for another owner's alike."""
         session = self._by_owner.get(owner, {}).get(session_id)
         if session is None:
@@ -54,7 +55,7 @@ class SessionRegistry:
         """The session the engine knows by this id."""
         return self._by_copy.get(session_id)
 
-    def page(self, owner: str, *, limit: int, after: str | None) -> list[Session]:
+    def page(self, owner: Owner, *, limit: int, after: str | None) -> list[Session]:
         """Up to `limit` sessions of an owner, oldest first, behind session `after`."""
         owned = self._by_owner.get(owner, {})
         sessions = iter(owned.values())

@@ -22,6 +22,7 @@ from session_server.core.errors import (
     TurnNotFound,
     UnsupportedOperation,
 )
+from session_server.core.owner import Owner
 from session_server.core.session_events import (
     ChatInput,
     TextInput,
@@ -91,7 +92,7 @@ class RequestTrees:
         self._trees: WeakKeyDictionary[Journal, dict[str, _Node]] = WeakKeyDictionary()
 
     async def submit(
-        self, owner: str, session_id: str, *, rid: str, point: BranchPoint, request: TurnRequest
+        self, owner: Owner, session_id: str, *, rid: str, point: BranchPoint, request: TurnRequest
     ) -> Branch:
         """Run a text or token request at `point` of the session's tree under the name `rid`.
 
@@ -127,7 +128,7 @@ class RequestTrees:
         return Branch(branch_id, view, journal)
 
     async def _parent(
-        self, owner: str, nodes: dict[str, _Node], point: BranchPoint
+        self, owner: Owner, nodes: dict[str, _Node], point: BranchPoint
     ) -> _Node | None:
         """The node to go on from; ends and removes what the request replaces."""
         if point.rid is None:
@@ -149,14 +150,14 @@ class RequestTrees:
             )
         return node
 
-    async def _end(self, owner: str, node: _Node) -> None:
+    async def _end(self, owner: Owner, node: _Node) -> None:
         """Cancel a request that runs, keeping what it has, and wait until it has let go."""
         if not node.journal.is_closed:
             self._manager.close(owner, node.session_id)
         while not node.journal.is_closed:
             await node.journal.wait(node.journal.last_seq)
 
-    async def _remove(self, owner: str, nodes: dict[str, _Node], removed: list[_Node]) -> None:
+    async def _remove(self, owner: Owner, nodes: dict[str, _Node], removed: list[_Node]) -> None:
         for node in removed:
             await self._end(owner, node)
             nodes.pop(node.rid, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+from session_server.core.owner import Owner
+
 
 class TenantSalts:
     """Cache namespaces of sessions, keyed by a secret that is never shown.
@@ -18,14 +20,16 @@ class TenantSalts:
         self._secret = secret
         self._share_prefixes = share_prefixes
 
-    def salt_of(self, owner: str, session_id: str) -> str:
+    def salt_of(self, owner: Owner, session_id: str) -> str:
         """The namespace of a session."""
-        salt = hmac.new(self._secret, owner.encode(), hashlib.sha256)
+        salt = hmac.new(self._secret, owner.owner_id.encode(), hashlib.sha256)
         if self._share_prefixes:
             return salt.hexdigest()
         return hmac.new(salt.digest(), session_id.encode(), hashlib.sha256).hexdigest()
 
-    def id_for_key(self, owner: str, key: str) -> str:
+    def id_for_key(self, owner: Owner, key: str) -> str:
         """The session id that a client's idempotency key stands for; nobody else can guess it."""
-        digest = hmac.new(self._secret, f"{owner}/{key}".encode(), hashlib.sha256).hexdigest()
+        digest = hmac.new(
+            self._secret, f"{owner.owner_id}/{key}".encode(), hashlib.sha256
+        ).hexdigest()
         return f"s_{digest[:32]}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from session_server.core.ids import SessionId, new_session_id
+from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.journal import Journal
 from session_server.sessions.transcript import Transcript
@@ -45,7 +46,7 @@ class EngineCopy:
 class Session:
     """A conversation and its owner. At most one turn is live; the rest wait in order."""
 
-    owner: str
+    owner: Owner
     session_id: str
     settings: SessionSettings
     journal: Journal

@@ -13,10 +13,11 @@ from typing import Final
 from starlette.requests import HTTPConnection
 
 from session_server.core.errors import Unauthorized
+from session_server.core.owner import Owner
 from session_server.web.services import AppServices, digest_of
 
 PUBLIC_ROUTES: Final = frozenset({"health", "ready"})
-ANONYMOUS: Final = "anonymous"
+ANONYMOUS: Final = Owner("anonymous")
 MAX_KEY_CHARS: Final = 512
 BEARER_PROTOCOL: Final = "bearer."
 
@@ -28,7 +29,7 @@ def services_of(connection: HTTPConnection) -> AppServices:
     return services
 
 
-def owner_of(services: AppServices, key: str | None) -> str:
+def owner_of(services: AppServices, key: str | None) -> Owner:
     """The owner behind a key.
 
     Raises:
@@ -42,7 +43,7 @@ def owner_of(services: AppServices, key: str | None) -> str:
     matches = [hmac.compare_digest(digest, known) for known in digests]
     if key is None or not any(matches):
         raise Unauthorized("A valid API key is required: Authorization: Bearer <key>.")
-    return digest
+    return Owner(digest)
 
 
 def header_key(connection: HTTPConnection) -> str | None:
@@ -51,7 +52,7 @@ def header_key(connection: HTTPConnection) -> str | None:
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 
-async def authorize(connection: HTTPConnection) -> str | None:
+async def authorize(connection: HTTPConnection) -> Owner | None:
     """The owner who asks; None on the few routes that are open.
 
     Raises:

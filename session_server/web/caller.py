@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
+from session_server.core.owner import Owner
 from session_server.sessions.manager import SessionManager
 from session_server.web.auth import authorize, services_of
 from session_server.web.readers import Readers
@@ -18,7 +19,7 @@ from session_server.web.services import AppServices
 class Call:
     """One request's owner and what it may use."""
 
-    owner: str
+    owner: Owner
     services: AppServices
     readers: Readers
 
@@ -29,14 +30,14 @@ class Call:
 
 
 async def call_of(
-    connection: HTTPConnection, owner: Annotated[str | None, Depends(authorize)]
+    connection: HTTPConnection, owner: Annotated[Owner | None, Depends(authorize)]
 ) -> Call:
     """The call behind a connection that was authorised."""
     assert owner is not None, "only public routes have no owner"
     return make_call(connection, owner)
 
 
-def make_call(connection: HTTPConnection, owner: str) -> Call:
+def make_call(connection: HTTPConnection, owner: Owner) -> Call:
     """The call of an owner who was authorised in another way."""
     readers = connection.app.state.readers
     assert isinstance(readers, Readers), "create_app set it"

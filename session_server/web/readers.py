@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from session_server.core.errors import ServerBusy, SessionServerError
+from session_server.core.owner import Owner
 from session_server.metrics.prometheus import ReaderKind
 from session_server.web.services import AppServices
 
@@ -45,7 +46,7 @@ class Readers:
         self._metrics = services.metrics
         self._max_readers = services.settings.max_connections
         self._num_readers = 0
-        self._watches: dict[tuple[str, str], Watch] = {}
+        self._watches: dict[tuple[Owner, str], Watch] = {}
 
     def check_room(self) -> None:
         """Refuse a reader too many; asked before a turn is submitted for it.
@@ -57,7 +58,7 @@ class Readers:
             raise ServerBusy(f"{self._num_readers} readers are connected, the maximum.")
 
     @contextlib.contextmanager
-    def reading(self, *, owner: str, session_id: str, kind: ReaderKind) -> Iterator[Watch]:
+    def reading(self, *, owner: Owner, session_id: str, kind: ReaderKind) -> Iterator[Watch]:
         """Count one reader of a session inside the block."""
         # Owners may choose equal ids.
         watch = self._watches.setdefault((owner, session_id), Watch())
@@ -74,7 +75,7 @@ class Readers:
                 del self._watches[owner, session_id]
                 self._cancel_bound(owner, session_id, watch)
 
-    def _cancel_bound(self, owner: str, session_id: str, watch: Watch) -> None:
+    def _cancel_bound(self, owner: Owner, session_id: str, watch: Watch) -> None:
         for turn_id, keep_partial in watch.bound.items():
             # The turn or its session may have ended meanwhile, which is what was wanted.
             with contextlib.suppress(SessionServerError):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final, Protocol
 
 from session_server.core.errors import ServerBusy
+from session_server.core.owner import Owner
 from session_server.protocol.session_protocol import CloseCode
 
 UNPROVEN_SHARE: Final = 10
@@ -29,7 +30,7 @@ class Sockets:
         self._max_connections = max_connections
         self._num_connections = 0
         self._num_unproven = 0
-        self._by_session: dict[tuple[str, str], Endable] = {}
+        self._by_session: dict[tuple[Owner, str], Endable] = {}
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
@@ -62,7 +63,7 @@ class Sockets:
             self._num_unproven -= 1
 
     @contextlib.contextmanager
-    def attached(self, owner: str, session_id: str, socket: Endable) -> Iterator[None]:
+    def attached(self, owner: Owner, session_id: str, socket: Endable) -> Iterator[None]:
         """Be the session's connection inside the block; the one before is ended with 4409."""
         # Owners may choose equal ids.
         key = (owner, session_id)

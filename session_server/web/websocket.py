@@ -24,6 +24,7 @@ from session_server.core.errors import (
     Unauthorized,
     wire_error,
 )
+from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd, TurnRequest
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import ResumeFailedFrame
@@ -131,7 +132,7 @@ class SessionSocket:
         await self._websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         self._is_accepted = True
 
-    async def _first_message_owner(self) -> str:
+    async def _first_message_owner(self) -> Owner:
         """The owner named by a first message `session.auth`.
 
         Raises:

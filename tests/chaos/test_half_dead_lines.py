@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from session_server.web.auth import ANONYMOUS
 from tests.chaos.decisions import Decisions
 from tests.chaos.proxy import CALM, ChaosProxy, Direction, Fate, Fault
 from tests.chaos.socket_client import LOST
@@ -84,8 +85,8 @@ async def after_it(this: Served[PaperEngine], session_id: str, kind: str) -> str
         end = await wire.turn("next", **NEXT)
         while end["turn_id"] == "struck":  # what the lost connection left may end only now
             end = await wire.until(*ENDS)
-    view = this.sessions.get("anonymous", session_id)
-    items = this.sessions.snapshot("anonymous", session_id).items
+    view = this.sessions.get(ANONYMOUS, session_id)
+    items = this.sessions.snapshot(ANONYMOUS, session_id).items
     ran = [item.turn_id for item in items if item.role == "assistant"]
     assert end["type"] == "turn.completed"
     assert end["usage"]["total_tokens"] == view.num_tokens
@@ -113,7 +114,7 @@ def test_R3_a_line_half_dead_from_any_byte_on_leaves_an_exact_history() -> None:
             became = await after_it(this, session_id, kind)
         if blow is not None:
             saw[f"{blow.fault.value}: heard {kind}, {became}"] += 1
-        this.sessions.close("anonymous", session_id)
+        this.sessions.close(ANONYMOUS, session_id)
 
     async def test() -> None:
         dark = replace(CALM, blackhole_s=3600.0)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from session_server.core.errors import SessionServerError
+from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import SessionEntry, TextOptions, TokenInput, TurnRequest
 from session_server.sessions.manager import SessionManager
@@ -25,7 +26,7 @@ from tests.faults.recovery import History, all_is_back, folded
 from tests.sessions.world import model_text
 
 T = TypeVar("T")
-OWNER = "owner"
+OWNER = Owner("owner")
 MAX_MOMENTS = 5000
 SEED = 7
 
@@ -109,7 +110,7 @@ class Rig:
 
     # -- verbs
 
-    def open(self, *, owner: str = OWNER, **options: Any) -> str:
+    def open(self, *, owner: Owner = OWNER, **options: Any) -> str:
         """A session, whose turns are remembered."""
         session_id = self.manager.open(owner, OpenRequest(**options)).session_id
         self.requests[session_id] = {}

@@ -15,6 +15,7 @@ from session_server.core.errors import (
     SessionBusy,
     SessionServerError,
 )
+from session_server.core.owner import Owner
 from session_server.core.session_events import (
     ChatInput,
     Message,
@@ -145,7 +146,7 @@ async def test_one_connection_too_many_is_refused_until_one_has_gone(points: Poi
 async def test_strangers_who_say_nothing_keep_nobody_out(points: Points) -> None:
     most = UNPROVEN_SHARE * 20
     async with wired(max_connections=most, key_digests=(digest_of("secret"),)) as server:
-        server.sessions.open(digest_of("secret"), OpenRequest(session_id="s"))
+        server.sessions.open(Owner(digest_of("secret")), OpenRequest(session_id="s"))
         peers = []
         for _ in range(20):
             peer = await server.peer()
@@ -162,7 +163,7 @@ async def test_strangers_who_say_nothing_keep_nobody_out(points: Points) -> None
         assert await known.read_until(b"session.opened")
         for peer in (*peers, late, known):
             peer.vanish(hard=False)
-        server.sessions.close(digest_of("secret"), "s")
+        server.sessions.close(Owner(digest_of("secret")), "s")
         await server.assert_empty()
         await server.this.until(lambda: server.this.sockets._num_unproven == 0)
 

@@ -329,8 +329,9 @@ RID_MATCHES_A_PREFIX = Mutant(
     "SGLang's scheduler.abort_request, sglang#25561 (R8)",
     Edit(
         "session_server.web.running_requests:RunningRequests.turns_of",
-        "rid in (None, its_rid)",
-        'its_rid.startswith(rid or "")',
+        "[self._running[owner, rid]] if (owner, rid) in self._running else []",
+        "[turn for (of, name), turn in self._running.items() if of == owner "
+        "and name.startswith(rid)]",
     ),
 )
 

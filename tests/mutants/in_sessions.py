@@ -7,7 +7,7 @@ from tests.mutants.mutant import Edit, Mutant
 OWNERS_SHARE_A_SALT = Mutant(
     "The namespace of KV does not depend on whose session it is.",
     "CVE-2025-46570 (C5)",
-    Edit("session_server.sessions.salts:TenantSalts.salt_of", "owner.encode()", 'b""'),
+    Edit("session_server.sessions.salts:TenantSalts.salt_of", "owner.owner_id.encode()", 'b""'),
 )
 
 LAST_TURN_GOES_FIRST = Mutant(

@@ -12,6 +12,7 @@ import httpx
 
 from session_server.core.commands import CancelTurn
 from session_server.core.session_events import TurnCancelled, TurnCompleted
+from session_server.web.auth import ANONYMOUS
 from tests.mutants.guards import (
     ALL_TURNS_LOOK_ALIKE,
     CANCELLED_STAYS_IN_LINE,
@@ -28,7 +29,7 @@ from tests.mutants.in_sessions import BUSY_SESSION_EXPIRES
 from tests.scenarios.registry import scenario
 from tests.web.serving import Served, served, turn
 
-OWNER = "anonymous"
+OWNER = ANONYMOUS
 SOON_S = 20.0
 """Long enough for what happens at once; a story that waits longer has failed."""
 

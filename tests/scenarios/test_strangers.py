@@ -15,6 +15,7 @@ from cache.types import NULL_PAGE, Namespace, PoolName, SessionId, StateMoves, T
 from session_server.attention.base import AttentionMeta, Span
 from session_server.attention.recurrent import RecurrentBackend
 from session_server.core.events import TurnStarted
+from session_server.core.owner import Owner
 from session_server.sessions.salts import TenantSalts
 from tests.engine.bench import Bench, Stage
 from tests.mutants.guards import (
@@ -156,7 +157,7 @@ def test_c5_owners_have_namespaces_that_nobody_can_name() -> None:
 @scenario("C5", SESSIONS_SHARE_WHAT_THEY_SAY)
 def test_c5_told_to_share_no_prefixes_two_sessions_of_one_owner_share_none() -> None:
     salts = TenantSalts(bytes(16), share_prefixes=False)
-    names = [salts.salt_of(owner, name) for owner in "ab" for name in ("one", "two")]
+    names = [salts.salt_of(Owner(owner), name) for owner in "ab" for name in ("one", "two")]
     assert len(set(names)) == 4
 
 

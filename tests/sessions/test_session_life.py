@@ -12,6 +12,7 @@ from session_server.core.errors import (
     SessionExists,
     SessionNotFound,
 )
+from session_server.core.owner import Owner
 from session_server.core.session_events import (
     SessionClosed,
     SessionUpdated,
@@ -52,7 +53,8 @@ class TestLife:
     def test_another_owner_s_session_looks_like_none(self, world: World) -> None:
         session = world.open(session_id="mine")
         errors = []
-        for owner, name in (("thief", session), (OWNER, "unknown")):
+        thief = Owner("thief")
+        for owner, name in ((thief, session), (OWNER, "unknown")):
             with pytest.raises(SessionNotFound) as caught:
                 world.manager.get(owner, name)
             errors.append(str(caught.value))
@@ -61,8 +63,8 @@ class TestLife:
             with pytest.raises(SessionNotFound):
                 world.manager.close(owner, name)
         assert errors[0] == errors[1]
-        world.open(session_id="mine", owner="thief")
-        assert len(world.manager.list("thief")) == 1
+        world.open(session_id="mine", owner=thief)
+        assert len(world.manager.list(thief)) == 1
 
     def test_owners_of_equal_ids_share_nothing(self, world: World) -> None:
         for owner in ("a", "b"):

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
     ChatInput,
@@ -33,7 +34,7 @@ from tests.sessions.paper_engine import PaperEngine
 from tests.text.tiny_models import write_model
 
 T = TypeVar("T")
-OWNER = "owner"
+OWNER = Owner("owner")
 
 
 @lru_cache(maxsize=8)
@@ -44,6 +45,10 @@ def model_text(kind: str = "chatml") -> ModelText:
 
 def letters(text: ModelText, alphabet: str = "abcd") -> tuple[int, ...]:
     return tuple(text.tokenizer.encode_content(letter)[0] for letter in alphabet)
+
+
+def named(owner: Owner | str) -> Owner:
+    return Owner(owner) if isinstance(owner, str) else owner
 
 
 class World:
@@ -102,11 +107,13 @@ class World:
         for _ in range(times):
             self.do(asyncio.sleep(0))
 
-    def open(self, *, owner: str = OWNER, **options: Any) -> str:
-        return self.manager.open(owner, OpenRequest(**options)).session_id
+    def open(self, *, owner: Owner | str = OWNER, **options: Any) -> str:
+        return self.manager.open(named(owner), OpenRequest(**options)).session_id
 
-    def submit(self, session_id: str, request: TurnRequest, *, owner: str = OWNER) -> TurnView:
-        return self.do(self.manager.submit(owner, session_id, request))
+    def submit(
+        self, session_id: str, request: TurnRequest, *, owner: Owner | str = OWNER
+    ) -> TurnView:
+        return self.do(self.manager.submit(named(owner), session_id, request))
 
     def run(self, session_id: str, request: TurnRequest) -> TurnEnd:
         """Submit a turn and play it to its end."""

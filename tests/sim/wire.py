@@ -20,6 +20,7 @@ from session_server.core.errors import (
     SessionServerError,
     TurnNotFound,
 )
+from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest
@@ -46,7 +47,7 @@ _LENGTHS: Final = (1, 1, 2, 3, 4, 5, 8, 13, 21, 40)
 class OpenSession:
     """A session that is read by its shadow."""
 
-    owner: str
+    owner: Owner
     session_id: str
     journal: Journal
     shadow: SessionShadow
@@ -67,7 +68,7 @@ class WireWorld:
             for index in range(config.habits.num_sessions)
         ]
         self._open_sessions: list[OpenSession] = []
-        self._owners: dict[str, str] = {}
+        self._owners: dict[str, Owner] = {}
         pieces = {
             token: embedded_text().tokenizer.decode([token]) for token in self.server.model.alphabet
         }
@@ -137,7 +138,7 @@ class WireWorld:
         client = self.clients[op["c"]]
         if client.shadow is not None and client.shadow.closed_by is None:
             return
-        owner, session_id = digest_of(client.key), op["s"]
+        owner, session_id = Owner(digest_of(client.key)), op["s"]
         request = OpenRequest(session_id=session_id, pinned=op["pinned"], ttl_s=op["ttl_s"])
         self.server.sessions.open(owner, request)
         salt = self.server.salts.salt_of(owner, session_id)

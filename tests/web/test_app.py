@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from websockets.exceptions import InvalidStatus
 
 from session_server.core.errors import WIRE_ERRORS, SessionServerError
-from session_server.web.auth import PUBLIC_ROUTES
+from session_server.web.auth import ANONYMOUS, PUBLIC_ROUTES
 from session_server.web.refusals import error_response
 from session_server.web.services import digest_of
 from tests.web.serving import Served, served
@@ -253,4 +253,4 @@ async def test_readers_are_bounded_whatever_they_read_by(this: Served) -> None:
         ):
             refused = await request
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_busy")
-    assert this.sessions.get("anonymous", session_id).num_turns == 0
+    assert this.sessions.get(ANONYMOUS, session_id).num_turns == 0

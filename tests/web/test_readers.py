@@ -11,6 +11,7 @@ import pytest
 from session_server.sessions import tokenising
 from session_server.sessions.prompt import Prompt, build_prompt
 from session_server.web import http_guard
+from session_server.web.auth import ANONYMOUS
 from tests.web.serving import Served, served, turn
 from tests.web.test_websocket import flood, narrow_socket
 
@@ -31,11 +32,11 @@ async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_toke
             session_id = wire.hello["session_id"]
             fields = turn("word " * 1500, max_tokens=2000, on_disconnect="cancel")
             await wire.send("turn.create", turn_id="t", **fields)
-            await this.until(lambda: this.sessions.get("anonymous", session_id).running_turn == "t")
+            await this.until(lambda: this.sessions.get(ANONYMOUS, session_id).running_turn == "t")
             wire.socket.transport.abort()
         # Only a writer that has something to say notices; its reader still waits for the tokens.
         while this.sockets.num_attached:
-            this.sessions.update("anonymous", session_id, metadata={"a": "b"})
+            this.sessions.update(ANONYMOUS, session_id, metadata={"a": "b"})
             await asyncio.sleep(0.01)
         may_go_on.set()
     await this.until(lambda: bool(this.sessions.stats().turns_by_end))

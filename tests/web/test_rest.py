@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from session_server.core.session_events import TurnCancelled
+from session_server.web.auth import ANONYMOUS
 from session_server.web.caller import Call
 from session_server.web.generation_run import GenerationRun
 from session_server.web.turns import TurnReading, session_events
@@ -217,13 +218,13 @@ def test_events_lost_before_the_end_of_a_session_are_said_to_be_lost() -> None:
     async def test() -> None:
         async with serving(limits=small_journal(4)) as this:
             session_id = await this.open()
-            call = Call(owner="anonymous", services=this.services, readers=this.app.state.readers)
+            call = Call(owner=ANONYMOUS, services=this.services, readers=this.app.state.readers)
             events = session_events(call, session_id, after=0)
-            this.sessions.update("anonymous", session_id, metadata={"n": "0"})
+            this.sessions.update(ANONYMOUS, session_id, metadata={"n": "0"})
             assert (await next_chunk(events))["event"] == "session.updated"
             for number in range(9):
-                this.sessions.update("anonymous", session_id, metadata={"n": str(number)})
-            this.sessions.close("anonymous", session_id)
+                this.sessions.update(ANONYMOUS, session_id, metadata={"n": str(number)})
+            this.sessions.close(ANONYMOUS, session_id)
             assert (await next_chunk(events))["event"] == "session.resume_failed"
             assert (await next_chunk(events))["event"] == "session.closed"
 
@@ -235,20 +236,20 @@ def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: st
     async def test() -> None:
         async with serving(limits=small_journal(4)) as this:
             session_id = await this.open()
-            call = Call(owner="anonymous", services=this.services, readers=this.app.state.readers)
+            call = Call(owner=ANONYMOUS, services=this.services, readers=this.app.state.readers)
             this.is_held = True
             path = f"/v1/sessions/{session_id}/turns"
             body = turn(turn_id="t1", on_disconnect="detach")
             asking = asyncio.create_task(this.http.post(path, json=body))
-            await this.until(lambda: bool(this.sessions.get("anonymous", session_id).running_turn))
+            await this.until(lambda: bool(this.sessions.get(ANONYMOUS, session_id).running_turn))
             asking.cancel()
-            view = this.sessions.turn("anonymous", session_id, "t1")
-            journal = this.sessions.journal("anonymous", session_id)
+            view = this.sessions.turn(ANONYMOUS, session_id, "t1")
+            journal = this.sessions.journal(ANONYMOUS, session_id)
             with TurnReading(call, journal, view, keep_partial=None) as reading:
                 chunks = reading.events() if dialect == "ours" else of_sglang(call, reading)
                 for number in range(9):
-                    this.sessions.update("anonymous", session_id, metadata={"n": str(number)})
-                this.sessions.close("anonymous", session_id)
+                    this.sessions.update(ANONYMOUS, session_id, metadata={"n": str(number)})
+                this.sessions.close(ANONYMOUS, session_id)
                 this.is_held = False
                 await this.until(lambda: journal.is_closed)
                 refusal, *rest = [chunk async for chunk in chunks]
@@ -307,16 +308,16 @@ async def test_a_client_that_hangs_up_ends_its_turn_and_keeps_what_it_heard(this
             asking = asyncio.create_task(
                 client.post(path, json=body, headers={"accept": accept}, timeout=30)
             )
-            view = this.sessions.get("anonymous", session_id)
-            while this.sessions.get("anonymous", session_id).seq < view.seq + 3:
+            view = this.sessions.get(ANONYMOUS, session_id)
+            while this.sessions.get(ANONYMOUS, session_id).seq < view.seq + 3:
                 await asyncio.sleep(0.001)
             this.is_held = True
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
         this.is_held = False
-        while this.sessions.turn("anonymous", session_id, "t1").end is None:
+        while this.sessions.turn(ANONYMOUS, session_id, "t1").end is None:
             await asyncio.sleep(0.001)
-        end = this.sessions.turn("anonymous", session_id, "t1").end
+        end = this.sessions.turn(ANONYMOUS, session_id, "t1").end
         assert isinstance(end, TurnCancelled)
         assert (end.reason, end.kept_partial) == ("disconnected", True)
 

@@ -14,6 +14,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 from websockets.frames import Opcode
 
+from session_server.web.auth import ANONYMOUS
 from session_server.web.services import digest_of
 from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
 from tests.web.wire_client import Wire
@@ -110,7 +111,7 @@ async def test_a_turn_submitted_twice_is_answered_and_run_once(this: Served) -> 
         assert again["item"] == first["item"]
         conflict = await wire.turn("t1", text="Bye")
         assert conflict["error"]["code"] == "turn_conflict"
-        assert this.sessions.get("anonymous", wire.hello["session_id"]).num_turns == 1
+        assert this.sessions.get(ANONYMOUS, wire.hello["session_id"]).num_turns == 1
 
 
 @served()
@@ -236,8 +237,8 @@ async def test_a_turn_bound_to_its_connection_ends_with_it(this: Served) -> None
         fields = turn(input_ids=[7], max_tokens=4000, on_disconnect="cancel")
         await wire.send("turn.create", turn_id="t1", **fields)
         await wire.until("turn.delta")
-    await this.until(lambda: this.sessions.turn("anonymous", session_id, "t1").end is not None)
-    assert this.sessions.turn("anonymous", session_id, "t1").status == "cancelled"
+    await this.until(lambda: this.sessions.turn(ANONYMOUS, session_id, "t1").end is not None)
+    assert this.sessions.turn(ANONYMOUS, session_id, "t1").status == "cancelled"
 
 
 @served(send_timeout_s=0.3)
@@ -255,7 +256,7 @@ async def test_a_reader_that_stalls_is_let_go_and_its_session_stays(this: Served
 def test_a_reader_that_fell_behind_the_journal_is_given_the_state_instead() -> None:
     async def test() -> None:
         async with far_behind() as (this, session_id, wire):
-            last_seq = this.sessions.get("anonymous", session_id).seq
+            last_seq = this.sessions.get(ANONYMOUS, session_id).seq
             failed = await wire.until("session.resume_failed")
             assert failed["reason"] == "offset_lost"
             snapshot = await wire.until("session.snapshot")
@@ -269,7 +270,7 @@ def test_a_reader_that_fell_behind_the_journal_is_given_the_state_instead() -> N
 def test_a_reader_that_fell_behind_a_session_that_closed_is_told_so_and_hears_its_end() -> None:
     async def test() -> None:
         async with far_behind() as (this, session_id, wire):
-            this.sessions.close("anonymous", session_id)
+            this.sessions.close(ANONYMOUS, session_id)
             assert await wire.close_code() == 4410
             assert wire.frames[-2] == {"type": "session.resume_failed", "reason": "offset_lost"}
             assert wire.frames[-1]["type"] == "session.closed"
@@ -302,7 +303,7 @@ async def flood(this: Served, session_id: str) -> None:
     """More frames than the kernel buffers for a reader that reads nothing: 16 MB."""
     metadata = {str(key): "x" * 512 for key in range(16)}
     for _ in range(2000):
-        this.sessions.update("anonymous", session_id, metadata=metadata)
+        this.sessions.update(ANONYMOUS, session_id, metadata=metadata)
         await asyncio.sleep(0)
 
 
@@ -434,7 +435,7 @@ async def test_connections_are_bounded_and_given_back(this: Served) -> None:
 async def test_an_idle_connection_is_closed_and_its_session_stays(this: Served) -> None:
     async with this.socket() as wire:
         assert await wire.close_code() == 4408
-    assert this.sessions.get("anonymous", wire.hello["session_id"]).state == "cold"
+    assert this.sessions.get(ANONYMOUS, wire.hello["session_id"]).state == "cold"
 
 
 @pytest.mark.parametrize(
