@@ -111,11 +111,6 @@ class SessionManager:
         self._flow.on_idle = self._on_idle
 
     @property
-    def limits(self) -> SessionLimits:
-        """Bounds of one session, for a client's hello."""
-        return self._limits
-
-    @property
     def text(self) -> ModelText:
         """The model's tokenizer and template."""
         return self._text
@@ -329,20 +324,14 @@ class SessionManager:
         return await self._link.flush()
 
     def stats(self) -> ManagerStats:
-        """Counters since start and gauges now."""
+        """Return what the manager holds now."""
         sessions = list(self._sessions)
-        counts = self._flow.counts
         return ManagerStats(
             sessions=len(sessions),
             live_turns=sum(session.live is not None for session in sessions),
             queued_turns=sum(len(session.queue) for session in sessions),
-            turns_by_end=dict(counts.turns_by_end),
-            input_tokens=counts.input_tokens,
-            cached_tokens=counts.cached_tokens,
-            output_tokens=counts.output_tokens,
             engine=self._link.stats,
             ready=self.engine_ready,
-            draining=self._is_draining,
         )
 
     def on_event(self, event: EngineEvent) -> None:

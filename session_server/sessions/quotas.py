@@ -69,11 +69,6 @@ class Quotas:
         self._sessions = 0
         self._turns = 0
 
-    @property
-    def num_owners(self) -> int:
-        """Owners that are counted now."""
-        return len(self._shares)
-
     def take_session(self, owner: Owner) -> None:
         """Count one more session.
 

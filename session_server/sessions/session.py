@@ -105,7 +105,6 @@ class Session:
             status="running" if is_running else "queued",
             position=self.turns().index(turn),
             created_seq=turn.created_seq,
-            item_id=turn.item_id,
             text=turn.running.answer.text if turn.running else "",
             end=None,
         )
@@ -118,7 +117,6 @@ class Session:
             status=status,
             position=0,
             created_seq=turn.created_seq,
-            item_id=turn.item_id,
             text=end.outcome.text,
             end=end,
         )

@@ -7,9 +7,7 @@ terminal entry and the history is always what that entry says.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 from session_server.core.commands import CancelTurn, OpenSession, StopTurn, SubmitTurn
@@ -71,24 +69,6 @@ TurnEvent = (
 )
 
 
-@dataclass(slots=True)
-class TurnCounts:
-    """Totals since start. `turns_by_end`: "completed", "cancelled", or a failure's wire code."""
-
-    turns_by_end: Counter[str] = field(default_factory=Counter)
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-    def add(self, end: TurnEnd, status: TurnStatus) -> None:
-        """Count one terminal entry."""
-        usage = end.outcome.usage
-        self.turns_by_end[end.code if isinstance(end, TurnFailedEntry) else status] += 1
-        self.input_tokens += usage.input_tokens
-        self.cached_tokens += usage.cached_tokens
-        self.output_tokens += usage.output_tokens
-
-
 class TurnFlow:
     """Runs the turns of all sessions, one at a time in each.
 
@@ -114,7 +94,6 @@ class TurnFlow:
         self._sent: dict[TurnId, tuple[Session, Turn]] = {}
         self.tokenising = Tokenising(text, limits)
         self.on_idle: Callable[[Session], None] = _ignore
-        self.counts = TurnCounts()
 
     def enqueue(self, session: Session, turn: Turn) -> None:
         """Put a turn last in its session's line, and start it when it is also first."""
@@ -487,7 +466,6 @@ class TurnFlow:
         session.last_active_s = self._clock()
         session.keep_ended(turn, end, status, max_kept=self._limits.max_kept_turns)
         self._quotas.give_turn(session.owner)
-        self.counts.add(end, status)
         session.journal.append(end)
 
     def _commit(self, session: Session, turn: Turn, running: Running, *, kept: bool) -> None:

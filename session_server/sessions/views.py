@@ -70,7 +70,6 @@ class TurnView:
     status: TurnStatus
     position: int
     created_seq: int
-    item_id: str
     text: str
     end: TurnEnd | None
 
@@ -102,16 +101,10 @@ class SessionSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """Counters since start, and gauges now. `turns_by_end` counts terminal entries by kind:
-    "completed", "cancelled", or the wire code of a failure."""
+    """What the manager holds now, and the engine's last figures."""
 
     sessions: int
     live_turns: int
     queued_turns: int
-    turns_by_end: Mapping[str, int]
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
     engine: EngineStats | None
     ready: EngineReady | None
-    draining: bool

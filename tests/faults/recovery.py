@@ -87,7 +87,7 @@ def all_is_back(manager: SessionManager, bench: Bench) -> None:
     """
     stats = manager.stats()
     assert (stats.sessions, stats.live_turns, stats.queued_turns) == (0, 0, 0)
-    assert manager._quotas.num_owners == 0, "a quota was not given back"
+    assert not manager._quotas._shares, "a quota was not given back"
     assert not manager._flow._sent, "the manager waits for turns that are no more"
     assert not manager._link._unsent, "commands wait for an engine that has nothing to do"
     audit(bench.cache)

@@ -55,12 +55,13 @@ class Rig:
     ) -> None:
         self.now_s = 100.0
         self.loop = JumpingLoop()
+        self.limits = limits or SessionLimits()
         self.engine = HandEngine(stage, make_bench)
         self.manager = SessionManager(
             self.engine,
             text or model_text(),
             salts=TenantSalts(bytes(range(16))),
-            limits=limits,
+            limits=self.limits,
             quotas=quotas,
             clock=lambda: self.now_s,
         )

@@ -206,7 +206,7 @@ def test_an_input_that_hangs_the_tokenizer_is_given_up_and_the_next_is_not(point
             assert hanging.done() != trap.has_sprung
             if not trap.has_sprung:
                 break
-            rig.loop.skipped_s += rig.manager.limits.tokenize_deadline_s
+            rig.loop.skipped_s += rig.limits.tokenize_deadline_s
             with pytest.raises(TokenizeFailed, match="too long"):
                 rig.do(hanging)
             rig.assert_recovered()
@@ -227,7 +227,7 @@ def test_inputs_that_hang_the_tokenizer_are_bounded_and_their_threads_are_not_wa
             hanging = rig.loop.create_task(rig.manager.submit(OWNER, "mine", chat(f"n{number}")))
             while not trap.has_sprung:
                 rig.do(asyncio.sleep(0))
-            rig.loop.skipped_s += rig.manager.limits.tokenize_deadline_s
+            rig.loop.skipped_s += rig.limits.tokenize_deadline_s
             with pytest.raises(TokenizeFailed, match="too long"):
                 rig.do(hanging)
             points.strike()

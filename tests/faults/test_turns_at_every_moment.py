@@ -113,7 +113,7 @@ def test_a_turn_too_many_is_refused_and_the_first_goes_on(points: Points) -> Non
                     continue
                 with pytest.raises(SessionBusy):
                     rig.submit("mine", turn("other", 9, queue=False))
-                for number in range(rig.manager.limits.max_queued_turns):
+                for number in range(rig.limits.max_queued_turns):
                     rig.submit("mine", turn(f"queued{number}", 1 + number, max_tokens=1))
                 with pytest.raises(SessionBusy):
                     rig.submit("mine", turn("other", 9))

@@ -60,6 +60,7 @@ class SimServer:
         self._context = context
         self.keys = [f"key-{index}" for index in range(config.habits.num_owners)]
         self.model = wire_model(config.sizes.num_repeats, config.sizes.layers.read_window)
+        self.limits = _session_limits(config.habits)
         self.salts = TenantSalts(_SECRET, share_prefixes=config.sizes.share_prefixes)
         self.engine = HostedEngine(
             lambda: Stage(context, self.model), config.habits.engine_inbox, context.reached
@@ -70,7 +71,7 @@ class SimServer:
             self.engine,
             embedded_text(),
             salts=self.salts,
-            limits=_session_limits(config.habits),
+            limits=self.limits,
             # What the clients can have open at once, and no more: whatever is counted and not
             # given back shows soon.
             quotas=QuotaLimits(

@@ -251,7 +251,7 @@ class WireWorld:
 
     def _check_bounds(self, each: OpenSession) -> None:
         """What is kept has the bounds it was given."""
-        journal, limits = each.journal, self.server.sessions.limits
+        journal, limits = each.journal, self.server.limits
         num_entries = journal.last_seq - journal.first_seq + 1
         is_over = num_entries > limits.journal.max_entries
         is_over |= journal.num_bytes > limits.journal.max_bytes

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from session_server.core.session_events import TurnCancelled, TurnEnd
 from session_server.sessions import tokenising
 from session_server.sessions.prompt import Prompt, build_prompt
 from session_server.web import http_guard
@@ -21,6 +22,9 @@ async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_toke
     this: Served,
 ) -> None:
     may_go_on = threading.Event()
+
+    def end() -> TurnEnd | None:
+        return this.sessions.turn(ANONYMOUS, session_id, "t").end
 
     def slow_build(*args: Any, **kwargs: Any) -> Prompt:
         may_go_on.wait(30)
@@ -39,8 +43,8 @@ async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_toke
             this.sessions.update(ANONYMOUS, session_id, metadata={"a": "b"})
             await asyncio.sleep(0.01)
         may_go_on.set()
-    await this.until(lambda: bool(this.sessions.stats().turns_by_end))
-    assert this.sessions.stats().turns_by_end == {"cancelled": 1}
+    await this.until(lambda: end() is not None)
+    assert isinstance(end(), TurnCancelled)
 
 
 @served()
