@@ -28,7 +28,6 @@ class Survey:
     weight_bytes: int
     device: str
     dtype: DTypeName
-    kv_dtype: DTypeName
     spec: CacheSpec
     plan: CapacityPlan
 
@@ -57,7 +56,6 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
         weight_bytes=in_memory,
         device=str(choice.device),
         dtype=choice.dtype,
-        kv_dtype=choice.kv_dtype,
         spec=spec,
         plan=choice.capacity(spec, limits),
     )

@@ -28,7 +28,6 @@ class SpecialToken:
     """A control token. `eats_left` / `eats_right`: it swallows the white space beside it."""
 
     token_id: int
-    text: str
     eats_left: bool
     eats_right: bool
 
@@ -48,7 +47,6 @@ class Tokenizer:
         self._special = _special_tokens(self._control)
         self.special_ids = frozenset(token.token_id for token in self._special.values())
         self.special_pattern = _any_of(self._special)
-        self.vocab_size = max(self.vocabulary.values()) + 1
 
     @property
     def special_tokens(self) -> dict[str, SpecialToken]:
@@ -145,7 +143,7 @@ def _set_flags(source: dict[str, Any], special_texts: Collection[str]) -> None:
 
 def _special_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, SpecialToken]:
     return {
-        token.content: SpecialToken(token_id, token.content, token.lstrip, token.rstrip)
+        token.content: SpecialToken(token_id, token.lstrip, token.rstrip)
         for token_id, token in tokenizer.get_added_tokens_decoder().items()
         if token.special and token.content
     }

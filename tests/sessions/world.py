@@ -75,7 +75,7 @@ class World:
 
         self.next_token = next_token
         self.engine = PaperEngine(
-            vocab_size=self.text.tokenizer.vocab_size,
+            vocab_size=len(self.text.tokenizer.vocabulary),
             eos_ids=tuple(sorted(self.text.eos_token_ids)),
             max_turn_len=max_turn_len,
             next_token=next_token,

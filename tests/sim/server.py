@@ -49,7 +49,7 @@ def wire_model(num_repeats: int, window: int) -> EchoModel:
     text = embedded_text()
     letters = (text.tokenizer.encode_content(letter)[0] for letter in LETTERS)
     eos = min(text.eos_token_ids)
-    return EchoModel((eos, *letters), num_repeats, text.tokenizer.vocab_size, window)
+    return EchoModel((eos, *letters), num_repeats, len(text.tokenizer.vocabulary), window)
 
 
 class SimServer:
@@ -153,7 +153,7 @@ class SimServer:
             model=ModelCard(
                 name="echo",
                 path="echo",
-                vocab_size=text.tokenizer.vocab_size,
+                vocab_size=len(text.tokenizer.vocabulary),
                 max_context=self._context.config.sizes.max_context_len,
                 created_s=0,
                 token_text=lambda token: text.tokenizer.decode([token]),
