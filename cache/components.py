@@ -13,9 +13,13 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cache.spec import STATES_PER_ROW, CacheSpec, LayerGroup, LayerKind
 from cache.types import NULL_PAGE, Pages, PoolName, pages_for
+
+_FIRST_BLOCK: Final = 256
+"""Entries that the search for a snapshot reads first."""
 
 
 class Component(Protocol):
@@ -184,8 +188,25 @@ class RecurrentState(_Rules):
 
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
         """The end of the last whole page that has a snapshot."""
-        kept = entries[: max(0, length // self._page_size - first)].nonzero()[0]
+        kept = _last_kept(entries[: max(0, length // self._page_size - first)])
         return (first + int(kept[-1]) + 1) * self._page_size if len(kept) else 0
+
+
+def _last_kept(entries: Pages) -> NDArray[np.intp]:
+    """Return indices of pages that are there, ascending, the last of all among them; none if there
+    is none.
+
+    Searches blocks from the end: a lease keeps two or three snapshots near its end, so what this
+    costs does not grow with the history.
+    """
+    end, num_entries = len(entries), _FIRST_BLOCK
+    while end > 0:
+        start = max(0, end - num_entries)
+        kept: NDArray[np.intp] = entries[start:end].nonzero()[0]
+        if len(kept):
+            return kept + start
+        end, num_entries = start, 4 * num_entries
+    return np.empty(0, np.intp)
 
 
 def pages_at_rest(component: Component, length: int, page_size: int) -> int:

@@ -41,6 +41,7 @@ class KVLease:
     """
 
     __slots__ = (
+        "_first_named",
         "_mark_len",
         "_private",
         "_stores",
@@ -62,6 +63,8 @@ class KVLease:
         self.receipt: LockReceipt = stores.tree.lock_root(namespace)
         self.states = LeaseStates(stores)
         self._private: PagesByPool = {pool: [] for pool in stores.paged}
+        # In pools that forget: the row names no protected page before this one.
+        self._first_named = dict.fromkeys(stores.forgetful, 0)
         self._mark_len = 0
         self.computed_len = 0
         self.holder = Holder.ACTIVE
@@ -98,28 +101,34 @@ class KVLease:
         """How many pages of one pool it has locked."""
         if not self._forgets(pool):
             return self._protected_pages
-        entries = self._stores.rows.entries(pool, self.row)[: self._protected_pages]
-        return int(np.count_nonzero(entries))
+        entries = self._stores.rows.entries(pool, self.row)
+        return int(np.count_nonzero(entries[self._first_named[pool] : self._protected_pages]))
 
     def private_entries(self, pool: PoolName) -> tuple[int, ...]:
         """What the row has behind the protected part: `private_pages`, and where one was let go
         `NULL_PAGE`; nothing in a recurrent pool."""
         return tuple(self._private.get(pool, ()))
 
-    def holds(self, component: Component, page: int) -> bool:
-        """Whether a protected page is one that the lease has locked."""
-        if page >= component.first_page(self.receipt.length):
-            return True
-        mark = self.receipt.mark
-        if mark is None:
-            return False
-        return component.first_page(mark) <= page < mark // self._stores.page_size
+    @property
+    def first_named(self) -> int:
+        """The first page that the row may name in all pools that forget."""
+        return min(self._first_named.values(), default=self._protected_pages)
 
-    def needs(self, component: Component, page: int) -> bool:
-        """Whether a protected page is one that a forward at its length or its mark reads."""
-        if page >= component.first_page(self.computed_len):
-            return True
-        return self.receipt.mark is not None and page >= component.first_page(self._mark_len)
+    def locked_spans(self, component: Component) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the protected pages that the lease has locked, as two ranges [start, end): those
+        that a forward at its mark reads, and those that one at the receipt's length reads."""
+        first = component.first_page(self.receipt.length)
+        last_span = (first, self._protected_pages)
+        if (mark := self.receipt.mark) is None:
+            return (0, 0), last_span
+        return (component.first_page(mark), min(mark // self._stores.page_size, first)), last_span
+
+    def first_needed(self, component: Component) -> int:
+        """Return the first page that a forward at its length or its mark reads."""
+        first = component.first_page(self.computed_len)
+        if self.receipt.mark is None:
+            return first
+        return min(first, component.first_page(self._mark_len))
 
     def missing_pages(self, to_len: int, num_drafts: int = 0) -> dict[PoolName, int]:
         """Pages that `grow` would have to buy, by pool; nothing where there are enough."""
@@ -185,6 +194,7 @@ class KVLease:
 
     def mark(self, to_len: int) -> None:
         """Rewind, and keep what it takes to come back to where that led, until `park`."""
+        self._stores.rows.begin_changes(self.row)
         self.rewind(to_len)
         self._mark_len = self.computed_len
         if self._stores.forgetful:
@@ -205,7 +215,7 @@ class KVLease:
         self.computed_len = self.protected_len
         rows = self._stores.rows
         writes = [rows.write(pool, self.row, start, pages) for pool, pages in locked.items()]
-        self._forget_protected()
+        self._forget_protected(start)
         return self._for_device(writes)
 
     def advance(self, computed_len: int) -> None:
@@ -214,8 +224,8 @@ class KVLease:
         What a forward at the last whole page reads stays too, so that others can go on from what
         will be published.
         """
+        stores, before_len = self._stores, self.computed_len
         self.computed_len = computed_len
-        stores = self._stores
         if not stores.forgetful:
             return
         start = self._protected_pages
@@ -225,7 +235,9 @@ class KVLease:
             pool = component.pool
             private = self._private.get(pool, [])
             first = component.first_page(computed_len - computed_len % stores.page_size)
-            begin, end = max(start, kept), min(first, start + len(private))
+            # What the window had passed before went then: a step reads what it moves over.
+            passed = component.first_page(before_len - before_len % stores.page_size)
+            begin, end = max(start, kept, passed), min(first, start + len(private))
             if begin >= end:
                 continue
             dead = [page for page in private[begin - start : end - start] if page != NULL_PAGE]
@@ -264,7 +276,7 @@ class KVLease:
                 writes.append(self._repoint(pool, start, known))
         for private in self._private.values():
             del private[:num_pages]
-        self._forget_protected()
+        self._forget_protected(start)
         return writes
 
     def rewind(self, to_len: int) -> None:
@@ -330,7 +342,7 @@ class KVLease:
         self.states.keep_only(self.computed_len, self.holder)
         if self._stores.forgetful:
             self._stores.tree.mark(self.receipt, None)
-            self._forget_protected()
+            self._forget_protected(self._protected_pages)
         self._rebook(Holder.ACTIVE, Holder.SESSION_HELD)
 
     def release(self) -> None:
@@ -374,7 +386,8 @@ class KVLease:
 
     def _clear_row(self) -> None:
         for pool in self._stores.ledgers:
-            self._stores.rows.clear(pool, self.row, 0, self._protected_pages)
+            first = self._first_named.get(pool, 0)
+            self._stores.rows.clear(pool, self.row, first, self._protected_pages)
 
     def _repoint(self, pool: PoolName, start: int, pages: list[int]) -> TableWrite:
         """Replace entries of the row from index `start` on."""
@@ -391,14 +404,23 @@ class KVLease:
     def _forgets(self, pool: PoolName) -> bool:
         return pool in self._stores.forgetful
 
-    def _forget_protected(self) -> None:
-        """Empty the row where it names pages of the tree that are not locked any more."""
+    def _forget_protected(self, named_from: int) -> None:
+        """Empty the row where it names pages of the tree that are not locked any more.
+
+        `named_from`: protected entries from this page on were written since the last call.
+        """
+        rows = self._stores.rows
         for component in self._stores.forgetful.values():
-            pool, first = component.pool, component.first_page(self.receipt.length)
-            passed = self._stores.rows.entries(pool, self.row)[:first]
-            for page in passed.nonzero()[0].tolist():
-                if not self.holds(component, page):
-                    self._stores.rows.clear(pool, self.row, page, page + 1)
+            pool = component.pool
+            (mark_start, mark_end), (start, _) = self.locked_spans(component)
+            first_named = min(self._first_named[pool], named_from)
+            if mark_start < mark_end:
+                rows.clear(pool, self.row, first_named, mark_start)
+                rows.clear(pool, self.row, max(first_named, mark_end), start)
+                self._first_named[pool] = mark_start
+            else:
+                rows.clear(pool, self.row, first_named, start)
+                self._first_named[pool] = start
 
     def _rebook(self, source: Holder, target: Holder) -> None:
         if self.holder is not source:

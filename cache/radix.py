@@ -231,12 +231,16 @@ class RadixCache:
         self._detach(top)
         return condemned
 
-    def path(self, receipt: LockReceipt) -> list[RadixNode]:
-        """The nodes a receipt locks, root excluded, top first."""
+    def path(self, receipt: LockReceipt, start: int = 0) -> list[RadixNode]:
+        """Return the nodes a receipt locks, root excluded, top first.
+
+        With `start` only those that reach beyond that many tokens of the path.
+        """
         nodes: list[RadixNode] = []
-        node = receipt._node
-        while node.parent is not None:
+        node, end = receipt._node, receipt.length
+        while node.parent is not None and end > start:
             nodes.append(node)
+            end -= len(node.tokens)
             node = node.parent
         return nodes[::-1]
 

@@ -21,7 +21,16 @@ from cache.types import NULL_PAGE, NULL_ROW, Pages, PoolName, RowId, TableWrite
 class ReqToTokenPool:
     """`num_rows` rows of `row_pages` entries per pool, and the padding row 0."""
 
-    __slots__ = ("_free_rows", "_is_held", "_readable", "_tables", "num_rows", "row_pages")
+    __slots__ = (
+        "_changed",
+        "_free_rows",
+        "_is_held",
+        "_readable",
+        "_tables",
+        "_written_end",
+        "num_rows",
+        "row_pages",
+    )
 
     def __init__(self, num_rows: int, row_pages: int, pools: Iterable[PoolName]) -> None:
         self.num_rows = num_rows
@@ -34,6 +43,10 @@ class ReqToTokenPool:
             table.flags.writeable = False
         self._is_held = np.zeros(num_rows + 1, dtype=np.bool_)
         self._free_rows = list(range(num_rows, NULL_ROW, -1))
+        # Per row: the range of entries that changed since `begin_changes`, and one past the last
+        # entry that was ever written. Whoever checks a row reads these and not all of it.
+        self._changed = [(row_pages, 0)] * (num_rows + 1)
+        self._written_end = [0] * (num_rows + 1)
 
     @property
     def num_free(self) -> int:
@@ -52,6 +65,7 @@ class ReqToTokenPool:
         if self._is_held[row] or row == NULL_ROW:
             raise AuditFailed(f"row {row} was in the free list and held")
         self._is_held[row] = True
+        self.begin_changes(RowId(row))
         return RowId(row)
 
     def free(self, row: RowId) -> None:
@@ -62,7 +76,8 @@ class ReqToTokenPool:
         """
         if not self._is_held[row]:
             raise AuditFailed(f"row {row} is not held")
-        if any(np.count_nonzero(table[row]) for table in self._tables.values()):
+        end = self._written_end[row]
+        if any(np.count_nonzero(table[row, :end]) for table in self._tables.values()):
             raise AuditFailed(f"row {row} is freed while it names pages")
         self._is_held[row] = False
         self._free_rows.append(row)
@@ -96,8 +111,22 @@ class ReqToTokenPool:
         return TableWrite(pool, row, start, entries.copy())
 
     def clear(self, pool: PoolName, row: RowId, start: int, end: int) -> None:
-        """Empty the entries [start, end) of a row."""
-        self._entries(pool, row, start, end - start)[:] = NULL_PAGE
+        """Empty the entries [start, end) of a row; nothing if `start >= end`."""
+        if start < end:
+            self._entries(pool, row, start, end - start)[:] = NULL_PAGE
+
+    def begin_changes(self, row: RowId) -> None:
+        """Start `changed` of a row anew."""
+        self._changed[row] = (self.row_pages, 0)
+
+    def changed(self, row: RowId) -> tuple[int, int]:
+        """Return the range [start, end) of entries that changed since `begin_changes`, in any
+        pool; empty when `start >= end`."""
+        return self._changed[row]
+
+    def written_end(self, row: RowId) -> int:
+        """Return the end of the entries that were ever written: all behind it are `NULL_PAGE`."""
+        return self._written_end[row]
 
     def entries(self, pool: PoolName, row: RowId) -> Pages:
         """All entries of one row, int32 [row_pages], a read-only view."""
@@ -117,5 +146,9 @@ class ReqToTokenPool:
             raise AuditFailed(
                 f"row {row} of {pool}: entries [{start}, {start + count}) are not its own"
             )
+        if count > 0:
+            changed_start, changed_end = self._changed[row]
+            self._changed[row] = (min(changed_start, start), max(changed_end, start + count))
+            self._written_end[row] = max(self._written_end[row], start + count)
         table: Pages = self._tables[pool]
         return table[row, start : start + count]

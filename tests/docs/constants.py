@@ -332,7 +332,7 @@ ENGINE = (
         "the oldest is dropped; the count goes on",
     ),
     Constant(
-        "cache.checker:MAX_SETTLED_STATES",
+        "cache.pair_check:MAX_SETTLED_STATES",
         "settled states of a running turn",
         "states",
         "a violation: see memory.md",

@@ -75,8 +75,8 @@ UNLOCKED_PAGE_STAYS_IN_THE_ROW = Mutant(
     "systematic",
     Edit(
         "cache.lease:KVLease._forget_protected",
-        "if not self.holds(component, page):",
-        "if False:",
+        "for component in self._stores.forgetful.values():",
+        "for component in ():",
     ),
 )
 
