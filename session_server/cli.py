@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["_engine"]:
         return _engine(arguments[1:])
+    if arguments[:1] == ["_template"]:
+        return _template(arguments[1:])
     asked = next((word for word in arguments if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(
         prog="session-server",
@@ -92,3 +94,10 @@ def _engine(arguments: Sequence[str]) -> int:
     """The engine process: started by the server alone, which passes an open socket."""
     engine_wiring = importlib.import_module("session_server.engine_wiring")
     return int(engine_wiring.run_engine_process(int(arguments[0])))
+
+
+def _template(arguments: Sequence[str]) -> int:
+    """The process that renders chat templates: started by the server alone, which passes an open
+    socket."""
+    template_child = importlib.import_module("session_server.text.template_child")
+    return int(template_child.serve_template(int(arguments[0])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.metadata
 import json
 import platform
@@ -167,16 +168,22 @@ def check_model(directory: Path) -> Iterator[Finding]:
         found = f"{config.model_type}, {megabytes:.1f} MB, context {config.max_context_len}"
         yield Finding("model", Verdict.GOOD, found)
     try:
-        text = load_model_text(directory)
+        yield asyncio.run(_check_text(directory))
     except ModelFilesError as error:
         advice = "fetch tokenizer.json and the files beside it again"
         yield Finding("tokenizer", Verdict.WRONG, str(error), advice)
-        return
+
+
+async def _check_text(directory: Path) -> Finding:
+    text = await load_model_text(directory)
+    await text.close()
     if text.chat is None:
         advice = "only raw text and token ids can be sent; messages need a chat template"
-        yield Finding("tokenizer", Verdict.WARNING, "no chat template", advice)
-    else:
-        yield Finding("tokenizer", Verdict.GOOD, "with a chat template")
+        return Finding("tokenizer", Verdict.WARNING, "no chat template", advice)
+    if text.chat_fault is not None:
+        advice = "only raw text and token ids can be sent; fetch the chat template again"
+        return Finding("tokenizer", Verdict.WARNING, text.chat_fault, advice)
+    return Finding("tokenizer", Verdict.GOOD, "with a chat template")
 
 
 def check_port(host: str, port: int) -> Finding:

@@ -38,7 +38,7 @@ from session_server.models.hub import model_fingerprint, resolve_model
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
 from session_server.text.model_files import ModelFilesError
-from session_server.text.model_text import ModelText, load_model_text
+from session_server.text.model_text import ModelTokens, load_model_tokens
 
 _LOG: Final = logging.getLogger("session_server.engine")
 _PROGRESS_INTERVAL_S: Final = 2.0
@@ -57,12 +57,12 @@ def build_engine(settings: Settings) -> EngineAssembly:
         ValueError: the settings ask for what the machine or the model does not have.
     """
     directory = model_directory(settings.model)
-    text = load_model_text(directory)
-    eos_token_ids = tuple(sorted(text.eos_token_ids))
+    tokens = load_model_tokens(directory)
+    eos_token_ids = tuple(sorted(tokens.eos_token_ids))
     options = replace(
         runner_options(settings),
         eos_token_ids=eos_token_ids,
-        draft=_draft_directory(settings, text),
+        draft=_draft_directory(settings, tokens),
     )
     started_s = time.monotonic()
     loaded = load_runner(directory, options, progress=_progress_lines())
@@ -174,7 +174,7 @@ def _progress_lines() -> Callable[[int, int], None]:
     return report
 
 
-def _draft_directory(settings: Settings, text: ModelText) -> Path | None:
+def _draft_directory(settings: Settings, tokens: ModelTokens) -> Path | None:
     """Where the draft model lies; None unless one is to guess."""
     if settings.engine.speculation != Drafter.MODEL.value:
         return None
@@ -182,10 +182,10 @@ def _draft_directory(settings: Settings, text: ModelText) -> Path | None:
         raise ValueError("speculation by a draft model needs --speculative-draft-model-path")
     directory = resolve_model(settings.model.draft_path)
     try:
-        known = load_model_text(directory).tokenizer.vocabulary
+        known = load_model_tokens(directory).tokenizer.vocabulary
     except ModelFilesError as error:
         raise DraftMismatch(f"the draft model in {directory}: {error}") from error
-    if known != text.tokenizer.vocabulary:
+    if known != tokens.tokenizer.vocabulary:
         raise DraftMismatch(
             f"the model in {directory} cannot guess for the one in "
             f"{model_directory(settings.model)}: its tokenizer has other tokens or other ids"

@@ -56,15 +56,7 @@ def serve(settings: Settings) -> int:
     engine or the address failed, 0 after a clean shutdown."""
     logger = configure_logging(settings.http.log_level)
     try:
-        directory = model_directory(settings.model)
-        # Before the engine: what it would refuse is refused at once.
-        check_context_length(settings, load_config(directory).max_context_len)
-        text = load_model_text(directory)
-    except (ModelError, ModelFilesError, ValueError) as error:
-        print(f"session-server serve: {error}", file=sys.stderr)
-        return EXIT_UNUSABLE
-    try:
-        return asyncio.run(_serve(settings, directory, text, logger))
+        return asyncio.run(_serve(settings, logger))
     except EngineUnavailable as error:
         print(f"session-server serve: the engine did not start: {error.message}", file=sys.stderr)
     except OSError as error:
@@ -83,12 +75,26 @@ def check_context_length(settings: Settings, model_context_len: int) -> None:
         )
 
 
-async def _serve(
-    settings: Settings, directory: Path, text: ModelText, logger: logging.Logger
-) -> int:
-    # Before the engine: an address in use should not take a model's loading time to find out.
-    with contextlib.closing(web_server.bind(settings.http.host, settings.http.port)) as listener:
-        return await _serve_on(listener, settings, directory=directory, text=text, logger=logger)
+async def _serve(settings: Settings, logger: logging.Logger) -> int:
+    # Before the engine: what it would refuse is refused at once, and an address in use should not
+    # take a model's loading time to find out.
+    try:
+        directory = model_directory(settings.model)
+        check_context_length(settings, load_config(directory).max_context_len)
+        text = await load_model_text(directory)
+    except (ModelError, ModelFilesError, ValueError) as error:
+        print(f"session-server serve: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    if text.chat_fault is not None:
+        logger.warning("no chat turn can be rendered: %s", text.chat_fault)
+    try:
+        listener = web_server.bind(settings.http.host, settings.http.port)
+        with contextlib.closing(listener):
+            return await _serve_on(
+                listener, settings, directory=directory, text=text, logger=logger
+            )
+    finally:
+        await text.close()
 
 
 async def _serve_on(

@@ -24,6 +24,7 @@ from session_server.sessions.views import HistoryMode
 from session_server.text.chat_encoder import ChatEncoder, check_roles
 from session_server.text.chat_template import RenderFrame
 from session_server.text.model_text import ModelText
+from session_server.text.rendering import Rendering
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ class Prompt:
 
 def build_prompt(
     text: ModelText, state: PromptState, turn_input: TurnInput, *, generate: bool
-) -> Prompt:
-    """Tokens of a turn.
+) -> Rendering[Prompt]:
+    """Make the tokens of a turn, in steps between which its messages are rendered.
 
     Raises:
         InvalidRequest: empty input, or a role that is none.
@@ -79,12 +80,13 @@ def build_prompt(
     """
     match turn_input:
         case ChatInput(messages=messages):
-            return _chat_prompt(text, state, messages, generate=generate)
+            return (yield from _chat_prompt(text, state, messages, generate=generate))
         case TextInput(text=raw):
             ids = text.tokenizer.encode_control(raw, add_bos=state.num_tokens == 0)
-            return _raw_prompt(text, state, ids, raw, generate=generate)
+            return (yield from _raw_prompt(text, state, ids, raw, generate=generate))
         case TokenInput(token_ids=token_ids):
-            return _raw_prompt(text, state, list(token_ids), "", generate=generate)
+            ids = list(token_ids)
+            return (yield from _raw_prompt(text, state, ids, "", generate=generate))
         case _:
             assert_never(turn_input)
 
@@ -114,7 +116,7 @@ def fit_sampling(sampling: SamplingParams, prompt: Prompt, max_len: int) -> Samp
 
 def _chat_prompt(
     text: ModelText, state: PromptState, messages: tuple[Message, ...], *, generate: bool
-) -> Prompt:
+) -> Rendering[Prompt]:
     chat = _chat_of(text)
     pending = (*state.open_messages, *messages)
     if not pending or not (messages or generate):
@@ -127,11 +129,11 @@ def _chat_prompt(
             raise UnsupportedOperation(
                 "messages cannot follow raw input where the template renders the whole history"
             )
-        ids = chat.encode_all((*state.messages, *messages), frame)
+        ids = yield from chat.encode_all((*state.messages, *messages), frame)
     elif state.answer_len == 0:
-        ids = chat.encode_all(pending, frame)
+        ids = yield from chat.encode_all(pending, frame)
     else:
-        ids = chat.encode_after_answer(pending, frame)
+        ids = yield from chat.encode_after_answer(pending, frame)
         drop, skip = chat.join(state.last_id, ids, text.eos_token_ids)
         keep_len = state.answer_len - drop
     if keep_len + len(ids) - skip == 0:
@@ -141,14 +143,14 @@ def _chat_prompt(
 
 def _raw_prompt(
     text: ModelText, state: PromptState, ids: list[int], raw: str, *, generate: bool
-) -> Prompt:
+) -> Rendering[Prompt]:
     if state.num_tokens and ids and ids[0] == text.bos_token_id:
         ids = ids[1:]
     if not ids:
         raise InvalidRequest("a turn needs at least one input token", param="input")
     if state.num_tokens == 0 and state.open_messages:
         frame = RenderFrame(state.now, add_generation_prompt=False)
-        ids = [*_chat_of(text).encode_all(state.open_messages, frame), *ids]
+        ids = [*(yield from _chat_of(text).encode_all(state.open_messages, frame)), *ids]
     return Prompt(state.num_tokens, tuple(ids), (), raw, generate)
 
 

@@ -13,7 +13,9 @@ from session_server.core.session_events import ChatInput, TextInput, TokenInput,
 from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.prompt import Prompt, PromptState, build_prompt
 from session_server.sessions.quotas import SessionLimits
+from session_server.text.chat_template import RenderJob
 from session_server.text.model_text import ModelText
+from session_server.text.rendering import Rendering, TemplateRenderer, advance, answer_of
 
 NUM_THREADS: Final = 2
 """Large inputs that are tokenised at the same time."""
@@ -27,18 +29,38 @@ PromptOutcome = Prompt | SessionServerError
 _T = TypeVar("_T")
 
 _FAILED: Final = "the input could not be tokenised"
+_TOO_LONG: Final = "the input takes too long to tokenise"
 
 _logger: Final = logging.getLogger("session_server.sessions")
+
+
+class _Building:
+    """One prompt under way. The steps are begun by the first `advance`, on whatever thread."""
+
+    def __init__(
+        self, begin: Callable[[], Rendering[Prompt]], renderer: TemplateRenderer | None
+    ) -> None:
+        self._begin = begin
+        self._renderer = renderer
+        self._steps: Rendering[Prompt] | None = None
+
+    def advance(self, answer: list[str] | TokenizeFailed | None = None) -> RenderJob | Prompt:
+        """Go on with what was rendered, to the prompt or to the next job."""
+        if self._steps is None:
+            self._steps = self._begin()
+        return advance(self._steps, self._renderer, answer)
 
 
 class Tokenising:
     """Builds prompts; `tokenizers` gives up the interpreter lock while it encodes.
 
-    Large inputs get a thread each, so that one which hangs the tokenizer can be given up.
+    Large inputs get a thread each, so that one which hangs the tokenizer can be given up. A render
+    in another process is awaited.
     """
 
     def __init__(self, text: ModelText, limits: SessionLimits) -> None:
         self._text = text
+        self._renderer = text.chat.renderer if text.chat is not None else None
         self._limits = limits
         self._turn = asyncio.Semaphore(NUM_THREADS)
         self._threads = DaemonThreads("tokenise")
@@ -48,16 +70,20 @@ class Tokenising:
         self, state: PromptState, request: TurnRequest, later: Callable[[PromptOutcome], None]
     ) -> PromptOutcome | None:
         """The prompt, or why there is none; None when `later` will be called with it."""
-        build = partial(
+        begin = partial(
             build_prompt,
             self._text,
             state,
             request.input,
             generate=request.sampling.max_tokens > 0,
         )
-        if not self._is_large(state, request):
-            return _outcome_of(build)
-        task = asyncio.get_running_loop().create_task(self._build_aside(build, later))
+        building = _Building(begin, self._renderer)
+        is_large = self._is_large(state, request)
+        stage = None if is_large else _outcome_of(building.advance)
+        if stage is not None and not isinstance(stage, RenderJob):
+            return stage
+        coroutine = self._finish(building, stage, later, is_large=is_large)
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return None
@@ -75,14 +101,33 @@ class Tokenising:
             raise outcome
         return tuple(outcome)
 
-    async def _build_aside(
-        self, build: Callable[[], Prompt], later: Callable[[PromptOutcome], None]
+    async def _finish(
+        self,
+        building: _Building,
+        stage: RenderJob | PromptOutcome | None,
+        later: Callable[[PromptOutcome], None],
+        *,
+        is_large: bool,
     ) -> None:
+        """Bring a prompt to its end from a job that waits, or from the beginning (None)."""
         outcome: PromptOutcome = TokenizeFailed(_FAILED)
         try:
-            outcome = await self._aside(build)
+            if stage is None:
+                stage = await self._aside(building.advance)
+            while isinstance(stage, RenderJob):
+                work = partial(building.advance, await self._rendered(stage))
+                stage = await self._aside(work) if is_large else _outcome_of(work)
+            outcome = stage
         finally:
             later(outcome)
+
+    async def _rendered(self, job: RenderJob) -> list[str] | TokenizeFailed:
+        assert self._renderer is not None, "only a chat template asks for renders"
+        try:
+            async with asyncio.timeout(self._limits.tokenize_deadline_s):
+                return await answer_of(self._renderer, job)
+        except TimeoutError:
+            return TokenizeFailed(_TOO_LONG, param="input")
 
     async def _aside(self, work: Callable[[], _T]) -> _T | SessionServerError:
         outcome = partial(_outcome_of, work)
@@ -93,7 +138,7 @@ class Tokenising:
                     return ServerBusy("too many inputs hang the tokenizer")
                 return await loop.run_in_executor(self._threads, outcome)
         except TimeoutError:
-            return TokenizeFailed("the input takes too long to tokenise", param="input")
+            return TokenizeFailed(_TOO_LONG, param="input")
 
     def _is_large(self, state: PromptState, request: TurnRequest) -> bool:
         """Whether tokenising would hold up the event loop."""

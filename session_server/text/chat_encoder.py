@@ -15,7 +15,8 @@ from typing import Final
 
 from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.core.session_events import Message
-from session_server.text.chat_template import ChatTemplate, RenderFrame
+from session_server.text.chat_template import RenderFrame, RenderJob
+from session_server.text.rendering import Rendering, TemplateRenderer
 from session_server.text.tokenizer import SpecialToken, Tokenizer
 
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -46,35 +47,53 @@ _NONCHARACTERS: Final = tuple(chr(code) for code in range(0xFDD0, 0xFDF0)) + tup
 class ChatEncoder:
     """A chat template and its tokenizer.
 
-    `can_append`: what a new turn adds does not depend on the history before it, which was checked
-    with different histories at load. Without it every turn needs `encode_all`.
+    `can_append`: what a new turn adds does not depend on the history before it, as `check_append`
+    has found with different histories. Without it every turn needs `encode_all`. Where text has to
+    be rendered the methods are steps: see `rendering`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, tokenizer: Tokenizer, renderer: TemplateRenderer) -> None:
+        self.renderer = renderer
+        self.can_append = False
         self._tokenizer = tokenizer
-        self._template = template
         self._eats = tokenizer.special_tokens
         self._first_chars = frozenset(text[0] for text in self._eats)
-        self.can_append = self._appends_alike(datetime(2024, 7, 26, 12))
 
-    def encode_all(self, messages: Sequence[Message], frame: RenderFrame) -> list[int]:
-        """Ids of a whole conversation.
+    def check_append(self) -> Rendering[str | None]:
+        """Decide `can_append` by rendering a few conversations.
+
+        Returns:
+            Why not even a plain conversation can be rendered, None if it can.
+        """
+        frame = RenderFrame(datetime(2024, 7, 26, 12))
+        try:
+            yield from self._render((), [_PROBE], frame)
+        except TokenizeFailed as error:
+            return error.message
+        self.can_append = yield from self._appends_alike(frame)
+        return None
+
+    def encode_all(self, messages: Sequence[Message], frame: RenderFrame) -> Rendering[list[int]]:
+        """Encode a whole conversation.
 
         Raises:
             InvalidRequest: a role outside `ROLES`.
             TokenizeFailed: the template or the tokenizer refused.
         """
         check_roles(messages)
-        return self._encode((), messages, frame)
+        return (yield from self._encode((), messages, frame))
 
-    def encode_after_answer(self, messages: Sequence[Message], frame: RenderFrame) -> list[int]:
-        """Ids that follow an assistant's answer: its end of turn, then `messages`.
+    def encode_after_answer(
+        self, messages: Sequence[Message], frame: RenderFrame
+    ) -> Rendering[list[int]]:
+        """Encode what follows an assistant's answer: its end of turn, then `messages`.
 
         Only for a template that `can_append`. Raises like `encode_all`.
         """
         check_roles(messages)
         assert self.can_append, "this template's turns depend on their history"
-        return self._encode((*_HISTORY, Message("assistant", _ANSWER)), messages, frame)
+        answered = (*_HISTORY, Message("assistant", _ANSWER))
+        return (yield from self._encode(answered, messages, frame))
 
     def join(self, last_id: int, delta: list[int], end_ids: Collection[int]) -> tuple[int, int]:
         """How `delta` (from `encode_after_answer`) goes behind an answer that ended in `last_id`.
@@ -106,56 +125,62 @@ class ChatEncoder:
     def _is_control(self, token_id: int) -> bool:
         return token_id in self._tokenizer.special_ids
 
-    def _appends_alike(self, now: datetime) -> bool:
-        """Whether different histories give the same delta."""
-        frame = RenderFrame(now)
+    def _appends_alike(self, frame: RenderFrame) -> Rendering[bool]:
+        """Tell whether different histories give the same delta."""
         try:
-            wanted = self._render_after(_HISTORY, frame)
-            if wanted is None:
-                return False
-            for history in _OTHER_HISTORIES:
-                if self._refuses(history, frame):
-                    continue
-                if self._render_after(history, frame) != wanted:
-                    return False
+            expected = yield from self._render_after(_HISTORY, frame)
         except TokenizeFailed:
             return False
-        return True
+        for history in _OTHER_HISTORIES:
+            try:
+                yield from self._render((), [history], frame)
+            except TokenizeFailed:
+                continue  # a template without system messages says nothing about such histories
+            try:
+                delta = yield from self._render_after(history, frame)
+            except TokenizeFailed:
+                return False
+            if delta != expected:
+                return False
+        return expected is not None
 
-    def _refuses(self, messages: Sequence[Message], frame: RenderFrame) -> bool:
-        """A template without system messages says nothing about histories with one."""
-        try:
-            self._template.render(messages, frame)
-        except TokenizeFailed:
-            return True
-        return False
-
-    def _render_after(self, history: Sequence[Message], frame: RenderFrame) -> str | None:
-        rendered = self._template.render((*history, Message("assistant", _ANSWER), *_PROBE), frame)
+    def _render_after(
+        self, history: Sequence[Message], frame: RenderFrame
+    ) -> Rendering[str | None]:
+        conversation = (*history, Message("assistant", _ANSWER), *_PROBE)
+        (rendered,) = yield from self._render((), [conversation], frame)
         return rendered.rpartition(_ANSWER)[2] if rendered.count(_ANSWER) == 1 else None
 
     def _encode(
         self, before: Sequence[Message], messages: Sequence[Message], frame: RenderFrame
-    ) -> list[int]:
-        plain = self._render(before, messages, frame)
+    ) -> Rendering[list[int]]:
         if not any(self._first_chars.intersection(message.content) for message in messages):
+            (plain,) = yield from self._render(before, [messages], frame)
             return self._tokenizer.encode_control(plain)
-        marked, marks = self._render_marked(before, messages, frame, plain)
+        marks = self._free_marks(messages)
+        plain, marked = yield from self._render_marked(before, messages, frame, marks=marks)
         if self._spells_control(plain) == self._spells_control(marked):
             return self._tokenizer.encode_control(plain)
-        return self._encode_marked(marked, marks)
+        return self._encode_marked(marked, {mark: char for char, mark in marks.items()})
 
     def _render(
-        self, before: Sequence[Message], messages: Sequence[Message], frame: RenderFrame
-    ) -> str:
-        rendered = self._template.render((*before, *messages), frame)
+        self,
+        before: Sequence[Message],
+        conversations: Sequence[Sequence[Message]],
+        frame: RenderFrame,
+    ) -> Rendering[list[str]]:
+        """Render what each conversation adds to `before`, which ends in the stand-in's answer."""
+        texts = yield RenderJob.of([(*before, *messages) for messages in conversations], frame)
         if not before:
-            return rendered
-        # The first, not the last: a message may quote the stand-in, the dummy history cannot.
-        _, found, delta = rendered.partition(_ANSWER)
-        if not found:
-            raise TokenizeFailed("the chat template dropped the answer", param="input")
-        return delta
+            return texts
+        deltas = []
+        for text in texts:
+            # The first, not the last: a message may quote the stand-in, the dummy history cannot.
+            _, found, delta = text.partition(_ANSWER)
+            if not found:
+                raise TokenizeFailed("the chat template dropped the answer", param="input")
+            deltas.append(delta)
+        return deltas
 
     def _spells_control(self, text: str) -> list[str]:
         return self._tokenizer.special_pattern.findall(text)
@@ -165,29 +190,28 @@ class ChatEncoder:
         before: Sequence[Message],
         messages: Sequence[Message],
         frame: RenderFrame,
-        plain: str,
-    ) -> tuple[str, dict[str, str]]:
-        """Render with marks in place of the characters of messages that could begin a control
-        token. What still spells one is then the template's own.
+        *,
+        marks: dict[str, str],
+    ) -> Rendering[tuple[str, str]]:
+        """Render with and without marks in place of the characters of messages that could begin a
+        control token. What still spells one with marks is the template's own.
 
         Marking changes what a template sees that looks into its messages (`'</think>' in ...`).
         Where that shows, only the beginnings of control tokens are marked.
 
         Returns:
-            The rendered text with marks, and what each mark stands for.
+            The text without and with marks.
         """
-        marks = self._free_marks(messages)
-        chars = {mark: char for char, mark in marks.items()}
         to_marks = {ord(char): mark for char, mark in marks.items()}
         every = [replace(m, content=m.content.translate(to_marks)) for m in messages]
-        marked = self._render(before, every, frame)
-        if _unmark(marked, chars) != plain:
+        plain, marked = yield from self._render(before, [messages, every], frame)
+        if _unmark(marked, {mark: char for char, mark in marks.items()}) != plain:
             few = [
                 replace(message, content=self._mark_controls(message.content, marks))
                 for message in messages
             ]
-            marked = self._render(before, few, frame)
-        return marked, chars
+            (marked,) = yield from self._render(before, [few], frame)
+        return plain, marked
 
     def _free_marks(self, messages: Sequence[Message]) -> dict[str, str]:
         """A character that no message contains for each first character of control tokens."""

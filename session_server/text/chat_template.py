@@ -7,21 +7,26 @@ expects, and what it writes is bounded; clients can neither send a template nor 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Final, NoReturn
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import msgspec
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from session_server.core.errors import TokenizeFailed
-from session_server.core.session_events import Message
 from session_server.text.model_files import ModelFilesError
+
+if TYPE_CHECKING:
+    # A type only: the process that renders loads neither numpy nor the rest of the server.
+    from session_server.core.session_events import Message
 
 MAX_RENDER_CHARS: Final = 16 << 20
 _MAX_MESSAGE_CHARS: Final = 200
@@ -36,41 +41,105 @@ class RenderFrame:
     add_generation_prompt: bool = True
 
 
+class RenderJob(msgspec.Struct, frozen=True, array_like=True):
+    """Conversations to render under one frame.
+
+    `conversations`: of each, the messages as (role, content). `now` is local time; its zone is
+    `utc_offset_s` ahead of UTC and called `zone`, None where the frame names none.
+    """
+
+    conversations: tuple[tuple[tuple[str, str], ...], ...]
+    now: datetime
+    utc_offset_s: float | None
+    zone: str | None
+    add_generation_prompt: bool
+
+    @classmethod
+    def of(cls, conversations: Sequence[Sequence[Message]], frame: RenderFrame) -> RenderJob:
+        """Make a job of messages."""
+        offset = frame.now.utcoffset()
+        return cls(
+            tuple(tuple((m.role, m.content) for m in messages) for messages in conversations),
+            frame.now.replace(tzinfo=None),
+            None if offset is None else offset.total_seconds(),
+            frame.now.tzname(),
+            frame.add_generation_prompt,
+        )
+
+    @property
+    def local_time(self) -> datetime:
+        """The frame's `now`, its zone included."""
+        if self.utc_offset_s is None:
+            return self.now
+        offset = timedelta(seconds=self.utc_offset_s)
+        return self.now.replace(tzinfo=timezone(offset, self.zone or ""))
+
+
+class TemplateSource(msgspec.Struct, frozen=True, array_like=True):
+    """A chat template as it is in a checkpoint.
+
+    `named_tokens`: bos_token, eos_token, ... as variables of the template. `max_chars`: bound of
+    what one job may write, over all its conversations.
+    """
+
+    source: str
+    named_tokens: dict[str, str]
+    max_chars: int = MAX_RENDER_CHARS
+
+
 class ChatTemplate:
     """One compiled template; rendering changes nothing and may run on any thread."""
 
-    def __init__(
-        self,
-        source: str,
-        *,
-        named_tokens: Mapping[str, str],
-        max_chars: int = MAX_RENDER_CHARS,
-    ) -> None:
-        """Compile. `named_tokens`: bos_token, eos_token, ... as variables of the template.
+    def __init__(self, template: TemplateSource) -> None:
+        """Compile.
 
         Raises:
             ModelFilesError: the template does not compile.
         """
-        self._named_tokens = dict(named_tokens)
-        self._max_chars = max_chars
+        self._named_tokens = dict(template.named_tokens)
+        self._max_chars = template.max_chars
         try:
-            self._template = _Sandbox(max_chars).from_string(source)
+            self._template = _Sandbox(template.max_chars).from_string(template.source)
         except jinja2.TemplateError as error:
-            raise ModelFilesError(f"the chat template does not compile: {error}") from error
+            line = (
+                f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            )
+            raise ModelFilesError(f"the chat template does not compile: {error}{line}") from error
+        except RecursionError as error:
+            raise ModelFilesError("the chat template is nested too deeply") from error
 
-    def render(self, messages: Sequence[Message], frame: RenderFrame) -> str:
-        """Text of a conversation.
+    def render(self, job: RenderJob) -> list[str]:
+        """Return the text of each conversation.
 
         Raises:
             TokenizeFailed: the template refused the messages, failed, or wrote too much.
         """
+        num_left = self._max_chars
+        texts = []
+        for conversation in job.conversations:
+            messages = [{"role": role, "content": content} for role, content in conversation]
+            variables: dict[str, Any] = {
+                **self._named_tokens,
+                "messages": messages,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": job.add_generation_prompt,
+                "strftime_now": job.local_time.strftime,
+            }
+            texts.append(self._render(variables, num_left))
+            num_left -= len(texts[-1])
+        return texts
+
+    def _render(self, variables: dict[str, Any], max_chars: int) -> str:
         pieces: list[str] = []
         num_chars = 0
         try:
-            for piece in self._template.generate(**self._variables(messages, frame)):
+            for piece in self._template.generate(**variables):
                 num_chars += len(piece)
-                if num_chars > self._max_chars:
-                    raise TokenizeFailed(f"the chat template wrote over {self._max_chars} chars")
+                if num_chars > max_chars:
+                    raise TokenizeFailed(
+                        f"the chat template wrote over {self._max_chars} characters"
+                    )
                 pieces.append(piece)
         except TokenizeFailed:
             raise
@@ -78,19 +147,25 @@ class ChatTemplate:
             text = str(error)[:_MAX_MESSAGE_CHARS]
             raise TokenizeFailed(f"the chat template refused: {text}", param="input") from error
         except Exception as error:  # a program of the checkpoint's author: it may raise anything
-            name = type(error).__name__
-            raise TokenizeFailed(f"the chat template failed: {name}", param="input") from error
+            raise TokenizeFailed(
+                f"the chat template failed{_place_of(error)}: {_reason_of(error)}", param="input"
+            ) from error
         return "".join(pieces)
 
-    def _variables(self, messages: Sequence[Message], frame: RenderFrame) -> dict[str, Any]:
-        return {
-            **self._named_tokens,
-            "messages": [{"role": m.role, "content": m.content} for m in messages],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": frame.add_generation_prompt,
-            "strftime_now": frame.now.strftime,
-        }
+
+def _place_of(error: BaseException) -> str:
+    """Name the line of the template where the innermost error of its own was raised."""
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == "<template>"
+    ]
+    return f" in line {lines[-1]}" if lines else ""
+
+
+def _reason_of(error: BaseException) -> str:
+    """Name what went wrong; the words are ours or the type's, never those of a message."""
+    return str(error) if isinstance(error, SecurityError) else type(error).__name__
 
 
 class _TemplateRefused(jinja2.TemplateError):

@@ -17,7 +17,10 @@ import msgspec
 from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams
 
 MAX_CONFIG_BYTES: Final = 64 << 20
-"""Bound of one JSON file or template (`tokenizer_config.json` may list thousands of tokens)."""
+"""Bound of one JSON file (`tokenizer_config.json` may list thousands of tokens)."""
+
+MAX_TEMPLATE_BYTES: Final = 1 << 20
+"""Bound of a chat template; those of the hub have up to 40 kB."""
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 
@@ -127,8 +130,13 @@ def _token_ids(value: object) -> frozenset[int]:
 def _chat_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja wins; then the config's: one string, or a list of named ones."""
     path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        return _read_bounded(path)
+    source = _read_bounded(path) if path.is_file() else _named_template(config)
+    if source is not None and len(source.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
+        raise ModelFilesError(f"the chat template is larger than {MAX_TEMPLATE_BYTES} bytes")
+    return source
+
+
+def _named_template(config: Mapping[str, Any]) -> str | None:
     value = config.get("chat_template")
     if isinstance(value, list):
         named = {

@@ -7,45 +7,107 @@ from pathlib import Path
 
 from session_server.core.sampling import SamplingParams
 from session_server.text.chat_encoder import ChatEncoder
-from session_server.text.chat_template import ChatTemplate
-from session_server.text.model_files import read_model_files
+from session_server.text.chat_template import TemplateSource
+from session_server.text.model_files import ModelFiles, read_model_files
+from session_server.text.rendering import LocalRenderer, TemplateRenderer, finish, finish_awaiting
+from session_server.text.template_worker import RenderLimits, TemplateWorker
 from session_server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class ModelText:
-    """Tokenizer, chat template and what the checkpoint says of endings and sampling.
+class ModelTokens:
+    """The tokenizer and what the checkpoint says of endings; all that the engine needs.
 
-    `chat` is None for a checkpoint without a chat template: it takes text and token inputs only.
     `eos_token_ids`: union of the generation config's and the tokenizer's. `bos_token_id` is
     stripped from the start of appended raw inputs.
     """
 
     tokenizer: Tokenizer
-    chat: ChatEncoder | None
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText(ModelTokens):
+    """Tokens, chat template and default sampling of a checkpoint.
+
+    `chat` is None for a checkpoint without a chat template: it takes text and token inputs only.
+    `chat_fault` says why not even a plain conversation can be rendered, None if it can.
+    """
+
+    chat: ChatEncoder | None
+    chat_fault: str | None
     default_sampling: SamplingParams
 
+    async def close(self) -> None:
+        """Let go of what renders the chat template."""
+        if self.chat is not None:
+            await self.chat.renderer.close()
 
-def load_model_text(model_dir: Path) -> ModelText:
-    """Read tokenizer.json, tokenizer_config.json, generation_config.json and the chat template.
+
+def load_model_tokens(model_dir: Path) -> ModelTokens:
+    """Read the tokenizer and the configuration files beside it; the chat template is not run.
 
     Raises:
         ModelFilesError: a file is missing or malformed.
     """
+    return _tokens_of(read_model_files(model_dir))
+
+
+def load_local_text(model_dir: Path) -> ModelText:
+    """Load everything, the chat template into this process; see `LocalRenderer`.
+
+    Raises:
+        ModelFilesError: a file is missing or malformed, or the template does not compile.
+    """
     files = read_model_files(model_dir)
+    tokens, source = _tokens_of(files), _template_of(files)
+    if source is None:
+        return _text_of(files, tokens, None, None)
+    chat = ChatEncoder(tokens.tokenizer, LocalRenderer(source))
+    return _text_of(files, tokens, chat, finish(chat.check_append(), chat.renderer))
+
+
+async def load_model_text(model_dir: Path, *, limits: RenderLimits | None = None) -> ModelText:
+    """Load everything, the chat template into a process of its own; to be closed.
+
+    Raises:
+        ModelFilesError: a file is missing or malformed, or the template does not compile.
+    """
+    files = read_model_files(model_dir)
+    tokens, source = _tokens_of(files), _template_of(files)
+    if source is None:
+        return _text_of(files, tokens, None, None)
+    renderer: TemplateRenderer = await TemplateWorker.start(source, limits)
+    chat = ChatEncoder(tokens.tokenizer, renderer)
+    return _text_of(files, tokens, chat, await finish_awaiting(chat.check_append(), renderer))
+
+
+def _tokens_of(files: ModelFiles) -> ModelTokens:
     tokenizer = Tokenizer(files.tokenizer_path, special_texts=files.special_tokens)
-    chat = None
-    if files.chat_template is not None:
-        template = ChatTemplate(files.chat_template, named_tokens=files.named_tokens)
-        chat = ChatEncoder(tokenizer, template)
     named = files.named_tokens
     eos_id = tokenizer.id_of(named["eos_token"]) if "eos_token" in named else None
-    return ModelText(
+    return ModelTokens(
         tokenizer=tokenizer,
-        chat=chat,
         eos_token_ids=files.eos_token_ids | ({eos_id} if eos_id is not None else set()),
         bos_token_id=tokenizer.id_of(named["bos_token"]) if "bos_token" in named else None,
+    )
+
+
+def _template_of(files: ModelFiles) -> TemplateSource | None:
+    if files.chat_template is None:
+        return None
+    return TemplateSource(files.chat_template, dict(files.named_tokens))
+
+
+def _text_of(
+    files: ModelFiles, tokens: ModelTokens, chat: ChatEncoder | None, chat_fault: str | None
+) -> ModelText:
+    return ModelText(
+        tokenizer=tokens.tokenizer,
+        eos_token_ids=tokens.eos_token_ids,
+        bos_token_id=tokens.bos_token_id,
+        chat=chat,
+        chat_fault=chat_fault,
         default_sampling=files.default_sampling,
     )

@@ -230,6 +230,42 @@ CHECKPOINTS = (
         "the model is refused: exit status 2",
     ),
     _constant(
+        "text.model_files:MAX_TEMPLATE_BYTES",
+        "a chat template",
+        "bytes",
+        "the model is refused: exit status 2",
+    ),
+    _constant(
+        "text.template_worker:RenderLimits.cpu_s",
+        "processor time of rendering a turn's messages",
+        "s",
+        "`tokenize_failed`; the renderer is started again",
+    ),
+    _constant(
+        "text.template_worker:RenderLimits.deadline_s",
+        "time of rendering a turn's messages",
+        "s",
+        "`tokenize_failed`; the renderer is started again",
+    ),
+    _constant(
+        "text.template_worker:RenderLimits.memory_bytes",
+        "address space of the process that renders",
+        "bytes",
+        "`tokenize_failed`",
+    ),
+    _constant(
+        "text.template_child:COMPILE_CPU_S",
+        "processor time of compiling a template",
+        "s",
+        "the model is refused: exit status 2",
+    ),
+    _constant(
+        "text.template_worker:START_TIMEOUT_S",
+        "time for the process that renders to start",
+        "s",
+        "the model is refused: exit status 2",
+    ),
+    _constant(
         "text.chat_template:MAX_RENDER_CHARS",
         "text that a chat template writes",
         "characters",

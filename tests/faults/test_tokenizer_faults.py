@@ -30,7 +30,7 @@ from session_server.core.session_events import (
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.tokenising import MAX_THREADS
 from session_server.text import detokenizer
-from session_server.text.model_text import ModelText, load_model_text
+from session_server.text.model_text import ModelText, load_local_text
 from tests.engine.bench import Stage
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, SEED, Rig
@@ -98,8 +98,9 @@ def trap_encoding(text: ModelText, trap: Trap) -> None:
         trapped = Trapped(getattr(tokenizer, name), trap, "encode", "encode_batch_fast")
         setattr(tokenizer, name, trapped)
     assert text.chat is not None
-    template: Any = text.chat._template
+    renderer: Any = text.chat.renderer
     if trap.kind is not Panic:  # Jinja is no Rust
+        template = renderer._template
         template._template = Trapped(template._template, trap, "generate")
 
 
@@ -142,7 +143,7 @@ def begin(rig: Rig) -> None:
 def rig_with_text(limits: SessionLimits | None = None) -> Iterator[tuple[Rig, ModelText]]:
     """A server with a tokenizer and template of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        text = load_model_text(write_model(Path(folder) / "model", "chatml"))
+        text = load_local_text(write_model(Path(folder) / "model", "chatml"))
         with Rig(STAGE, text=text, limits=limits) as rig:
             yield rig, text
 

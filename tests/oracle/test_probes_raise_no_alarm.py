@@ -36,7 +36,7 @@ from session_server.engine.settings import (
 from session_server.models.config import DTypeName
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
-from session_server.text.model_text import load_model_text
+from session_server.text.model_text import load_local_text
 from tests.oracle.checkpoints import RECURRENT_FAMILIES, VOCAB_SIZE
 
 Text = tuple[int, ...]
@@ -185,7 +185,7 @@ class Crowd:
 
 def dialogues() -> list[Text]:
     """What the embedded model was trained on."""
-    tokenizer = load_model_text(MODEL_DIR).tokenizer
+    tokenizer = load_local_text(MODEL_DIR).tokenizer
     told = [dialogue(seed, 80).turns for seed in range(NUM_SESSIONS // 2)]
     joined = ["\n".join(f"{t.user} {t.assistant}" for t in turns) for turns in told]
     return [tuple(tokenizer.encode_content(text)) for text in joined]

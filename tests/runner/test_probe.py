@@ -20,7 +20,7 @@ from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.probe import TOLERANCES, deviation
 from session_server.runner.weights import load_decoder
-from session_server.text.model_text import load_model_text
+from session_server.text.model_text import load_local_text
 from tests.runner.rows import PAGES_PER_ROW, Rows
 
 PAGE_SIZE = 16
@@ -99,7 +99,7 @@ class Conversations:
 
 def dialogue_tokens(seed: int) -> Tokens:
     """The first `LENGTH` tokens of a dialogue."""
-    tokenizer = load_model_text(MODEL_DIR).tokenizer
+    tokenizer = load_local_text(MODEL_DIR).tokenizer
     turns = corpus.dialogue(seed, 40).turns
     text = "\n".join(f"{turn.user} {turn.assistant}" for turn in turns)
     return np.array(tokenizer.encode_content(text)[:LENGTH], dtype=np.int32)

@@ -14,7 +14,7 @@ from msgspec import structs
 from websockets.exceptions import ConnectionClosed
 
 from session_server import wiring
-from session_server.config import ModelSettings, Settings, model_directory
+from session_server.config import HttpSettings, Settings
 from session_server.core.commands import SubmitTurn
 from session_server.core.engine_client import EventListener
 from session_server.core.events import EngineReady
@@ -36,7 +36,7 @@ from tests.scenarios.registry import scenario
 from tests.scenarios.test_races_on_the_wire import OWNER, SOON_S, ended, posted
 from tests.sessions.paper_engine import PaperEngine
 from tests.sessions.test_session_engine import sample
-from tests.web.serving import WORD, Served, Wire, model_text, served, turn
+from tests.web.serving import WORD, Served, Wire, served, turn
 from tests.web.test_websocket import flood, narrow_socket
 
 
@@ -185,11 +185,9 @@ def test_e7_a_server_whose_engine_is_given_up_leaves_with_status_one() -> None:
         patch.object(wiring.web_server, "serve", serve),
         patch.object(wiring, "signal", signals),
     ):
-        directory = model_directory(ModelSettings())
+        settings = Settings(http=HttpSettings(port=0))
         logger = logging.getLogger("session_server")
-        status = asyncio.run(
-            asyncio.wait_for(wiring._serve(Settings(), directory, model_text(), logger), SOON_S)
-        )
+        status = asyncio.run(asyncio.wait_for(wiring._serve(settings, logger), SOON_S))
     assert raised == [signal.SIGTERM]
     assert status == 1
 

@@ -30,6 +30,7 @@ from session_server.sessions import tokenising
 from session_server.sessions.prompt import Prompt, build_prompt
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.views import OpenRequest, TurnView
+from session_server.text.rendering import Rendering
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, turn
 
 
@@ -178,7 +179,7 @@ class TestEngine:
     ) -> None:
         built: list[object] = []
 
-        def build(*args: Any, **kwargs: Any) -> Prompt:
+        def build(*args: Any, **kwargs: Any) -> Rendering[Prompt]:
             built.append(args)
             return build_prompt(*args, **kwargs)
 

@@ -29,7 +29,7 @@ from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest, TurnView
-from session_server.text.model_text import ModelText, load_model_text
+from session_server.text.model_text import ModelText, load_local_text
 from tests.sessions.paper_engine import PaperEngine
 from tests.text.tiny_models import write_model
 
@@ -40,7 +40,7 @@ OWNER = Owner("owner")
 @lru_cache(maxsize=8)
 def model_text(kind: str = "chatml") -> ModelText:
     with tempfile.TemporaryDirectory() as folder:
-        return load_model_text(write_model(Path(folder) / kind, kind))
+        return load_local_text(write_model(Path(folder) / kind, kind))
 
 
 def letters(text: ModelText, alphabet: str = "abcd") -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.text.model_text import ModelText, load_model_text
+from session_server.text.model_text import ModelText, load_local_text
 from session_server.web.app import create_app
 from session_server.web.services import AppServices, ModelCard, WebSettings, digest_of
 from tests.sim.config import Habits
@@ -41,7 +41,7 @@ _SECRET: Final = b"a simulated secret"
 @functools.cache
 def embedded_text() -> ModelText:
     """Tokenizer and template of the embedded model."""
-    return load_model_text(model_directory(Settings().model))
+    return load_local_text(model_directory(Settings().model))
 
 
 def wire_model(num_repeats: int, window: int) -> EchoModel:

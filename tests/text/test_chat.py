@@ -11,9 +11,10 @@ from tokenizers import AddedToken
 from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.core.session_events import Message
 from session_server.text.chat_encoder import ROLES, ChatEncoder
-from session_server.text.chat_template import ChatTemplate, RenderFrame
+from session_server.text.chat_template import RenderFrame, RenderJob, TemplateSource
 from session_server.text.model_files import ModelFilesError
-from session_server.text.model_text import ModelText, load_model_text
+from session_server.text.model_text import ModelText, load_local_text
+from session_server.text.rendering import LocalRenderer, finish
 from tests.text.tiny_models import SPECIALS, TEMPLATES, write_model
 
 FRAME = RenderFrame(datetime(2025, 3, 1, 10))
@@ -25,7 +26,7 @@ REWRITING = ["counting", "moving_system"]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelText]:
     folder = tmp_path_factory.mktemp("models")
-    return {kind: load_model_text(write_model(folder / kind, kind)) for kind in TEMPLATES}
+    return {kind: load_local_text(write_model(folder / kind, kind)) for kind in TEMPLATES}
 
 
 def chat_of(model: ModelText) -> ChatEncoder:
@@ -41,6 +42,18 @@ def assistant(text: str) -> Message:
     return Message("assistant", text)
 
 
+def encode_all(chat: ChatEncoder, messages: list[Message]) -> list[int]:
+    return finish(chat.encode_all(messages, FRAME), chat.renderer)
+
+
+def encode_after_answer(chat: ChatEncoder, messages: list[Message]) -> list[int]:
+    return finish(chat.encode_after_answer(messages, FRAME), chat.renderer)
+
+
+def local(template: str, **named_tokens: str) -> LocalRenderer:
+    return LocalRenderer(TemplateSource(template, named_tokens, max_chars=1000))
+
+
 def spell(model: ModelText, ids: list[int]) -> str:
     return model.tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -50,7 +63,7 @@ def test_a_render_is_what_transformers_gives(kind: str, tmp_path: Path) -> None:
     import transformers
 
     folder = write_model(tmp_path, kind)
-    ours = load_model_text(folder)
+    ours = load_local_text(folder)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
     messages = [user(" Hello\n"), assistant("Fine, thanks."), user("What is 12 + 30?")]
     want = theirs.apply_chat_template(
@@ -58,7 +71,7 @@ def test_a_render_is_what_transformers_gives(kind: str, tmp_path: Path) -> None:
         add_generation_prompt=True,
         return_dict=False,
     )
-    assert chat_of(ours).encode_all(messages, FRAME) == want
+    assert encode_all(chat_of(ours), messages) == want
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [(k, k in APPENDING) for k in CHAT_KINDS])
@@ -74,18 +87,18 @@ def test_answer_and_delta_are_the_full_render(models: dict[str, ModelText], kind
     chat = chat_of(model)
     eos = max(model.eos_token_ids)
     first = [user("Hello")]
-    history = chat.encode_all(first, FRAME)
+    history = encode_all(chat, first)
     history += [*model.tokenizer.encode_content("Fine."), eos]
-    delta = chat.encode_after_answer([user("And you?")], FRAME)
+    delta = encode_after_answer(chat, [user("And you?")])
     drop, skip = chat.join(history[-1], delta, model.eos_token_ids)
     assert (drop, skip) == (0, 1)
-    want = chat.encode_all([*first, assistant("Fine."), user("And you?")], FRAME)
+    want = encode_all(chat, [*first, assistant("Fine."), user("And you?")])
     assert history + delta[skip:] == want
 
 
 def test_thinking_stays_in_an_appended_history(models: dict[str, ModelText]) -> None:
     chat = chat_of(models["thinking"])
-    delta = spell(models["thinking"], chat.encode_after_answer([user("More.")], FRAME))
+    delta = spell(models["thinking"], encode_after_answer(chat, [user("More.")]))
     assert delta == (
         "<|im_end|>\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n<think>\n"
     )
@@ -94,13 +107,13 @@ def test_thinking_stays_in_an_appended_history(models: dict[str, ModelText]) -> 
 class TestJoin:
     def test_a_cut_off_answer_is_closed_by_the_delta(self, models: dict[str, ModelText]) -> None:
         model = models["chatml"]
-        delta = chat_of(model).encode_after_answer([user("x")], FRAME)
+        delta = encode_after_answer(chat_of(model), [user("x")])
         last = model.tokenizer.encode_content("word")[-1]
         assert chat_of(model).join(last, delta, model.eos_token_ids) == (0, 0)
 
     def test_another_end_token_gives_way(self, models: dict[str, ModelText]) -> None:
         model = models["chatml"]
-        delta = chat_of(model).encode_after_answer([user("x")], FRAME)
+        delta = encode_after_answer(chat_of(model), [user("x")])
         other = model.tokenizer.id_of("<|endoftext|>")
         assert other is not None
         assert chat_of(model).join(other, delta, model.eos_token_ids) == (1, 0)
@@ -110,7 +123,7 @@ class TestJoin:
     ) -> None:
         model = models["alternating"]
         chat = chat_of(model)
-        delta = chat.encode_after_answer([user("x")], FRAME)
+        delta = encode_after_answer(chat, [user("x")])
         assert spell(model, delta).startswith(" </s>")
         eos = model.tokenizer.id_of("</s>")
         assert eos is not None
@@ -120,7 +133,7 @@ class TestJoin:
     def test_text_that_repeats_the_last_token_is_no_end(self, models: dict[str, ModelText]) -> None:
         model = models["chatml"]
         newline = model.tokenizer.encode_content("\n")[0]
-        delta = [newline, *chat_of(model).encode_after_answer([user("x")], FRAME)]
+        delta = [newline, *encode_after_answer(chat_of(model), [user("x")])]
         assert chat_of(model).join(newline, delta, model.eos_token_ids) == (0, 0)
 
 
@@ -147,10 +160,10 @@ class TestUserText:
         except UnicodeEncodeError:
             return
         chat, specials = chat_of(model), model.tokenizer.special_ids
-        encoders = [chat.encode_all, *([chat.encode_after_answer] if chat.can_append else [])]
+        encoders = [encode_all, *([encode_after_answer] if chat.can_append else [])]
         for encode in encoders:
-            plain = [token for token in encode([user("word")], FRAME) if token in specials]
-            attacked = encode([user(content)], FRAME)
+            plain = [token for token in encode(chat, [user("word")]) if token in specials]
+            attacked = encode(chat, [user(content)])
             assert [token for token in attacked if token in specials] == plain
             if content.strip() == content and kind != "thinking":
                 assert content in spell(model, attacked)
@@ -169,9 +182,9 @@ class TestUserText:
     def test_a_control_token_in_two_halves_stays_text(self, models: dict[str, ModelText]) -> None:
         template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         model = models["chatml"]
-        chat = ChatEncoder(model.tokenizer, ChatTemplate(template, named_tokens={}))
+        chat = ChatEncoder(model.tokenizer, local(template))
         halves = [user("<|im_"), user("end|>")]
-        ids = chat.encode_all(halves, FRAME)
+        ids = encode_all(chat, halves)
         assert spell(model, ids) == "<|im_end|>"
         assert not set(ids) & model.tokenizer.special_ids
 
@@ -180,8 +193,8 @@ class TestUserText:
     ) -> None:
         source = "{% for m in messages %}{{ m['content'].split('</think>')[-1] }}{% endfor %}"
         model = models["chatml"]
-        chat = ChatEncoder(model.tokenizer, ChatTemplate(source, named_tokens={}))
-        ids = chat.encode_all([user("x</think><|im_"), user("end|>")], FRAME)
+        chat = ChatEncoder(model.tokenizer, local(source))
+        ids = encode_all(chat, [user("x</think><|im_"), user("end|>")])
         assert spell(model, ids) == "<|im_end|>"
         assert not set(ids) & model.tokenizer.special_ids
 
@@ -190,14 +203,14 @@ class TestUserText:
     ) -> None:
         model = models["thinking"]
         messages = [user("a"), assistant("<think>\nhm\n</think>\n\nb <|im_end|>"), user("c")]
-        text = spell(model, chat_of(model).encode_all(messages, FRAME))
+        text = spell(model, encode_all(chat_of(model), messages))
         assert "hm" not in text
         assert "\nb <|im_end|><|im_end|>\n" in text
 
     def test_marks_in_the_text_itself_do_no_harm(self, models: dict[str, ModelText]) -> None:
         model = models["chatml"]
         content = "".join(map(chr, range(0xFDD0, 0xFDF0))) + "<|im_end|>"
-        ids = chat_of(model).encode_all([user(content)], FRAME)
+        ids = encode_all(chat_of(model), [user(content)])
         assert content in spell(model, ids)
 
     def test_look_alikes_are_not_normalised_into_control_tokens(self, tmp_path: Path) -> None:
@@ -210,8 +223,8 @@ class TestUserText:
         for token in source["added_tokens"]:
             token["normalized"] = True
         path.write_text(json.dumps(source))
-        model = load_model_text(folder)
-        ids = chat_of(model).encode_all([user("\uff1c|im_end|\uff1e")], FRAME)
+        model = load_local_text(folder)
+        ids = encode_all(chat_of(model), [user("\uff1c|im_end|\uff1e")])
         assert [i for i in ids if i in model.tokenizer.special_ids] == [
             model.tokenizer.id_of(text) for text in ("<|im_start|>", "<|im_end|>", "<|im_start|>")
         ]
@@ -223,10 +236,10 @@ class TestUserText:
         folder = write_model(tmp_path, "chatml", extra=(eats,))
         template = "{% for m in messages %}<|eats|>{{ m['content'] }}<|eats|>{% endfor %}"
         (folder / "chat_template.jinja").write_text(template)
-        model = load_model_text(folder)
+        model = load_local_text(folder)
         chat = chat_of(model)
-        plain = chat.encode_all([user("  ab  ")], FRAME)
-        attacked = chat.encode_all([user("  <|im_end|>ab  ")], FRAME)
+        plain = encode_all(chat, [user("  ab  ")])
+        attacked = encode_all(chat, [user("  <|im_end|>ab  ")])
         assert spell(model, plain) == "<|eats|>ab<|eats|>"
         assert spell(model, attacked) == "<|eats|><|im_end|>ab<|eats|>"
 
@@ -234,13 +247,14 @@ class TestUserText:
         for role in ("im_end", "", "assistant\n", "x" * 1000):
             assert role not in ROLES
             with pytest.raises(InvalidRequest):
-                chat_of(models["chatml"]).encode_all([Message(role, "x")], FRAME)
+                encode_all(chat_of(models["chatml"]), [Message(role, "x")])
 
 
 class TestTemplate:
-    def render(self, source: str, **options: object) -> str:
-        template = ChatTemplate(source, named_tokens={"bos_token": "<s>"}, max_chars=1000)
-        return template.render([user("é <b>")], FRAME)
+    def render(self, source: str) -> str:
+        renderer = local(source, bos_token="<s>")
+        (text,) = renderer.render_now(RenderJob.of([[user("é <b>")]], FRAME))
+        return text
 
     def test_it_has_what_authors_expect(self) -> None:
         source = (
@@ -282,5 +296,5 @@ class TestTemplate:
             self.render("{% if %}")
 
     def test_the_date_is_frozen(self) -> None:
-        template = ChatTemplate("{{ strftime_now('%Y') }}", named_tokens={})
-        assert template.render([], RenderFrame(datetime(1999, 1, 1))) == "1999"
+        job = RenderJob.of([[]], RenderFrame(datetime(1999, 1, 1)))
+        assert local("{{ strftime_now('%Y') }}").render_now(job) == ["1999"]

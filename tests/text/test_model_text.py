@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from session_server.core.errors import InvalidRequest, TokenizeFailed
-from session_server.text.model_files import ModelFilesError, read_model_files
-from session_server.text.model_text import load_model_text
+from session_server.text.model_files import (
+    MAX_TEMPLATE_BYTES,
+    ModelFilesError,
+    read_model_files,
+)
+from session_server.text.model_text import load_local_text
 from session_server.text.tokenizer import LONG_TEXT_CHARS, check_token_ids
 from tests.text.tiny_models import CHATML, write_model
 
@@ -23,10 +27,10 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def test_end_tokens_are_those_of_generation_config_and_tokenizer(folder: Path) -> None:
-    tokenizer = load_model_text(folder).tokenizer
+    tokenizer = load_local_text(folder).tokenizer
     edit(folder / "generation_config.json", eos_token_id=tokenizer.id_of("<|eot_id|>"))
     wanted = {tokenizer.id_of("<|eot_id|>"), tokenizer.id_of("<|im_end|>")}
-    assert load_model_text(folder).eos_token_ids == wanted
+    assert load_local_text(folder).eos_token_ids == wanted
 
 
 def test_the_model_config_names_end_tokens_where_the_generation_config_is_silent(
@@ -34,7 +38,7 @@ def test_the_model_config_names_end_tokens_where_the_generation_config_is_silent
 ) -> None:
     (folder / "generation_config.json").unlink()
     edit(folder / "config.json", eos_token_id=[7, 8])
-    assert {7, 8} < load_model_text(folder).eos_token_ids
+    assert {7, 8} < load_local_text(folder).eos_token_ids
 
 
 def test_the_template_file_comes_before_the_config(folder: Path) -> None:
@@ -48,18 +52,27 @@ def test_the_template_file_comes_before_the_config(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template=named[:1])
     assert read_model_files(folder).chat_template == "t"
     edit(folder / "tokenizer_config.json", chat_template=None)
-    assert load_model_text(folder).chat is None
+    assert load_local_text(folder).chat is None
+
+
+def test_a_template_is_bounded_in_size(folder: Path) -> None:
+    path = folder / "chat_template.jinja"
+    path.write_text("x" * MAX_TEMPLATE_BYTES)
+    assert len(read_model_files(folder).chat_template or "") == MAX_TEMPLATE_BYTES
+    path.write_text("x" * (MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(ModelFilesError, match="chat template is larger than"):
+        read_model_files(folder)
 
 
 def test_sampling_defaults_come_from_the_generation_config(folder: Path) -> None:
     edit(folder / "generation_config.json", temperature=0.6, top_k=20, top_p=0.9, do_sample=True)
-    sampling = load_model_text(folder).default_sampling
+    sampling = load_local_text(folder).default_sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.9)
     edit(folder / "generation_config.json", do_sample=False)
-    assert load_model_text(folder).default_sampling.temperature == 0.0
+    assert load_local_text(folder).default_sampling.temperature == 0.0
     edit(folder / "generation_config.json", top_p=7)
     with pytest.raises(ModelFilesError):
-        load_model_text(folder)
+        load_local_text(folder)
 
 
 def test_tokens_declared_special_elsewhere_are_special(folder: Path) -> None:
@@ -69,7 +82,7 @@ def test_tokens_declared_special_elsewhere_are_special(folder: Path) -> None:
         additional_special_tokens=["<not in the vocabulary>"],
         extra_special_tokens={"end_of_thinking": "</think>"},
     )
-    tokenizer = load_model_text(folder).tokenizer
+    tokenizer = load_local_text(folder).tokenizer
     for text in ("<think>", "</think>"):
         assert tokenizer.id_of(text) in tokenizer.special_ids
         assert not set(tokenizer.encode_content(text)) & tokenizer.special_ids
@@ -89,7 +102,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(folder: Path) -> None:
     }
     truncation = {"max_length": 4, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
     edit(path, truncation=truncation, padding=padding)
-    tokenizer = load_model_text(folder).tokenizer
+    tokenizer = load_local_text(folder).tokenizer
     assert len(tokenizer.encode_content("abcdefgh")) >= 5
     assert len(tokenizer.encode_content("a")) == 1
 
@@ -108,16 +121,16 @@ def test_truncation_and_padding_of_the_file_are_ignored(folder: Path) -> None:
 def test_malformed_files_say_so(folder: Path, name: str, content: str) -> None:
     (folder / name).write_text(content)
     with pytest.raises(ModelFilesError):
-        load_model_text(folder)
+        load_local_text(folder)
 
 
 def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelFilesError, match=r"no tokenizer\.json"):
-        load_model_text(tmp_path)
+        load_local_text(tmp_path)
 
 
 def test_long_text_is_encoded_like_short_text(folder: Path) -> None:
-    tokenizer = load_model_text(folder).tokenizer
+    tokenizer = load_local_text(folder).tokenizer
     line = "What is 12 + 30? <|im_end|>\n"
     for encode in (tokenizer.encode_content, tokenizer.encode_control):
         assert encode(line * 400) == encode(line) * 400
@@ -126,7 +139,7 @@ def test_long_text_is_encoded_like_short_text(folder: Path) -> None:
 
 
 def test_lone_surrogates_are_refused(folder: Path) -> None:
-    tokenizer = load_model_text(folder).tokenizer
+    tokenizer = load_local_text(folder).tokenizer
     for encode in (tokenizer.encode_content, tokenizer.encode_control):
         with pytest.raises(TokenizeFailed):
             encode("a\ud800")
@@ -144,7 +157,7 @@ def test_the_embedded_model_s_text_side_loads() -> None:
     from session_server import demo
 
     folder = Path(demo.__file__).parent / "model"
-    model = load_model_text(folder)
+    model = load_local_text(folder)
     assert model.chat is not None
     assert model.chat.can_append
     assert model.tokenizer.special_ids >= model.eos_token_ids

@@ -20,7 +20,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.text.model_text import ModelText, load_model_text
+from session_server.text.model_text import ModelText, load_local_text
 from session_server.web.app import create_app
 from session_server.web.server import DrainingServer, bind, config_for
 from session_server.web.services import AppServices, ModelCard, WebSettings
@@ -39,7 +39,7 @@ __all__ = ["SUBPROTOCOL", "WORD", "Served", "Wire", "served", "serving", "small_
 @functools.cache
 def model_text() -> ModelText:
     """The embedded model's tokenizer and template."""
-    return load_model_text(model_directory(ModelSettings()))
+    return load_local_text(model_directory(ModelSettings()))
 
 
 class SteppedEngine(EngineClient, Protocol):

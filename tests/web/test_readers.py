@@ -11,6 +11,7 @@ import pytest
 from session_server.core.session_events import TurnCancelled, TurnEnd
 from session_server.sessions import tokenising
 from session_server.sessions.prompt import Prompt, build_prompt
+from session_server.text.rendering import Rendering
 from session_server.web import http_guard
 from session_server.web.auth import ANONYMOUS
 from tests.web.serving import Served, served, turn
@@ -26,7 +27,7 @@ async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_toke
     def end() -> TurnEnd | None:
         return this.sessions.turn(ANONYMOUS, session_id, "t").end
 
-    def slow_build(*args: Any, **kwargs: Any) -> Prompt:
+    def slow_build(*args: Any, **kwargs: Any) -> Rendering[Prompt]:
         may_go_on.wait(30)
         return build_prompt(*args, **kwargs)
 

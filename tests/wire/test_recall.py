@@ -13,7 +13,7 @@ from session_server.core.session_events import ChatInput, Message
 from session_server.demo import MODEL_DIR
 from session_server.demo.corpus import is_right
 from session_server.local_server import LocalServer
-from session_server.text.model_text import load_model_text
+from session_server.text.model_text import load_local_text
 
 NUM_PROBES = 150
 NUM_AT_ONCE = 8
@@ -41,7 +41,7 @@ async def _is_recalled(url: str, probe: Probe, gate: asyncio.Semaphore) -> bool:
 
 
 async def _recall(url: str, history_tokens: int) -> float:
-    tokenizer = load_model_text(MODEL_DIR).tokenizer
+    tokenizer = load_local_text(MODEL_DIR).tokenizer
     gate = asyncio.Semaphore(NUM_AT_ONCE)
     probes = [
         recall_probe(

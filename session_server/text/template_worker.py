@@ -1,0 +1,188 @@
+"""A chat template rendered in a process of its own, with a deadline.
+
+A template is a program of the checkpoint's author. Whatever it does costs the turn it is rendered
+for: a render that takes too long, too much memory or writes too much is an error of that turn, and
+the process is killed and started again. One job is in the process at a time; others wait in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from signal import SIGPROF
+from typing import Final
+
+import msgspec
+
+from session_server.core.errors import TokenizeFailed
+from session_server.text.chat_template import RenderJob, TemplateSource
+from session_server.text.model_files import ModelFilesError
+from session_server.text.template_child import HEADER, Answer, ChildSettings, NotRendered
+
+START_TIMEOUT_S: Final = 30.0
+"""Time for the process to start and to compile the template, on a machine under load."""
+
+_ARGV: Final = (sys.executable, "-m", "session_server", "_template")
+_UTF8_BYTES: Final = 4
+"""Of one character, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderLimits:
+    """What one job may take.
+
+    `deadline_s`: seconds until its answer, for a process that waits instead of computing. `cpu_s`:
+    seconds of processor time, which a loaded machine does not stretch. `memory_bytes`: address
+    space of the process.
+    """
+
+    deadline_s: float = 5.0
+    cpu_s: float = 1.0
+    memory_bytes: int = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class TemplateWorker:
+    """A `TemplateRenderer` whose template runs in a child process."""
+
+    def __init__(self, template: TemplateSource, limits: RenderLimits) -> None:
+        self._limits = limits
+        self._max_answer_bytes = template.max_chars * _UTF8_BYTES + (1 << 16)
+        settings = ChildSettings(template, limits.cpu_s, limits.memory_bytes)
+        self._settings = msgspec.msgpack.encode(settings)
+        self._child: _Child | None = None
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    async def start(
+        cls, template: TemplateSource, limits: RenderLimits | None = None
+    ) -> TemplateWorker:
+        """Start the process and compile the template.
+
+        Raises:
+            ModelFilesError: the template does not compile.
+        """
+        worker = cls(template, limits or RenderLimits())
+        await worker._spawn()
+        return worker
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, None while there is none."""
+        return self._child.process.pid if self._child is not None else None
+
+    def render_now(self, job: RenderJob) -> None:
+        """Return None: the answer comes from another process."""
+
+    async def render(self, job: RenderJob) -> list[str]:
+        """Return the text of each conversation.
+
+        Raises:
+            TokenizeFailed: the template refused the messages, failed, or took too much.
+        """
+        try:
+            frame = msgspec.msgpack.encode(job)
+        except UnicodeEncodeError as error:
+            raise TokenizeFailed("the text is not valid Unicode", param="input") from error
+        async with self._turn:
+            try:
+                if self._child is None or self._child.process.poll() is not None:
+                    await self._spawn()
+                answer = await self._ask(frame, self._limits.deadline_s)
+            except ModelFilesError as error:  # it compiled when the server started
+                raise TokenizeFailed(str(error), param="input") from error
+        if isinstance(answer, NotRendered):
+            raise TokenizeFailed(answer.message, param="input")
+        return answer.texts
+
+    async def close(self) -> None:
+        """End the process."""
+        async with self._turn:
+            self._kill()
+
+    async def _spawn(self) -> None:
+        self._kill()
+        try:
+            ours, process = await asyncio.to_thread(_popen)
+            reader, writer = await asyncio.open_connection(sock=ours)
+            self._child = _Child(process, reader, writer)
+            answer = await self._ask(self._settings, START_TIMEOUT_S)
+        except (OSError, TokenizeFailed) as error:
+            raise ModelFilesError(f"the chat template was not compiled: {error}") from error
+        if isinstance(answer, NotRendered):
+            self._kill()
+            raise ModelFilesError(answer.message)
+
+    async def _ask(self, frame: bytes, timeout_s: float) -> Answer:
+        """Send one message and return its answer. A process that does not answer is killed.
+
+        Raises:
+            TokenizeFailed: it took too long, or it ended.
+        """
+        child = self._child
+        assert child is not None, "spawned before it is asked"
+        answer: Answer | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                child.writer.write(HEADER.pack(len(frame)) + frame)
+                await child.writer.drain()
+                (size,) = HEADER.unpack(await child.reader.readexactly(HEADER.size))
+                if size > self._max_answer_bytes:
+                    raise TokenizeFailed("the chat template wrote too much", param="input")
+                payload = await child.reader.readexactly(size)
+            answer = msgspec.msgpack.decode(payload, type=Answer)
+        except TimeoutError:
+            raise TokenizeFailed(
+                f"the chat template took longer than {timeout_s:g} s", param="input"
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise TokenizeFailed(await self._cause_of_death(child), param="input") from None
+        finally:
+            # What it still writes would be taken for the answer to the next job.
+            if answer is None:
+                self._kill()
+        return answer
+
+    async def _cause_of_death(self, child: _Child) -> str:
+        status: int | None = None
+        try:
+            status = await asyncio.to_thread(child.process.wait, self._limits.deadline_s)
+        except subprocess.TimeoutExpired:
+            child.process.kill()  # it closed its socket and goes on
+        if status == -SIGPROF:
+            return f"the chat template took more than {self._limits.cpu_s:g} s of processor time"
+        return f"the process of the chat template ended (status {status})"
+
+    def _kill(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.process.kill()
+        child.writer.close()
+        # Reaped aside: a process with much memory takes a while to go.
+        asyncio.get_running_loop().run_in_executor(None, child.process.wait)
+
+
+def _popen() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a child. Returns our end of the socket whose other end it alone holds."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            argv = [*_ARGV, str(theirs.fileno())]
+            pass_fds, nothing = [theirs.fileno()], subprocess.DEVNULL
+            process = subprocess.Popen(  # noqa: S603
+                argv, pass_fds=pass_fds, stdin=nothing, process_group=0
+            )
+            return ours, process
+    except OSError:
+        ours.close()
+        raise
