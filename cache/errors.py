@@ -7,7 +7,7 @@ CacheError
 ├── UnknownSession   no slot has this id (or this turn borrows none)
 ├── SessionExists    a slot has this id already
 ├── HistoryMismatch  a turn builds on tokens the slot does not hold
-├── NamespaceMismatch  the slot belongs to another tenant, model or adapter
+├── NamespaceMismatch  the slot belongs to another tenant or model
 ├── PinQuotaExceeded   pinning this session would exceed the pinned quota
 └── AuditFailed      the books and the structures disagree: a bug of ours
 """
@@ -44,7 +44,7 @@ class HistoryMismatch(CacheError):
 
 
 class NamespaceMismatch(CacheError):
-    """The slot belongs to another tenant, model or adapter."""
+    """The slot belongs to another tenant or model."""
 
 
 class PinQuotaExceeded(CacheError):

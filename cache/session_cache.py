@@ -208,7 +208,6 @@ class SessionAwareCache:
         *,
         base_len: int,
         new_tokens: Sequence[int] | Tokens,
-        now: float,
         max_reuse_len: int | None = None,
     ) -> TurnLoan:
         """Cut the history to `base_len`, append the input, lend the lease.
@@ -220,7 +219,6 @@ class SessionAwareCache:
         Args:
             base_len: tokens of the history that the turn builds on.
             new_tokens: its input.
-            now: seconds, any monotonic clock.
             max_reuse_len: recompute from this position on, even where KV is there.
 
         Raises:
@@ -251,8 +249,7 @@ class SessionAwareCache:
         slot.tokens.truncate(base_len)
         slot.tokens.append(new_tokens)
         writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))
-        slot.last_used_s = now
-        loan = TurnLoan(lease.row, lease.computed_len, lease.protected_len, tuple(writes))
+        loan = TurnLoan(lease.row, lease.computed_len, tuple(writes))
         self._turns[turn_id] = _Turn(slot, lease, base_len, context_len, loan)
         self._count_pinned(slot)
         assert lease.computed_len < len(slot.tokens), "one token at least is computed"
@@ -309,7 +306,7 @@ class SessionAwareCache:
         turn.is_prompt_complete = True
         return self._publish(slot, lease)
 
-    def end_turn(self, turn_id: TurnId, keep_len: int, *, now: float) -> list[TableWrite]:
+    def end_turn(self, turn_id: TurnId, keep_len: int) -> list[TableWrite]:
         """Keep the history up to `keep_len`, publish whole pages, give the lease back.
 
         With `keep_len` the turn's `base_len` the session is as it was before the turn. A closing
@@ -321,10 +318,10 @@ class SessionAwareCache:
         lease.roll_back(keep_len)
         slot.tokens.truncate(keep_len)
         writes = self._publish(slot, lease)
-        self._finish(turn_id, now)
+        self._finish(turn_id)
         return writes
 
-    def discard(self, turn_id: TurnId, *, now: float) -> None:
+    def discard(self, turn_id: TurnId) -> None:
         """End a turn whose KV is not to be trusted: as if it never was.
 
         The history is cut to `base_len`; nothing it computed stays, and what it had published is
@@ -333,9 +330,9 @@ class SessionAwareCache:
         turn = self._turn(turn_id)
         turn.lease.roll_back(min(turn.base_len, turn.loan.cached_len))
         turn.slot.tokens.truncate(turn.base_len)
-        self._finish(turn_id, now)
+        self._finish(turn_id)
 
-    def retract(self, turn_id: TurnId, *, now: float) -> Tokens:
+    def retract(self, turn_id: TurnId) -> Tokens:
         """Take the memory of a running turn: publish, let go, commit nothing.
 
         Returns:
@@ -350,10 +347,10 @@ class SessionAwareCache:
         slot.tokens.truncate(turn.base_len)
         lease.release()
         slot.lease = None
-        self._finish(turn_id, now)
+        self._finish(turn_id)
         return uncommitted
 
-    def quarantine(self, session_id: SessionId, *, now: float) -> None:
+    def quarantine(self, session_id: SessionId) -> None:
         """Answer to a violation: never use this session's pages again, keep its tokens.
 
         A running turn ends; the history is what it was before it. Published pages that others have
@@ -366,7 +363,7 @@ class SessionAwareCache:
         slot.lease = None
         if slot.borrower is not None:
             slot.tokens.truncate(self._turns[slot.borrower].base_len)
-            self._finish(slot.borrower, now)
+            self._finish(slot.borrower)
             return
         self._leave_idle(slot)
         slot.move_to(SlotState.COLD)
@@ -503,10 +500,9 @@ class SessionAwareCache:
     def _publish(self, slot: SessionSlot, lease: KVLease) -> list[TableWrite]:
         return lease.publish(slot.tokens.view(lease.protected_len, lease.computed_len))
 
-    def _finish(self, turn_id: TurnId, now: float) -> None:
+    def _finish(self, turn_id: TurnId) -> None:
         """The one end of every loan."""
         slot = self._turns.pop(turn_id).slot
-        slot.last_used_s = now
         if slot.state is SlotState.CLOSING:
             self._forget(slot)
             return

@@ -45,7 +45,6 @@ class SessionSlot:
 
     __slots__ = (
         "borrower",
-        "last_used_s",
         "lease",
         "namespace",
         "retention",
@@ -62,7 +61,6 @@ class SessionSlot:
         self.state = SlotState.COLD
         self.lease: KVLease | None = None
         self.borrower: TurnId | None = None
-        self.last_used_s = 0.0
 
     @property
     def is_active(self) -> bool:

@@ -72,7 +72,6 @@ class Namespace:
 
     tenant_salt: str
     model_fingerprint: str
-    adapter_generation: int = 0
 
 
 class TableWrite(NamedTuple):

@@ -24,13 +24,12 @@ from cache.types import (
 class TurnLoan:
     """A turn's borrowed lease, as it was when it was lent.
 
-    `cached_len`: positions whose KV is there; computing starts at it. `protected_len`: how many of
-    them the tree owns. `table_writes`: entries the device does not know yet.
+    `cached_len`: positions whose KV is there; computing starts at it. `table_writes`: entries the
+    device does not know yet.
     """
 
     row: RowId
     cached_len: int
-    protected_len: int
     table_writes: tuple[TableWrite, ...]
 
 
@@ -80,7 +79,6 @@ class SlotView(NamedTuple):
     allocated_len: int
     protected_pages: Mapping[PoolName, int]
     private_pages: Mapping[PoolName, int]
-    last_used_s: float
 
     @classmethod
     def of(cls, slot: SessionSlot, pools: Iterable[PoolName]) -> SlotView:
@@ -98,5 +96,4 @@ class SlotView(NamedTuple):
             allocated_len=slot.kv_allocated_len,
             protected_pages={pool: lease.num_protected(pool) if lease else 0 for pool in pools},
             private_pages={pool: lease.num_private(pool) if lease else 0 for pool in pools},
-            last_used_s=slot.last_used_s,
         )

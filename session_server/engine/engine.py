@@ -146,7 +146,7 @@ class Engine:
         for command in commands:
             self._obey(command, now_s)
         plan, batch = self._launch(now_s)
-        has_repaired = self._guard.end_step(now_s, plan, batch)
+        has_repaired = self._guard.end_step(plan, batch)
         self._reporter.report(now_s, has_worked=bool(results or batch))
         has_planned = batch is not None or (plan is not None and not plan.is_empty)
         is_blocked = self._flight.is_full or not (has_planned or has_repaired)
@@ -166,13 +166,13 @@ class Engine:
             else:
                 self._guard.prober.settle(result, now_s)
         except AuditFailed as error:
-            self._guard.recover(error, now_s)
+            self._guard.recover(error)
 
     def _obey(self, command: EngineCommand, now_s: float) -> None:
         try:
             self._intake.obey(command, now_s)
         except AuditFailed as error:
-            self._guard.recover(error, now_s)
+            self._guard.recover(error)
             self._intake.obey(command, now_s)
 
     # Launching
@@ -200,7 +200,7 @@ class Engine:
         try:
             rows = self._apply(plan, now_s)
         except AuditFailed as error:
-            self._guard.recover(error, now_s)
+            self._guard.recover(error)
             return plan, None
         return plan, self._flight.launch(rows, self._outbox.take_writes()) if rows else None
 
@@ -214,12 +214,12 @@ class Engine:
         for session_id in applied.let_go:
             self._guard.touch(session_id)
         for turn, error in applied.refused:
-            self._settler.fail(turn, error, now_s)
+            self._settler.fail(turn, error)
         if plan.refuse is not None:
-            self._give_up(plan.refuse, now_s)
+            self._give_up(plan.refuse)
         return applied.rows
 
-    def _give_up(self, turn_id: TurnId, now_s: float) -> None:
+    def _give_up(self, turn_id: TurnId) -> None:
         """Nothing runs, nothing can be taken, and this turn does not fit: it must not hang.
 
         Happens only when pages are lost to quarantine, since a turn that cannot fit the pool is
@@ -231,4 +231,4 @@ class Engine:
             self._settler.suspects.remove(turn)  # alone it cannot take pages; let it join the rest
             return
         error = ServerBusy("the memory left does not hold this turn")
-        self._settler.fail(turn, error, now_s)
+        self._settler.fail(turn, error)

@@ -90,7 +90,7 @@ class MemoryGuard:
         """Begin the record of a step."""
         self._watch.trace.begin_step(now_s, commands, results)
 
-    def end_step(self, now_s: float, plan: StepPlan | None, batch: Batch | None) -> bool:
+    def end_step(self, plan: StepPlan | None, batch: Batch | None) -> bool:
         """End its record, check what it has touched, and repair what is in doubt.
 
         Returns:
@@ -107,10 +107,10 @@ class MemoryGuard:
             watch.spent_s += watch.stopwatch() - began_s
         if not watch.doubts:
             return False
-        self._repair(now_s)
+        self._repair()
         return True
 
-    def recover(self, error: AuditFailed, now_s: float) -> None:
+    def recover(self, error: AuditFailed) -> None:
         """A verb of the cache raised in its middle.
 
         Raises:
@@ -120,7 +120,7 @@ class MemoryGuard:
             raise error
         self._watch.note_failure(error)
         self._watch.take_doubts()
-        self._rebuild(now_s, are_turns_whole=False)
+        self._rebuild(are_turns_whole=False)
 
     def report(self, request_id: int, now_s: float, *, with_trace: bool) -> MemoryReported:
         """The books as they are, and what the checker has done. O(sessions)."""
@@ -155,34 +155,34 @@ class MemoryGuard:
             cost_share=(watch.spent_s + prober.forward_s) / engine_s if engine_s else 0.0,
         )
 
-    def _repair(self, now_s: float) -> None:
+    def _repair(self) -> None:
         doubts = self._watch.take_doubts()
         if doubts.session_ids:
             try:
                 for session_id in doubts.session_ids:
-                    self._quarantine(session_id, now_s)
+                    self._quarantine(session_id)
             except AuditFailed as error:
                 self._watch.note_failure(error)
             else:
                 self._watch.audit_all()
             if not self._watch.take_doubts() and not doubts.are_books_lost:
                 return
-        self._rebuild(now_s, are_turns_whole=True)
+        self._rebuild(are_turns_whole=True)
 
-    def _quarantine(self, session_id: SessionId, now_s: float) -> None:
+    def _quarantine(self, session_id: SessionId) -> None:
         if session_id not in self._cache:
             return
         turn = self._scheduler.turn_of(session_id)
         was_running = turn is not None and turn.state is TurnState.RUNNING
         self.num_dropped_tokens += self._cache.slot(session_id).committed_len
         self.quarantined.append(session_id)
-        self._cache.quarantine(session_id, now=now_s)
+        self._cache.quarantine(session_id)
         self._outbox.emit(SessionCooled(session_id=session_id))
         if turn is not None and was_running:
             error = InternalInconsistency("the memory checker found this turn's KV wrong")
             self._settler.forget(turn, error)
 
-    def _rebuild(self, now_s: float, *, are_turns_whole: bool) -> None:
+    def _rebuild(self, *, are_turns_whole: bool) -> None:
         self.num_rebuilds += 1
         if self.num_rebuilds > MAX_REBUILDS:
             raise AuditFailed(f"the books were wrong {self.num_rebuilds} times")

@@ -97,7 +97,7 @@ class Scheduler:
         applied = Applied()
         self._cool(plan.cool, applied)
         for turn_id in plan.retract:
-            self._retract(self._turns[turn_id], now_s, applied)
+            self._retract(self._turns[turn_id], applied)
         admitted = frozenset(plan.admit)
         for work in plan.work:
             turn = self._turns[work.turn_id]
@@ -110,7 +110,7 @@ class Scheduler:
             if self._grow(turn, end + work.num_drafts, work.num_drafts):
                 applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))
             elif turn.turn_id in admitted:
-                self._retract(turn, now_s, applied)
+                self._retract(turn, applied)
         if plan.blocked is not None and plan.blocked[1] is BlockReason.PAGES:
             self._turns[plan.blocked[0]].clock.num_overtakings += plan.num_overtakings
         return applied
@@ -122,8 +122,8 @@ class Scheduler:
             self._outbox.emit(SessionCooled(session_id=session_id))
             applied.let_go.append(session_id)
 
-    def _retract(self, turn: Turn, now_s: float, applied: Applied) -> None:
-        uncommitted = self._cache.retract(turn.turn_id, now=now_s)
+    def _retract(self, turn: Turn, applied: Applied) -> None:
+        uncommitted = self._cache.retract(turn.turn_id)
         assert len(uncommitted) == turn.known_len - turn.request.base_len
         self.take_off(turn)
         applied.let_go.append(turn.request.session_id)
@@ -145,7 +145,6 @@ class Scheduler:
                 base_len=request.base_len,
                 new_tokens=turn.uncommitted_tokens(),
                 max_reuse_len=max_reuse(turn),
-                now=now_s,
             )
         except OutOfRows:
             self._counters.shortfalls += 1

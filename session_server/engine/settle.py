@@ -58,7 +58,7 @@ class Settler:
         self._counters.steps += 1
         self._counters.forward_s += result.forward_s
         if result.error is not None:
-            self._settle_failure(launch, result.error, now_s)
+            self._settle_failure(launch, result.error)
             return
         assert len(launch.rows) == len(result.rows)
         for row, outcome in zip(launch.rows, result.rows, strict=True):
@@ -71,7 +71,7 @@ class Settler:
             if outcome.finite:
                 self._settle_row(turn, row, outcome, now_s)
             else:
-                self.fail(turn, NumericalError("the model gave NaN or Inf"), now_s)
+                self.fail(turn, NumericalError("the model gave NaN or Inf"))
 
     def finish(
         self,
@@ -93,7 +93,7 @@ class Settler:
             if num_outputs is not None:
                 num_kept = min(num_outputs, len(turn.outputs))
                 history_len = turn.prompt_len + num_kept
-            self._outbox.write(self._cache.end_turn(request.turn_id, history_len, now=now_s))
+            self._outbox.write(self._cache.end_turn(request.turn_id, history_len))
         self._let_go(turn)
         self._outbox.emit(
             TurnFinished(
@@ -110,11 +110,11 @@ class Settler:
             )
         )
 
-    def fail(self, turn: Turn, error: SessionServerError, now_s: float) -> None:
+    def fail(self, turn: Turn, error: SessionServerError) -> None:
         """End a turn by a fault: nothing it computed stays, the history is as before."""
         request = turn.request
         if turn.state is TurnState.RUNNING:
-            self._cache.discard(request.turn_id, now=now_s)
+            self._cache.discard(request.turn_id)
         self.forget(turn, error)
 
     def forget(self, turn: Turn, error: SessionServerError) -> None:
@@ -227,13 +227,13 @@ class Settler:
             return True
         return not sampling.ignore_eos and token in self._settings.eos_token_ids
 
-    def _settle_failure(self, launch: Batch, message: str, now_s: float) -> None:
+    def _settle_failure(self, launch: Batch, message: str) -> None:
         for row in launch.rows:
             turn = self._scheduler.find_incarnation(row)
             if turn is None:
                 self._counters.overshoots += 1
             elif turn in self.suspects:
-                self.fail(turn, DeviceFailed(f"the device refused the forward: {message}"), now_s)
+                self.fail(turn, DeviceFailed(f"the device refused the forward: {message}"))
             else:
                 turn.relaunch()
                 self.suspects.append(turn)

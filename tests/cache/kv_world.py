@@ -142,7 +142,6 @@ class World:
     fresh_forks: set[SessionId] = field(default_factory=set)
     marks: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
-    now: float = 0.0
 
     def __post_init__(self) -> None:
         stores = self.cache.stores
@@ -204,7 +203,7 @@ class World:
         self.cache.cool(session_id)
 
     def quarantine(self, session_id: SessionId) -> None:
-        self.cache.quarantine(session_id, now=self.now)
+        self.cache.quarantine(session_id)
         self.marks["quarantine"] += 1
         self._ended(session_id)
 
@@ -230,7 +229,6 @@ class World:
             base_len=base_len,
             new_tokens=new_tokens,
             max_reuse_len=max_reuse_len,
-            now=self._tick(),
         )
         self.device.apply(loan.table_writes)
         self._mark_begin(before, base_len, loan)
@@ -290,7 +288,7 @@ class World:
         turn = self.turns[session_id]
         before = self.cache.slot(session_id)
         num_nodes, num_published = self._num_nodes(), self._num_tree_pages()
-        writes = self.cache.end_turn(turn.turn_id, keep_len, now=self._tick())
+        writes = self.cache.end_turn(turn.turn_id, keep_len)
         self._mark_publish(writes, num_nodes, num_published)
         self._mark("rollback", keep_len == turn.base_len)
         self.histories[session_id] = turn.tokens[:keep_len]
@@ -313,14 +311,14 @@ class World:
 
     def discard(self, session_id: SessionId) -> None:
         turn = self.turns[session_id]
-        self.cache.discard(turn.turn_id, now=self._tick())
+        self.cache.discard(turn.turn_id)
         self.histories[session_id] = turn.tokens[: turn.base_len]
         self.marks["discard"] += 1
         self._ended(session_id)
 
     def retract(self, session_id: SessionId) -> None:
         turn = self.turns[session_id]
-        uncommitted = self.cache.retract(turn.turn_id, now=self._tick()).tolist()
+        uncommitted = self.cache.retract(turn.turn_id).tolist()
         assert uncommitted == turn.tokens[turn.base_len :], "a retracted turn lost tokens"
         self.histories[session_id] = turn.tokens[: turn.base_len]
         self.marks["retract"] += 1
@@ -560,10 +558,6 @@ class World:
         (slot,) = self.cache.inspect_slots(session_id)
         assert slot.lease is not None
         return slot.lease.row
-
-    def _tick(self) -> float:
-        self.now += 1.0
-        return self.now
 
     def _num_tree_pages(self) -> int:
         accounts = self.cache.accounts()[self.pool]

@@ -171,7 +171,7 @@ class Player:
             return
         turn_id = world.turns[session_id].turn_id
         again = world.cache.begin_turn(
-            session_id, turn_id, base_len=base_len, new_tokens=new_tokens, now=0.0
+            session_id, turn_id, base_len=base_len, new_tokens=new_tokens
         )
         assert again is loan, "asking again gave another answer"
 
@@ -225,9 +225,7 @@ class Player:
         session_id, before = random.choice(self.running), self.world.fingerprint()
         cache = self.world.cache
         verbs: Sequence[Callable[[], object]] = (
-            lambda: cache.begin_turn(
-                session_id, TurnId("late"), base_len=0, new_tokens=[1], now=0.0
-            ),
+            lambda: cache.begin_turn(session_id, TurnId("late"), base_len=0, new_tokens=[1]),
             lambda: cache.rewind(session_id, 0),
             lambda: cache.cool(session_id),
             cache.flush,

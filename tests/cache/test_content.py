@@ -152,7 +152,7 @@ def test_what_others_share_before_it_is_looked_at_next() -> None:
     assert not rotation.is_suspicious
     for violation in rotation.blame(world.cache, content):
         assert violation.session_id is not None
-        world.cache.quarantine(violation.session_id, now=0.0)
+        world.cache.quarantine(violation.session_id)
     pages = pages_of(world, B)[:2]
     for start, page in zip((0, 4), pages, strict=True):
         assert rotation.is_suspicious

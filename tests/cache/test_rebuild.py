@@ -41,12 +41,12 @@ def test_a_loan_is_over_and_its_turn_can_borrow_again(world: World) -> None:
     turn_id = world.turns[B].turn_id
     world.cache.rebuild()
     with pytest.raises(UnknownSession):
-        world.cache.end_turn(turn_id, 0, now=0.0)
-    loan = world.cache.begin_turn(B, turn_id, base_len=0, new_tokens=PROMPT, now=0.0)
+        world.cache.end_turn(turn_id, 0)
+    loan = world.cache.begin_turn(B, turn_id, base_len=0, new_tokens=PROMPT)
     assert loan.cached_len == 0
     world.cache.grow(turn_id, len(PROMPT))
     world.cache.record(turn_id, len(PROMPT))
-    world.cache.end_turn(turn_id, len(PROMPT), now=0.0)
+    world.cache.end_turn(turn_id, len(PROMPT))
     audit(world.cache)
 
 
@@ -62,11 +62,11 @@ def test_a_slot_whose_loan_is_nowhere_written_is_cold_too(world: World) -> None:
     world.cache._turns.clear()
     world.cache.rebuild()
     assert world.cache.slot(B).borrower is None
-    world.cache.begin_turn(B, TurnId("next"), base_len=0, new_tokens=PROMPT, now=0.0)
+    world.cache.begin_turn(B, TurnId("next"), base_len=0, new_tokens=PROMPT)
 
 
 def test_quarantined_pages_stay_out_however_the_list_was_broken(world: World) -> None:
-    world.cache.quarantine(A, now=0.0)
+    world.cache.quarantine(A)
     condemned = set(world.cache.stores.quarantined[POOL])
     world.cache.stores.quarantined[POOL].extend([0, -3, 10_000, *condemned])
     world.cache.rebuild()
@@ -85,7 +85,7 @@ def test_a_pinned_session_pins_nothing_until_it_runs_again() -> None:
     before = world.cache._pinned.excess_pages
     world.cache.rebuild()
     assert world.cache._pinned.excess_pages == (-5,) < before
-    loan = world.cache.begin_turn(PINNED, TurnId("again"), base_len=0, new_tokens=[1], now=0.0)
+    loan = world.cache.begin_turn(PINNED, TurnId("again"), base_len=0, new_tokens=[1])
     world.cache.grow(TurnId("again"), 1)
     assert loan.cached_len == 0
     assert world.cache._pinned.excess_pages == (-4,)

@@ -68,7 +68,7 @@ def test_asking_again_for_the_same_turn_is_the_same_answer(world: World) -> None
     before = world.fingerprint()
     turn_id = world.turns[A].turn_id
     for _ in range(3):
-        again = world.cache.begin_turn(A, turn_id, base_len=0, new_tokens=PROMPT, now=9.0)
+        again = world.cache.begin_turn(A, turn_id, base_len=0, new_tokens=PROMPT)
         assert again is loan
     assert world.fingerprint() == before
 
@@ -94,7 +94,7 @@ def test_R1_L11_a_rejected_second_turn_disturbs_nothing_nor_does_a_third(world: 
     before = world.fingerprint()
     for turn_id in (TurnId("second"), TurnId("third")):
         with pytest.raises(SlotBusy):
-            world.cache.begin_turn(A, turn_id, base_len=0, new_tokens=[1], now=0.0)
+            world.cache.begin_turn(A, turn_id, base_len=0, new_tokens=[1])
     assert world.fingerprint() == before
     world.step(A, 64)
     world.check()
@@ -104,7 +104,7 @@ def test_one_turn_borrows_one_session(world: World) -> None:
     world.begin(A, PROMPT)
     turn_id = world.turns[A].turn_id
     with pytest.raises(SlotBusy):
-        world.cache.begin_turn(B, turn_id, base_len=0, new_tokens=[1], now=0.0)
+        world.cache.begin_turn(B, turn_id, base_len=0, new_tokens=[1])
 
 
 def test_verbs_of_a_turn_that_ended_are_refused(world: World) -> None:
@@ -114,8 +114,8 @@ def test_verbs_of_a_turn_that_ended_are_refused(world: World) -> None:
     for verb in (
         lambda: world.cache.grow(turn_id, 4),
         lambda: world.cache.record(turn_id, 0),
-        lambda: world.cache.end_turn(turn_id, 0, now=0.0),
-        lambda: world.cache.retract(turn_id, now=0.0),
+        lambda: world.cache.end_turn(turn_id, 0),
+        lambda: world.cache.retract(turn_id),
     ):
         with pytest.raises(UnknownSession):
             verb()
@@ -124,7 +124,7 @@ def test_verbs_of_a_turn_that_ended_are_refused(world: World) -> None:
 def test_a_turn_cannot_build_on_tokens_the_slot_does_not_hold(world: World) -> None:
     before = world.fingerprint()
     with pytest.raises(HistoryMismatch):
-        world.cache.begin_turn(A, TurnId("t"), base_len=1, new_tokens=[1], now=0.0)
+        world.cache.begin_turn(A, TurnId("t"), base_len=1, new_tokens=[1])
     assert world.fingerprint() == before
 
 
@@ -132,7 +132,7 @@ def test_a_turn_cannot_build_on_tokens_the_slot_does_not_hold(world: World) -> N
 def test_a_context_that_no_row_can_hold_is_refused(world: World, num_tokens: int) -> None:
     before = world.fingerprint()
     with pytest.raises(ValueError, match="does not fit a row"):
-        world.cache.begin_turn(A, TurnId("t"), base_len=0, new_tokens=[1] * num_tokens, now=0.0)
+        world.cache.begin_turn(A, TurnId("t"), base_len=0, new_tokens=[1] * num_tokens)
     assert world.fingerprint() == before
 
 
@@ -143,7 +143,7 @@ def test_L4_a_turn_refused_for_rows_leaves_no_lock_and_no_tokens() -> None:
     world.begin(A, PROMPT)
     before = world.fingerprint()
     with pytest.raises(OutOfRows):
-        world.cache.begin_turn(B, TurnId("t"), base_len=13, new_tokens=[1], now=0.0)
+        world.cache.begin_turn(B, TurnId("t"), base_len=13, new_tokens=[1])
     assert world.fingerprint() == before
     world.check()
 
@@ -242,7 +242,7 @@ def test_two_prompts_computed_at_once_end_as_one_copy(world: World) -> None:
 def test_max_reuse_len_recomputes_old_positions_and_keeps_one_copy(world: World) -> None:
     run_turn(world, A, PROMPT)
     loan = world.begin(A, [1], max_reuse_len=6)
-    assert (loan.cached_len, loan.protected_len) == (4, 4)
+    assert loan.cached_len == world.cache.slot(A).protected_len == 4
     world.step(A, 64)
     world.end(A, 14)
     world.check()
@@ -397,7 +397,7 @@ def test_A2_closing_a_lent_session_waits_for_its_turn(world: World) -> None:
     assert world.cache.slot(A).state is SlotState.CLOSING
     world.closing.add(A)
     with pytest.raises(SlotBusy):
-        world.cache.begin_turn(A, TurnId("late"), base_len=0, new_tokens=[1], now=0.0)
+        world.cache.begin_turn(A, TurnId("late"), base_len=0, new_tokens=[1])
     world.step(A, 64)
     world.end(A, 0)
     assert A not in world.cache

@@ -63,7 +63,7 @@ def test_a_turn_that_would_exceed_the_pinned_quota_is_refused_before_anything_ch
     run_turn(world, A, PROMPT)
     before = world.fingerprint()
     with pytest.raises(PinQuotaExceeded):
-        world.cache.begin_turn(A, TurnId("t"), base_len=13, new_tokens=[1] * 12, now=0.0)
+        world.cache.begin_turn(A, TurnId("t"), base_len=13, new_tokens=[1] * 12)
     assert world.fingerprint() == before
     assert run_turn(world, A, [1] * 6) == 12
 

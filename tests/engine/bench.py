@@ -84,8 +84,8 @@ class CountingCache(SessionAwareCache):
         self.num_repoints += len(writes)
         return writes
 
-    def end_turn(self, turn_id: TurnId, keep_len: int, *, now: float) -> list[TableWrite]:
-        writes = super().end_turn(turn_id, keep_len, now=now)
+    def end_turn(self, turn_id: TurnId, keep_len: int) -> list[TableWrite]:
+        writes = super().end_turn(turn_id, keep_len)
         self.num_repoints += len(writes)
         return writes
 

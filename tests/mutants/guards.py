@@ -357,7 +357,7 @@ FIRST_LIMITS_STAY = Mutant(
 )
 
 NAMES_ARE_GLUED = Mutant(
-    "The tree knows a namespace by its parts written one after another, without the adapter.",
+    "The tree knows a namespace by its parts written one after another.",
     "vllm#3264, #30931 (C3), sglang#24638",
     Edit(
         "cache.radix:RadixCache.lock_root",

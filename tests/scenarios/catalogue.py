@@ -82,7 +82,7 @@ CATALOGUE = MappingProxyType(
         "X9": "a long prompt takes every token of the budget",
         "C1": "another conversation's KV is restored into a fresh session",
         "C2": "input buffers are written while the batch before still reads them",
-        "C3": "KV of one adapter is found by another one's turn",
+        "C3": "KV of one tenant and model is found under another pair that spells the same key",
         "C4": "a hash collision serves another prompt's prefix",
         "C5": "a fast answer tells what another tenant has asked",
         "C6": "different pictures have the same placeholder tokens, and share KV",

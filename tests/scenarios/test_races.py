@@ -152,14 +152,14 @@ def test_r6_the_cache_defers_a_close_and_a_second_one_changes_nothing() -> None:
     bench = Bench()
     session_id = bench.open("s")
     cache, turn_id = bench.cache, TurnId("t")
-    cache.begin_turn(session_id, turn_id, base_len=0, new_tokens=PROMPT, now=0.0)
+    cache.begin_turn(session_id, turn_id, base_len=0, new_tokens=PROMPT)
     cache.grow(turn_id, len(PROMPT))
     cache.record(turn_id, len(PROMPT))
     assert not cache.close(session_id)
     assert not cache.close(session_id)
     with pytest.raises(SlotBusy):
-        cache.begin_turn(session_id, TurnId("u"), base_len=0, new_tokens=(1,), now=0.0)
-    cache.end_turn(turn_id, len(PROMPT), now=0.0)
+        cache.begin_turn(session_id, TurnId("u"), base_len=0, new_tokens=(1,))
+    cache.end_turn(turn_id, len(PROMPT))
     assert session_id not in cache
     assert cache.close(session_id)
     cache.open(session_id, namespace=Namespace("a", "echo"))

@@ -158,7 +158,6 @@ class WatchedCache(SessionAwareCache):
         *,
         base_len: int,
         new_tokens: Sequence[int] | Tokens,
-        now: float,
         max_reuse_len: int | None = None,
     ) -> TurnLoan:
         """See `SessionAwareCache`."""
@@ -173,7 +172,6 @@ class WatchedCache(SessionAwareCache):
                 turn_id,
                 base_len=base_len,
                 new_tokens=new_tokens,
-                now=now,
                 max_reuse_len=max_reuse_len,
             )
         if self.stores.recurrent is not None and base_len < committed_len:
@@ -204,24 +202,24 @@ class WatchedCache(SessionAwareCache):
         self._look_back(turn_id)
         return writes
 
-    def end_turn(self, turn_id: TurnId, keep_len: int, *, now: float) -> list[TableWrite]:
+    def end_turn(self, turn_id: TurnId, keep_len: int) -> list[TableWrite]:
         """See `SessionAwareCache`."""
         self._let_go(turn_id)
         with self._rolling_back(turn_id):
-            return super().end_turn(turn_id, keep_len, now=now)
+            return super().end_turn(turn_id, keep_len)
 
-    def discard(self, turn_id: TurnId, *, now: float) -> None:
+    def discard(self, turn_id: TurnId) -> None:
         """See `SessionAwareCache`."""
         self._let_go(turn_id)
         self.reached["discard"] += 1
         with self._rolling_back(turn_id):
-            super().discard(turn_id, now=now)
+            super().discard(turn_id)
 
-    def retract(self, turn_id: TurnId, *, now: float) -> Tokens:
+    def retract(self, turn_id: TurnId) -> Tokens:
         """See `SessionAwareCache`."""
         self._let_go(turn_id)
         self.reached["retract"] += 1
-        return super().retract(turn_id, now=now)
+        return super().retract(turn_id)
 
     def cool(self, session_id: SessionId) -> None:
         """See `SessionAwareCache`."""
