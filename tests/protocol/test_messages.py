@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import msgspec
 import pytest
@@ -23,9 +24,14 @@ from session_server.protocol.messages import (
     MAX_STOP_STRINGS,
     MAX_TTL_S,
     MIN_TTL_S,
+    Body,
+    CancelBody,
+    ClientMessage,
+    MessageBody,
     OpenBody,
     SamplingBody,
     TurnBody,
+    UpdateBody,
     decode,
     sampling_params,
 )
@@ -58,6 +64,25 @@ NUMBERS: list[tuple[str, object, object]] = [
     ("logit_bias", {"1": 100}, {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}),
     ("prompt_logprobs_from", 0, -1),
 ]
+
+
+BODIES = (MessageBody, SamplingBody, TurnBody, OpenBody, UpdateBody, CancelBody)
+REQUIRED: dict[str, dict[str, object]] = {
+    "MessageBody": {"role": "user", "content": "Hi"},
+    "SessionAuth": {"token": "t"},
+    "Ack": {"seq": 1},
+}
+
+
+@pytest.mark.parametrize("kind", [*BODIES, *get_args(ClientMessage)])
+def test_a_misspelt_field_is_an_error_in_every_body_and_frame(kind: type[Body]) -> None:
+    config = kind.__struct_config__
+    tag = {config.tag_field: config.tag} if config.tag_field else {}
+    good = tag | REQUIRED.get(kind.__name__, {})
+    assert isinstance(decode(json.dumps(good), kind), kind)
+    with pytest.raises(InvalidRequest) as refused:
+        decode(json.dumps(good | {"mistake": 1}), kind)
+    assert "mistake" in str(refused.value)
 
 
 @pytest.mark.parametrize(("name", "good", "bad"), NUMBERS)
