@@ -289,11 +289,26 @@ def test_prompt_logprobs_are_those_of_the_reference(rows: Rows, checkpoint: Path
     assert ended[0].token_ids == (int(expected[-1].argmax()),)
 
 
-def test_scores_of_poisoned_positions_make_the_row_not_finite(rows: Rows) -> None:
-    tokens = prompt(10).copy()
+def test_an_overflow_in_one_scored_position_makes_the_row_not_finite(tmp_path: Path) -> None:
+    """The last layer's MLP overflows at one token, which no other position ever sees."""
+    directory = write_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"][:, 0] = 0
+    tensors["model.embed_tokens.weight"][POISON, 0] = 1
+    tensors["model.layers.0.self_attn.o_proj.weight"][0] = 0
+    for projection in ("gate_proj", "up_proj"):
+        tensors[f"model.layers.0.mlp.{projection}.weight"][:, 0] = 1e30
+    save_file(tensors, directory / "model.safetensors")
+    rows = rows_of(directory, "float32")
+    tokens = prompt(10)
     tokens[6] = POISON
-    (result,) = rows.run(rows.row(1, tokens, score=ScoreRange(0, tokens[1:], 0)))
-    assert not result.finite
+    (unscored,) = rows.run(rows.row(1, tokens))
+    (beside,) = rows.run(rows.row(1, tokens, score=ScoreRange(0, tokens[1:7], 0)))
+    (across,) = rows.run(rows.row(1, tokens, score=ScoreRange(0, tokens[1:], 0)))
+    assert unscored.finite
+    assert len(unscored.token_ids) == 1
+    assert (beside.finite, beside.token_ids) == (True, unscored.token_ids)
+    assert (across.finite, across.token_ids) == (False, ())
 
 
 def test_logprobs_are_the_models_own_before_any_rule(rows: Rows, checkpoint: Path) -> None:

@@ -88,8 +88,11 @@ def test_inverse_frequencies_of_old_checkpoints_are_ignored(checkpoint: Path) ->
 
 def test_a_head_beside_tied_embeddings_is_ignored(tmp_path: Path) -> None:
     directory = write_checkpoint("qwen2", tmp_path, num_hidden_layers=1)
+    embedding = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
     rewrite(directory, lm_head__weight=torch.zeros(131, 48))
-    load(directory)
+    logits = load(directory).logits(torch.eye(48))
+    torch.testing.assert_close(logits, embedding.T.float())
+    assert logits.any()
 
 
 def test_weights_in_halves_are_computed_in_fp32(checkpoint: Path) -> None:
