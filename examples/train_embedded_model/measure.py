@@ -95,7 +95,7 @@ class Respondent:
             extended.append(token_id)
         return self.encoder.decode(extended[len(ids) :])
 
-    def _predictions(self, ids: Sequence[int], last_only: bool = False) -> Tensor:
+    def _predictions(self, ids: Sequence[int], *, last_only: bool = False) -> Tensor:
         """The most likely next token after every id, or after the last: [positions]."""
         token_ids = torch.tensor([ids])
         chosen = torch.ones_like(token_ids, dtype=torch.bool)

@@ -7,7 +7,6 @@ import enum
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Final, Literal, Self, assert_never
@@ -131,7 +130,9 @@ class SessionClient:
         frame: dict[str, object] = {"type": "turn.create", "turn_id": turn_id}
         frame |= _input_fields(content)
         frame |= {"sampling": dict(sampling or {}), "generate": generate}
-        handle = TurnHandle(turn_id, send_cancel=partial(self._cancel, turn_id))
+        handle = TurnHandle(
+            turn_id, send_cancel=lambda keep: self._cancel(turn_id, keep_partial=keep)
+        )
         turn = _LiveTurn(handle, msgspec.json.encode(frame))
         self._turns[turn_id] = turn
         await self._send(turn.create)
@@ -171,7 +172,7 @@ class SessionClient:
         if self._socket is not None:
             self._socket.transport.abort()
 
-    async def _cancel(self, turn_id: str, keep_partial: bool) -> None:
+    async def _cancel(self, turn_id: str, *, keep_partial: bool) -> None:
         frame = {"type": "turn.cancel", "turn_id": turn_id, "keep_partial": keep_partial}
         payload = msgspec.json.encode(frame)
         turn = self._turns.get(turn_id)

@@ -409,7 +409,7 @@ class _Planner:
         needed = quote.context_pages
         if quote.num_uncomputed > self._limits.num_tokens:
             needed = total(needed, self._promised_pages())
-        if not self._reclaim_for_admission(needed, quote.needs_row, turn.session_id):
+        if not self._reclaim_for_admission(needed, turn.session_id, needs_row=quote.needs_row):
             return BlockReason.PAGES
         self._take(quote.context_pages)
         self._rows -= quote.needs_row
@@ -445,7 +445,7 @@ class _Planner:
         self._retract(retracted)
         return is_enough
 
-    def _reclaim_for_admission(self, needed: PoolPages, needs_row: bool, own: SessionId) -> bool:
+    def _reclaim_for_admission(self, needed: PoolPages, own: SessionId, *, needs_row: bool) -> bool:
         shortage = Shortage(self._pages, needed, needs_row - self._rows)
         own_session = self._ask_idle(shortage, own)
         if not shortage:
