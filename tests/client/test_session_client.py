@@ -71,8 +71,7 @@ def test_a_lost_socket_is_replaced_and_nothing_is_missed_or_doubled() -> None:
         turns.append((await peer.receive())["turn_id"])
         await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
         await peer.send("turn.delta", seq=2, turn_id=turns[0], text="one ", n=1)
-        await peer.socket.ping()
-        await asyncio.sleep(0.05)
+        await (await peer.socket.ping())
         peer.cut()
 
     async def second(peer: Peer) -> None:
@@ -165,7 +164,7 @@ def test_a_lost_journal_replaces_the_text_of_the_running_turn() -> None:
         turns.append((await peer.receive())["turn_id"])
         await peer.send("turn.created", seq=1, turn_id=turns[0], position=0)
         await peer.send("turn.delta", seq=2, turn_id=turns[0], text="stale", n=1)
-        await asyncio.sleep(0.05)
+        await (await peer.socket.ping())
         peer.cut()
 
     async def second(peer: Peer) -> None:

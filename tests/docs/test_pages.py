@@ -45,7 +45,7 @@ def test_every_command_named_exists(page: Path) -> None:
 
 
 LOST_LINES = {1001, 1005, 1006}
-"""What a client sees of a line that breaks or a proxy that leaves; the server sends none of them."""
+"""What a client sees of a broken line or a proxy that leaves; the server sends none of them."""
 
 
 def test_the_close_codes_that_invite_back_are_exactly_those_the_client_retries() -> None:

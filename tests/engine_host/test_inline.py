@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-import time
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -21,7 +23,10 @@ from session_server.core.events import (
     TokensProduced,
     TurnFinished,
 )
+from session_server.engine.engine import Engine, StepOutcome
+from session_server.engine_host import loop
 from session_server.engine_host.inline import InlineEngine
+from session_server.engine_host.loop import EngineAssembly
 from tests.engine_host import live_echo
 from tests.engine_host.live_echo import BUG_TOKEN, HANG_TOKEN, LiveStage, assemble
 from tests.engine_host.server_side import ServerSide, submit
@@ -63,16 +68,55 @@ def test_a_cancel_reaches_a_turn_between_two_forwards() -> None:
     asyncio.run(scenario())
 
 
-def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps() -> None:
+def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    did: list[str] = []
+
+    class Inbox(queue.Queue[object]):
+        """Tell a wait that ends by itself from a sleep that only a command ends."""
+
+        def get(self, block: bool = True, timeout: float | None = None) -> object:
+            if block:
+                did.append("sleep" if timeout is None else "wait")
+            return super().get(block, timeout)
+
+    class Watched:
+        """Write down when the engine ends a turn, recounts, and looks at the content of a page."""
+
+        def __init__(self, engine: Engine) -> None:
+            self._engine = engine
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+        def step(self, now_s: float, commands: Any, results: Any) -> StepOutcome:
+            did.extend("result" for _ in results)
+            outcome = self._engine.step(now_s, commands, results)
+            did.extend("end" for event in outcome.events if isinstance(event, TurnFinished))
+            did.extend("launch" for _ in [outcome.batch] if outcome.batch is not None)
+            return outcome
+
+        def audit_idle(self) -> None:
+            did.append("recount")
+            self._engine.audit_idle()
+
+    def build() -> EngineAssembly:
+        assembly = assemble(msgspec.msgpack.encode(LiveStage()))
+        return replace(assembly, engine=cast(Engine, Watched(assembly.engine)))
+
+    monkeypatch.setattr(loop, "queue", SimpleNamespace(Queue=Inbox, Empty=queue.Empty))
+    monkeypatch.setattr(loop, "IDLE_AUDIT_DELAY_S", 0.001)
+
     async def scenario() -> None:
-        server, client = ServerSide(), engine(LiveStage())
+        server, client = ServerSide(), InlineEngine(build)
         await client.start(server.hear)
         await server.turn(client, "t", (1, 2, 3))
-        await asyncio.sleep(0.8)
-        before = time.process_time()
-        await asyncio.sleep(0.5)
-        used = time.process_time() - before
-        assert used < 0.25, "an idle engine takes no processor time to speak of"
+        async with asyncio.timeout(60):
+            while did[-1] != "sleep" or did.count("launch") > did.count("result"):
+                await asyncio.sleep(0.001)
+        resting = ["wait", "recount", "launch", "sleep", "result", "sleep"]
+        assert did[did.index("end") + 1 :] == resting
         client.send(ReportMemory(request_id=7))
         report = await server.until(lambda e: isinstance(e, MemoryReported))
         assert isinstance(report, MemoryReported)

@@ -214,19 +214,6 @@ def test_an_engine_that_is_stopped_while_it_has_turns_is_replaced() -> None:
     asyncio.run(scenario())
 
 
-def test_an_idle_engine_may_be_silent() -> None:
-    async def scenario() -> None:
-        server, client = ServerSide(), engine(stall_limit_s=0.2)
-        await client.start(server.hear)
-        await asyncio.sleep(0.6)
-        await server.turn(client, "t", (1, 2))
-        await asyncio.sleep(0.6)
-        assert not any(isinstance(event, EngineDied) for event in server.events)
-        await client.stop()
-
-    asyncio.run(scenario())
-
-
 DEAF = """
 import sys
 sys.path.insert(0, {root!r})

@@ -284,8 +284,7 @@ async def test_a_cancelled_turn_says_what_stays(this: Served) -> None:
     path = f"/v1/sessions/{session_id}/turns"
     body = turn(input_ids=[7, 8], turn_id="t1", max_tokens=4000)
     running = asyncio.create_task(this.http.post(path, json=body))
-    await this.until(lambda: bool(this.engine.is_busy))
-    await asyncio.sleep(0.02)
+    await this.until(lambda: this.sessions.get(ANONYMOUS, session_id).seq > 3)
     cancelled = await this.http.post(f"{path}/t1/cancel", json={"keep_partial": False})
     assert cancelled.status_code == 200
     ended = (await running).json()
@@ -329,7 +328,7 @@ async def test_a_turn_told_to_detach_outlives_its_client(this: Served) -> None:
     body = turn(input_ids=[7], turn_id="t1", on_disconnect="detach")
     with pytest.raises(httpx.ReadTimeout):
         await this.http.post(f"/v1/sessions/{session_id}/turns", json=body, timeout=0.1)
-    await asyncio.sleep(0.05)
+    await this.until(lambda: not this.server.server_state.connections)
     this.is_held = False
     again = await this.http.post(f"/v1/sessions/{session_id}/turns", json=body)
     assert again.json()["status"] == "completed"

@@ -426,7 +426,7 @@ async def test_connections_are_bounded_and_given_back(this: Served) -> None:
             async with this.socket():
                 pass
         assert refused.value.response.status_code == 503
-    await asyncio.sleep(0.05)
+    await this.until(lambda: not this.sockets.num_attached)
     async with this.socket() as wire:
         assert wire.hello["type"] == "session.opened"
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 
 from session_server.local_server import LocalServer
@@ -190,7 +191,9 @@ def test_a_lost_socket_resumes_mid_turn_with_identical_text(server: LocalServer)
                 seen += [await wire.until("turn.delta") for _ in range(num_deltas)]
                 last_seq = wire.frames[-1]["seq"]
                 wire.socket.transport.abort()
-            await asyncio.sleep(0.05)
+            async with httpx.AsyncClient(base_url=server.url) as http:
+                while (await http.get(f"/v1/sessions/{session_id}")).json()["seq"] < last_seq + 2:
+                    pass  # the turn goes on while nobody listens
             async with greeted(server.url, session_id, f"?after={last_seq}&epoch={epoch}") as wire:
                 assert wire.hello["resumed"] is True
                 end = await wire.until("turn.completed")
