@@ -1,19 +1,17 @@
 """`PageAllocator`: which pages of one pool are free, and which of them to hand out next.
 
-Production uses *extents*: a session's pages continue each other where they can, because attention
-over consecutive pages reads a strided view and over scattered pages gathers (on CPUs 6 to 12 times
-slower). Free pages form a coalesced map of extents; a session that grows takes the page after its
-last one, and a fresh run starts in the middle of the largest extent, so that whoever ends before
-it and the newcomer both have room to grow. Every call costs O(pages named + log extents).
-
-Tests use *lifo*: the page freed last is handed out first, which aliases as much as possible.
+Pages are handed out from *extents*: a session's pages continue each other where they can, because
+attention over consecutive pages reads a strided view and over scattered pages gathers (on CPUs 6 to
+12 times slower). Free pages form a coalesced map of extents; a session that grows takes the page
+after its last one, and a fresh run starts in the middle of the largest extent, so that whoever ends
+before it and the newcomer both have room to grow. Every call costs O(pages named + log extents).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -21,7 +19,25 @@ from cache.errors import AuditFailed, OutOfPages
 from cache.ledger import Ledger
 from cache.types import NULL_PAGE, Holder, PageId, Pages
 
-Allocation = Literal["extent", "lifo"]
+
+class FreePages(Protocol):
+    """Choose which free page of a pool goes next."""
+
+    def take(self, num_pages: int, after: int | None) -> list[int]:
+        """Remove pages that are free, continuing page `after` where possible."""
+        ...
+
+    def give(self, pages: list[int]) -> None:
+        """Add pages, in ascending order."""
+        ...
+
+    def listed(self) -> Iterable[int]:
+        """Return every free page, in any order."""
+        ...
+
+
+FreeList = Callable[[int], FreePages]
+"""Make the free list of an empty pool from its number of pages, the padding page included."""
 
 
 class PageAllocator:
@@ -29,14 +45,12 @@ class PageAllocator:
 
     __slots__ = ("_free", "_is_free", "ledger")
 
-    def __init__(self, ledger: Ledger, allocation: Allocation = "extent") -> None:
+    def __init__(self, ledger: Ledger, free_list: FreeList) -> None:
         self.ledger = ledger
         # One byte per page: most calls name a page or two, for which numpy takes longer.
         self._is_free = bytearray(b"\x01") * ledger.num_pages
         self._is_free[NULL_PAGE] = 0
-        self._free: _FreePages = (
-            _Extents(ledger.num_pages) if allocation == "extent" else _Stack(ledger.num_pages)
-        )
+        self._free = free_list(ledger.num_pages)
 
     @property
     def num_free(self) -> int:
@@ -93,35 +107,8 @@ class PageAllocator:
         return np.sort(np.fromiter(self._free.listed(), dtype=np.int32))
 
 
-class _FreePages(Protocol):
-    """Which free page goes next."""
-
-    def take(self, num_pages: int, after: int | None) -> list[int]: ...
-
-    def give(self, pages: list[int]) -> None: ...
-
-    def listed(self) -> Iterable[int]: ...
-
-
-class _Stack:
-    """Last in, first out."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._stack = list(range(num_pages - 1, NULL_PAGE, -1))
-
-    def take(self, num_pages: int, after: int | None) -> list[int]:
-        del after
-        return [self._stack.pop() for _ in range(num_pages)]
-
-    def give(self, pages: list[int]) -> None:
-        self._stack += pages
-
-    def listed(self) -> Iterable[int]:
-        return self._stack
-
-
-class _Extents:
-    """Maximal runs of free pages, by start, by end, and largest first."""
+class Extents:
+    """Keep maximal runs of free pages, by start, by end, and largest first."""
 
     def __init__(self, num_pages: int) -> None:
         self._length_at: dict[int, int] = {}
@@ -130,6 +117,7 @@ class _Extents:
         self._add(NULL_PAGE + 1, num_pages - NULL_PAGE - 1)
 
     def take(self, num_pages: int, after: int | None) -> list[int]:
+        """See `FreePages.take`."""
         taken: list[int] = []
         if after is not None and after + 1 in self._length_at:
             self._cut(after + 1, 0, min(num_pages, self._length_at[after + 1]), taken)
@@ -142,7 +130,7 @@ class _Extents:
         return taken
 
     def give(self, pages: list[int]) -> None:
-        """`pages` ascend."""
+        """See `FreePages.give`."""
         start = end = pages[0]
         for page in pages:
             if page != end:
@@ -152,6 +140,7 @@ class _Extents:
         self._join(start, end)
 
     def listed(self) -> Iterable[int]:
+        """See `FreePages.listed`."""
         for start, length in self._length_at.items():
             yield from range(start, start + length)
 

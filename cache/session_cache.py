@@ -26,7 +26,7 @@ from cache.errors import (
 )
 from cache.lease import KVLease
 from cache.ledger import Accounts
-from cache.pages import Allocation
+from cache.pages import Extents, FreeList
 from cache.pinned_quota import PinnedQuota
 from cache.radix_node import MatchResult
 from cache.session_slot import SessionSlot
@@ -78,7 +78,7 @@ class SessionAwareCache:
         capacity: Capacity,
         *,
         pinned_quota_pages: int = 0,
-        allocation: Allocation = "extent",
+        free_list: FreeList = Extents,
     ) -> None:
         """
         Args:
@@ -86,9 +86,9 @@ class SessionAwareCache:
             capacity: pages per pool and rows.
             pinned_quota_pages: pages of the largest pool that PINNED sessions may keep from being
                 reclaimed, and as large a part of the others.
-            allocation: which free page goes next; see `cache.pages`.
+            free_list: which free page of a pool goes next.
         """
-        self._empty_stores = partial(KVStores.empty, spec, capacity, allocation)
+        self._empty_stores = partial(KVStores.empty, spec, capacity, free_list)
         self.stores = self._empty_stores()
         self.spec = spec
         self.max_context_len = capacity.max_context_len

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cache.components import Component, RecurrentState, components_of
 from cache.ledger import Ledger
-from cache.pages import Allocation, PageAllocator
+from cache.pages import FreeList, PageAllocator
 from cache.radix import RadixCache
 from cache.req_to_token import ReqToTokenPool
 from cache.spec import CacheSpec, Capacity
@@ -36,7 +36,7 @@ class KVStores:
         cls,
         spec: CacheSpec,
         capacity: Capacity,
-        allocation: Allocation,
+        free_list: FreeList,
         condemned: Mapping[PoolName, Iterable[int]] | None = None,
     ) -> KVStores:
         """Stores in which nobody holds anything.
@@ -44,7 +44,7 @@ class KVStores:
         Args:
             spec: what layers store; decides page size and pools.
             capacity: pages per pool and rows.
-            allocation: which free page goes next; see `cache.pages`.
+            free_list: which free page of a pool goes next.
             condemned: pages that are in quarantine from the start. Taken from books that may be
                 wrong: ids that are no page of the pool, or come twice, are passed over.
         """
@@ -57,7 +57,7 @@ class KVStores:
         pools = [component.pool for component in components]
         num_pages = capacity.pool_pages(spec)
         ledgers = {pool: Ledger(pool, num_pages[pool]) for pool in pools}
-        allocators = {pool: PageAllocator(ledgers[pool], allocation) for pool in pools}
+        allocators = {pool: PageAllocator(ledgers[pool], free_list) for pool in pools}
         row_pages = pages_for(capacity.max_context_len, spec.page_size)
         quarantined = {
             pool: _withhold(allocators[pool], (condemned or {}).get(pool, ())) for pool in pools

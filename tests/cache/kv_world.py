@@ -38,9 +38,9 @@ from cache import (
     audit,
 )
 from cache.components import Component
-from cache.pages import Allocation
 from cache.radix_node import RadixNode
 from cache.types import PoolName, RowId
+from tests.cache.free_lists import FREE_LISTS, Allocation
 
 POOL = PoolName("full")
 WINDOW_POOL = PoolName("window")
@@ -99,7 +99,7 @@ def make_cache(
         spec,
         capacity,
         pinned_quota_pages=pinned_quota_pages,
-        allocation=allocation,
+        free_list=FREE_LISTS[allocation],
     )
 
 

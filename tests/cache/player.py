@@ -22,7 +22,7 @@ from cache import (
     SlotBusy,
     TurnId,
 )
-from cache.pages import Allocation
+from tests.cache.free_lists import Allocation
 from tests.cache.kv_world import (
     NAMESPACES,
     NUM_TOKEN_IDS,

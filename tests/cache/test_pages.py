@@ -9,14 +9,15 @@ import pytest
 
 from cache.errors import AuditFailed, OutOfPages
 from cache.ledger import Ledger
-from cache.pages import Allocation, PageAllocator
+from cache.pages import PageAllocator
 from cache.types import Holder, PageId, PoolName
+from tests.cache.free_lists import FREE_LISTS, Allocation
 
 ALLOCATIONS: list[Allocation] = ["extent", "lifo"]
 
 
 def make(num_pages: int, allocation: Allocation = "extent") -> PageAllocator:
-    return PageAllocator(Ledger(PoolName("full"), num_pages), allocation)
+    return PageAllocator(Ledger(PoolName("full"), num_pages), FREE_LISTS[allocation])
 
 
 def num_runs(pages: list[int]) -> int:

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cache.pages import Allocation
+from tests.cache.free_lists import Allocation
 from tests.cache.kv_world import Mixture
 from tests.cache.player import INTERESTING, Player, act
 

@@ -25,26 +25,26 @@ EXPOSE_COUNTS_ONE_PAGE = Mutant(
 CUT_LOSES_THE_REST = Mutant(
     "What is left of a run of free pages behind the piece taken from it is forgotten.",
     "systematic",
-    Edit("cache.pages:_Extents._cut", "length - offset - count)", "0)"),
+    Edit("cache.pages:Extents._cut", "length - offset - count)", "0)"),
 )
 
 RUN_SWALLOWS_ITS_NEIGHBOUR = Mutant(
     "A run of pages given back is one page longer in the free list.",
     "systematic",
-    Edit("cache.pages:_Extents.give", "end = page + 1", "end = page + 1 + (page > start)"),
+    Edit("cache.pages:Extents.give", "end = page + 1", "end = page + 1 + (page > start)"),
 )
 
 RUN_LOSES_ITS_END = Mutant(
     "Two runs of pages given back at once: the free list keeps the second alone.",
     "systematic",
-    Edit("cache.pages:_Extents.give", "self._join(start, end)\n                start", "start"),
+    Edit("cache.pages:Extents.give", "self._join(start, end)\n                start", "start"),
 )
 
 PADDING_PAGE_IS_FREE = Mutant(
     "Page 0 is in the free list, and a session gets it.",
     "sglang#40250 (D4)",
     Edit(
-        "cache.pages:_Extents.__init__",
+        "cache.pages:Extents.__init__",
         "self._add(NULL_PAGE + 1, num_pages - NULL_PAGE - 1)",
         "self._add(NULL_PAGE, num_pages)",
     ),

@@ -6,7 +6,7 @@ import pytest
 
 from cache.errors import AuditFailed
 from cache.ledger import Ledger
-from cache.pages import PageAllocator
+from cache.pages import Extents, PageAllocator
 from cache.types import Holder
 from session_server.core.events import FinishReason, TurnFailed, TurnFinished
 from tests.engine.bench import POOL, Bench, Stage
@@ -52,7 +52,7 @@ def test_d2_a_turn_cancelled_in_flight_is_not_finished_by_its_result() -> None:
 
 @scenario("D3", DOUBLE_FREE_PASSES)
 def test_d3_a_page_named_twice_is_not_given_back_once_too_often() -> None:
-    allocator = PageAllocator(Ledger(POOL, 9))
+    allocator = PageAllocator(Ledger(POOL, 9), Extents)
     one, two, three = allocator.acquire(3, Holder.ACTIVE)
     allocator.release([three], Holder.ACTIVE)
     for pages in ([two, one, two], [one, three]):
@@ -65,7 +65,7 @@ def test_d3_a_page_named_twice_is_not_given_back_once_too_often() -> None:
 
 @scenario("D4", SENTINEL_PASSES)
 def test_d4_neither_the_padding_page_nor_a_sentinel_is_given_back() -> None:
-    allocator = PageAllocator(Ledger(POOL, 9))
+    allocator = PageAllocator(Ledger(POOL, 9), Extents)
     held = allocator.acquire(8, Holder.ACTIVE)
     for sentinel in (0, -1):
         with pytest.raises(AuditFailed):

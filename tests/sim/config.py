@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from cache.capacity import ForgetfulRoom
-from cache.pages import Allocation
 from session_server.engine.settings import Drafter, MemoryCheck
+from tests.cache.free_lists import Allocation
 from tests.sim.draws import Draws
 from tests.sim.faults import FaultRates, OneFault, Site
 from tests.sim.layers import Layers, Mixture

@@ -16,6 +16,7 @@ from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
+from tests.cache.free_lists import FREE_LISTS
 from tests.sim.config import SimConfig
 from tests.sim.context import SimContext
 from tests.sim.device import ContentMismatch, EchoRunner, Faults
@@ -51,7 +52,7 @@ class Stage:
             sizes.layers.spec(sizes.page_size),
             capacity,
             pinned_quota_pages=sizes.pinned_quota_pages,
-            allocation=sizes.allocation,
+            free_list=FREE_LISTS[sizes.allocation],
             strikes=context.faults.strikes,
             reached=context.reached,
         )

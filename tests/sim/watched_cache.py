@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
-from cache.pages import Allocation
+from cache.pages import FreeList
 from cache.radix import RadixCache
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode
 from cache.session_cache import SessionAwareCache
@@ -121,13 +121,11 @@ class WatchedCache(SessionAwareCache):
         capacity: Capacity,
         *,
         pinned_quota_pages: int,
-        allocation: Allocation,
+        free_list: FreeList,
         strikes: Strikes,
         reached: Counter[str],
     ) -> None:
-        super().__init__(
-            spec, capacity, pinned_quota_pages=pinned_quota_pages, allocation=allocation
-        )
+        super().__init__(spec, capacity, pinned_quota_pages=pinned_quota_pages, free_list=free_list)
         self.reached = reached
         self.touched: dict[SessionId, None] = {}
         self._strikes = strikes

@@ -1,0 +1,34 @@
+"""Free lists to build a cache with, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal
+
+from cache.pages import Extents, FreeList
+from cache.types import NULL_PAGE
+
+Allocation = Literal["extent", "lifo"]
+
+
+class Stack:
+    """Hand out the page freed last first, which aliases as much as possible."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._stack = list(range(num_pages - 1, NULL_PAGE, -1))
+
+    def take(self, num_pages: int, after: int | None) -> list[int]:
+        """See `FreePages.take`."""
+        del after
+        return [self._stack.pop() for _ in range(num_pages)]
+
+    def give(self, pages: list[int]) -> None:
+        """See `FreePages.give`."""
+        self._stack += pages
+
+    def listed(self) -> Iterable[int]:
+        """See `FreePages.listed`."""
+        return self._stack
+
+
+FREE_LISTS: Final[Mapping[Allocation, FreeList]] = {"extent": Extents, "lifo": Stack}
