@@ -24,7 +24,7 @@ from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import Namespace, Retention, SessionId, SlotState, TableWrite, TurnId, pages_for
-from cache.views import Headroom, IdleSession, SlotView, TurnLoan
+from cache.views import IdleSession, SlotView, TurnLoan
 
 __all__ = [
     "Accounts",
@@ -33,7 +33,6 @@ __all__ = [
     "CacheSpec",
     "Capacity",
     "ForgetfulRoom",
-    "Headroom",
     "HistoryMismatch",
     "IdleSession",
     "LayerGroup",

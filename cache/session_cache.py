@@ -6,7 +6,7 @@ reads a clock. Per turn a verb costs O(new tokens), per step O(1), whatever the 
 history and the number of idle sessions; only a cold match reads the history, once.
 
 Under pressure `grow` evicts published pages that nobody has locked. Cooling a session or retracting
-a turn is the caller's decision: see `headroom` and `idle_sessions`.
+a turn is the caller's decision: see `accounts` and `idle_sessions`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from cache.types import (
     TurnId,
     pages_for,
 )
-from cache.views import Headroom, IdleSession, SlotView, TurnLoan
+from cache.views import IdleSession, SlotView, TurnLoan
 
 _LOW_WATER: Final = 32
 _HIGH_WATER: Final = 16
@@ -404,10 +404,6 @@ class SessionAwareCache:
     def peek(self, tokens: Tokens, namespace: Namespace) -> MatchResult:
         """What a cold turn with these tokens would find in the tree. Pure."""
         return self.stores.tree.match(namespace, tokens[: max(0, len(tokens) - 1)])
-
-    def headroom(self) -> Headroom:
-        """Pages and rows that could be handed out now. O(pools)."""
-        return Headroom.of(self.stores.ledgers, self.stores.rows.num_free)
 
     def kept_len(self, session_id: SessionId, to_len: int) -> int:
         """Positions that a turn on the first `to_len` tokens of a parked session goes on from."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cache.ledger import Ledger
 from cache.session_slot import SessionSlot
 from cache.types import (
     Namespace,
@@ -31,27 +30,6 @@ class TurnLoan:
     row: RowId
     cached_len: int
     table_writes: tuple[TableWrite, ...]
-
-
-class Headroom(NamedTuple):
-    """What could be handed out now: pages free, pages eviction could free, rows free."""
-
-    free_pages: Mapping[PoolName, int]
-    evictable_pages: Mapping[PoolName, int]
-    free_rows: int
-
-    @classmethod
-    def of(cls, ledgers: Mapping[PoolName, Ledger], free_rows: int) -> Headroom:
-        """What the books say now. O(pools)."""
-        return cls(
-            free_pages={pool: ledger.num_free for pool, ledger in ledgers.items()},
-            evictable_pages={pool: ledger.num_evictable for pool, ledger in ledgers.items()},
-            free_rows=free_rows,
-        )
-
-    def pages(self, pool: PoolName) -> int:
-        """What `grow` can buy from one pool."""
-        return self.free_pages[pool] + self.evictable_pages[pool]
 
 
 @dataclass(frozen=True, slots=True)

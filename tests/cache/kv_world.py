@@ -41,6 +41,7 @@ from cache.components import Component
 from cache.radix_node import RadixNode
 from cache.types import PoolName, RowId
 from tests.cache.free_lists import FREE_LISTS, Allocation
+from tests.cache.headroom import headroom
 
 POOL = PoolName("full")
 WINDOW_POOL = PoolName("window")
@@ -378,10 +379,9 @@ class World:
             self.close(session_id)
         self.cache.flush()
         audit(self.cache)
-        headroom = self.cache.headroom()
         for accounts in self.cache.accounts().values():
             assert accounts.free + accounts.quarantine == accounts.pages - 1
-        assert headroom.free_rows == self.cache.stores.rows.num_rows
+        assert headroom(self.cache).free_rows == self.cache.stores.rows.num_rows
         assert not list(self.cache.stores.tree.roots())
 
     def fingerprint(self) -> tuple[object, ...]:
@@ -389,7 +389,7 @@ class World:
         return (
             repr(self.cache.accounts()),
             repr(list(self.cache.slots())),
-            repr(self.cache.headroom()),
+            repr(headroom(self.cache)),
             self._num_nodes(),
         )
 
@@ -484,9 +484,9 @@ class World:
                 assert self.device.tags[pool][page, offset] == tag, "a cell is not what is said"
 
     def _cool_for_pages(self, session_id: SessionId, promised: dict[PoolName, int]) -> None:
-        before = self.cache.headroom()
+        before = headroom(self.cache)
         self.cool(session_id)
-        after = self.cache.headroom()
+        after = headroom(self.cache)
         assert {p: after.pages(p) - before.pages(p) for p in promised} == promised
 
     def _num_window_pages(self) -> int:

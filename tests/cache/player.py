@@ -23,6 +23,7 @@ from cache import (
     TurnId,
 )
 from tests.cache.free_lists import Allocation
+from tests.cache.headroom import headroom
 from tests.cache.kv_world import (
     NAMESPACES,
     NUM_TOKEN_IDS,
@@ -204,7 +205,7 @@ class Player:
         session_id = random.choice(self.idle)
         if len(self.world.turns) == self.world.cache.stores.rows.num_rows:
             return
-        while self.world.cache.headroom().free_rows == 0:
+        while headroom(self.world.cache).free_rows == 0:
             idle = next(self.world.cache.idle_sessions(), None)
             if idle is None:
                 return

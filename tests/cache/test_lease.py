@@ -8,6 +8,7 @@ import pytest
 from cache.errors import AuditFailed, OutOfRows
 from cache.lease import KVLease
 from cache.session_cache import SessionAwareCache
+from tests.cache.headroom import headroom
 from tests.cache.kv_world import NAMESPACES, POOL, make_cache
 from tests.cache.two_sessions import PROMPT, A, B, make_world
 
@@ -20,7 +21,7 @@ def cache() -> SessionAwareCache:
 def test_a_new_lease_holds_a_row_and_nothing_else(cache: SessionAwareCache) -> None:
     lease = KVLease(cache.stores, NAMESPACES[0])
     assert (lease.protected_len, lease.computed_len, lease.capacity_len) == (0, 0, 0)
-    assert cache.headroom().free_rows == 3
+    assert headroom(cache).free_rows == 3
 
 
 def test_no_row_means_no_lock_either(cache: SessionAwareCache) -> None:
@@ -96,6 +97,6 @@ def test_retracting_gives_back_what_was_said() -> None:
     turn_id = world.turns[A].turn_id
     assert world.cache.capacity_len(turn_id) == 12
     promised = dict(world.cache.retractable_pages(turn_id))[POOL]
-    before = world.cache.headroom().pages(POOL)
+    before = headroom(world.cache).pages(POOL)
     world.retract(A)
-    assert world.cache.headroom().pages(POOL) == before + promised == before + 1
+    assert headroom(world.cache).pages(POOL) == before + promised == before + 1

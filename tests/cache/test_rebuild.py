@@ -8,6 +8,7 @@ from cache import Retention, SessionId, SlotState, audit
 from cache.errors import UnknownSession
 from cache.types import Holder, TurnId
 from tests.cache import damage
+from tests.cache.headroom import headroom
 from tests.cache.kv_world import NAMESPACES, POOL, World, make_cache
 from tests.cache.two_sessions import ALICE, PROMPT, A, B, make_world, run_turn
 
@@ -34,7 +35,7 @@ def test_histories_stay_and_nothing_else(world: World) -> None:
     assert {view.state for view in world.cache.slots()} == {SlotState.COLD}
     accounts = world.cache.accounts()[POOL]
     assert accounts.free == accounts.pages - 1
-    assert world.cache.headroom().free_rows == world.cache.stores.rows.num_rows
+    assert headroom(world.cache).free_rows == world.cache.stores.rows.num_rows
 
 
 def test_a_loan_is_over_and_its_turn_can_borrow_again(world: World) -> None:

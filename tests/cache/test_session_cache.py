@@ -16,6 +16,7 @@ from cache import (
     UnknownSession,
     audit,
 )
+from tests.cache.headroom import headroom
 from tests.cache.kv_world import POOL, World
 from tests.cache.two_sessions import ALICE, BOB, PROMPT, A, B, C, make_world, run_turn
 
@@ -82,7 +83,7 @@ def test_a_turn_that_ended_before_it_computed_anything_holds_no_row(world: World
     world.begin(A, PROMPT)
     world.end(A, 0)
     assert world.cache.slot(A).state is SlotState.COLD
-    assert world.cache.headroom().free_rows == 4
+    assert headroom(world.cache).free_rows == 4
 
 
 # Busy, unknown, mismatched: refused, and nothing changed
@@ -173,7 +174,7 @@ def test_growing_evicts_what_nobody_locked_and_no_more_than_needed() -> None:
     world.cool(A)
     run_turn(world, B, [2] * 18, num_outputs=1)
     assert world.marks["eviction"] == 1
-    assert world.cache.headroom().evictable_pages[POOL] == 3
+    assert headroom(world.cache).evictable_pages[POOL] == 3
     world.close_everything()
 
 
@@ -362,7 +363,7 @@ def test_a_session_that_is_rewound_to_nothing_holds_nothing(world: World) -> Non
     run_turn(world, A, PROMPT)
     world.rewind(A, 0)
     assert world.cache.slot(A).state is SlotState.COLD
-    assert world.cache.headroom().free_rows == 4
+    assert headroom(world.cache).free_rows == 4
 
 
 def test_a_fork_shares_pages_and_then_goes_its_own_way(world: World) -> None:

@@ -14,6 +14,7 @@ from cache import (
     SlotState,
     TurnId,
 )
+from tests.cache.headroom import headroom
 from tests.cache.kv_world import POOL, World, make_cache
 from tests.cache.two_sessions import ALICE, PROMPT, A, B, C, make_world, run_turn
 
@@ -105,13 +106,13 @@ def test_a_full_pool_keeps_a_reserve_free_so_that_extents_come_back() -> None:
         run_turn(world, A, [number] * 64, num_outputs=1)
         world.rewind(A, 0)
     assert world.marks["eviction"] == 1
-    assert world.cache.headroom().free_pages[POOL] == 65 // 16
+    assert headroom(world.cache).free_pages[POOL] == 65 // 16
 
 
 def test_flushing_empties_the_tree_and_keeps_the_histories(world: World) -> None:
     run_turn(world, A, PROMPT)
     world.cache.flush()
-    assert world.cache.headroom().free_pages == {POOL: 32}
+    assert headroom(world.cache).free_pages == {POOL: 32}
     assert run_turn(world, A, [1]) == 0
 
 

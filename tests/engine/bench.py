@@ -32,6 +32,7 @@ from session_server.engine.settings import (
     MemoryPolicy,
     Speculation,
 )
+from tests.cache.headroom import headroom
 from tests.sim.device import EchoRunner
 from tests.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
 from tests.sim.layers import Layers
@@ -208,7 +209,7 @@ class Bench:
         self.run(FlushCache(request_id=1))
         for accounts in self.cache.accounts().values():
             assert accounts.free + accounts.quarantine == accounts.pages - 1
-        assert self.cache.headroom().free_rows == self.stage.num_rows
+        assert headroom(self.cache).free_rows == self.stage.num_rows
         assert len(self.cache) == 0
 
     # Answers

@@ -8,6 +8,7 @@ import pytest
 
 from cache.types import SessionId, TurnId, pages_for
 from session_server.core.events import SessionCooled
+from tests.cache.headroom import headroom
 from tests.engine.bench import Bench, Stage
 from tests.sim.layers import POOLS, LayerKind, Layers, Mixture
 
@@ -81,7 +82,7 @@ def test_idle_sessions_that_hold_all_windows_give_them_to_a_turn() -> None:
     names = [f"idle{i}" for i in range(7)]
     for i, name in enumerate(names):
         bench.run(bench.submit_command(bench.open(name), name, prompt(i, 20)))
-    left = bench.cache.headroom()
+    left = headroom(bench.cache)
     assert left.pages(WINDOWED) < 9, "a long turn takes nine"
     assert left.pages(FULL) > 300
     newcomer = bench.open("new")

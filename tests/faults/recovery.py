@@ -24,6 +24,7 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 from session_server.sessions.manager import SessionManager
+from tests.cache.headroom import headroom
 from tests.engine.bench import POOL, Bench
 from tests.sim.echo import replay
 
@@ -94,7 +95,7 @@ def all_is_back(manager: SessionManager, bench: Bench) -> None:
     assert bench.engine._guard._watch.num_violations == 0, "the checker had to repair something"
     accounts = bench.cache.accounts()[POOL]
     assert accounts.free == bench.stage.num_pages, accounts
-    assert bench.cache.headroom().free_rows == bench.stage.num_rows
+    assert headroom(bench.cache).free_rows == bench.stage.num_rows
     assert len(bench.cache) == 0, "the engine holds a session that the server forgot"
 
 

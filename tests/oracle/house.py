@@ -129,9 +129,7 @@ class House:
     def assert_empty(self) -> None:
         """Every page and every row is back once the tree gives up what nobody uses."""
         self.flush()
-        headroom = self.cache.headroom()
-        accounts = self.cache.accounts()
-        assert all(headroom.free_pages[p] == a.pages - 1 for p, a in accounts.items())
+        assert all(a.free == a.pages - 1 for a in self.cache.accounts().values())
 
     def _guest(self, turn_id: TurnId) -> Guest:
         return self.guests[SessionId(turn_id.split("/")[0])]

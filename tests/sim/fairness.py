@@ -12,6 +12,7 @@ from session_server.core.events import EngineEvent, SessionCooled, TurnFailed, T
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.shares import share_len
 from session_server.engine.turn import Turn
+from tests.cache.headroom import headroom
 from tests.sim.config import Sizes
 from tests.sim.failure import Broken, Layer
 
@@ -104,7 +105,7 @@ class FairnessWatch:
         first = scheduler.waiting[0]
         needed = sum(self._pages_to_come(turn) for turn in scheduler.running)
         needed += pages_for(first.last_len, sizes.page_size) + PLENTY
-        if self._free_pages() < needed or self._cache.headroom().free_rows == 0:
+        if self._free_pages() < needed or headroom(self._cache).free_rows == 0:
             return
         num_left = sizes.chunk_tokens - sum(row.num_tokens for row in batch.rows)
         self._num_waits = self._num_waits + 1 if num_left >= first.known_len else 0

@@ -17,6 +17,7 @@ from session_server.core.events import EngineEvent, FinishReason, TurnFailed, Tu
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
 from tests.cache.free_lists import FREE_LISTS
+from tests.cache.headroom import headroom
 from tests.sim.config import SimConfig
 from tests.sim.context import SimContext
 from tests.sim.device import ContentMismatch, EchoRunner, Faults
@@ -168,10 +169,9 @@ class Stage:
         counters = self.engine.counters
         self.history.reached["overshoot"] += counters.overshoots
         self.history.reached["shortfall"] += counters.shortfalls
-        headroom = self.cache.headroom()
         left = {
             "pages": sum(a.pages - 1 - a.free for a in self.cache.accounts().values()),
-            "rows": self._context.config.sizes.num_rows - headroom.free_rows,
+            "rows": self._context.config.sizes.num_rows - headroom(self.cache).free_rows,
             "sessions": len(self.cache),
             "turns": len(self.history.live),
             "namespaces": len(list(self.cache.stores.tree.roots())),
