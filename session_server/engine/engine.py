@@ -8,6 +8,7 @@ serves, runs in the simulator and replays a recording.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +45,17 @@ class StepOutcome(msgspec.Struct, frozen=True, gc=False):
     is_blocked: bool
 
 
+class EngineParts(NamedTuple):
+    """What an engine is made of, for whoever checks it from outside."""
+
+    cache: SessionAwareCache
+    scheduler: Scheduler
+    settler: Settler
+    flight: Flight
+    watch: MemoryWatch
+    guard: MemoryGuard
+
+
 class Engine:
     """All turns of one device."""
 
@@ -71,7 +83,7 @@ class Engine:
         self._scheduler = Scheduler(cache, self._outbox, self.counters)
         self._drafting = Drafting(cache, settings.speculation)
         self._flight = Flight(settings.num_in_flight)
-        watch = MemoryWatch(cache, settings.memory, stopwatch)
+        self._watch = watch = MemoryWatch(cache, settings.memory, stopwatch)
         self._settler = Settler(
             settings,
             cache=cache,
@@ -111,16 +123,6 @@ class Engine:
         return len(self._flight) > 0
 
     @property
-    def is_retrying(self) -> bool:
-        """Whether turns of a forward that failed are tried again, each alone."""
-        return bool(self._settler.suspects)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Its turns, for whoever watches over them."""
-        return self._scheduler
-
-    @property
     def has_left(self) -> bool:
         """Whether `Shutdown` was obeyed and the last launch is settled."""
         return self._intake.is_leaving and not self._flight
@@ -157,6 +159,12 @@ class Engine:
         has the device look at a page."""
         self._guard.audit_all()
         self._guard.prober.owe()
+
+    def inspect(self) -> EngineParts:
+        """Return the parts of this engine, for tests; nothing that serves calls it."""
+        return EngineParts(
+            self._cache, self._scheduler, self._settler, self._flight, self._watch, self._guard
+        )
 
     def _settle(self, result: StepResult, now_s: float) -> None:
         launch = self._flight.land()

@@ -115,7 +115,7 @@ def test_health_hears_at_once_what_an_idle_audit_found() -> None:
         server, client = ServerSide(), InlineEngine(build)
         await client.start(server.hear)
         await server.turn(client, "t", (1, 2, 3))
-        tamper(assemblies[0].engine._cache, SessionId("s-t"))
+        tamper(assemblies[0].engine.inspect().cache, SessionId("s-t"))
         sample = await server.until(lambda e: isinstance(e, EngineStats) and e.check_violations > 0)
         assert isinstance(sample, EngineStats)
         assert SessionCooled(session_id=SessionId("s-t")) in server.events

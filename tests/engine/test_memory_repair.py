@@ -183,7 +183,7 @@ def test_a_rebuild_between_steps_retracts_and_nobody_hears_of_it() -> None:
     bench.step()
     cooled = [e for e in bench.events[num_events:] if isinstance(e, SessionCooled)]
     assert cooled == [SessionCooled(session_id=PARKED)]
-    assert [turn.turn_id for turn in bench.engine._scheduler.waiting] == ["lent", "well"]
+    assert [turn.turn_id for turn in bench.engine.inspect().scheduler.waiting] == ["lent", "well"]
     stage.go_on()
     for name, prompt in (("lent", PROMPT[1:]), ("well", PROMPT[2:])):
         assert bench.finished(name).num_retractions == 1
@@ -245,7 +245,7 @@ def test_the_steps_before_the_first_violation_are_kept_and_hold_no_token(
     damage.lose_a_free_page(bench.cache)
     with caplog.at_level(logging.ERROR):
         bench.step()
-    num_steps = bench.engine._guard._watch.trace.num_steps
+    num_steps = bench.engine.inspect().watch.trace.num_steps
     stage.go_on()
     trace = stage.report().trace
     assert [step.step for step in trace] == list(range(1, num_steps + 1))

@@ -92,7 +92,7 @@ def all_is_back(manager: SessionManager, bench: Bench) -> None:
     assert not manager._flow._sent, "the manager waits for turns that are no more"
     assert not manager._link._unsent, "commands wait for an engine that has nothing to do"
     audit(bench.cache)
-    assert bench.engine._guard._watch.num_violations == 0, "the checker had to repair something"
+    assert bench.engine.inspect().watch.num_violations == 0, "the checker had to repair something"
     accounts = bench.cache.accounts()[POOL]
     assert accounts.free == bench.stage.num_pages, accounts
     assert headroom(bench.cache).free_rows == bench.stage.num_rows

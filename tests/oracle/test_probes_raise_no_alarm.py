@@ -174,7 +174,7 @@ class Crowd:
     ) -> None:
         """Many probes, in a share of the batches, no alarm, and everything happened that moves
         pages."""
-        watch, prober = self.engine._guard._watch, self.engine._guard.prober
+        watch, prober = self.engine.inspect().watch, self.engine.inspect().guard.prober
         assert list(watch.texts) == []
         assert prober.num_probes > self.reached["turn batches"] * share > min_probes
         assert self.engine.counters.coolings > 0

@@ -450,7 +450,7 @@ class DirectOps:
     def _pick_talking(self) -> ServerSession | None:
         """Now and then one whose turn was retracted: they are few, and ending them is delicate."""
         if self._draws.happens("retracted", 300):
-            for turn in self._world.stage.engine.scheduler.waiting:
+            for turn in self._world.stage.engine.inspect().scheduler.waiting:
                 if turn.num_admissions > 0:
                     return self._world.sessions.get(turn.request.session_id)
         return self._pick(is_live=True)

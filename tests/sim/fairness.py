@@ -29,7 +29,9 @@ class FairnessWatch:
     """
 
     def __init__(self, engine: Engine, cache: SessionAwareCache, sizes: Sizes) -> None:
-        self._engine = engine
+        self._counters = engine.counters
+        parts = engine.inspect()
+        self._scheduler, self._settler = parts.scheduler, parts.settler
         self._cache = cache
         self._sizes = sizes
         self._num_hindrances = 0
@@ -42,7 +44,7 @@ class FairnessWatch:
         Raises:
             Broken: somebody waits without a reason, or in the wrong place.
         """
-        scheduler, counters = self._engine.scheduler, self._engine.counters
+        scheduler, counters = self._scheduler, self._counters
         for line in (scheduler.waiting, scheduler.running):
             orders = [turn.order for turn in line]
             if orders != sorted(orders):
@@ -53,11 +55,11 @@ class FairnessWatch:
         is_hindered, self._num_hindrances = num_hindrances > self._num_hindrances, num_hindrances
         is_hindered |= any(isinstance(event, TurnFailed) for event in outcome.events)
         batch = outcome.batch
-        if not self._engine.is_retrying:
+        if not self._settler.suspects:
             self._num_retries = 0
         if batch is None or not batch.rows or is_hindered:
             return
-        if self._engine.is_retrying:
+        if self._settler.suspects:
             self._check_retry()
             return
         self._check_running(batch, outcome.events)
@@ -77,7 +79,7 @@ class FairnessWatch:
         """Where nothing runs the first of the line comes first: what it waits for comes to it, and
         would not if others took it.
         """
-        waiting, running = self._engine.scheduler.waiting, self._engine.scheduler.running
+        waiting, running = self._scheduler.waiting, self._scheduler.running
         if all(turn.turn_id in started for turn in running):
             first = waiting[0] if waiting else running[0]
             if first.order < running[0].order:
@@ -90,7 +92,7 @@ class FairnessWatch:
         launched = {row.turn_id for row in batch.rows}
         has_cooled = any(isinstance(event, SessionCooled) for event in events)
         has_pages = not has_cooled and self._free_pages() > 0
-        for rank, turn in enumerate(self._engine.scheduler.running):
+        for rank, turn in enumerate(self._scheduler.running):
             num_missing = 0 if turn.turn_id in launched else turn.num_uncomputed
             if num_missing and (rank == 0 or (num_missing == 1 and has_pages)):
                 raise Broken(Layer.LIVENESS, f"{turn.turn_id} was passed over")
@@ -99,7 +101,7 @@ class FairnessWatch:
         """The first of the line is admitted while there are places, rows and pages in plenty: one
         that fits into a share at once, another one soon after tokens are left over.
         """
-        scheduler, sizes = self._engine.scheduler, self._sizes
+        scheduler, sizes = self._scheduler, self._sizes
         if not scheduler.waiting or len(scheduler.running) >= sizes.max_running:
             return
         first = scheduler.waiting[0]

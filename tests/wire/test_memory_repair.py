@@ -117,7 +117,7 @@ async def story(this: Patient, damage: Damage | None) -> tuple[list[str], list[i
     answers = [await talk(s, seed, slice(2)) for s, seed in zip(sessions, SEEDS, strict=True)]
     async with await connect(url) as speaker:
         long_turn = await speaker.start("Count from one to one hundred.", sampling=LONG)
-        while not this.assembly.engine._scheduler.running:
+        while not this.assembly.engine.inspect().scheduler.running:
             await asyncio.sleep(0.005)
         if damage is not None:
             await this.damage(damage)
@@ -139,11 +139,11 @@ async def story(this: Patient, damage: Damage | None) -> tuple[list[str], list[i
 
 
 def invent_a_free_page(assembly: EngineAssembly) -> None:
-    assembly.engine._cache.stores.ledgers[FULL_POOL]._accounts[Holder.FREE] += 1
+    assembly.engine.inspect().cache.stores.ledgers[FULL_POOL]._accounts[Holder.FREE] += 1
 
 
 def first_parked_row(assembly: EngineAssembly) -> int:
-    slots = assembly.engine._cache.inspect_slots()
+    slots = assembly.engine.inspect().cache.inspect_slots()
     lease = next(slot for slot in slots if slot.state is SlotState.PARKED).lease
     assert lease is not None
     return lease.row
@@ -151,16 +151,16 @@ def first_parked_row(assembly: EngineAssembly) -> int:
 
 def point_a_row_elsewhere(assembly: EngineAssembly) -> None:
     """What its next forward would read is not what the lease holds."""
-    rows = assembly.engine._cache.stores.rows
+    rows = assembly.engine.inspect().cache.stores.rows
     rows._tables[FULL_POOL][first_parked_row(assembly), 1] += 1
-    assembly.engine._guard.audit_all()
+    assembly.engine.inspect().guard.audit_all()
 
 
 def overwrite_a_page(assembly: EngineAssembly) -> None:
     runner = assembly.runner
     assert isinstance(runner, ModelRunner)
     row = first_parked_row(assembly)
-    page = int(assembly.engine._cache.stores.rows.entries(FULL_POOL, row)[2])
+    page = int(assembly.engine.inspect().cache.stores.rows.entries(FULL_POOL, row)[2])
     kv = runner.pools[FULL_POOL]._storage[:, :, :, page]
     kv.copy_(torch.randn(kv.shape, generator=torch.Generator().manual_seed(1)))
 
