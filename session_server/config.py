@@ -223,9 +223,33 @@ class HttpSettings(_Part):
     ] = 1 << 20
     max_connections: Annotated[
         int,
-        Field(ge=1, le=1 << 20, description="open WebSockets"),
-        Bound("connections", "another one is refused: 503, `server_busy`"),
+        Field(
+            ge=1, le=1 << 20, description="open WebSockets, event streams and waiting HTTP turns"
+        ),
+        Bound(
+            "connections",
+            "another one is refused: 503, `server_busy`; fewer where descriptors are not enough",
+        ),
     ] = 10_000
+    max_connections_per_address: Annotated[
+        int | None,
+        Field(ge=1, le=1 << 20, description="open connections of one address; none: half of all"),
+        Bound(
+            "connections",
+            "the one of that address that has kept the server waiting for longest is closed, or "
+            "else the new one refused: 503, `server_busy`",
+        ),
+    ] = None
+    max_input_bytes: Annotated[
+        int,
+        Field(
+            ge=1 << 16,
+            le=1 << 36,
+            description="unfinished frames and request bodies, of all connections together; one "
+            "address may have half of it",
+        ),
+        Bound("bytes", "the oldest unfinished one is refused: 503, or close code 1013"),
+    ] = 64 << 20
     drain_s: Annotated[
         float,
         Field(ge=0, le=3600, description="time running turns get at shutdown, seconds"),

@@ -66,6 +66,8 @@ FLAGS: Final = (
     Flag(("--allowed-origin",), "http", "allowed_origins"),
     Flag(("--max-message-bytes",), "http", "max_message_bytes"),
     Flag(("--max-connections",), "http", "max_connections"),
+    Flag(("--max-connections-per-address",), "http", "max_connections_per_address"),
+    Flag(("--max-input-bytes",), "http", "max_input_bytes"),
     Flag(("--drain-timeout",), "http", "drain_s"),
     Flag(("--log-level",), "http", "log_level"),
 )

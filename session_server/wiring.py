@@ -29,7 +29,7 @@ from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineEvent, EngineReady
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.process import EngineProcess, ProcessSettings
-from session_server.metrics.logging import EventLog, configure_logging
+from session_server.metrics.logging import LOGGER_NAME, EventLog, configure_logging
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.models.errors import ModelError
 from session_server.models.registry import load_config
@@ -41,7 +41,15 @@ from session_server.text.model_files import ModelFilesError
 from session_server.text.model_text import ModelText, load_model_text
 from session_server.web import app as web_app
 from session_server.web import server as web_server
+from session_server.web.listener import (
+    bind,
+    limits_that_fit,
+    raise_descriptor_limit,
+    readers_that_fit,
+)
 from session_server.web.services import AppServices, ModelCard, WebSettings, digest_of
+
+_logger: Final = logging.getLogger(LOGGER_NAME)
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -88,7 +96,7 @@ async def _serve(settings: Settings, logger: logging.Logger) -> int:
     if text.chat_fault is not None:
         logger.warning("no chat turn can be rendered: %s", text.chat_fault)
     try:
-        listener = web_server.bind(settings.http.host, settings.http.port)
+        listener = bind(settings.http.host, settings.http.port)
         with contextlib.closing(listener):
             return await _serve_on(
                 listener, settings, directory=directory, text=text, logger=logger
@@ -207,8 +215,6 @@ def make_services(
     ready: EngineReady,
 ) -> AppServices:
     """What the web layer is given."""
-    http = settings.http
-    key = http.api_key.get_secret_value() if http.api_key else None
     text = manager.text
     return AppServices(
         sessions=manager,
@@ -224,18 +230,40 @@ def make_services(
                 text.default_sampling, seed=settings.model.random_seed
             ),
         ),
-        settings=WebSettings(
-            host=http.host,
-            port=http.port,
-            key_digests=(digest_of(key),) if key else (),
-            allowed_origins=http.allowed_origins,
-            max_message_bytes=http.max_message_bytes,
-            max_connections=http.max_connections,
-            max_queued_turns=settings.sessions.max_queued_turns,
-            replay_bytes=settings.sessions.replay_bytes,
-            drain_s=http.drain_s,
-        ),
+        settings=_web_settings(settings),
         server_args=settings.model_dump(mode="json", exclude={"http": {"api_key"}}),
+    )
+
+
+def _web_settings(settings: Settings) -> WebSettings:
+    http = settings.http
+    key = http.api_key.get_secret_value() if http.api_key else None
+    descriptors = raise_descriptor_limit(http.max_connections)
+    max_readers = readers_that_fit(http.max_connections, descriptors=descriptors)
+    if max_readers < http.max_connections:
+        _logger.warning(
+            "--max-connections %d needs more descriptors than the %d allowed: it is %d",
+            http.max_connections,
+            descriptors,
+            max_readers,
+        )
+    return WebSettings(
+        host=http.host,
+        port=http.port,
+        key_digests=(digest_of(key),) if key else (),
+        allowed_origins=http.allowed_origins,
+        max_message_bytes=http.max_message_bytes,
+        max_connections=max_readers,
+        connections=limits_that_fit(
+            max_readers,
+            descriptors=descriptors,
+            max_per_address=http.max_connections_per_address,
+            input_bytes=http.max_input_bytes,
+            max_message_bytes=http.max_message_bytes,
+        ),
+        max_queued_turns=settings.sessions.max_queued_turns,
+        replay_bytes=settings.sessions.replay_bytes,
+        drain_s=http.drain_s,
     )
 
 

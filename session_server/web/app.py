@@ -23,6 +23,7 @@ from starlette.websockets import WebSocket
 from session_server.core.errors import SessionServerError, wire_error
 from session_server.web import admin, rest, sglang
 from session_server.web.auth import authorize, services_of
+from session_server.web.connection_table import ConnectionTable
 from session_server.web.generation_run import SGLangState
 from session_server.web.openapi import answers, asyncapi_of, openapi_of
 from session_server.web.readers import Readers
@@ -56,6 +57,7 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.readers = Readers(services)
     app.state.sglang = SGLangState(services.sessions)
     app.state.sockets = Sockets(services.settings.max_connections)
+    app.state.connections = ConnectionTable(services.settings.connections)
     app.state.documents = {}
     services.metrics.watch(
         sessions=lambda: services.sessions.stats().sessions,

@@ -1,83 +1,183 @@
-"""uvicorn's HTTP protocol with bounds on the head of a request and on waiting for a slow reader.
+"""uvicorn's HTTP protocol with a bound on all that a peer can make the server keep or wait for.
 
-uvicorn's fast parser takes 10,000 headers, a header of a megabyte and HTTP/1.1 without a Host.
+A request is parsed in small pieces. What follows a complete request is held back, unparsed and
+unread, until its answer is out: so a connection never has more than a few requests in memory,
+however many its peer sends ahead. Heads, bodies and readers have deadlines, and what has arrived of
+an unfinished request is counted in the table of connections.
+
+uvicorn's fast parser alone takes 10,000 headers, a header of a megabyte, HTTP/1.1 without a Host,
+endless chunk extensions, and an upgrade whose body it then waits for without end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import enum
+from dataclasses import dataclass
 from typing import Any, Final
 
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from session_server.protocol.errors import ErrorResponse
-from session_server.web.refusals import HttpRefusal, JsonResponse
+from session_server.core.errors import ServerBusy
+from session_server.web.guarded_config import guarded
+from session_server.web.refusals import HttpRefusal, refusal_bytes
 
 MAX_HEADER_BYTES: Final = 16_384
 MAX_HEADERS: Final = 100
 MAX_URL_BYTES: Final = 8_192
+MAX_FRAMING_PER_BODY_BYTE: Final = 16
+"""Chunks of one byte need five; extensions of chunks have no use."""
+
+PARSE_BYTES: Final = 4_096
+"""Bytes given to the parser at a time."""
+
+QUEUED_REQUEST_BYTES: Final = 4_096
+"""What a parsed request that waits for the answer to another one counts for."""
+
 HEADER_TIMEOUT_S: Final = 10.0
 STALL_S: Final = 10.0
 """An HTTP peer that takes nothing of what it is owed for so long is cut, bytes and all."""
 
+REFUSAL_LINGER_S: Final = 2.0
+"""How long a refused peer may go on sending: to close earlier could destroy the answer."""
+
+_HTTP_VERSIONS: Final = ("1.0", "1.1")
+
+
+class RequestPhase(enum.Enum):
+    """How much of the newest request has arrived."""
+
+    HEAD = "head"
+    BODY = "body"
+    COMPLETE = "complete"
+
+
+@dataclass(slots=True)
+class RequestSize:
+    """Sizes of the newest request. `num_bytes` counts whole pieces, `head_bytes` headers only."""
+
+    num_bytes: int = 0
+    head_bytes: int = 0
+    num_headers: int = 0
+    body_bytes: int = 0
+
+
+class GatedFlow(FlowControl):
+    """uvicorn's flow control, in which reading stays paused while bytes wait to be parsed."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._is_held = False
+
+    def hold(self, *, is_held: bool) -> None:
+        """Pause reading, or let uvicorn decide again."""
+        if is_held:
+            self._is_held = True
+            self.pause_reading()
+        elif self._is_held:
+            self._is_held = False
+            self.resume_reading()
+
+    def resume_reading(self) -> None:
+        """Resume unless bytes wait to be parsed."""
+        if not self._is_held:
+            super().resume_reading()
+
 
 class GuardedHttp(HttpToolsProtocol):
-    """uvicorn's httptools protocol with bounds on the head of a request, in bytes and in time, and
-    on the patience with a peer that does not read its answer.
+    """One HTTP connection.
 
-    uvicorn closes such a connection in order, and a closing transport waits for its last byte to
-    be taken: the socket would be the peer's for as long as it likes.
+    uvicorn closes connections in order, and a closing transport waits for its last byte to be
+    taken. Where the peer does not read, the socket would be its own for as long as it likes: such
+    connections are aborted instead.
     """
+
+    flow: GatedFlow
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0
-        self._head_count = 0
-        self._unparsed_bytes = 0
-        self._refusal: HttpRefusal | None = None
-        self._head_timer: asyncio.TimerHandle | None = None
+        config = guarded(self.config)
+        self._settings = config.web_settings
+        self._table = config.connection_table
+        self._phase = RequestPhase.HEAD
+        self._size = RequestSize()
+        self._held_back = b""
+        self._num_unanswered = 0
+        self._awaited: RequestPhase | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._refusal: Exception | None = None
+        self._has_room = True
+        self._is_over = False
+
+    @property
+    def address(self) -> str:
+        """Where the peer connects from, without its port."""
+        return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The peer has a bounded time to send a first head."""
+        """Count the connection, and give its peer a bounded time to send a first head."""
         super().connection_made(transport)
+        self.flow = GatedFlow(transport)
         # Whatever the kernel does not take at once counts as owed: `pause_writing` is told.
         transport.set_write_buffer_limits(high=0)
-        self._expect_head()
+        self._has_room = self._table.add(self)
+        self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timers with the connection."""
-        self._head_done()
-        self._nothing_owed()
+        """Forget the connection and its timers."""
+        self._end()
+        self._table.remove(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The peer owes it to us to take something soon."""
+        """Expect the peer to take something soon."""
         super().pause_writing()
         self._expect_reading(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """The peer has taken everything."""
+        """Note that the peer has taken everything."""
         super().resume_writing()
-        self._nothing_owed()
+        self._stop_stall_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse; a head that never ends is cut by the bytes seen so far."""
-        if self._refusal is not None:
+        """Parse as much as may be parsed now, and hold back the rest."""
+        if self._is_over:
             return
-        super().data_received(data)
-        if self._head_timer is None or self._refusal is not None:
-            return
-        self._unparsed_bytes += len(data)
-        if self._unparsed_bytes > MAX_HEADER_BYTES + MAX_URL_BYTES:
-            self._refusal = HttpRefusal(431, "The request head is too large.")
-            self.send_400_response("")
+        self._unset_keepalive_if_required()
+        if self._num_unanswered == 0 and self._phase is RequestPhase.COMPLETE:
+            self._phase, self._size = RequestPhase.HEAD, RequestSize()
+        self._held_back += data
+        self._parse()
+        self._update()
+
+    def shed(self) -> None:
+        """Close at once, with a 503 where the peer is in the middle of a request."""
+        is_mid_request = self._size.num_bytes > 0 and self._phase is not RequestPhase.COMPLETE
+        if is_mid_request and self._is_refusable() and not self.transport.get_write_buffer_size():
+            self._write_refusal(ServerBusy("Too many unfinished requests are open."))
+            self._end()
+            self.transport.close()
+        else:
+            self._end()
+            self.transport.abort()
+
+    def shutdown(self) -> None:
+        """Close when the running request is answered, at once when it has not arrived."""
+        if self._is_over or self._awaited is RequestPhase.BODY:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    # -- what the parser calls
 
     def on_message_begin(self) -> None:
-        """A new head begins."""
+        """Begin a request."""
         super().on_message_begin()
-        self._head_bytes = self._head_count = self._unparsed_bytes = 0
-        self._expect_head()
+        self._phase, self._size = RequestPhase.HEAD, RequestSize()
 
     def on_url(self, url: bytes) -> None:
         """Bound the request target."""
@@ -86,51 +186,219 @@ class GuardedHttp(HttpToolsProtocol):
             self._refuse(431, "The request target is too long.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Bound the headers, in number and together."""
+        """Bound headers and trailers, in number and together."""
         super().on_header(name, value)
-        self._head_bytes += len(name) + len(value) + 4
-        self._head_count += 1
-        if self._head_bytes > MAX_HEADER_BYTES or self._head_count > MAX_HEADERS:
+        self._size.head_bytes += len(name) + len(value) + 4
+        self._size.num_headers += 1
+        if self._size.head_bytes > MAX_HEADER_BYTES or self._size.num_headers > MAX_HEADERS:
             self._refuse(431, "The request headers are too large.")
 
     def on_headers_complete(self) -> None:
-        """The head is here in time."""
-        self._head_done()
+        """Check the head, and serve the request unless it is an upgrade."""
+        self._check_head()
+        is_upgrade = self.parser.should_upgrade() and self._should_upgrade()
+        if is_upgrade:
+            self._check_upgrade()
+        self._phase = RequestPhase.BODY
         super().on_headers_complete()
+        if not is_upgrade:
+            self._num_unanswered += 1
+            if self.parser.should_upgrade():
+                # An upgrade that is not offered: the parser reads nothing behind its request.
+                self.cycle.keep_alive = False
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer a head that cannot be parsed, or that we refused, and hang up."""
-        refusal = self._refusal or HttpRefusal(400, "The request is not valid HTTP.")
-        self._refusal = refusal
-        self._head_done()
-        body = JsonResponse(ErrorResponse(error=refusal.body)).body
-        self.transport.write(
-            b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n" % (refusal.status, len(body)) + bytes(body)
-        )
-        self.transport.close()
+    def on_body(self, body: bytes) -> None:
+        """Bound the body."""
+        self._size.body_bytes += len(body)
+        if self._size.body_bytes > self._settings.max_message_bytes:
+            most = self._settings.max_message_bytes
+            self._refuse(413, f"The body is larger than {most} bytes.")
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the request is here."""
+        self._phase = RequestPhase.COMPLETE
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Go on with what was held back; close if the answered request has not arrived."""
+        self._num_unanswered -= 1
+        is_early = self._num_unanswered == 0 and self._phase is RequestPhase.BODY
+        if is_early and not self.transport.is_closing():
+            self._linger()
+        super().on_response_complete()
+        if self._is_over:
+            self._unset_keepalive_if_required()
+        elif not self.transport.is_closing():
+            self._parse()
+            self._update()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection over."""
+        self._end()
+        self._table.remove(self)
+        super().handle_websocket_upgrade()
+
+    # -- parsing
+
+    def _parse(self) -> None:
+        held_back, start = self._held_back, 0
+        while start < len(held_back) and self._is_parsing():
+            piece = held_back[start : start + PARSE_BYTES]
+            start += len(piece)
+            self._parse_piece(piece)
+        self._held_back = b"" if self._is_over else held_back[start:]
+
+    def _is_parsing(self) -> bool:
+        """Whether the next bytes belong to a request that may be read now."""
+        if self._is_over or self._refusal is not None:
+            return False
+        is_reading_body = self._num_unanswered == 1 and self._phase is RequestPhase.BODY
+        return self._num_unanswered == 0 or is_reading_body
+
+    def _parse_piece(self, piece: bytes) -> None:
+        try:
+            self.parser.feed_data(piece)
+            self._size.num_bytes += len(piece)
+            self._check_size()
+        except httptools.HttpParserUpgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+        except (httptools.HttpParserError, HttpRefusal):
+            self._refusal = self._refusal or HttpRefusal(400, "The request is not valid HTTP.")
+
+    def _check_size(self) -> None:
+        """Refuse what the parser has swallowed without a callback: endless heads and framing."""
+        # The first piece may begin with the end of the request before.
+        size, head_bytes = self._size, MAX_HEADER_BYTES + MAX_URL_BYTES + PARSE_BYTES
+        if self._phase is RequestPhase.HEAD and size.num_bytes > head_bytes:
+            self._refuse(431, "The request head is too large.")
+        if self._phase is RequestPhase.BODY:
+            framing_bytes = size.num_bytes - size.body_bytes - head_bytes
+            if framing_bytes > MAX_FRAMING_PER_BODY_BYTE * max(1, size.body_bytes):
+                self._refuse(400, "The chunks of the body have too large extensions.")
+
+    def _check_head(self) -> None:
+        if not self._has_room:
+            self._refusal = ServerBusy("As many connections as allowed are open.")
+            raise self._refusal
+        version = self.parser.get_http_version()
+        if version not in _HTTP_VERSIONS:
+            self._refuse(505, "This server speaks HTTP/1.1.")
+        if not self.url.startswith(b"/"):
+            target = httptools.parse_url(self.url)
+            port = b":%d" % target.port if target.port else b""
+            named = [value.lower() for name, value in self.headers if name == b"host"]
+            if named != [(target.host or b"").lower() + port]:
+                self._refuse(400, "The request target names another host.")
+
+    def _check_upgrade(self) -> None:
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        if is_chunked or any(length != b"0" for length in lengths):
+            self._refuse(400, "A WebSocket handshake has no body.")
+        if self.parser.get_http_version() != "1.1":
+            self._refuse(400, "A WebSocket handshake is made in HTTP/1.1.")
+        if self._num_unanswered:
+            self._refuse(400, "A WebSocket handshake does not follow an unanswered request.")
+
+    # -- what is owed, by the peer and by us
+
+    def _update(self) -> None:
+        """Tell the table, the flow and the deadline whom we wait for."""
+        if self._refusal is not None and self._is_refusable():
+            self._answer(self._refusal)
+        if self._is_over:
+            return
+        self.flow.hold(is_held=bool(self._held_back))
+        self._await(self._awaited_phase())
+        num_bytes = len(self._held_back)
+        num_bytes += QUEUED_REQUEST_BYTES * max(0, self._num_unanswered - 1)
+        if self._phase is not RequestPhase.COMPLETE:
+            num_bytes += self._size.num_bytes
+        if self._num_unanswered == 0 or self._awaited is not None or self._held_back:
+            self._table.await_input(self, num_bytes=num_bytes)
+        else:
+            self._table.serve(self)
+
+    def _awaited_phase(self) -> RequestPhase | None:
+        """Return the part of a request that the peer owes; None while it is owed an answer."""
+        match self._phase:
+            case RequestPhase.HEAD:
+                return self._phase if self._num_unanswered == 0 else None
+            case RequestPhase.BODY:
+                return self._phase if self._num_unanswered == 1 else None
+            case RequestPhase.COMPLETE:
+                return None
+
+    def _await(self, phase: RequestPhase | None) -> None:
+        """Give the peer a bounded time for what it owes, from when it began to owe it."""
+        if phase is self._awaited:
+            return
+        self._stop_deadline()
+        self._awaited = phase
+        if phase is not None:
+            is_head = phase is RequestPhase.HEAD
+            delay_s = HEADER_TIMEOUT_S if is_head else self._settings.message_timeout_s
+            self._deadline = self.loop.call_later(delay_s, self._answer_late, phase)
+
+    def _answer_late(self, phase: RequestPhase) -> None:
+        self._answer(HttpRefusal(408, f"The {phase.value} of the request did not arrive in time."))
+
+    def _is_refusable(self) -> bool:
+        """Whether the next answer that the peer expects is the one to the newest request."""
+        is_newest = self._num_unanswered == 1 and self._phase is RequestPhase.BODY
+        return self._num_unanswered == 0 or is_newest
 
     def _refuse(self, status: int, message: str) -> None:
+        """Stop parsing. The refusal is sent when older requests are answered."""
         self._refusal = HttpRefusal(status, message)
         raise self._refusal
 
-    def _expect_head(self) -> None:
-        self._head_done()
-        self._head_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._head_late)
+    def _answer(self, refusal: Exception) -> None:
+        """Answer the newest request, which is not served, and close."""
+        if self._num_unanswered and self.cycle.response_started:
+            self._end()
+            self.transport.abort()
+            return
+        self._write_refusal(refusal)
+        self._linger()
 
-    def _head_done(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _write_refusal(self, refusal: Exception) -> None:
+        if self._num_unanswered:
+            # The route gets nothing more of its request, and what it says is dropped.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(refusal_bytes(refusal))
 
-    def _head_late(self) -> None:
-        self._refusal = HttpRefusal(408, "The request head did not arrive in time.")
-        self.send_400_response("")
+    def _linger(self) -> None:
+        """Say that nothing follows, and let the peer stop sending before the socket is closed."""
+        self._end()
+        self._table.serve(self)
+        self._table.await_input(self, num_bytes=0)
+        with contextlib.suppress(OSError):  # the peer may have gone
+            self.transport.write_eof()
+        self.flow.hold(is_held=False)
+        self.flow.resume_reading()
+        self._deadline = self.loop.call_later(REFUSAL_LINGER_S, self.transport.abort)
+
+    def _end(self) -> None:
+        """Read nothing more, and stop every timer."""
+        self._is_over = True
+        self._held_back = b""
+        self._stop_deadline()
+        self._stop_stall_timer()
+        self._unset_keepalive_if_required()
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def _expect_reading(self, owed_bytes: int) -> None:
         self._stall_timer = self.loop.call_later(STALL_S, self._check_reading, owed_bytes)
 
-    def _nothing_owed(self) -> None:
+    def _stop_stall_timer(self) -> None:
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None

@@ -34,6 +34,7 @@ _CODES: Final[Mapping[int, str]] = {
     421: "misdirected_request",
     499: "client_closed_request",
     431: "headers_too_large",
+    505: "http_version_not_supported",
 }
 
 
@@ -83,6 +84,15 @@ def error_response(error: Exception) -> Response:
         refusal = HttpRefusal(error.status_code, message)
         return _response(refusal.body, error.status_code, dict(error.headers or {}))
     return _response(internal_error_body(), 500, {})
+
+
+def refusal_bytes(error: Exception) -> bytes:
+    """The response for a request that no application sees, after which the connection closes."""
+    response = error_response(error)
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    head = [b"HTTP/1.1 %d Refused" % response.status_code]
+    head += [name + b": " + value for name, value in headers]
+    return b"\r\n".join([*head, b"", bytes(response.body)])
 
 
 async def answer_error(_: Request, error: Exception) -> Response:

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 import uvicorn
 from fastapi import FastAPI
 
 from session_server.protocol.session_protocol import CloseCode
+from session_server.web.guarded_config import GuardedConfig
 from session_server.web.http_guard import GuardedHttp
+from session_server.web.listener import ACCEPTS_AT_ONCE, EXHAUSTED, bind
 from session_server.web.services import AppServices
 from session_server.web.sockets import Sockets
 from session_server.web.websocket_guard import GuardedWebSocket
 
-BACKLOG: Final = 4096
+_logger: Final = logging.getLogger("session_server.web")
+
 SHUTDOWN_S: Final = 5
 KEEP_ALIVE_S: Final = 60
 CLOSE_WAIT_S: Final = 2.0
@@ -73,6 +77,7 @@ async def serve(
     def say_ready() -> None:
         print(f"listening on {url}", file=ready, flush=True)
 
+    asyncio.get_running_loop().set_exception_handler(_log_fault)
     server = DrainingServer(config_for(app, services), say_ready)
     stop, hurry = asyncio.Event(), asyncio.Event()
     with _signals(stop, hurry, server):
@@ -89,18 +94,20 @@ async def serve(
             listener.close()
 
 
-def config_for(app: FastAPI, services: AppServices) -> uvicorn.Config:
+def config_for(app: FastAPI, services: AppServices) -> GuardedConfig:
     """How uvicorn runs the application."""
     settings = services.settings
-    return uvicorn.Config(
+    return GuardedConfig(
         app,
+        settings=settings,
+        table=app.state.connections,
         http=GuardedHttp,
         ws=GuardedWebSocket,
         ws_max_size=settings.max_message_bytes,
         ws_ping_interval=settings.heartbeat_s,
         ws_ping_timeout=settings.ping_timeout_s,
         ws_per_message_deflate=False,
-        backlog=BACKLOG,
+        backlog=ACCEPTS_AT_ONCE,
         access_log=False,
         log_config=None,
         log_level="warning",
@@ -136,26 +143,6 @@ async def hasten_when(hurry: asyncio.Event, services: AppServices) -> None:
     await services.sessions.drain(0.0)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not listening yet; port 0 takes a free one.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only for sockets that say they are TCP. With it on, a
-    # frame waits for the client's delayed acknowledgement of the one before: 40 ms a turn.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
-
-
 @contextlib.contextmanager
 def _signals(stop: asyncio.Event, hurry: asyncio.Event, server: uvicorn.Server) -> Iterator[None]:
     loop = asyncio.get_running_loop()
@@ -174,6 +161,15 @@ def _signals(stop: asyncio.Event, hurry: asyncio.Event, server: uvicorn.Server) 
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+
+
+def _log_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log a fault that nobody awaits; one of `accept` without its stack."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in EXHAUSTED:
+        _logger.warning("no new connections for a second: %s", error.strerror)
+    else:
+        loop.default_exception_handler(context)
 
 
 def _url_of(listener: socket.socket) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from session_server.core.sampling import SamplingParams
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.manager import SessionManager
+from session_server.web.connection_table import ConnectionLimits
 
 
 def digest_of(key: str) -> str:
@@ -34,9 +35,10 @@ class WebSettings:
     hosts: tuple[str, ...] = ()
     max_message_bytes: int = 1 << 20
     max_connections: int = 10_000
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     max_queued_turns: int = 4
     replay_bytes: int = 4 << 20
-    body_timeout_s: float = 30.0
+    message_timeout_s: float = 30.0
     auth_timeout_s: float = 5.0
     send_timeout_s: float = 10.0
     heartbeat_s: float = 20.0

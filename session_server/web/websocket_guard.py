@@ -1,4 +1,10 @@
-"""uvicorn's WebSocket protocol that does not wait for a peer that reads nothing."""
+"""uvicorn's WebSocket protocol, with a bound on all that a peer makes the server keep or wait for.
+
+Frames are parsed in small pieces, and nothing is parsed while a message waits to be handled: so a
+connection has few messages in memory, however many its peer sends. A message that has not arrived
+completely has a deadline and a number of fragments, and its bytes are counted in the table of
+connections. A peer that does not read is not waited for.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +13,178 @@ from typing import Any, Final
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
+from websockets.protocol import State
 
 from session_server.protocol.session_protocol import CloseCode
+from session_server.web.guarded_config import guarded
+from session_server.web.refusals import HttpRefusal, refusal_bytes
+
+MAX_FRAGMENTS: Final = 1_024
+"""Fragments of one message."""
+
+PARSE_BYTES: Final = 4_096
+"""Bytes given to the parser at a time."""
 
 LINGER_S: Final = 5.0
 """A WebSocket whose peer reads nothing is cut this long after its handler has returned, or after a
 ping has found no answer."""
 
+FRAGMENT_BYTES: Final = 64
+"""What a fragment takes beside its bytes."""
+
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket protocol that does not wait for a peer that reads nothing."""
+    """One WebSocket connection, from the head of its handshake on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = guarded(self.config)
+        self._table = config.connection_table
+        self._message_timeout_s = config.web_settings.message_timeout_s
+        self._held_back = b""
+        self._num_fragments = 0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the peer connects from, without its port."""
+        return self.client[0] if self.client else ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Count the connection."""
+        super().connection_made(transport)
+        self._table.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection and its deadline."""
+        self._stop_deadline()
+        self._held_back = b""
+        self._table.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse as much as may be parsed now, and hold back the rest.
+
+        The first call brings the whole head of the handshake.
+        """
+        self._held_back += data
+        self._parse()
+        if not self.handshake_initiated:
+            self._refuse_handshake()
+
+    async def receive(self) -> Any:
+        """Return the next message. Parse what was held back for it before anything more is read."""
+        if self._held_back:
+            # A peer that sends ahead gets its turn like everybody else.
+            await asyncio.sleep(0)
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            self._parse()
+            if not self.read_paused:
+                self.transport.resume_reading()
+        return message
+
+    def shed(self) -> None:
+        """Close at once: the peer is in the middle of a message, and others need the room."""
+        self._fail(CloseCode.OVERLOADED, "too many unfinished messages")
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+    def shutdown(self) -> None:
+        """Close with 1012; a handshake that has failed has nothing more to say."""
+        if self.conn.state in (State.CONNECTING, State.OPEN) and not self.conn.eof_sent:
+            super().shutdown()
+        else:
+            self.stop_keepalive()
+            self.transport.close()
+
+    # -- what the parser calls
+
+    def handle_cont(self, event: Frame) -> None:
+        """Bound the fragments of a message."""
+        self._num_fragments += 1
+        if self._num_fragments >= MAX_FRAGMENTS:
+            self._fail(CloseCode.TOO_BIG, "too many fragments")
+        else:
+            super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        """Answer a ping unless the peer does not read its answers."""
+        if self.writable.is_set():
+            super().handle_ping()
+        else:
+            self.conn.data_to_send()
+
+    def send_receive_event_to_app(self) -> None:
+        """Hand a message on; one that is not UTF-8 closes with 1007.
+
+        uvicorn does the same, and writes an error with a stack into the log: any client could.
+        """
+        self._num_fragments = 0
+        self._stop_deadline()
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            try:
+                b"".join(self.frames).decode()
+            except UnicodeDecodeError:
+                self.frames = []
+                self._fail(CloseCode.NOT_TEXT, "")
+                return
+        super().send_receive_event_to_app()
+
+    def _parse(self) -> None:
+        held_back, start = self._held_back, 0
+        while start < len(held_back) and not self.read_paused:
+            piece = held_back[start : start + PARSE_BYTES]
+            start += len(piece)
+            super().data_received(piece)
+        self._held_back = held_back[start:]
+        self._update()
+
+    def _update(self) -> None:
+        """Tell the table and the deadline whether the peer is in the middle of a message."""
+        has_begun = self.conn.current_size is not None
+        num_bytes = len(self._held_back) + len(self.conn.reader.buffer)
+        if self.close_sent or not (has_begun or num_bytes):
+            self._stop_deadline()
+            self._table.serve(self)
+            return
+        if self.read_paused:
+            self._stop_deadline()  # it waits for us
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self._message_timeout_s, self._fail_late)
+        num_bytes += (self.conn.current_size or 0) + FRAGMENT_BYTES * self._num_fragments
+        self._table.await_input(self, num_bytes=num_bytes)
+
+    def _fail_late(self) -> None:
+        self._deadline = None
+        self._fail(CloseCode.IDLE, "the message did not arrive in time")
+
+    def _fail(self, code: CloseCode, reason: str) -> None:
+        """Close with this code, and read nothing more."""
+        self._held_back = b""
+        self._stop_deadline()
+        if self.conn.state is State.OPEN:
+            self.frames = []
+            self.conn.fail(code, reason)
+            self.handle_parser_exception()
+        else:
+            self.transport.close()
+
+    def _refuse_handshake(self) -> None:
+        """Answer a head that is no handshake, which uvicorn leaves without an answer."""
+        self.handshake_initiated = self.handshake_complete = self.close_sent = True
+        refusal = HttpRefusal(400, "The request is not a valid WebSocket handshake.")
+        self.transport.write(refusal_bytes(refusal))
+        self.transport.close()
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    # -- what the application calls
 
     async def send(self, message: Any) -> None:
         """Send to a peer that is still there; a handshake refused with a whole response is
@@ -34,21 +202,6 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         await super().send(message)
         if self.initial_response is not None and self.close_sent:
             self.handshake_complete = True
-
-    def send_receive_event_to_app(self) -> None:
-        """Hand a message on; one that is not UTF-8 closes with 1007.
-
-        uvicorn does the same, and writes an error with a stack into the log: any client could.
-        """
-        if self.curr_msg_data_type == "text" and not self.close_sent:
-            try:
-                b"".join(self.frames).decode()
-            except UnicodeDecodeError:
-                self.frames = []
-                self.conn.send_close(CloseCode.NOT_TEXT)
-                self.handle_parser_exception()
-                return
-        super().send_receive_event_to_app()
 
     def keepalive_timeout(self) -> None:
         """The peer answers no ping: nothing it is still owed is waited for."""

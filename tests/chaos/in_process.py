@@ -26,7 +26,8 @@ from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.manager import SessionManager
 from session_server.web.app import create_app
-from session_server.web.server import DrainingServer, bind, config_for
+from session_server.web.listener import bind
+from session_server.web.server import DrainingServer, config_for
 from session_server.wiring import make_manager, make_services
 from tests.chaos.rest_client import http_client
 from tests.engine_host.live_echo import LiveStage, assemble

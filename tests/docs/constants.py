@@ -51,7 +51,40 @@ CONNECTIONS = (
     _constant(
         "web.http_guard:HEADER_TIMEOUT_S", "time for the head of a request", "s", f"408; {_CLOSED}"
     ),
-    _constant("web.services:WebSettings.body_timeout_s", "time for a body", "s", "408"),
+    _constant(
+        "web.services:WebSettings.message_timeout_s",
+        "time for a request body or a frame's message",
+        "s",
+        "408, or close code 4408",
+    ),
+    _constant(
+        "web.http_guard:MAX_FRAMING_PER_BODY_BYTE",
+        "chunk sizes and extensions, per byte of a body",
+        "bytes",
+        f"400; {_CLOSED}",
+    ),
+    _constant(
+        "web.websocket_guard:MAX_FRAGMENTS", "a message's fragments", "fragments", "close code 1009"
+    ),
+    _constant(
+        "web.listener:REQUEST_CONNECTIONS",
+        "connections beside those of readers",
+        "connections",
+        "the one that has kept the server waiting for longest is closed, or else the new one "
+        "refused: 503, `server_busy`",
+    ),
+    _constant(
+        "web.listener:RESERVED_DESCRIPTORS",
+        "descriptors that connections do not take",
+        "descriptors",
+        "connections are closed or refused as above",
+    ),
+    _constant(
+        "web.http_guard:REFUSAL_LINGER_S",
+        "time for a refused peer to stop sending",
+        "s",
+        _CLOSED,
+    ),
     _constant(
         "web.services:WebSettings.auth_timeout_s",
         "time for a first message `session.auth`",
@@ -89,7 +122,7 @@ CONNECTIONS = (
     ),
     _constant("web.server:KEEP_ALIVE_S", "time between two requests", "s", _CLOSED),
     _constant(
-        "web.server:BACKLOG",
+        "web.listener:BACKLOG",
         "connections that wait to be accepted",
         "connections",
         "the kernel drops further ones",

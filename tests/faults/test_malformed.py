@@ -166,5 +166,6 @@ async def test_a_head_with_a_wrong_byte_is_served_or_refused_and_never_an_error(
             for view in server.sessions.list(ANONYMOUS):
                 server.sessions.close(ANONYMOUS, view.session_id)
             await server.assert_empty()
-    assert max(statuses) < 500
+    # 505 refuses the version that a wrong byte has made of "1.1".
+    assert max(statuses.keys() - {505}) < 500
     assert statuses[400] > 200

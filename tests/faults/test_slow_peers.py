@@ -73,7 +73,7 @@ async def test_who_trickles_gets_no_more_time_than_who_stops(points: Points) -> 
         points.strike()
 
     with mock.patch.object(http_guard, "HEADER_TIMEOUT_S", SOON_S):
-        async with wired(body_timeout_s=SOON_S) as server:
+        async with wired(message_timeout_s=SOON_S) as server:
             await asyncio.gather(
                 *(trickle(server, size, is_body=False) for size in range(1, 11)),
                 *(trickle(server, 6 * size, is_body=True) for size in range(1, 11)),
@@ -83,7 +83,7 @@ async def test_who_trickles_gets_no_more_time_than_who_stops(points: Points) -> 
 
 @injects("slow handshake, slow body", "a body that stops at any byte", points=30)
 async def test_a_body_that_stops_is_not_waited_for(points: Points) -> None:
-    async with wired(body_timeout_s=SOON_S) as server:
+    async with wired(message_timeout_s=SOON_S) as server:
         server.open("s")
         request = post("/v1/sessions/s/turns", turn_fields("cancel"))
         start = request.index(b"\r\n\r\n") + 4

@@ -493,7 +493,7 @@ HEADERS_WITHOUT_END = Mutant(
     "CVE-2025-48956 (E3)",
     Edit(
         "session_server.web.http_guard:GuardedHttp.on_header",
-        " or self._head_count > MAX_HEADERS",
+        " or self._size.num_headers > MAX_HEADERS",
         "",
     ),
 )

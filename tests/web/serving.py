@@ -22,7 +22,8 @@ from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.text.model_text import ModelText, load_local_text
 from session_server.web.app import create_app
-from session_server.web.server import DrainingServer, bind, config_for
+from session_server.web.listener import bind
+from session_server.web.server import DrainingServer, config_for
 from session_server.web.services import AppServices, ModelCard, WebSettings
 from session_server.web.sockets import Sockets
 from tests.sessions.paper_engine import PaperEngine
@@ -101,6 +102,17 @@ class Served(Generic[EngineT]):
                     answer += chunk
         writer.close()
         return answer
+
+    async def until_closed(self, payload: bytes) -> bytes:
+        """What a connection answers to these bytes until the server closes it."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        with contextlib.suppress(ConnectionError):
+            writer.write(payload)
+            await writer.drain()
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
 
     @contextlib.asynccontextmanager
     async def socket(

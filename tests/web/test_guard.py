@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from session_server.web import http_guard
 from tests.web.serving import Served, served
 
 OK = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+POST = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+HANDSHAKE = (
+    b"Host: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+)
+SOCKET = b"GET /v1/sessions/new/ws HTTP/1.1\r\n" + HANDSHAKE
 NUM_FREE = http_guard.MAX_HEADERS - 2
 
 RAW = [
     ("plain", OK + b"\r\n", 200),
     ("http/1.0 with a host", b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n", 200),
-    ("no host", b"GET /health HTTP/1.1\r\n\r\n", 400),
+    ("no host", b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n", 400),
     ("two hosts", OK + b"Host: localhost\r\n\r\n", 400),
-    ("a host that is none", b"GET /health HTTP/1.1\r\nHost: a/b?c\r\n\r\n", 400),
-    ("a foreign host", b"GET /health HTTP/1.1\r\nHost: evil.example\r\n\r\n", 421),
+    ("a host that is none", OK.replace(b"localhost", b"a/b?c") + b"\r\n", 400),
+    ("a foreign host", OK.replace(b"localhost", b"evil.example") + b"\r\n", 421),
     ("a foreign origin", OK + b"Origin: https://evil.example\r\n\r\n", 403),
     ("an opaque origin", OK + b"Origin: null\r\n\r\n", 403),
     ("two origins", OK + b"Origin: http://localhost\r\nOrigin: http://localhost\r\n\r\n", 403),
@@ -36,6 +45,37 @@ RAW = [
     ("headers one too many", OK + b"X: a\r\n" * (NUM_FREE + 1) + b"\r\n", 431),
     ("as many headers as allowed", OK + b"X: a\r\n" * NUM_FREE + b"\r\n", 200),
     ("a target too long", b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
+    ("a later version", b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
+    ("an absolute target", OK.replace(b"/health", b"http://localhost/health") + b"\r\n", 200),
+    ("an absolute target elsewhere", OK.replace(b"/health", b"http://a/health") + b"\r\n", 400),
+    (
+        "an absolute target on another port",
+        OK.replace(b"/h", b"http://localhost:9/h") + b"\r\n",
+        400,
+    ),
+    (
+        "a chunk extension of a megabyte",
+        CHUNKED + b"2;" + b"a" * (1 << 20) + b"\r\n{}\r\n0\r\n\r\n",
+        400,
+    ),
+    ("a chunk extension without end", CHUNKED + b"2;" + b"a" * 60_000, 400),
+    (
+        "trailers of a megabyte",
+        CHUNKED + b"2\r\n{}\r\n0\r\n" + (b"X: " + b"a" * 999 + b"\r\n") * 1000,
+        431,
+    ),
+    ("chunks that are none", CHUNKED + b"no\r\n", 400),
+    ("chunks of a byte each", CHUNKED + b"1\r\n \r\n" * 9999 + b"2\r\n{}\r\n0\r\n\r\n", 201),
+    ("a body too large in chunks", CHUNKED + (b"ffff\r\n" + b" " * 0xFFFF + b"\r\n") * 17, 413),
+    ("a handshake with a body", SOCKET + b"Content-Length: 5\r\n\r\n", 400),
+    ("a handshake with its body", SOCKET + b"Content-Length: 5\r\n\r\nhello", 400),
+    ("a handshake with chunks", SOCKET + b"Transfer-Encoding: chunked\r\n\r\n", 400),
+    ("a handshake of another method", SOCKET.replace(b"GET", b"POST") + b"\r\n", 405),
+    ("a handshake in HTTP/1.0", SOCKET.replace(b"1.1", b"1.0") + b"\r\n", 400),
+    ("a handshake without a key", SOCKET.replace(b"Key", b"Kay") + b"\r\n", 400),
+    ("a handshake with a bad header", SOCKET + b"X: \x01\r\n\r\n", 400),
+    ("a handshake whose line is too long", SOCKET.replace(b"new", b"a" * 8170) + b"\r\n", 400),
+    ("another upgrade", OK.replace(b"close", b"Upgrade") + b"Upgrade: h2c\r\n\r\n", 200),
     ("no http", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n", 400),
 ]
 
@@ -43,11 +83,12 @@ RAW = [
 @served()
 async def test_a_request_is_what_it_must_be_or_is_refused(this: Served) -> None:
     for name, payload, status in RAW:
-        answer = await this.raw(payload)
+        async with asyncio.timeout(10):
+            answer = await this.until_closed(payload)
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 %d" % status), (name, answer[:200])
-        if status != 200:
-            assert b'{"error":{"type":' in body, name
+        if status not in (200, 201, 400, 405) or b"application/json" in head:
+            assert body.startswith((b'{"error":{"type":', b'{"status":', b'{"id":')), name
         assert answer.count(b"HTTP/1.1 ") == 1, f"{name}: a second request was served"
 
 
@@ -62,7 +103,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
     test()
 
 
-@served(body_timeout_s=0.1)
+@served(message_timeout_s=0.1)
 async def test_a_body_that_does_not_come_is_not_waited_for(this: Served) -> None:
     head = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
     assert b" 408 " in await this.raw(head)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
+from unittest import mock
 
 import pytest
 
-from session_server.web.server import bind
+from session_server.web import listener as listening
+from session_server.web.listener import bind, limits_that_fit, readers_that_fit
 
 
 def test_accepted_connections_send_small_frames_at_once() -> None:
@@ -37,3 +40,56 @@ def test_an_address_in_use_is_refused_before_anything_else() -> None:
     with pytest.raises(OSError, match="in use"):
         bind("127.0.0.1", first.getsockname()[1])
     first.close()
+
+
+def test_without_descriptors_accept_fails_once_and_is_tried_again_later() -> None:
+    exhausted = OSError(errno.EMFILE, "too many open files")
+    with (
+        bind("127.0.0.1", 0) as listener,
+        mock.patch.object(socket.socket, "accept", side_effect=exhausted) as accept,
+        mock.patch.object(listening.time, "monotonic", return_value=100.0) as now_s,
+    ):
+        with pytest.raises(OSError, match="too many open files"):
+            listener.accept()
+        for _ in range(100):
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+        assert accept.call_count == 1
+        now_s.return_value = 101.0
+        with pytest.raises(OSError, match="too many open files"):
+            listener.accept()
+
+
+def test_the_kernel_holds_many_connections_however_few_are_accepted_at_once() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen(1)
+        peers = [socket.create_connection(listener.getsockname(), timeout=5) for _ in range(50)]
+        for peer in peers:
+            peer.close()
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "readers", "connections", "per_address"),
+    [(1 << 20, 10_000, 10_256, 5_128), (1024, 672, 896, 448), (64, 3, 4, 2)],
+)
+def test_connections_fit_into_the_descriptors_with_room_for_plain_requests(
+    descriptors: int, readers: int, connections: int, per_address: int
+) -> None:
+    assert readers_that_fit(10_000, descriptors=descriptors) == readers
+    limits = limits_that_fit(
+        readers,
+        descriptors=descriptors,
+        max_per_address=None,
+        input_bytes=10 << 20,
+        max_message_bytes=1 << 20,
+    )
+    assert (limits.connections, limits.connections_per_address) == (connections, per_address)
+    assert (limits.input_bytes, limits.input_bytes_per_address) == (10 << 20, 5 << 20)
+
+
+def test_one_message_fits_whatever_the_bounds_are() -> None:
+    limits = limits_that_fit(
+        1, descriptors=1024, max_per_address=7, input_bytes=1 << 20, max_message_bytes=1 << 20
+    )
+    assert limits.connections_per_address == 7
+    assert limits.input_bytes == limits.input_bytes_per_address == 2 << 20

@@ -1,0 +1,126 @@
+"""The listening socket, and how many connections the descriptors of the process are enough for."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import socket
+import time
+from typing import Any, Final
+
+from session_server.web.connection_table import ConnectionLimits
+
+BACKLOG: Final = 4096
+"""Connections that the kernel holds until they are accepted."""
+
+ACCEPTS_AT_ONCE: Final = 32
+"""Connections accepted before the event loop does anything else: so many may be open before the
+table of connections has seen them."""
+
+RESERVED_DESCRIPTORS: Final = 128
+"""Descriptors for everything but connections, and for those that are being closed."""
+
+REQUEST_CONNECTIONS: Final = 256
+"""Connections beyond those of readers, so that plain requests are answered when all readers are
+there."""
+
+EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Why `accept` fails when the system has nothing left."""
+
+_QUIET_S: Final = 0.5
+"""asyncio tries again a second after it found no descriptor."""
+
+
+class Listener(socket.socket):
+    """A listening socket whose `accept` fails once, not thousands of times, without descriptors.
+
+    asyncio calls `accept` as often as its backlog is long whenever somebody connects, and logs a
+    stack trace for each failure.
+    """
+
+    _exhausted_s = -1.0
+
+    def listen(self, backlog: int = BACKLOG) -> None:
+        """Listen with a long queue, however few connections are accepted at once."""
+        super().listen(max(backlog, BACKLOG))
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept one connection.
+
+        Raises:
+            BlockingIOError: nobody waits, or the failure before is too recent to try again.
+            OSError: the system has no descriptor or memory left.
+        """
+        if time.monotonic() - self._exhausted_s < _QUIET_S:
+            raise BlockingIOError(errno.EAGAIN, "no descriptors were left a moment ago")
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                self._exhausted_s = time.monotonic()
+            raise
+
+
+def bind(host: str, port: int) -> Listener:
+    """Return a bound socket that does not listen yet; port 0 takes a free one.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off only for sockets that say they are TCP. With it on, a
+    # frame waits for the client's delayed acknowledgement of the one before: 40 ms a turn.
+    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def raise_descriptor_limit(max_connections: int) -> int:
+    """Raise the soft limit of descriptors to what so many readers need, or as far as it goes.
+
+    Returns the soft limit in force.
+    """
+    wanted = max_connections + REQUEST_CONNECTIONS + RESERVED_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return max(soft, wanted) if soft == resource.RLIM_INFINITY else soft
+
+
+def readers_that_fit(max_connections: int, *, descriptors: int) -> int:
+    """Return how many readers there may be, with room for plain requests beside them."""
+    room = max(4, descriptors - RESERVED_DESCRIPTORS)
+    return min(max_connections, max(room - REQUEST_CONNECTIONS, room * 3 // 4))
+
+
+def limits_that_fit(
+    max_readers: int,
+    *,
+    descriptors: int,
+    max_per_address: int | None,
+    input_bytes: int,
+    max_message_bytes: int,
+) -> ConnectionLimits:
+    """Return the bounds of all connections.
+
+    One address has half of each by default, and room for one message always.
+    """
+    room = max(4, descriptors - RESERVED_DESCRIPTORS)
+    connections = min(max_readers + REQUEST_CONNECTIONS, room)
+    # Frames and heads come on top of the largest message.
+    least_bytes = 2 * max_message_bytes
+    return ConnectionLimits(
+        connections=connections,
+        connections_per_address=min(connections, max_per_address or max(1, connections // 2)),
+        input_bytes=max(least_bytes, input_bytes),
+        input_bytes_per_address=max(least_bytes, input_bytes // 2),
+    )
