@@ -23,7 +23,6 @@ from rich.table import Table
 from session_server.arguments import whole_number
 from session_server.models.errors import ModelError
 from session_server.models.registry import FAMILIES, load_config
-from session_server.text.model_files import ModelFilesError
 from session_server.text.model_text import load_model_text
 
 MIN_FREE_BYTES: Final = 1 << 30
@@ -169,7 +168,7 @@ def check_model(directory: Path) -> Iterator[Finding]:
         yield Finding("model", Verdict.GOOD, found)
     try:
         yield asyncio.run(_check_text(directory))
-    except ModelFilesError as error:
+    except ModelError as error:
         advice = "fetch tokenizer.json and the files beside it again"
         yield Finding("tokenizer", Verdict.WRONG, str(error), advice)
 

@@ -37,7 +37,6 @@ from session_server.models.errors import DraftMismatch, ModelError
 from session_server.models.hub import model_fingerprint, resolve_model
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
-from session_server.text.model_files import ModelFilesError
 from session_server.text.model_text import ModelTokens, load_model_tokens
 
 _LOG: Final = logging.getLogger("session_server.engine")
@@ -183,7 +182,7 @@ def _draft_directory(settings: Settings, tokens: ModelTokens) -> Path | None:
     directory = resolve_model(settings.model.draft_path)
     try:
         known = load_model_tokens(directory).tokenizer.vocabulary
-    except ModelFilesError as error:
+    except ModelError as error:
         raise DraftMismatch(f"the draft model in {directory}: {error}") from error
     if known != tokens.tokenizer.vocabulary:
         raise DraftMismatch(

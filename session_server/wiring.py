@@ -37,7 +37,6 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.text.model_files import ModelFilesError
 from session_server.text.model_text import ModelText, load_model_text
 from session_server.web import app as web_app
 from session_server.web import server as web_server
@@ -90,7 +89,7 @@ async def _serve(settings: Settings, logger: logging.Logger) -> int:
         directory = model_directory(settings.model)
         check_context_length(settings, load_config(directory).max_context_len)
         text = await load_model_text(directory)
-    except (ModelError, ModelFilesError, ValueError) as error:
+    except (ModelError, ValueError) as error:
         print(f"session-server serve: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
     if text.chat_fault is not None:

@@ -3,8 +3,9 @@
 ModelError
 ├── ModelNotFound      no such directory, and no hub that has it
 ├── UnsupportedModel   an architecture, or a setting of one, that is not implemented
-├── CheckpointError    files or tensors are missing, superfluous or of the wrong shape
-└── DraftMismatch      a draft model that cannot guess for the model it was given to
+├── CheckpointError    files, fields or tensors are missing, superfluous or not what they may be
+├── DraftMismatch      a draft model that cannot guess for the model it was given to
+└── ModelFilesError    the text side is missing or malformed (`text.model_files`)
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from session_server.models.bounds import shown
 from session_server.models.config import (
     DTYPE_BYTES,
     STATE_POOL,
@@ -39,7 +40,9 @@ def integer(raw: RawConfig, key: str) -> int:
     """
     value = raw.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"config.json: {key} must be a positive integer, it is {value!r}")
+        raise CheckpointError(
+            f"config.json: {key} must be a positive integer, it is {shown(repr(value))}"
+        )
     return value
 
 
@@ -74,8 +77,8 @@ def attention(raw: RawConfig, rope: RopeConfig, *, head_dim: int | None = None) 
         raise UnsupportedModel(
             f"{num_heads} attention heads do not divide over {num_kv_heads} key-value heads"
         )
-    if head_dim % 2 != 0:
-        raise UnsupportedModel(f"head_dim {head_dim} is odd, which rotary embeddings cannot be")
+    if head_dim % 2 != 0 or head_dim < 2:
+        raise UnsupportedModel(f"head_dim {head_dim} is not even, as rotary embeddings need it")
     return AttentionConfig(num_heads, num_kv_heads, head_dim, 1.0 / math.sqrt(head_dim), rope)
 
 
@@ -131,7 +134,7 @@ def layer_types(raw: RawConfig, unsaid: list[str], known: Iterable[str]) -> list
     unknown = sorted({str(name) for name in types} - set(names))
     if unknown:
         raise UnsupportedModel(
-            f"layer_types {', '.join(unknown)}: not implemented; known: {', '.join(names)}"
+            f"layer_types {shown(', '.join(unknown))}: not implemented; known: {', '.join(names)}"
         )
     return list(types)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from session_server.models.errors import ModelNotFound
+from session_server.models.files import MAX_TOKENIZER_BYTES, find_files, read_bytes
 
 WANTED_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
 """No pickles, no code: only what the loader reads."""
@@ -44,12 +45,15 @@ def model_fingerprint(directory: Path) -> str:
 
     A hash of the configuration and tokenizer files and of the names, sizes and headers of the
     weight files. KV and token ids are shared between servers only where it is equal.
+
+    Raises:
+        CheckpointError: one of them is no regular file of the directory, or is too large.
     """
     digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.json")) + sorted(directory.glob("*.jinja")):
+    for path in find_files(directory, "*.json") + find_files(directory, "*.jinja"):
         digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(read_bytes(directory, path.name, MAX_TOKENIZER_BYTES) or b"")
+    for path in find_files(directory, "*.safetensors"):
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
         with path.open("rb") as file:
             digest.update(file.read(_HEADER_SAMPLE_BYTES))

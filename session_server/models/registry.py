@@ -6,12 +6,12 @@ implemented is refused by name; silence would mean wrong answers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from session_server.models.bounds import check_fields, check_sizes
 from session_server.models.config import ModelConfig
 from session_server.models.errors import CheckpointError, UnsupportedModel
 from session_server.models.families import (
@@ -25,6 +25,7 @@ from session_server.models.families import (
     qwen3_5,
 )
 from session_server.models.fields import RawConfig
+from session_server.models.files import MAX_CONFIG_BYTES, read_object
 
 FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = MappingProxyType(
     {
@@ -56,22 +57,14 @@ def load_config(directory: Path) -> ModelConfig:
     """Read `config.json` of a checkpoint.
 
     Raises:
-        CheckpointError: the file is missing, is not JSON or lacks a field.
+        CheckpointError: the file is missing, is no regular file, is not JSON, lacks a field or has
+            one that is out of its bounds.
         UnsupportedModel: the model type, or a setting of it, is not implemented.
     """
-    path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no config.json: is it a checkpoint?") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    try:
-        return parse_config(raw)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: a field has the wrong type: {error}") from None
+    raw = read_object(directory, "config.json", MAX_CONFIG_BYTES)
+    if raw is None:
+        raise CheckpointError(f"{directory} has no config.json: is it a checkpoint?")
+    return parse_config(raw)
 
 
 def parse_config(raw: RawConfig) -> ModelConfig:
@@ -87,6 +80,7 @@ def parse_config(raw: RawConfig) -> ModelConfig:
         raise UnsupportedModel(
             f"model_type {model_type!r} is not implemented; known: {', '.join(sorted(FAMILIES))}"
         )
+    check_fields(raw)
     quantisation = raw.get("quantization_config")
     if quantisation is not None:
         method = quantisation.get("quant_method")
@@ -94,4 +88,10 @@ def parse_config(raw: RawConfig) -> ModelConfig:
             raise UnsupportedModel(
                 f"quantization_config: {model_type} quantised with {method!r} is not implemented"
             )
-    return describe(raw)
+    try:
+        config = describe(raw)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"config.json: fields do not go together: {reason}") from error
+    check_sizes(config)
+    return config

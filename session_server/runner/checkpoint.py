@@ -9,7 +9,6 @@ and a step that must read them back from disk takes 20 times as long.)
 
 from __future__ import annotations
 
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from session_server.models.errors import CheckpointError
+from session_server.models.files import MAX_JSON_BYTES, find_file, find_files, read_object
 from session_server.runner import fp8
 
 Progress = Callable[[int, int], None]
@@ -32,6 +32,8 @@ Shape = tuple[int, ...]
 
 MAX_MAPPED_BYTES: Final = 1 << 26
 """A mapping of which so much was read is given up for a new one."""
+
+INDEX: Final = "model.safetensors.index.json"
 
 MAX_NAMED_TENSORS: Final = 8
 """An error names so many tensors and counts the rest."""
@@ -220,20 +222,22 @@ def _opened(path: Path) -> Any:
 
 def _weight_files(directory: Path) -> list[Path]:
     """The shards that the index names, or every safetensors file when there is no index."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        files = sorted(directory.glob("*.safetensors"))
+    index = read_object(directory, INDEX, MAX_JSON_BYTES)
+    if index is None:
+        files = find_files(directory, "*.safetensors")
         if not files:
             raise CheckpointError(f"{directory} has no *.safetensors file; fetch the weights too")
         return files
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointError(f"{index} is not an index of safetensors files") from None
-    absent = sorted(name for name in names if not (directory / name).is_file())
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and name.endswith(".safetensors") for name in weight_map.values()
+    ):
+        raise CheckpointError(f"{directory / INDEX} is not an index of safetensors files")
+    paths = {name: find_file(directory, name) for name in sorted(set(weight_map.values()))}
+    absent = [name for name, path in paths.items() if path is None]
     if absent:
         raise CheckpointError(f"{directory} lacks files its index names: {_listed(absent)}")
-    return [directory / name for name in sorted(names)]
+    return [path for path in paths.values() if path is not None]
 
 
 def _listed(names: list[str]) -> str:

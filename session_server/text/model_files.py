@@ -6,7 +6,6 @@ chat template, in a sandbox.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +14,21 @@ from typing import Any, Final
 import msgspec
 
 from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams
-
-MAX_CONFIG_BYTES: Final = 64 << 20
-"""Bound of one JSON file (`tokenizer_config.json` may list thousands of tokens)."""
-
-MAX_TEMPLATE_BYTES: Final = 1 << 20
-"""Bound of a chat template; those of the hub have up to 40 kB."""
+from session_server.models.errors import ModelError
+from session_server.models.files import (
+    MAX_CONFIG_BYTES,
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    find_file,
+    read_object,
+    read_text,
+)
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 
 
-class ModelFilesError(Exception):
-    """The checkpoint lacks a file or a file does not say what it must."""
+class ModelFilesError(ModelError):
+    """The text side of a checkpoint lacks a file, or a file does not say what it must."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +52,22 @@ def read_model_files(model_dir: Path) -> ModelFiles:
     """Read what `model_dir` holds; only tokenizer.json must be there.
 
     Raises:
-        ModelFilesError: tokenizer.json is missing, or a file is malformed.
+        ModelError: tokenizer.json is missing, a file is malformed, is too large, or is no regular
+            file of the directory.
     """
-    tokenizer_path = model_dir / "tokenizer.json"
-    if not tokenizer_path.is_file():
+    tokenizer_path = find_file(model_dir, "tokenizer.json")
+    if tokenizer_path is None:
         raise ModelFilesError(
             f"{model_dir} has no tokenizer.json; fetch it from where the checkpoint came from"
         )
-    tokenizer_config = _read_json(model_dir / "tokenizer_config.json")
-    generation_config = _read_json(model_dir / "generation_config.json")
+    if tokenizer_path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise ModelFilesError(f"{tokenizer_path} is larger than {MAX_TOKENIZER_BYTES:,} bytes")
+    tokenizer_config = read_object(model_dir, "tokenizer_config.json", MAX_JSON_BYTES) or {}
+    generation_config = read_object(model_dir, "generation_config.json", MAX_CONFIG_BYTES) or {}
     eos = generation_config.get("eos_token_id")
     if eos is None:
-        eos = _read_json(model_dir / "config.json").get("eos_token_id")
+        config = read_object(model_dir, "config.json", MAX_CONFIG_BYTES) or {}
+        eos = config.get("eos_token_id")
     return ModelFiles(
         tokenizer_path=tokenizer_path,
         named_tokens=_named_tokens(tokenizer_config),
@@ -70,28 +76,6 @@ def read_model_files(model_dir: Path) -> ModelFiles:
         chat_template=_chat_template(model_dir, tokenizer_config),
         default_sampling=_default_sampling(generation_config),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, empty when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_bounded(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelFilesError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFilesError(f"{path.name} is not a JSON object")
-    return value
-
-
-def _read_bounded(path: Path) -> str:
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelFilesError(f"{path.name} is larger than {MAX_CONFIG_BYTES} bytes")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ModelFilesError(f"{path.name} is not UTF-8") from error
 
 
 def _token_text(value: object) -> str | None:
@@ -129,10 +113,11 @@ def _token_ids(value: object) -> frozenset[int]:
 
 def _chat_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
     """chat_template.jinja wins; then the config's: one string, or a list of named ones."""
-    path = model_dir / "chat_template.jinja"
-    source = _read_bounded(path) if path.is_file() else _named_template(config)
-    if source is not None and len(source.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
-        raise ModelFilesError(f"the chat template is larger than {MAX_TEMPLATE_BYTES} bytes")
+    source = read_text(model_dir, "chat_template.jinja", MAX_CONFIG_BYTES)
+    if source is None:
+        source = _named_template(config)
+    if source is not None and len(source.encode(errors="replace")) > MAX_CONFIG_BYTES:
+        raise ModelFilesError(f"the chat template is larger than {MAX_CONFIG_BYTES:,} bytes")
     return source
 
 

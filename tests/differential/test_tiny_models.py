@@ -28,7 +28,8 @@ from session_server.runner.loader import RunnerOptions, load_runner
 from session_server.runner.model_runner import ModelRunner
 from tests.differential.player import CONFIGS, NUM_TOGETHER, Config, Player
 from tests.differential.traces import PlannedSession, Size, make_trace
-from tests.oracle.checkpoints import VOCAB_SIZE, WEIGHT_STD, write_checkpoint
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import WEIGHT_STD, write_checkpoint
 
 NUM_TURNS = 100
 SMALLEST_MARGIN = 1e-4

@@ -42,6 +42,7 @@ def _constant(path: str, what: str, unit: str, at_limit: str) -> Constant:
 _400 = "refused: `invalid_request`"
 _431 = "431 `headers_too_large`, and the connection is closed"
 _CLOSED = "the connection is closed"
+_UNUSABLE = "the model is refused: exit status 2"
 _DIES = "the engine is ended and started again; running turns fail: `engine_restarting`"
 
 CONNECTIONS = (
@@ -257,16 +258,37 @@ SESSIONS = (
 
 CHECKPOINTS = (
     _constant(
-        "text.model_files:MAX_CONFIG_BYTES",
-        "a JSON file or a template of a checkpoint",
+        "models.files:MAX_CONFIG_BYTES",
+        "`config.json`, `generation_config.json`, a chat template",
         "bytes",
-        "the model is refused: exit status 2",
+        _UNUSABLE,
     ),
     _constant(
-        "text.model_files:MAX_TEMPLATE_BYTES",
-        "a chat template",
+        "models.files:MAX_JSON_BYTES",
+        "`tokenizer_config.json`, the index of the weights",
         "bytes",
-        "the model is refused: exit status 2",
+        _UNUSABLE,
+    ),
+    _constant("models.files:MAX_TOKENIZER_BYTES", "`tokenizer.json`", "bytes", _UNUSABLE),
+    _constant("models.bounds:MAX_LAYERS", "layers", "layers", _UNUSABLE),
+    _constant("models.bounds:MAX_HEADS", "heads of one kind", "heads", _UNUSABLE),
+    _constant("models.bounds:MAX_HEAD_DIM", "elements of a head", "elements", _UNUSABLE),
+    _constant(
+        "models.bounds:MAX_SIZE",
+        "elements of a hidden state, a feed-forward or a latent",
+        "elements",
+        _UNUSABLE,
+    ),
+    _constant("models.bounds:MAX_CONTEXT_LEN", "context of a model", "tokens", _UNUSABLE),
+    _constant("models.bounds:MAX_VOCAB_SIZE", "vocabulary of a model", "tokens", _UNUSABLE),
+    _constant("models.bounds:MAX_EXPERTS", "experts of a layer", "experts", _UNUSABLE),
+    _constant("models.bounds:MAX_EXPERTS_IN_ALL", "experts of a model", "experts", _UNUSABLE),
+    _constant("models.bounds:MAX_CONV_WIDTH", "width of a convolution", "tokens", _UNUSABLE),
+    _constant(
+        "models.bounds:_MAX_SHOWN_CHARS",
+        "a value that an error quotes",
+        "characters",
+        "the rest is cut off",
     ),
     _constant(
         "text.template_worker:RenderLimits.cpu_s",
@@ -290,13 +312,13 @@ CHECKPOINTS = (
         "text.template_child:COMPILE_CPU_S",
         "processor time of compiling a template",
         "s",
-        "the model is refused: exit status 2",
+        _UNUSABLE,
     ),
     _constant(
         "text.template_worker:START_TIMEOUT_S",
         "time for the process that renders to start",
         "s",
-        "the model is refused: exit status 2",
+        _UNUSABLE,
     ),
     _constant(
         "text.chat_template:MAX_RENDER_CHARS",

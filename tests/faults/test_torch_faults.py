@@ -28,7 +28,8 @@ from session_server.runner.weights import load_decoder
 from tests.engine.bench import Bench, CountingCache, Stage
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, Rig, turn
-from tests.oracle.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import write_checkpoint
 
 STAGE = Stage(
     num_pages=40, page_size=4, chunk_tokens=8, num_rows=4, max_context_len=64, vocab_size=VOCAB_SIZE

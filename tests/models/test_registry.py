@@ -164,8 +164,8 @@ def test_a_missing_field_is_named(change: dict[str, Any], named: str) -> None:
     [
         ("{", "not JSON"),
         ("[]", "JSON object"),
-        (json.dumps({**BASE, "rms_norm_eps": "small"}), "wrong type"),
-        (json.dumps({**BASE, "rope_scaling": [1]}), "wrong type"),
+        (json.dumps({**BASE, "rms_norm_eps": "small"}), "must be a number"),
+        (json.dumps({**BASE, "rope_scaling": [1]}), "must be an object"),
     ],
 )
 def test_a_broken_file_is_an_error_that_says_so(text: str, named: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from session_server.core.commands import (
 from session_server.core.events import TokensProduced, TurnFailed, TurnFinished
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams, TokenLogprob
-from tests.oracle.checkpoints import VOCAB_SIZE
+from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.talks import Setup, load_engine
 
 MAX_STEPS = 400

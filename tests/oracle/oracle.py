@@ -11,7 +11,8 @@ from session_server.models.decoder import Decoder
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import BackendName, ModelRunner
 from session_server.runner.weights import load_decoder
-from tests.oracle.checkpoints import VOCAB_SIZE, reference_logits
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import reference_logits
 from tests.oracle.conversations import (
     ANSWER_LEN,
     NUM_TURNS,

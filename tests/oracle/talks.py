@@ -24,7 +24,7 @@ from session_server.engine.stats import Counters
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 from session_server.runner.model_runner import ModelRunner
-from tests.oracle.checkpoints import VOCAB_SIZE
+from tests.models.raw_configs import VOCAB_SIZE
 
 NUM_OUTPUTS = 6
 MAX_STEPS = 5_000

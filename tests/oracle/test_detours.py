@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from session_server.core.commands import CancelTurn
-from tests.oracle.checkpoints import RECURRENT_FAMILIES, WINDOW
+from tests.models.raw_configs import WINDOW
+from tests.oracle.checkpoints import RECURRENT_FAMILIES
 from tests.oracle.house import Guest, House
 from tests.oracle.talks import Reference, Setup, assert_said
 

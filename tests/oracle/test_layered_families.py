@@ -19,11 +19,11 @@ from session_server.models.config import FULL_POOL
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import BackendName, ModelRunner
 from session_server.runner.weights import load_decoder
+from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import (
     FAMILIES,
     LAYERED_FAMILIES,
     RECURRENT_FAMILIES,
-    VOCAB_SIZE,
     to_mxfp4,
     to_v4_style,
     write_checkpoint,

@@ -37,7 +37,8 @@ from session_server.models.config import DTypeName
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 from session_server.text.model_text import load_local_text
-from tests.oracle.checkpoints import RECURRENT_FAMILIES, VOCAB_SIZE
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import RECURRENT_FAMILIES
 
 Text = tuple[int, ...]
 

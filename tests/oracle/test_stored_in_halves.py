@@ -19,7 +19,8 @@ from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
-from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, VOCAB_SIZE, reference_logits
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import FAMILIES, LAYERED_FAMILIES, reference_logits
 from tests.oracle.conversations import Drive, Layout, capacity, conversations, pool_pages
 from tests.oracle.oracle import Oracle, load
 from tests.runner.rows import Rows

@@ -20,7 +20,7 @@ from session_server.models.registry import load_config
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import load_decoder
-from tests.oracle.checkpoints import VOCAB_SIZE
+from tests.models.raw_configs import VOCAB_SIZE
 from tests.runner.rows import GREEDY, Rows
 
 MAX_LEN = 128

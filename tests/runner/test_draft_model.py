@@ -15,7 +15,8 @@ from session_server.core.sampling import SamplingParams
 from session_server.models.config import FULL_POOL
 from session_server.models.decoder import Decoder
 from session_server.runner.paged_decoder import BackendName
-from tests.oracle.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.drafting import (
     MAX_LEN,
     Guess,

@@ -19,7 +19,8 @@ from session_server.models.registry import load_config
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.weights import load_decoder
-from tests.oracle.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.rows import PAGES_PER_ROW, Rows
 
 PAGE_SIZE = 16

@@ -15,7 +15,8 @@ from session_server.models.config import FULL_POOL, WINDOW_POOL
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import BackendName, ModelRunner
 from session_server.runner.weights import load_decoder
-from tests.oracle.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.rows import Rows
 
 PAGE_SIZE = 4

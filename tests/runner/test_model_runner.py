@@ -18,7 +18,8 @@ from session_server.models.config import FULL_POOL, DTypeName
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import SCORE_BLOCK, ModelRunner
 from session_server.runner.weights import load_decoder
-from tests.oracle.checkpoints import VOCAB_SIZE, reference_logits, write_checkpoint
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import reference_logits, write_checkpoint
 from tests.runner.rows import PAGES_PER_ROW, Rows
 
 PAGE_SIZE = 16

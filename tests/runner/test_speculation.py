@@ -19,7 +19,8 @@ from session_server.models.decoder import Decoder
 from session_server.runner.outputs import SampledRows, StepOutputs
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.verification import Draw
-from tests.oracle.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.distribution import assert_distributed
 from tests.runner.drafting import (
     EOS,

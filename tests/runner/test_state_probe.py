@@ -15,7 +15,8 @@ from session_server.models.config import FULL_POOL
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.weights import load_decoder
-from tests.oracle.checkpoints import RECURRENT_FAMILIES, VOCAB_SIZE, write_checkpoint
+from tests.models.raw_configs import VOCAB_SIZE
+from tests.oracle.checkpoints import RECURRENT_FAMILIES, write_checkpoint
 from tests.runner.rows import Rows
 
 PAGE_SIZE, LENGTH, ROW = 8, 20, 1

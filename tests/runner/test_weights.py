@@ -14,7 +14,7 @@ from torch import Tensor
 from session_server.models.decoder import Decoder
 from session_server.models.errors import CheckpointError
 from session_server.models.registry import load_config
-from session_server.runner.checkpoint import Progress
+from session_server.runner.checkpoint import Checkpoint, Progress
 from session_server.runner.weights import expected_tensors, load_decoder
 from tests.oracle.checkpoints import to_mxfp4, write_checkpoint
 
@@ -165,3 +165,11 @@ def test_an_index_that_is_no_index_is_an_error(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="not an index"):
         load(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd.safetensors", 7, "a.bin"])
+def test_an_index_names_safetensors_files_of_its_directory(tmp_path: Path, name: object) -> None:
+    index = {"weight_map": {"model.norm.weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"not an index|not the name of a file"):
+        Checkpoint(tmp_path)

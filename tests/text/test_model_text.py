@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from session_server.core.errors import InvalidRequest, TokenizeFailed
+from session_server.models.errors import ModelError
+from session_server.models.files import MAX_CONFIG_BYTES
 from session_server.text.model_files import (
-    MAX_TEMPLATE_BYTES,
     ModelFilesError,
     read_model_files,
 )
@@ -57,9 +58,13 @@ def test_the_template_file_comes_before_the_config(folder: Path) -> None:
 
 def test_a_template_is_bounded_in_size(folder: Path) -> None:
     path = folder / "chat_template.jinja"
-    path.write_text("x" * MAX_TEMPLATE_BYTES)
-    assert len(read_model_files(folder).chat_template or "") == MAX_TEMPLATE_BYTES
-    path.write_text("x" * (MAX_TEMPLATE_BYTES + 1))
+    path.write_text("x" * MAX_CONFIG_BYTES)
+    assert len(read_model_files(folder).chat_template or "") == MAX_CONFIG_BYTES
+    path.write_text("x" * (MAX_CONFIG_BYTES + 1))
+    with pytest.raises(ModelError, match="larger than 1,048,576 bytes"):
+        read_model_files(folder)
+    path.unlink()
+    edit(folder / "tokenizer_config.json", chat_template="x" * (MAX_CONFIG_BYTES + 1))
     with pytest.raises(ModelFilesError, match="chat template is larger than"):
         read_model_files(folder)
 
@@ -120,7 +125,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(folder: Path) -> None:
 )
 def test_malformed_files_say_so(folder: Path, name: str, content: str) -> None:
     (folder / name).write_text(content)
-    with pytest.raises(ModelFilesError):
+    with pytest.raises(ModelError, match=name if name != "chat_template.jinja" else "template"):
         load_local_text(folder)
 
 

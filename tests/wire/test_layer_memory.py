@@ -13,7 +13,8 @@ import httpx
 from cache.types import pages_for
 from session_server.demo import MODEL_DIR
 from session_server.local_server import LocalServer
-from tests.oracle.checkpoints import WINDOW, write_checkpoint
+from tests.models.raw_configs import WINDOW
+from tests.oracle.checkpoints import write_checkpoint
 from tests.web.wire_client import greeted
 from tests.wire.conftest import FLAGS, assert_books_balance
 from tests.wire.test_session_semantics import ask, ids, run

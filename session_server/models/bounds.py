@@ -1,0 +1,218 @@
+"""What the fields of a `config.json` may be, checked before any of them sizes something.
+
+A configuration from elsewhere may ask for a million layers or a rotary base that is no number.
+Every field that a family reads is listed here by its kind, numbers with a range; a test holds the
+lists complete. The ranges leave room for models several times as large as those that exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, Final
+
+from session_server.models.config import (
+    LayerConfig,
+    ModelConfig,
+    MoeConfig,
+)
+from session_server.models.errors import CheckpointError
+
+MAX_LAYERS: Final = 1024
+MAX_HEADS: Final = 1 << 12
+MAX_HEAD_DIM: Final = 1 << 12
+MAX_SIZE: Final = 1 << 20
+"""Of a hidden state, a feed-forward or a latent."""
+
+MAX_CONTEXT_LEN: Final = 1 << 24
+MAX_VOCAB_SIZE: Final = 1 << 22
+MAX_EXPERTS: Final = 1 << 13
+MAX_EXPERTS_IN_ALL: Final = 1 << 17
+"""Over all layers: each expert has tensors of its own, by name."""
+
+MAX_CONV_WIDTH: Final = 1 << 10
+
+Range = tuple[float, float]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _alike(bounds: Range, names: str) -> dict[str, Range]:
+    return dict.fromkeys(names.split(), bounds)
+
+
+INTEGERS: Final[Mapping[str, Range]] = MappingProxyType(
+    _alike(
+        (0, MAX_LAYERS),
+        "num_hidden_layers first_k_dense_replace max_window_layers num_nextn_predict_layers "
+        "num_mtp_layers",
+    )
+    | _alike(
+        (1, MAX_LAYERS),
+        "full_attention_interval sliding_window_pattern _sliding_window_pattern "
+        "decoder_sparse_step",
+    )
+    | _alike(
+        (0, MAX_SIZE),
+        "hidden_size intermediate_size moe_intermediate_size shared_intermediate_size "
+        "block_ff_dim block_multiple_of kv_lora_rank q_lora_rank",
+    )
+    | _alike(
+        (0, MAX_HEADS),
+        "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads "
+        "mamba_n_heads mamba_n_groups",
+    )
+    | _alike(
+        (0, MAX_HEAD_DIM),
+        "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim "
+        "linear_value_head_dim mamba_d_state mamba_d_head",
+    )
+    | _alike((0, MAX_CONTEXT_LEN), "max_position_embeddings original_max_position_embeddings")
+    | _alike((1, MAX_CONTEXT_LEN), "sliding_window")
+    | _alike((0, MAX_VOCAB_SIZE), "vocab_size")
+    | _alike(
+        (0, MAX_EXPERTS),
+        "n_routed_experts num_experts num_local_experts num_experts_per_tok n_shared_experts "
+        "n_group topk_group",
+    )
+    | _alike((0, MAX_CONV_WIDTH), "conv_L_cache mamba_d_conv linear_conv_kernel_dim")
+)
+"""Range of each field that is an integer, both ends included. What must be there and positive is
+read by `fields.integer`, which says so."""
+
+NUMBERS: Final[Mapping[str, Range]] = MappingProxyType(
+    _alike((1.0, 1e15), "rope_theta rope_local_base_freq")
+    | _alike((1e-3, 1e6), "factor low_freq_factor high_freq_factor beta_fast beta_slow")
+    | _alike((0.0, 1e6), "attention_factor mscale mscale_all_dim swiglu_alpha swiglu_limit")
+    | _alike((0.0, 1.0), "rms_norm_eps norm_eps partial_rotary_factor")
+    | _alike(
+        (1e-6, 1e6),
+        "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
+        "block_ffn_dim_multiplier mamba_expand",
+    )
+    | _alike(
+        (0.0, 1e6),
+        "routed_scaling_factor residual_multiplier embedding_multiplier logits_scaling "
+        "attention_multiplier",
+    )
+)
+"""Range of each field that is a number, both ends included."""
+
+FLAGS: Final = _names(
+    "attention_bias mlp_bias norm_topk_prob tie_word_embeddings tie_embedding use_sliding_window "
+    "truncate conv_bias block_auto_adjust_ff_dim mamba_conv_bias mamba_proj_bias "
+    "use_bidirectional_attention rope_interleave"
+)
+"""Fields that are true or false."""
+
+WORDS: Final = _names(
+    "model_type dtype torch_dtype hidden_act hidden_activation rope_type type topk_method "
+    "scoring_func position_embedding_type quant_method"
+)
+"""Fields that are strings."""
+
+LISTS: Final = _names(
+    "layer_types full_attn_idxs mlp_only_layers time_step_limit weight_block_size"
+)
+"""Fields that are lists, of no more entries than a model has layers."""
+
+OBJECTS: Final = _names(
+    "rope_parameters rope_scaling quantization_config full_attention sliding_attention"
+)
+"""Fields that are objects, whose own fields are listed here too."""
+
+_MAX_SHOWN_CHARS: Final = 100
+
+
+def check_fields(raw: Mapping[str, Any]) -> None:
+    """Check every field that a family may read. An absent one is a family's to miss.
+
+    Raises:
+        CheckpointError: one has the wrong type or is out of its range.
+    """
+    for name, value in raw.items():
+        if value is None or (name == "mamba_d_head" and value == "auto"):
+            continue
+        if name in INTEGERS:
+            _check_number(name, value, INTEGERS[name], kinds=(int,))
+        elif name in NUMBERS:
+            _check_number(name, value, NUMBERS[name], kinds=(int, float))
+        elif name in FLAGS and not isinstance(value, bool):
+            raise _refusal(name, "true or false", value)
+        elif name in WORDS and not isinstance(value, str):
+            raise _refusal(name, "a string", value)
+        elif name in LISTS and not (isinstance(value, list) and len(value) <= MAX_LAYERS):
+            raise _refusal(name, f"a list of at most {MAX_LAYERS} entries", value)
+        elif name in OBJECTS:
+            if not isinstance(value, dict):
+                raise _refusal(name, "an object", value)
+            check_fields(value)
+
+
+def check_sizes(config: ModelConfig) -> None:
+    """Check what was worked out from the fields.
+
+    Raises:
+        CheckpointError: a size is zero or too large, or the model has too many experts.
+    """
+    _check_number("the context length", config.max_context_len, (1, MAX_CONTEXT_LEN), kinds=(int,))
+    for layer in set(config.layers):
+        rotated = layer.mixer.rope_dim if layer.mixer.rope is not None else 2
+        if rotated % 2 != 0 or rotated < 2:
+            raise CheckpointError(f"config.json: {rotated} rotated elements of a head are not even")
+        for part in _parts(layer):
+            name = type(part).__name__.removesuffix("Config")
+            for field in fields(part):
+                value = getattr(part, field.name)
+                if type(value) is int:
+                    _check_number(f"{field.name} of {name}", value, (1, MAX_SIZE), kinds=(int,))
+        if isinstance(layer.ffn, MoeConfig):
+            _check_experts(layer.ffn)
+    num_experts = sum(
+        layer.ffn.num_experts for layer in config.layers if isinstance(layer.ffn, MoeConfig)
+    )
+    if num_experts > MAX_EXPERTS_IN_ALL:
+        raise CheckpointError(
+            f"config.json: {num_experts:,} experts in all layers, more than {MAX_EXPERTS_IN_ALL:,}"
+        )
+
+
+def shown(text: str) -> str:
+    """Cut a text of the checkpoint's to what an error quotes."""
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+
+
+def _check_number(name: str, value: object, bounds: Range, *, kinds: tuple[type, ...]) -> None:
+    low, high = bounds
+    kind = "an integer" if kinds == (int,) else "a number"
+    # By its exact type: `true` counts as an integer in Python.
+    is_within = type(value) in kinds and low <= value <= high  # type: ignore[operator]
+    if not is_within:
+        raise _refusal(name, f"{kind} from {low:g} to {high:.10g}", value)
+
+
+def _check_experts(ffn: MoeConfig) -> None:
+    routing = ffn.routing
+    if ffn.num_chosen > ffn.num_experts or routing.num_chosen_groups > routing.num_groups:
+        raise CheckpointError(
+            f"config.json: {ffn.num_chosen} of {ffn.num_experts} experts from "
+            f"{routing.num_chosen_groups} of {routing.num_groups} groups cannot be chosen"
+        )
+
+
+def _refusal(name: str, what: str, value: object) -> CheckpointError:
+    return CheckpointError(f"config.json: {name} must be {what}, it is {shown(repr(value))}")
+
+
+def _parts(layer: LayerConfig) -> Iterable[Any]:
+    """Yield the descriptions that a layer is made of."""
+    yield layer.mixer
+    yield layer.ffn
+    if isinstance(layer.ffn, MoeConfig):
+        yield layer.ffn.expert
+        yield layer.ffn.routing
+        if layer.ffn.shared is not None:
+            yield layer.ffn.shared
