@@ -141,8 +141,8 @@ class SlidingWindow(_Rules):
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
         """Where the whole window before it is there.
 
-        A hole hides every length whose window it is in, and what ends right before the hole is the
-        next candidate.
+        A hole hides every length whose window it is in. The next candidate ends with the last page
+        that is there before the hole: holes may be as long as the history.
         """
         while length > 0:
             start, end = self.first_page(length), pages_for(length, self._page_size)
@@ -150,7 +150,8 @@ class SlidingWindow(_Rules):
             if np.count_nonzero(seen) == len(seen):
                 return length if start >= first else 0
             last_hole = int((seen == NULL_PAGE).nonzero()[0][-1])
-            length = (max(start, first) + last_hole) * self._page_size
+            kept = _last_kept(entries[: max(0, start - first) + last_hole])
+            length = (first + int(kept[-1]) + 1) * self._page_size if len(kept) else 0
         return 0
 
 

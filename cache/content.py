@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from cache.checker import Violation
 from cache.session_cache import SessionAwareCache
@@ -24,6 +25,9 @@ from cache.types import (
     Tokens,
     pages_for,
 )
+
+MAX_PASSED_OVER: Final = 16
+"""Sessions that one choice of a page looks at: it happens between two forwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +58,12 @@ class Rotation:
     A page is computed from those before it. Where a window has let go of them, the session's last
     page stands in for it; a session in which that cannot be computed either is passed over. So is
     one longer than its window at rest, as a rule: it holds what its next token reads, no more.
+    After `MAX_PASSED_OVER` of them there is no page to look at this time.
     """
 
     def __init__(self) -> None:
         self._round = -1
-        self._left: Iterator[SessionId] = iter(())
+        self._left: deque[SessionId] = deque()
         self._suspects: deque[tuple[int, Mapping[PoolName, int]]] = deque()
 
     @property
@@ -68,14 +73,19 @@ class Rotation:
 
     def next(self, cache: SessionAwareCache) -> PageContent | None:
         """The next page to look at; None when there is none."""
-        content = self._next_suspect(cache) or self._next_of_round(cache)
-        if content is None:
-            self._round += 1
-            slots = cache.inspect_slots()
-            parked = [slot.session_id for slot in slots if slot.state is SlotState.PARKED]
-            self._left = iter(parked)
-            content = self._next_of_round(cache)
-        return content
+        if (content := self._next_suspect(cache)) is not None:
+            return content
+        has_begun = False
+        for _ in range(MAX_PASSED_OVER):
+            if not self._left:
+                if has_begun:
+                    return None
+                has_begun = True
+                self._round += 1
+                self._left.extend(cache.parked_sessions())
+            if self._left and (content := self._page_of(cache, self._left.popleft())) is not None:
+                return content
+        return None
 
     def blame(self, cache: SessionAwareCache, content: PageContent) -> list[Violation]:
         """What it means that a page holds something else.
@@ -106,17 +116,13 @@ class Rotation:
                     return content
         return None
 
-    def _next_of_round(self, cache: SessionAwareCache) -> PageContent | None:
-        page_size = cache.stores.page_size
-        for session_id in self._left:
-            for slot in cache.inspect_slots(session_id):
-                num_pages = pages_for(slot.kv_committed_len, page_size)
-                if slot.state is not SlotState.PARKED or not num_pages:
-                    continue
+    def _page_of(self, cache: SessionAwareCache, session_id: SessionId) -> PageContent | None:
+        """The page of a session whose turn it is in this round, or its last one."""
+        for slot in cache.inspect_slots(session_id):
+            num_pages = pages_for(slot.kv_committed_len, cache.stores.page_size)
+            if slot.state is SlotState.PARKED and num_pages:
                 index = (self._round + zlib.crc32(session_id.encode())) % num_pages
-                content = _content(cache, slot, index) or _content(cache, slot, num_pages - 1)
-                if content is not None:
-                    return content
+                return _content(cache, slot, index) or _content(cache, slot, num_pages - 1)
         return None
 
 

@@ -12,6 +12,8 @@ recurrent pool its row has the snapshots it has locked; its own states are `cach
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from cache.components import Component
@@ -96,6 +98,13 @@ class KVLease:
             return len(self.states.pages)
         private = self._private[pool]
         return len(private) - private.count(NULL_PAGE)
+
+    def freed_pages(self) -> Mapping[PoolName, int]:
+        """Pages of positions that only this lease keeps from being free or evictable, per pool. A
+        row comes with its states, so they are not counted."""
+        stores = self._stores
+        published = stores.tree.sole_pages(self.receipt)
+        return {pool: published[pool] + self.num_private(pool) for pool in stores.paged}
 
     def num_protected(self, pool: PoolName) -> int:
         """How many pages of one pool it has locked."""

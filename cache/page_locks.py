@@ -17,6 +17,7 @@ from typing import Final
 
 import numpy as np
 
+from cache.changes import Changes
 from cache.components import Component
 from cache.errors import AuditFailed
 from cache.eviction_order import EvictionOrder
@@ -32,15 +33,17 @@ GONE: Final = 1 << 20
 class PageLocks:
     """The pages that receipts hold in pools that forget, and the order in which others go."""
 
-    __slots__ = ("_components", "_ledgers", "_orders", "_page_size")
+    __slots__ = ("_changes", "_components", "_ledgers", "_orders", "_page_size")
 
     def __init__(
         self,
         page_size: int,
         ledgers: Mapping[PoolName, Ledger],
-        components: Sequence[Component] = (),
+        components: Sequence[Component],
+        changes: Changes,
     ) -> None:
-        """`components`: those that forget."""
+        """`components`: those that forget. `changes`: is told which edges change."""
+        self._changes = changes
         self._page_size = page_size
         self._ledgers = ledgers
         self._components = tuple(components)
@@ -117,6 +120,7 @@ class PageLocks:
 
     def heal(self, node: RadixNode, pool: PoolName, index: int, page: int) -> None:
         """Fill a tombstone with a page that was just booked as the tree's."""
+        self._changes.note_node(node)
         node.pages[pool].put(index, page)
         node.page_locks[pool].add(index, index + 1, -GONE)
         if node.page_locks[pool].view()[index]:
@@ -141,6 +145,7 @@ class PageLocks:
             AuditFailed: none may go; the caller checks the ledger before.
         """
         node = self._orders[pool].pop()
+        self._changes.note_node(node)
         idle = (node.page_locks[pool].view() == 0).nonzero()[0][:num_pages].tolist()
         pages = node.pages[pool].view()[idle].tolist()
         for index in idle:
@@ -151,6 +156,7 @@ class PageLocks:
 
     def _hold(self, receipt: LockReceipt) -> None:
         for pool, node, start, end in self._held(receipt):
+            self._changes.note_node(node)
             self._ledgers[pool].protect(_num_idle(node, pool, start, end))
             node.page_locks[pool].add(start, end, 1)
 
@@ -160,6 +166,7 @@ class PageLocks:
         for pool, node, start, end in self._held(receipt):
             if _num_idle(node, pool, start, end):
                 raise AuditFailed(f"{pool}: a page was unlocked that was not locked")
+            self._changes.note_node(node)
             node.page_locks[pool].add(start, end, -1)
             self._ledgers[pool].expose(_num_idle(node, pool, start, end))
             left.append(node)

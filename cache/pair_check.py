@@ -25,6 +25,9 @@ from cache.types import NULL_PAGE, Holder, SessionId, SlotState, pages_for
 MAX_SETTLED_STATES: Final = 3
 """At a turn's mark, at its computed length, and at the last whole page before that."""
 
+_SHORT: Final = 4096
+"""Entries up to which copying them costs less than a numpy comparison."""
+
 _LEASED_AND_LENT: Final[Mapping[SlotState, tuple[bool, bool]]] = MappingProxyType(
     {
         SlotState.COLD: (False, False),
@@ -124,7 +127,7 @@ def _content(slot: SessionSlot, path: Sequence[RadixNode], start: int) -> Iterat
     for node in path:
         skipped = max(0, start - at)
         history = slot.tokens.view(at + skipped, at + len(node.tokens))
-        if not np.array_equal(node.tokens.view(skipped), history):
+        if not _is_equal(node.tokens.view(skipped), history):
             yield "the locked path holds other tokens than the history"
         at += len(node.tokens)
 
@@ -144,9 +147,16 @@ def _pair(lease: KVLease, component: Component, stores: KVStores, part: _Part) -
         is_held[:num_unread] &= row[:num_unread] != NULL_PAGE
         protected = np.where(is_held, protected, np.int32(NULL_PAGE))
     held = np.concatenate([protected, np.array(lease.private_entries(pool), np.int32)])
-    if not np.array_equal(row[: len(held)], held) or row[len(held) :].any():
+    if not _is_equal(row[: len(held)], held) or row[len(held) :].any():
         entries = row[: np.flatnonzero(row)[-1] + 1] if row.any() else row[:0]
         yield f"{pool}: row {lease.row} is {entries} at {part.start}, the lease holds {held}"
+
+
+def _is_equal(left: NDArray[np.int32], right: NDArray[np.int32]) -> bool:
+    """Whether two arrays are equal; for short ones several times faster than numpy."""
+    if len(left) < _SHORT:
+        return left.tobytes() == right.tobytes()
+    return np.array_equal(left, right)
 
 
 def _is_held(lease: KVLease, component: Component, start: int, num_pages: int) -> NDArray[np.bool_]:

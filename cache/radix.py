@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from cache.changes import Changes
 from cache.components import Component
 from cache.errors import AuditFailed
 from cache.eviction_order import EvictionOrder
@@ -36,6 +37,7 @@ class RadixCache:
     """All namespaces of one server, over all pools."""
 
     __slots__ = (
+        "_changes",
         "_clock",
         "_kept",
         "_leaves",
@@ -51,11 +53,15 @@ class RadixCache:
         page_size: int,
         ledgers: Mapping[PoolName, Ledger],
         components: Sequence[Component] = (),
+        changes: Changes | None = None,
     ) -> None:
-        """`components`: of the pools that `ledgers` count; without, no pool forgets."""
+        """`components`: of the pools that `ledgers` count; without, no pool forgets. `changes`: is
+        told which edges change."""
         self._page_size = page_size
         self._ledgers = ledgers
-        self._locks = PageLocks(page_size, ledgers, [c for c in components if c.forgets])
+        self._changes = changes if changes is not None else Changes()
+        forgetful = [c for c in components if c.forgets]
+        self._locks = PageLocks(page_size, ledgers, forgetful, self._changes)
         self._kept = {pool: ledgers[pool] for pool in ledgers if pool not in self._locks.pools}
         self._roots: dict[Namespace, Root] = {}
         self._leaves = EvictionOrder(_is_evictable_leaf)
@@ -78,6 +84,7 @@ class RadixCache:
         if root is None:
             root = self._roots[namespace] = Root(namespace)
         root.lock_count += 1
+        self._changes.note_node(root)
         return LockReceipt(namespace, root)
 
     def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
@@ -187,6 +194,7 @@ class RadixCache:
         root = receipt._node
         assert isinstance(root, Root), "a receipt of length 0 ends at its root"
         root.lock_count -= 1
+        self._changes.note_node(root)
         self._drop_if_idle(root)
 
     def evict(self, pool: PoolName, num_pages: int) -> PagesByPool:
@@ -220,15 +228,18 @@ class RadixCache:
         top = next((node for node in path if node.lock_count == 0), None)
         if top is None:
             return condemned
-        for node in (top, *top.below()):
+        nodes = (top, *top.below())
+        self._detach(top)
+        for node in nodes:
             for pool, ids in node.pages.items():
                 condemned[pool] += filter(None, ids.view().tolist())
                 ids.truncate(0)
             for locks in node.page_locks.values():
                 locks.truncate(0)
             node.tokens.truncate(0)
+            node.parent = None
+            self._changes.note_node(node)
         self._version += 1
-        self._detach(top)
         return condemned
 
     def path(self, receipt: LockReceipt, start: int = 0) -> list[RadixNode]:
@@ -252,6 +263,10 @@ class RadixCache:
             node = node.parent
         kept = dict.fromkeys(self._kept, num_tokens // self._page_size)
         return kept | self._locks.num_sole(receipt)
+
+    def is_root(self, node: RadixNode) -> bool:
+        """Whether a namespace begins at this node."""
+        return isinstance(node, Root) and self._roots.get(node.namespace) is node
 
     def roots(self) -> Iterator[tuple[Namespace, RadixNode]]:
         """Every namespace that holds or locks something."""
@@ -335,6 +350,7 @@ class RadixCache:
                 at += self._num_pages(node)
 
     def _step_down(self, receipt: LockReceipt, node: RadixNode) -> None:
+        self._changes.note_node(node)
         if node.lock_count == 0:
             self._protect(len(node.tokens))
         node.lock_count += 1
@@ -343,6 +359,7 @@ class RadixCache:
 
     def _step_up(self, receipt: LockReceipt) -> None:
         node = receipt._node
+        self._changes.note_node(node)
         if node.lock_count < 1 or node.parent is None:
             raise AuditFailed("a lock was released that was not held")
         node.lock_count -= 1
@@ -372,6 +389,7 @@ class RadixCache:
             node.children[child.key] = child
             self._step_down(receipt, child)
             return
+        self._changes.note_node(node)
         node.tokens.append(tokens)
         for pool, ids in pages.items():
             node.pages[pool].append(ids)
@@ -386,6 +404,7 @@ class RadixCache:
         assert 0 < length < len(node.tokens), "a cut lies inside an edge"
         assert length % self._page_size == 0, "edges are whole pages"
         self._version += 1
+        self._changes.note_node(node)
         num_pages = length // self._page_size
         upper = self._new_node(
             node.parent,
@@ -409,6 +428,7 @@ class RadixCache:
         """Cut pages off the end of a leaf; the caller detaches one that is empty then."""
         assert not node.children, "only leaves lose pages"
         self._version += 1
+        self._changes.note_node(node)
         keep = len(node.tokens) // self._page_size - num_pages
         cut: PagesByPool = {}
         for pool, ids in node.pages.items():
@@ -425,6 +445,7 @@ class RadixCache:
         node = RadixNode(parent, self._key(tokens), tokens, pages)
         begin_locks(node, self._locks.pools)
         node.last_used = self._clock
+        self._changes.note_node(node)
         return node
 
     def _cut_leaf(self, node: RadixNode, num_pages: int, evicted: PagesByPool) -> None:
@@ -442,6 +463,8 @@ class RadixCache:
         assert parent is not None, "a root is not detached"
         assert parent.children[node.key] is node, "it hangs where it says"
         del parent.children[node.key]
+        node.parent = None
+        self._changes.note_node(node)
         if isinstance(parent, Root):
             self._drop_if_idle(parent)
         else:
@@ -450,6 +473,7 @@ class RadixCache:
     def _drop_if_idle(self, root: Root) -> None:
         if not root.children and root.lock_count == 0:
             del self._roots[root.namespace]
+            self._changes.note_node(root)
 
     def _key(self, tokens: Tokens) -> bytes:
         return tokens[: self._page_size].tobytes()

@@ -133,6 +133,10 @@ class ReqToTokenPool:
         view: Pages = self._readable[pool][row]
         return view
 
+    def is_held(self, row: RowId) -> bool:
+        """Whether a row is handed out."""
+        return bool(self._is_held[row])
+
     def held_rows(self) -> list[int]:
         """Rows that are handed out, ascending."""
         return [int(row) for row in np.flatnonzero(self._is_held)]

@@ -11,7 +11,6 @@ a turn is the caller's decision: see `accounts` and `idle_sessions`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from cache.errors import (
     SlotBusy,
     UnknownSession,
 )
+from cache.idle_line import IdleLine
 from cache.lease import KVLease
 from cache.ledger import Accounts
 from cache.pages import Extents, FreeList
@@ -96,9 +96,7 @@ class SessionAwareCache:
         self._pinned = self._empty_quota(self.stores)
         self._slots: dict[SessionId, SessionSlot] = {}
         self._turns: dict[TurnId, _Turn] = {}
-        self._idle: dict[Retention, OrderedDict[SessionId, SessionSlot]] = {
-            retention: OrderedDict() for retention in Retention
-        }
+        self._idle = IdleLine(self._pinned)
 
     # Sessions
 
@@ -156,6 +154,7 @@ class SessionAwareCache:
         slot = self._slot(session_id)
         slot.refuse_if_busy()
         slot.refuse_beyond(to_len)
+        self.stores.changes.note_session(session_id)
         if slot.lease is not None:
             slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
@@ -176,7 +175,8 @@ class SessionAwareCache:
         assert slot.lease.computed_len - slot.lease.protected_len < self.stores.page_size, (
             "a parked lease has published its whole pages"
         )
-        self._leave_idle(slot)
+        self.stores.changes.note_session(session_id)
+        self._idle.leave(slot)
         slot.lease.release()
         slot.lease = None
         slot.move_to(SlotState.COLD)
@@ -214,7 +214,7 @@ class SessionAwareCache:
 
         A resident session goes on from its own KV; a cold one takes a row and locks what the tree
         has of its tokens. Buys no pages. At least one token is left to compute. Asking again for
-        the same turn gives the same answer and changes nothing.
+        the same turn changes nothing.
 
         Args:
             base_len: tokens of the history that the turn builds on.
@@ -222,8 +222,7 @@ class SessionAwareCache:
             max_reuse_len: recompute from this position on, even where KV is there.
 
         Raises:
-            UnknownSession, SlotBusy, OutOfRows: nothing was changed.
-            HistoryMismatch: the history is shorter than `base_len`.
+            UnknownSession, SlotBusy, OutOfRows; HistoryMismatch: it is shorter than `base_len`.
             PinQuotaExceeded: PINNED, and the quota has no room for the context of this turn.
             ValueError: no token at all, or more than a row can address.
         """
@@ -238,10 +237,11 @@ class SessionAwareCache:
         if not 0 < context_len <= self.max_context_len:
             raise ValueError(f"a context of {context_len} tokens does not fit a row")
         self._refuse_over_quota(slot, context_len)
+        self.stores.changes.note_session(session_id)
         if slot.lease is None:
             slot.lease = KVLease(self.stores, slot.namespace)
         else:
-            self._leave_idle(slot)
+            self._idle.leave(slot)
         lease = slot.restore_to_req(turn_id)
         # A forward needs a query, so the last token is never reused.
         reuse_len = min(context_len - 1, context_len if max_reuse_len is None else max_reuse_len)
@@ -262,7 +262,7 @@ class SessionAwareCache:
         Raises:
             OutOfPages: a pool has too few free and evictable pages; nothing was changed.
         """
-        turn = self._turn(turn_id)
+        turn = self._changing_turn(turn_id)
         assert to_len <= self.max_context_len, "a row has no entry past the context length"
         if not (missing := turn.lease.missing_pages(to_len, num_drafts)):
             return []
@@ -295,7 +295,7 @@ class SessionAwareCache:
         When the prompt is complete its whole pages are published, once: others can match them
         while the turn still runs. Call it only for a forward that has completed and was finite.
         """
-        turn = self._turn(turn_id)
+        turn = self._changing_turn(turn_id)
         slot, lease = turn.slot, turn.lease
         slot.tokens.append(new_tokens)
         assert lease.computed_len <= computed_len <= lease.capacity_len, "KV grows within its pages"
@@ -312,7 +312,7 @@ class SessionAwareCache:
         With `keep_len` the turn's `base_len` the session is as it was before the turn. A closing
         session is gone afterwards (`session_id in cache` tells).
         """
-        turn = self._turn(turn_id)
+        turn = self._changing_turn(turn_id)
         slot, lease = turn.slot, turn.lease
         assert turn.base_len <= keep_len <= len(slot.tokens), "a turn ends in its own tokens"
         lease.roll_back(keep_len)
@@ -327,7 +327,7 @@ class SessionAwareCache:
         The history is cut to `base_len`; nothing it computed stays, and what it had published is
         taken back where no other session has locked it.
         """
-        turn = self._turn(turn_id)
+        turn = self._changing_turn(turn_id)
         turn.lease.roll_back(min(turn.base_len, turn.loan.cached_len))
         turn.slot.tokens.truncate(turn.base_len)
         self._finish(turn_id)
@@ -339,7 +339,7 @@ class SessionAwareCache:
             The turn's tokens after `base_len`, input and output: what a later `begin_turn` with
             the same `base_len` appends to resume it.
         """
-        turn = self._turn(turn_id)
+        turn = self._changing_turn(turn_id)
         slot, lease = turn.slot, turn.lease
         lease.rewind(lease.computed_len)
         self._publish(slot, lease)
@@ -359,13 +359,14 @@ class SessionAwareCache:
         slot = self._slot(session_id)
         if slot.lease is None:
             return
+        self.stores.changes.note_session(session_id)
         slot.lease.quarantine()
         slot.lease = None
         if slot.borrower is not None:
             slot.tokens.truncate(self._turns[slot.borrower].base_len)
             self._finish(slot.borrower)
             return
-        self._leave_idle(slot)
+        self._idle.leave(slot)
         slot.move_to(SlotState.COLD)
         self._count_pinned(slot)
 
@@ -387,10 +388,9 @@ class SessionAwareCache:
         self._slots = {name: slot for name, slot in slots if slot.state is not SlotState.CLOSING}
         for slot in self._slots.values():
             slot.forget_kv()
-        for idle in self._idle.values():
-            idle.clear()
         self.stores = self._empty_stores(self.stores.quarantined)
         self._pinned = self._empty_quota(self.stores)
+        self._idle = IdleLine(self._pinned)
         return resident
 
     # Answers
@@ -416,7 +416,7 @@ class SessionAwareCache:
 
     def retractable_pages(self, turn_id: TurnId) -> Mapping[PoolName, int]:
         """What `retract` would make free or evictable, per pool, now."""
-        return self._freed_pages(self._turn(turn_id).lease)
+        return self._turn(turn_id).lease.freed_pages()
 
     def pinned_quota(self) -> Mapping[PoolName, int]:
         """Pages that PINNED sessions may keep, per pool."""
@@ -427,20 +427,15 @@ class SessionAwareCache:
         return {pool: ledger.snapshot() for pool, ledger in self.stores.ledgers.items()}
 
     def idle_sessions(self) -> Iterator[IdleSession]:
-        """Parked sessions that may be cooled, least recently used first; lazy.
+        """Parked sessions that may be cooled, the least recently used first; lazy.
 
-        PINNED ones follow the RECLAIMABLE ones, and only while together they hold more than the
-        quota: the quota is what pinning protects. Do not change the cache while iterating.
+        Do not change the cache while iterating.
         """
-        for slot in self._idle[Retention.RECLAIMABLE].values():
-            yield self._idle_session(slot)
-        excess = self._pinned.excess_pages
-        for slot in self._idle[Retention.PINNED].values():
-            if max(excess) <= 0:
-                return
-            held = self._pinned.pages_of(slot.session_id)
-            excess = tuple(a - b for a, b in zip(excess, held, strict=True))
-            yield self._idle_session(slot)
+        return iter(self._idle)
+
+    def parked_sessions(self) -> list[SessionId]:
+        """Sessions whose KV rests, those that may not be cooled too."""
+        return self._idle.session_ids()
 
     def slot(self, session_id: SessionId) -> SlotView:
         """One session as it is now.
@@ -493,6 +488,11 @@ class SessionAwareCache:
         assert turn.slot.borrower == turn_id, "a loan is known to both sides"
         return turn
 
+    def _changing_turn(self, turn_id: TurnId) -> _Turn:
+        turn = self._turn(turn_id)
+        self.stores.changes.note_session(turn.slot.session_id)
+        return turn
+
     def _publish(self, slot: SessionSlot, lease: KVLease) -> list[TableWrite]:
         return lease.publish(slot.tokens.view(lease.protected_len, lease.computed_len))
 
@@ -508,34 +508,23 @@ class SessionAwareCache:
             slot.lease = None
         slot.take_back()
         if slot.lease is not None:
-            self._idle[slot.retention][slot.session_id] = slot
+            self._idle.enter(slot)
         self._count_pinned(slot)
 
     def _forget(self, slot: SessionSlot) -> None:
+        self.stores.changes.note_session(slot.session_id)
         if slot.lease is not None:
-            self._leave_idle(slot)
+            self._idle.leave(slot)
             slot.lease.release()
             slot.lease = None
         self._count_pinned(slot)
         del self._slots[slot.session_id]
-
-    def _leave_idle(self, slot: SessionSlot) -> None:
-        self._idle[slot.retention].pop(slot.session_id, None)
 
     def _evict(self, pool: PoolName, num_pages: int) -> None:
         if num_pages <= 0:
             return
         for name, pages in self.stores.tree.evict(pool, num_pages).items():
             self.stores.allocators[name].release(pages, Holder.TREE)
-
-    def _idle_session(self, slot: SessionSlot) -> IdleSession:
-        assert slot.lease is not None, "idle slots hold a lease"
-        return IdleSession(slot.session_id, self._freed_pages(slot.lease))
-
-    def _freed_pages(self, lease: KVLease) -> Mapping[PoolName, int]:
-        """Pages that only this lease keeps from being free or evictable; a row has its states."""
-        published = self.stores.tree.sole_pages(lease.receipt)
-        return {pool: published[pool] + lease.num_private(pool) for pool in self.stores.paged}
 
     def _refuse_over_quota(self, slot: SessionSlot, num_tokens: int) -> None:
         if slot.retention is Retention.PINNED:

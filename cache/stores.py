@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from cache.changes import Changes
 from cache.components import Component, RecurrentState, components_of
 from cache.ledger import Ledger
 from cache.pages import FreeList, PageAllocator
@@ -18,7 +19,8 @@ from cache.types import NULL_PAGE, Holder, PoolName, pages_for
 class KVStores:
     """`forgetful`: the components whose pages go while their session goes on. `recurrent`: the one
     of them whose pages are states, if there is one; `paged`: the ledgers of all others.
-    `quarantined`: per pool, the pages that are never used again."""
+    `quarantined`: per pool, the pages that are never used again. `changes`: is told what changes,
+    for recounts that are made in slices."""
 
     page_size: int
     components: tuple[Component, ...]
@@ -30,6 +32,7 @@ class KVStores:
     rows: ReqToTokenPool
     tree: RadixCache
     quarantined: Mapping[PoolName, list[int]]
+    changes: Changes
 
     @classmethod
     def empty(
@@ -62,6 +65,7 @@ class KVStores:
         quarantined = {
             pool: _withhold(allocators[pool], (condemned or {}).get(pool, ())) for pool in pools
         }
+        changes = Changes()
         return cls(
             page_size=spec.page_size,
             components=components,
@@ -71,8 +75,9 @@ class KVStores:
             paged={c.pool: ledgers[c.pool] for c in components if c not in recurrent},
             allocators=allocators,
             rows=ReqToTokenPool(capacity.num_rows, row_pages, pools),
-            tree=RadixCache(spec.page_size, ledgers, components),
+            tree=RadixCache(spec.page_size, ledgers, components, changes),
             quarantined=quarantined,
+            changes=changes,
         )
 
 

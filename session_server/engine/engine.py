@@ -128,9 +128,14 @@ class Engine:
         return self._intake.is_leaving and not self._flight
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether it has no turn and nothing in flight."""
+        return not self._scheduler and not self._flight
+
+    @property
     def is_audit_due(self) -> bool:
-        """Whether the engine is idle and has worked since its last full audit."""
-        return not self._scheduler and not self._flight and self._guard.is_audit_due
+        """Whether sessions changed hands since the last full audit began, or one is under way."""
+        return self._guard.is_audit_due
 
     def step(
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
@@ -154,11 +159,14 @@ class Engine:
         is_blocked = self._flight.is_full or not (has_planned or has_repaired)
         return StepOutcome(self._outbox.take_events(), batch, is_blocked)
 
-    def audit_idle(self) -> None:
-        """Recount all memory in a moment of rest, see `is_audit_due`; the next step acts on it, and
-        has the device look at a page."""
-        self._guard.audit_all()
-        self._guard.prober.owe()
+    def audit_slice(self) -> bool:
+        """Recount some of the memory, between any two steps, see `is_audit_due`.
+
+        Returns:
+            Whether the audit is complete: the next step acts on what it found, and has the device
+            look at a page.
+        """
+        return self._guard.audit_slice()
 
     def inspect(self) -> EngineParts:
         """Return the parts of this engine, for tests; nothing that serves calls it."""

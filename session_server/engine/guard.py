@@ -73,7 +73,7 @@ class MemoryGuard:
 
     @property
     def is_audit_due(self) -> bool:
-        """Whether sessions changed hands since the last full recount."""
+        """Whether a recount should begin or go on; see `MemoryWatch.is_audit_due`."""
         return self._watch.is_audit_due
 
     def touch(self, session_id: SessionId) -> None:
@@ -83,6 +83,17 @@ class MemoryGuard:
     def audit_all(self) -> None:
         """See `MemoryWatch.audit_all`; what it finds is acted on at the end of the step."""
         self._watch.audit_all()
+
+    def audit_slice(self) -> bool:
+        """Recount some more in a moment of rest, and have the device look at a page afterwards.
+
+        Returns:
+            Whether the recount is complete; what it found is acted on at the end of the next step.
+        """
+        is_complete = self._watch.audit_slice()
+        if is_complete:
+            self.prober.owe()
+        return is_complete
 
     def begin_step(
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]

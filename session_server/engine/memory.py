@@ -15,7 +15,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from cache.checker import Violation, find_violations
+from cache.checker import Recount, Violation, find_violations
 from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
 from cache.types import SessionId
@@ -29,6 +29,10 @@ NUM_LOGGED_STEPS: Final = 8
 """Steps before the first violation that go to the log; a report has all that are remembered."""
 
 NUM_LEVELS: Final = 4
+
+SLICE_UNITS: Final = 16
+"""Sessions, edges of the tree or rows that one slice of a recount visits, besides those that
+changed since the slice before: 0.2 to 0.5 ms, less than a step with a forward takes."""
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -45,6 +49,49 @@ class Doubts:
 
     def __bool__(self) -> bool:
         return bool(self.session_ids) or self.are_books_in_doubt
+
+
+class SlicedAudit:
+    """A recount of everything, a slice at a time.
+
+    `has_changed`: whether sessions changed hands since the last recount began. `has_doubts`:
+    whether the last slice found a violation, and so was the last of its recount.
+    """
+
+    def __init__(self, cache: SessionAwareCache) -> None:
+        self._cache = cache
+        self._recount: Recount | None = None
+        self.has_changed = False
+        self.has_doubts = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a recount is under way or should begin."""
+        return self.has_changed or self._recount is not None
+
+    def advance(self) -> bool:
+        """Visit `SLICE_UNITS` more; tells whether the recount is complete."""
+        if self._recount is None:
+            self.has_changed = False
+            self._recount = Recount(self._cache)
+        recount = self._recount
+        is_complete = recount.advance(SLICE_UNITS)
+        self.has_doubts = bool(recount.violations)
+        if self.has_doubts:
+            _LOG.warning("memory check: to be confirmed: %s", recount.violations[0].text)
+        if is_complete:
+            self._stop()
+        return is_complete
+
+    def drop(self) -> None:
+        """Forget the recount under way: everything is recounted at once."""
+        self._stop()
+        self.has_changed = False
+
+    def _stop(self) -> None:
+        if self._recount is not None:
+            self._recount.stop()
+            self._recount = None
 
 
 class MemoryWatch:
@@ -70,7 +117,7 @@ class MemoryWatch:
         self.num_violations = 0
         self.doubts = Doubts()
         self._touched: dict[SessionId, None] = {}
-        self._has_changed = False
+        self._audit = SlicedAudit(cache)
 
     @property
     def num_runs(self) -> int:
@@ -79,13 +126,13 @@ class MemoryWatch:
 
     @property
     def is_audit_due(self) -> bool:
-        """Whether sessions changed hands since the last full recount."""
-        return self._has_changed and self.mode is not MemoryCheck.OFF
+        """Whether sessions changed hands since the last full recount began, or one is under way."""
+        return self._audit.is_due and self.mode is not MemoryCheck.OFF
 
     def touch(self, session_id: SessionId) -> None:
         """A session was lent, given back, cooled or closed: look at it at the end of the step."""
         self._touched[session_id] = None
-        self._has_changed = True
+        self._audit.has_changed = True
 
     def check_step(self) -> None:
         """Level 0 and the sessions touched, once per step; everything in STRICT mode."""
@@ -104,9 +151,25 @@ class MemoryWatch:
         self._touched.clear()
 
     def audit_all(self) -> None:
-        """Level 2: recount every page from the structures that hold it. O(pages + sessions)."""
-        self._has_changed = False
+        """Level 2 in one go: recount every page from the structures that hold it. O(pages +
+        sessions), so on demand, after a violation and in STRICT mode only."""
+        self._audit.drop()
         self._run(2)
+
+    def audit_slice(self) -> bool:
+        """Level 2 in slices: recount some more, from the beginning after a complete recount.
+
+        What it finds is confirmed by a recount in one go before anything is made of it.
+
+        Returns:
+            Whether the recount is complete.
+        """
+        is_complete = self._audit.advance()
+        if self._audit.has_doubts:
+            self.audit_all()
+            return True
+        self.runs[2] += is_complete
+        return is_complete
 
     def note_content(self, violations: Sequence[Violation]) -> None:
         """Level 3: what the device found when it looked at a page."""

@@ -17,6 +17,7 @@ from session_server.core.batch import Runner, StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, EngineReady
 from session_server.engine.engine import Engine
+from session_server.engine_host.audit_pace import AuditPace
 from session_server.engine_host.device import DeviceCrash, DeviceThreads
 
 MAX_INBOX: Final = 1 << 16
@@ -24,12 +25,6 @@ MAX_INBOX: Final = 1 << 16
 
 MAX_ITEMS_PER_STEP: Final = 512
 """Inbox items one step takes, so that a storm of commands cannot stop those who stream."""
-
-IDLE_AUDIT_DELAY_S: Final = 0.5
-"""Quiet time before an idle engine recounts its memory; a prompt next turn is not kept waiting."""
-
-AUDIT_PAUSE_RATIO: Final = 50.0
-"""A recount of a large pool takes a while; this many times as long passes before the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,7 @@ class EngineLoop:
         self._emit = emit
         self._clock = clock
         self._inbox: queue.Queue[EngineCommand | StepResult | DeviceCrash] = queue.Queue(MAX_INBOX)
-        self._next_audit_s = clock()
+        self._audit_pace = AuditPace(clock())
 
     def post(self, command: EngineCommand, *, block: bool = True) -> None:
         """Queue one command, from any thread.
@@ -105,18 +100,29 @@ class EngineLoop:
         return commands, results
 
     def _wait(self) -> EngineCommand | StepResult | DeviceCrash | None:
-        """The next item; None after an idle audit, whose findings the next step acts on."""
-        if not self._engine.is_audit_due:
-            return self._inbox.get()
-        pause_s = max(IDLE_AUDIT_DELAY_S, self._next_audit_s - self._clock())
-        try:
-            return self._inbox.get(timeout=pause_s)
-        except queue.Empty:
-            started_s = self._clock()
-            self._engine.audit_idle()
-            ended_s = self._clock()
-            self._next_audit_s = ended_s + AUDIT_PAUSE_RATIO * (ended_s - started_s)
-            return None
+        """The next item; None after an audit, whose findings the next step acts on.
+
+        An audit runs in slices, and only while the inbox is empty: whatever comes waits for the
+        rest of one slice at most.
+        """
+        idle_since_s = self._clock()
+        while self._engine.is_audit_due:
+            wait_s = self._audit_pace.wait_s(
+                self._clock(), idle_since_s, is_at_rest=self._engine.is_at_rest
+            )
+            try:
+                return self._inbox.get(timeout=wait_s)
+            except queue.Empty:
+                if self._audit_slice():
+                    return None
+        return self._inbox.get()
+
+    def _audit_slice(self) -> bool:
+        """Whether that was the last slice of an audit."""
+        started_s = self._clock()
+        is_complete = self._engine.audit_slice()
+        self._audit_pace.note_slice(started_s, self._clock(), is_complete=is_complete)
+        return is_complete
 
     @staticmethod
     def _sort(

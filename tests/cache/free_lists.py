@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final, Literal
 
+import numpy as np
+
 from cache.pages import Extents, FreeList
-from cache.types import NULL_PAGE
+from cache.types import NULL_PAGE, Pages
 
 Allocation = Literal["extent", "lifo"]
 
@@ -26,9 +28,10 @@ class Stack:
         """See `FreePages.give`."""
         self._stack += pages
 
-    def listed(self) -> Iterable[int]:
-        """See `FreePages.listed`."""
-        return self._stack
+    def runs(self) -> tuple[Pages, Pages]:
+        """See `FreePages.runs`."""
+        starts = np.array(self._stack, np.int32)
+        return starts, np.ones_like(starts)
 
 
 FREE_LISTS: Final[Mapping[Allocation, FreeList]] = {"extent": Extents, "lifo": Stack}

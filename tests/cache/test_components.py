@@ -9,6 +9,7 @@ from cache.components import components_of
 from cache.int_buffer import IntBuffer
 from cache.spec import CacheSpec, LayerGroup, LayerKind
 from cache.types import PoolName, pages_for
+from tests.cache.work import count_calls
 
 GROUP = LayerGroup(PoolName("full"), LayerKind.FULL, (0, 1, 2), 2, 16, 2)
 LATENT = LayerGroup(PoolName("latent"), LayerKind.LATENT, tuple(range(27)), 1, 576, 2, rope_dim=64)
@@ -54,6 +55,19 @@ def test_a_window_goes_on_only_where_all_of_it_is_there(
 ) -> None:
     (window,) = components_of(CacheSpec((WINDOW,), 4))
     assert window.continuable_len(np.array(entries, np.int32), length) == reachable
+
+
+STATE = LayerGroup(PoolName("state"), LayerKind.RECURRENT, (4,), 0, 0, 4, state_shapes=((2,),))
+
+
+@pytest.mark.parametrize("group", [WINDOW, STATE], ids=["window", "state"])
+def test_a_hole_as_long_as_the_history_is_passed_in_a_few_looks(group: LayerGroup) -> None:
+    (component,) = components_of(CacheSpec((group,), 1))
+    entries = np.zeros(10_000, np.int32)
+    entries[:20] = 7
+    assert component.continuable_len(entries, 10_000) == 20
+    assert component.continuable_len(entries[20:], 10_000, first=20) == 0
+    assert count_calls(lambda: component.continuable_len(entries, 10_000)) < 60
 
 
 def test_a_pool_has_layers_of_one_kind_and_window() -> None:

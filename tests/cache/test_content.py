@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache import SessionId, find_violations
-from cache.content import PageContent, Rotation
+from cache.content import MAX_PASSED_OVER, PageContent, Rotation
 from cache.types import NULL_PAGE, RowId, pages_for
 from tests.cache.kv_world import POOL, WINDOW, WINDOW_POOL, Mixture, World, make_cache
 from tests.cache.two_sessions import ALICE, BOB, A, B, C, run_turn
@@ -66,6 +66,22 @@ def test_who_is_lent_cold_or_gone_is_passed_over() -> None:
     assert look(rotation, world).session_id == A
     world.cache.close(A)
     assert rotation.next(world.cache) is None
+
+
+def test_one_choice_looks_at_a_few_sessions_and_the_next_goes_on_from_there() -> None:
+    world, rotation = World(make_cache(4, num_pages=200, num_rows=60), 4), Rotation()
+    for number in range(2 * MAX_PASSED_OVER + 3):
+        world.open(SessionId(f"s{number}"), ALICE)
+        run_turn(world, SessionId(f"s{number}"), [number, 1, 2])
+    last = SessionId(f"s{2 * MAX_PASSED_OVER + 2}")
+    world.cache.close(SessionId("s0"))
+    assert look(rotation, world).session_id == "s1"
+    for session_id in list(world.cache.parked_sessions()):
+        if session_id != last:
+            world.begin(session_id, [1])
+    assert rotation.next(world.cache) is None
+    assert rotation.next(world.cache) is None
+    assert look(rotation, world).session_id == last
 
 
 def test_the_same_cache_is_looked_at_in_the_same_order() -> None:

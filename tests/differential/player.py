@@ -113,7 +113,8 @@ class Player:
             outcome = self._engine.step(self._now_s, commands, results)
         assert not self._live, f"{list(self._live)} did not come to their end"
         self._engine.step(self._now_s, [FlushCache(request_id=1)], [])
-        self._engine.audit_idle()
+        while not self._engine.audit_slice():
+            pass
         counters = self._engine.counters
         self.reached["turns"] += len(self.answers)
         self.reached["retractions"] += counters.retractions

@@ -417,10 +417,22 @@ ENGINE = (
         "engine.guard:MAX_REBUILDS", "times that wrong books are begun again", "times", _DIES
     ),
     _constant(
+        "engine_host.audit_pace:MAX_AUDIT_DELAY_S",
+        "work without rest before memory is recounted",
+        "s",
+        "the recount begins, in slices between steps",
+    ),
+    _constant(
         "engine.memory:MAX_REMEMBERED",
         "violations that a report quotes",
         "texts",
         "the oldest is dropped; the count goes on",
+    ),
+    Constant(
+        "cache.content:MAX_PASSED_OVER",
+        "sessions that one choice of a page to look at passes over",
+        "sessions",
+        "no page is looked at this time",
     ),
     Constant(
         "cache.pair_check:MAX_SETTLED_STATES",

@@ -203,6 +203,11 @@ class Bench:
                 return
         raise AssertionError("the engine did not come to rest")
 
+    def audit(self) -> None:
+        """Recount memory in slices, as an engine at rest does."""
+        while not self.engine.audit_slice():
+            pass
+
     def close_all(self) -> None:
         """Close every session, flush, and see that every page and row came home."""
         self.run(*(CloseSession(session_id=session_id) for session_id in self.salts))

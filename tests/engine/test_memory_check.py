@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from cache.changes import Changes
 from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
 from cache.types import PoolName, SessionId, SlotState
@@ -55,13 +56,51 @@ def test_a_violation_in_an_idle_session_is_found_in_a_moment_of_rest() -> None:
     bench.run(bench.submit_command(session_id, "t", PROMPT))
     assert bench.engine.is_audit_due
     tamper(bench.cache, session_id)
-    bench.engine.audit_idle()
+    bench.audit()
     assert not bench.engine.is_audit_due
     bench.step()
     assert bench.cache.slot(session_id).state is SlotState.COLD
     bench.run(bench.submit_command(session_id, "u", (3,), base_len=len(PROMPT) + 4))
     bench.expect("u", (*PROMPT, *bench.tokens("t"), 3))
     bench.close_all()
+
+
+def test_a_recount_is_made_in_slices_with_turns_between_them() -> None:
+    bench = Bench(Stage(memory_check=MemoryCheck.WARN, num_pages=400, num_rows=60))
+    for number in range(40):
+        name = bench.open(f"s{number}")
+        bench.run(bench.submit_command(name, f"t{number}", (number % 31, *PROMPT[number % 7 :])))
+    num_slices = 0
+    while not bench.engine.audit_slice():
+        session_id, base_len = SessionId(f"s{num_slices}"), len(PROMPT) - num_slices % 7 + 1 + 4
+        bench.run(bench.submit_command(session_id, f"u{num_slices}", (5, 6), base_len=base_len))
+        assert bench.finished(f"u{num_slices}")
+        num_slices += 1
+    assert num_slices > 5
+    assert bench.engine.is_audit_due, "what changed meanwhile is for the next one"
+    bench.audit()
+    assert not bench.engine.is_audit_due
+    bench.run(ReportMemory(request_id=1))
+    (report,) = [e for e in bench.events if isinstance(e, MemoryReported)]
+    assert report.checks.runs["2"] == 2
+    assert report.checks.violations == 0
+
+
+def test_a_slice_that_disagrees_is_confirmed_before_anything_is_made_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(Stage(memory_check=MemoryCheck.WARN))
+    session_id = bench.open("s")
+    bench.run(bench.submit_command(session_id, "t", PROMPT))
+    monkeypatch.setattr(Changes, "note_session", lambda *_: None)
+    monkeypatch.setattr("session_server.engine.memory.SLICE_UNITS", 1)
+    assert not bench.engine.audit_slice()
+    bench.run(bench.submit_command(session_id, "u", PROMPT, base_len=len(PROMPT) + 4))
+    bench.audit()
+    bench.run(ReportMemory(request_id=1))
+    (report,) = [e for e in bench.events if isinstance(e, MemoryReported)]
+    assert report.checks.violations == 0
+    assert bench.cache.slot(session_id).state is SlotState.PARKED
 
 
 def test_in_strict_mode_a_violation_raises_at_the_next_step() -> None:

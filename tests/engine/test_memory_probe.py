@@ -109,7 +109,7 @@ def test_an_engine_at_rest_looks_once_per_audit_and_then_sleeps() -> None:
     park(bench, "a", PROMPT)
     bench.now_s += 1000.0
     assert bench.step().batch is None, "no work, no probe"
-    bench.engine.audit_idle()
+    bench.audit()
     batch = bench.step().batch
     assert batch is not None
     assert batch.probe is not None
@@ -124,7 +124,7 @@ def test_off_means_that_nobody_looks(mode: MemoryCheck) -> None:
     bench = bench_of(mode=mode)
     park(bench, "a", PROMPT)
     work(bench, 60)
-    bench.engine.audit_idle()
+    bench.audit()
     rest(bench)
     assert (checks(bench).probes > 0) is (mode is MemoryCheck.WARN)
 
@@ -267,7 +267,7 @@ def test_a_fault_behind_a_shared_beginning_has_that_looked_at_next() -> None:
 def probe_in_flight(bench: Bench) -> SessionId:
     """One parked session, its only page damaged, and a probe of it launched but not executed."""
     session_id = park(bench, "s", (5, 6, 7), salt="t")
-    bench.engine.audit_idle()
+    bench.audit()
     batch = bench.step().batch
     assert batch is not None
     assert batch.probe is not None
@@ -321,7 +321,7 @@ def park_while_probing(bench: Bench) -> SessionId:
 def test_a_device_that_refuses_a_probe_has_found_nothing() -> None:
     bench = bench_of()
     session_id = park(bench, "s", PROMPT)
-    bench.engine.audit_idle()
+    bench.audit()
     bench.runner.faults.fail_steps.add(bench.engine.inspect().flight.num_launches + 1)
     bench.step()
     bench.settle()

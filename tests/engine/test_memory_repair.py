@@ -58,7 +58,7 @@ class Repair:
         newcomer = damage.SessionId("newcomer")
         bench.run(bench.submit_command(newcomer, "new", PROMPT * 5, max_tokens=3))
         if bench.engine.is_audit_due:
-            bench.engine.audit_idle()
+            bench.audit()
         bench.run()
 
     def report(self) -> MemoryReported:

@@ -23,8 +23,9 @@ from session_server.core.events import (
     TokensProduced,
     TurnFinished,
 )
+from session_server.engine import memory
 from session_server.engine.engine import Engine, StepOutcome
-from session_server.engine_host import loop
+from session_server.engine_host import audit_pace, loop
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.loop import EngineAssembly
 from tests.engine_host import live_echo
@@ -97,16 +98,17 @@ def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps(
             did.extend("launch" for _ in [outcome.batch] if outcome.batch is not None)
             return outcome
 
-        def audit_idle(self) -> None:
+        def audit_slice(self) -> bool:
             did.append("recount")
-            self._engine.audit_idle()
+            return self._engine.audit_slice()
 
     def build() -> EngineAssembly:
         assembly = assemble(msgspec.msgpack.encode(LiveStage()))
         return replace(assembly, engine=cast(Engine, Watched(assembly.engine)))
 
     monkeypatch.setattr(loop, "queue", SimpleNamespace(Queue=Inbox, Empty=queue.Empty))
-    monkeypatch.setattr(loop, "IDLE_AUDIT_DELAY_S", 0.001)
+    monkeypatch.setattr(audit_pace, "REST_DELAY_S", 0.001)
+    monkeypatch.setattr(memory, "SLICE_UNITS", 1000)
 
     async def scenario() -> None:
         server, client = ServerSide(), InlineEngine(build)

@@ -100,3 +100,25 @@ CLEAR_SPARES_THE_LAST = Mutant(
     "systematic",
     Edit("cache.req_to_token:ReqToTokenPool.clear", "end - start)[:]", "end - start)[:-1]"),
 )
+
+RECOUNT_MISSES_A_TURN = Mutant(
+    "A recount in slices is not told of sessions whose turns go on.",
+    "systematic",
+    Edit(
+        "cache.session_cache:SessionAwareCache._changing_turn",
+        "self.stores.changes.note_session(turn.slot.session_id)",
+        "pass",
+    ),
+)
+
+RECOUNT_MISSES_A_SPLIT = Mutant(
+    "A recount in slices is not told that an edge is split.",
+    "systematic",
+    Edit("cache.radix:RadixCache._split", "self._changes.note_node(node)", "pass"),
+)
+
+RECOUNT_KEEPS_WHAT_WAS = Mutant(
+    "A recount in slices adds what an edge holds now to what it held before.",
+    "systematic",
+    Edit("cache.recount:Recount._visit_node", "self._add_edge(node, was, -1)", "pass"),
+)

@@ -170,7 +170,8 @@ def run_talks(
                     else:
                         num_live -= 1
         if num_live == 0:
-            engine.audit_idle()
+            while not engine.audit_slice():
+                pass
             return engine.counters
     pytest.fail(f"turns still ran after {MAX_STEPS} steps")
 

@@ -84,6 +84,7 @@ INTERESTING: Final = (
     "publish",
     "publish duplicate",
     "published pages taken back",
+    "recount beside changes",
     "refused: context_too_long",
     "refused: engine_unavailable",
     "refused: invalid_request",

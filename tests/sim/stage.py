@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cache.checker import find_violations
+from cache.checker import Recount, find_violations
 from cache.errors import AuditFailed
 from cache.spec import Capacity
 from session_server.core.batch import StepResult
@@ -31,6 +31,10 @@ from tests.sim.watched_cache import WatchedCache
 
 PROBE_INTERVAL_S: Final = 0.3
 """Work between two probes, by the virtual clock: a few in every run."""
+
+STEPS_PER_SLICE: Final = 8
+UNITS_PER_SLICE: Final = 6
+"""A recount is made in slices of so many visits, with so many steps between two of them."""
 
 MAX_IDLE_STEPS: Final = 64
 """Steps in a row that may promise more without launching anything."""
@@ -64,6 +68,7 @@ class Stage:
         self.history = EngineHistory(settings, model, bounds, context.reached)
         self.device = _device(config, capacity, model, self.history)
         self.device.reached = context.reached
+        self._recount = Recount(self.cache)
         self._fairness = FairnessWatch(self.engine, self.cache, sizes)
         self.is_blocked = True
         self.num_steps = 0
@@ -209,8 +214,20 @@ class Stage:
         for event in events:
             if isinstance(event, TurnFinished | TurnFailed) and event.session_id in cache:
                 self._check_held(event)
+        if self.num_steps % STEPS_PER_SLICE == 0:
+            self._recount_some()
         if self.num_steps % self._context.config.audit_every == 0:
             self.audit()
+
+    def _recount_some(self) -> None:
+        """Go on with a recount in slices, beside all that sessions do meanwhile."""
+        if self._recount.advance(UNITS_PER_SLICE):
+            self._recount.stop()
+            if violations := self._recount.violations:
+                texts = "; ".join(violation.text for violation in violations)
+                raise Broken(Layer.AUDIT, f"in slices: {texts}")
+            self._context.reached["recount beside changes"] += self._recount.has_seen_changes
+            self._recount = Recount(self.cache)
 
     def _check_held(self, event: TurnFinished | TurnFailed) -> None:
         """The engine's copy of the history is what the turn's end says. Behind it is what a turn

@@ -40,7 +40,7 @@ class WatchedTree(RadixCache):
     __slots__ = ("_states", "_windows", "reached")
 
     def __init__(self, stores: KVStores, reached: Counter[str]) -> None:
-        super().__init__(stores.page_size, stores.ledgers, stores.components)
+        super().__init__(stores.page_size, stores.ledgers, stores.components, stores.changes)
         self.reached = reached
         self._states = stores.recurrent.pool if stores.recurrent is not None else None
         self._windows = frozenset(window_pools(stores))

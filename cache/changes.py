@@ -1,0 +1,50 @@
+"""`Changes`: which sessions and edges changed while somebody watches.
+
+A recount that is made in slices looks at a session or an edge, and must look again if it changes
+before the recount is complete (`cache.recount`). Whoever changes one notes it here; without a
+watcher that costs a comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cache.radix_node import RadixNode
+from cache.types import SessionId
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """What changed since `Changes.watch`; the watcher takes out what it has looked at."""
+
+    sessions: set[SessionId] = field(default_factory=set)
+    nodes: set[RadixNode] = field(default_factory=set)
+
+
+class Changes:
+    """Tells every watcher."""
+
+    __slots__ = ("_watches",)
+
+    def __init__(self) -> None:
+        self._watches: list[Watch] = []
+
+    def watch(self) -> Watch:
+        """Begin to note changes for one more watcher."""
+        watch = Watch()
+        self._watches.append(watch)
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """Stop noting changes for a watcher."""
+        self._watches.remove(watch)
+
+    def note_session(self, session_id: SessionId) -> None:
+        """A session's lease was taken, changed or given back."""
+        for watch in self._watches:
+            watch.sessions.add(session_id)
+
+    def note_node(self, node: RadixNode) -> None:
+        """An edge was made, changed, locked, unlocked or removed."""
+        for watch in self._watches:
+            watch.nodes.add(node)

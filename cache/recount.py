@@ -1,0 +1,396 @@
+"""Level 2 of the memory check: recount everything from the structures that hold it.
+
+A recount visits every session, every row and every edge of the tree, adds up what each of them
+holds, and compares at the end: with the ledger, with the free list, and with each other. It uses no
+count that anybody else keeps.
+
+It may be made in slices while sessions come and go. Whatever changes after its visit is noted
+(`cache.changes`) and visited again: what it gave is taken out of the sums, and what it holds now
+goes in. Sums are compared when nothing is left to visit, so they describe one moment, and a change
+between two slices causes no false alarm. What is wrong when a recount begins and stays wrong is
+found by it; what goes wrong meanwhile, by it or the next one. Every slice visits all that changed
+since the last slice and a number of others beside, so a recount ends under any traffic.
+
+Each visit is local, and so are the sums:
+
+* Pages: how often each page of a pool was met. With the free list and the quarantine: once.
+* Locks of an edge: the receipts that end at it and the locks of the edges below it. This holds for
+  both parts of an edge that is split.
+* Locks of pages, where layers forget: in all as many as sessions hold, and at the same positions in
+  sum; and every page that a session holds is locked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.components import Component
+from cache.lease import KVLease
+from cache.ledger import Accounts, Ledger
+from cache.page_locks import GONE
+from cache.pair_check import Violation, slot_violations
+from cache.radix_node import RadixNode
+from cache.session_cache import SessionAwareCache
+from cache.types import NULL_PAGE, NULL_ROW, Pages, PoolName, RowId, SessionId
+
+_PAGES_PER_UNIT: Final = 8192
+"""Reading this many pages costs about as much as a visit."""
+
+
+PageIndices = NDArray[np.intp]
+"""Page ids in no order, as numpy indexes with them: [num_pages]."""
+
+
+class _Locks(NamedTuple):
+    """Locks of pages: how many, and the sum of the positions of the pages on their paths."""
+
+    num_locks: int
+    positions: int
+
+
+class _Held(NamedTuple):
+    """What one session holds. `end`: the node at which its receipt ends."""
+
+    row: RowId
+    is_lent: bool
+    end: RadixNode
+    private: dict[PoolName, PageIndices]
+    locks: dict[PoolName, _Locks]
+
+
+class _Edge(NamedTuple):
+    """What one node holds. `num_protected`: locked pages, of those that are there."""
+
+    parent: RadixNode | None
+    lock_count: int
+    pages: dict[PoolName, PageIndices]
+    num_protected: dict[PoolName, int]
+    locks: dict[PoolName, _Locks]
+
+
+class _PoolSums:
+    """What was met of one pool. Locks of pages are those of edges less those of sessions."""
+
+    __slots__ = (
+        "active",
+        "evictable",
+        "met",
+        "num_locks",
+        "positions",
+        "protected",
+        "session_held",
+    )
+
+    def __init__(self, num_pages: int) -> None:
+        # Ids outside of the pool are counted behind its last page.
+        self.met = np.zeros(num_pages + 1, np.int16)
+        self.active = self.session_held = self.evictable = self.protected = 0
+        self.num_locks = self.positions = 0
+
+    def add_private(self, pages: PageIndices, sign: int, *, is_lent: bool) -> None:
+        self._meet(pages, sign)
+        self.active += sign * len(pages) * is_lent
+        self.session_held += sign * len(pages) * (not is_lent)
+
+    def add_edge(self, pages: PageIndices, num_protected: int, sign: int) -> None:
+        self._meet(pages, sign)
+        self.protected += sign * num_protected
+        self.evictable += sign * (len(pages) - num_protected)
+
+    def add_locks(self, locks: _Locks, sign: int) -> None:
+        self.num_locks += sign * locks.num_locks
+        self.positions += sign * locks.positions
+
+    def _meet(self, pages: PageIndices, sign: int) -> None:
+        if not len(pages):
+            return
+        last = len(self.met) - 1
+        if pages.min() < 0 or pages.max() > last:
+            pages = np.where((pages < 0) | (pages > last), last, pages)
+        np.add.at(self.met, pages, np.int16(sign))
+
+
+class _Todo:
+    """What is still to visit. Nodes come with the parent and the key under which they were seen."""
+
+    __slots__ = ("nodes", "num_left", "rows", "sessions", "watch")
+
+    def __init__(self, cache: SessionAwareCache) -> None:
+        stores = cache.stores
+        self.watch = stores.changes.watch()
+        self.num_left = 0
+        self.sessions = [slot.session_id for slot in cache.inspect_slots()]
+        self.rows = list(range(stores.rows.num_rows + 1))
+        self.nodes: list[tuple[RadixNode | None, bytes, RadixNode]] = [
+            (None, root.key, root) for _, root in stores.tree.roots()
+        ]
+
+    @property
+    def num_changed(self) -> int:
+        """Sessions and nodes that changed since their visit, or before it."""
+        return len(self.watch.sessions) + len(self.watch.nodes)
+
+
+class Recount:
+    """One recount of a cache, to be advanced until it is complete.
+
+    `violations`: what was found so far. `has_seen_changes`: whether anything changed while it was
+    made.
+    """
+
+    def __init__(self, cache: SessionAwareCache) -> None:
+        self._cache = cache
+        self._stores = cache.stores
+        self.violations: list[Violation] = []
+        self.has_seen_changes = False
+        self._sums = {p: _PoolSums(ledger.num_pages) for p, ledger in self._stores.ledgers.items()}
+        self._lock_diffs: defaultdict[RadixNode, int] = defaultdict(int)
+        self._held: dict[SessionId, _Held] = {}
+        self._edges: dict[RadixNode, _Edge] = {}
+        self._todo = _Todo(cache)
+
+    def advance(self, num_units: int) -> bool:
+        """Visit all that changed since the last call, and `num_units` sessions, rows or edges
+        beside; large ones count more.
+
+        Returns:
+            Whether the recount is complete; `violations` is final then.
+        """
+        if self._cache.stores is not self._stores:
+            # The books were begun anew, which recounts them as well.
+            self.violations.clear()
+            return True
+        todo = self._todo
+        self.has_seen_changes |= todo.num_changed > 0
+        left = num_units + max(0, todo.num_changed - todo.num_left)
+        while left > 0:
+            if (cost := self._visit_next()) == 0:
+                self.violations += map(Violation, self._compare())
+                return True
+            left -= cost
+        todo.num_left = todo.num_changed
+        return False
+
+    def stop(self) -> None:
+        """Stop watching for changes, once: a recount that is over or given up does not go on."""
+        self._stores.changes.unwatch(self._todo.watch)
+
+    def _visit_next(self) -> int:
+        """Returns what the visit cost, in units; 0 if nothing is left."""
+        todo = self._todo
+        if todo.sessions or todo.watch.sessions:
+            return self._visit_session((todo.sessions or todo.watch.sessions).pop())
+        if todo.rows:
+            return self._visit_row(RowId(todo.rows.pop()))
+        if todo.nodes:
+            parent, key, node = todo.nodes.pop()
+            if node not in todo.watch.nodes and (node.parent is not parent or node.key != key):
+                self._note("a child hangs under a key that is not its first page")
+            return 1 if node in self._edges else self._visit_node(node)
+        if todo.watch.nodes:
+            return self._visit_node(todo.watch.nodes.pop())
+        return 0
+
+    def _note(self, text: str) -> None:
+        self.violations.append(Violation(text))
+
+    # Sessions
+
+    def _visit_session(self, session_id: SessionId) -> int:
+        self._todo.watch.sessions.discard(session_id)
+        was = self._held.pop(session_id, None)
+        if was is not None:
+            self._add_held(was, -1)
+        for slot in self._cache.inspect_slots(session_id):
+            self.violations += slot_violations(slot, self._stores, whole=was is None)
+            if slot.lease is not None:
+                held = self._read_lease(slot.lease, is_lent=slot.is_active)
+                self._held[session_id] = held
+                self._add_held(held, +1)
+                return 1 + slot.lease.num_pages // _PAGES_PER_UNIT
+        return 1
+
+    def _read_lease(self, lease: KVLease, *, is_lent: bool) -> _Held:
+        stores = self._stores
+        return _Held(
+            row=lease.row,
+            is_lent=is_lent,
+            end=lease.receipt._node,
+            private={p: np.array(lease.private_pages(p), np.intp) for p in stores.ledgers},
+            locks={p: self._page_locks(lease, c) for p, c in stores.forgetful.items()},
+        )
+
+    def _page_locks(self, lease: KVLease, component: Component) -> _Locks:
+        """The locks of a lease in a pool that forgets; each of them is on a page of its path."""
+        num_locks = positions = 0
+        pool, page_size = component.pool, self._stores.page_size
+        for start, end in lease.locked_spans(component):
+            if start >= end:
+                continue
+            num_locks += end - start
+            positions += _sum_of_range(start, end)
+            at = lease.receipt.length // page_size
+            for node in reversed(self._stores.tree.path(lease.receipt, start * page_size)):
+                locks = node.page_locks[pool].view()
+                at -= len(locks)
+                if not (locks[max(0, start - at) : max(0, end - at)] % GONE).all():
+                    self._note(f"{pool}: row {lease.row} reads a page that is not locked")
+        return _Locks(num_locks, positions)
+
+    def _add_held(self, held: _Held, sign: int) -> None:
+        self._lock_diffs[held.end] -= sign
+        for pool, sums in self._sums.items():
+            sums.add_private(held.private[pool], sign, is_lent=held.is_lent)
+            if pool in held.locks:
+                sums.add_locks(held.locks[pool], -sign)
+
+    # Rows
+
+    def _visit_row(self, row: RowId) -> int:
+        rows = self._stores.rows
+        if rows.is_held(row):
+            return 1
+        end = rows.row_pages if row == NULL_ROW else rows.written_end(row)
+        for pool in self._stores.ledgers:
+            if rows.entries(pool, row)[:end].any():
+                self._note(f"{pool}: the padding row or a free row names a page")
+        return 1 + end // _PAGES_PER_UNIT
+
+    # Edges
+
+    def _visit_node(self, node: RadixNode) -> int:
+        self._todo.watch.nodes.discard(node)
+        was = self._edges.pop(node, None)
+        if was is not None:
+            self._add_edge(node, was, -1)
+        if node.parent is None and not self._stores.tree.is_root(node):
+            return 1  # it was removed
+        for text in self._shape(node):
+            self._note(text)
+        edge = self._read_edge(node)
+        self._edges[node] = edge
+        self._add_edge(node, edge, +1)
+        if was is None:
+            self._todo.nodes += ((node, key, child) for key, child in node.children.items())
+        return 1 + len(node.tokens) // self._stores.page_size // _PAGES_PER_UNIT
+
+    def _shape(self, node: RadixNode) -> Iterator[str]:
+        """Edges are whole pages, found under their first page, and hang together both ways."""
+        page_size = self._stores.page_size
+        if node.parent is None:
+            if not node.children and not node.lock_count:
+                yield "an idle root was kept"
+            return
+        num_pages = len(node.tokens) // page_size
+        if not num_pages or len(node.tokens) % page_size:
+            yield f"an edge of {len(node.tokens)} tokens"
+        if any(len(node.pages[pool]) != num_pages for pool in self._stores.ledgers):
+            yield f"an edge of {len(node.tokens)} tokens has another number of pages"
+        if node.key != node.tokens.view(0, page_size).tobytes():
+            yield "a child hangs under a key that is not its first page"
+        if node.parent.children.get(node.key) is not node:
+            yield "a child hangs under a key that is not its first page, or is not in the tree"
+
+    def _read_edge(self, node: RadixNode) -> _Edge:
+        pages, num_protected, locks = {}, {}, {}
+        for pool in node.pages:
+            ids = node.pages[pool].view()
+            if pool not in node.page_locks:
+                pages[pool] = ids.astype(np.intp)
+                num_protected[pool] = len(ids) if node.lock_count > 0 else 0
+                continue
+            counts = node.page_locks[pool].view()
+            is_there = ids != NULL_PAGE
+            if ((counts >= GONE) == is_there).any() or (counts < 0).any():
+                self._note(f"{pool}: pages of a node count {counts} locks")
+            pages[pool] = ids[is_there].astype(np.intp)
+            num_protected[pool] = int(np.count_nonzero(counts[is_there]))
+            locks[pool] = _locks_of(counts % GONE, self._first_page(node))
+        return _Edge(node.parent, node.lock_count, pages, num_protected, locks)
+
+    def _first_page(self, node: RadixNode) -> int:
+        """The position of an edge's first page on its path."""
+        num_tokens, above = 0, node.parent
+        while above is not None:
+            num_tokens += len(above.tokens)
+            above = above.parent
+        return num_tokens // self._stores.page_size
+
+    def _add_edge(self, node: RadixNode, edge: _Edge, sign: int) -> None:
+        self._lock_diffs[node] += sign * edge.lock_count
+        if edge.parent is not None:
+            self._lock_diffs[edge.parent] -= sign * edge.lock_count
+        for pool, pages in edge.pages.items():
+            self._sums[pool].add_edge(pages, edge.num_protected[pool], sign)
+            if pool in edge.locks:
+                self._sums[pool].add_locks(edge.locks[pool], sign)
+
+    # Sums
+
+    def _compare(self) -> Iterator[str]:
+        """Everything was visited, and nothing has changed since its visit."""
+        for node, diff in self._lock_diffs.items():
+            if diff and node not in self._edges:
+                yield "a lock is held on a node that is not in the tree"
+            elif diff:
+                num_locks = node.lock_count
+                yield (
+                    f"a node of {len(node.tokens)} tokens counts {num_locks} locks, "
+                    f"{num_locks - diff} are held"
+                )
+        yield from self._compare_rows()
+        for pool, ledger in self._stores.ledgers.items():
+            yield from self._compare_pool(ledger, self._sums[pool])
+
+    def _compare_rows(self) -> Iterator[str]:
+        rows = self._stores.rows
+        leased = sorted(int(held.row) for held in self._held.values())
+        if leased != rows.held_rows():
+            yield f"rows {rows.held_rows()} are held, leases have {leased}"
+        if sorted(rows.listed_free_rows() + leased) != list(range(1, rows.num_rows + 1)):
+            yield "rows: free and held ones are not all, once each, without row 0"
+
+    def _compare_pool(self, ledger: Ledger, sums: _PoolSums) -> Iterator[str]:
+        pool = ledger.pool
+        quarantined = self._stores.quarantined[pool]
+        num_free, is_free = self._stores.allocators[pool].count_free_pages()
+        recount = Accounts(
+            pool=pool,
+            pages=ledger.num_pages,
+            free=num_free,
+            reserved=1,
+            tree_evictable=sums.evictable,
+            tree_protected=sums.protected,
+            active=sums.active,
+            session_held=sums.session_held,
+            fenced=0,
+            spill=0,
+            quarantine=len(quarantined),
+        )
+        if recount != ledger.snapshot():
+            yield f"{pool}: recounted {recount}, the ledger says {ledger.snapshot()}"
+        if (sums.num_locks, sums.positions) != (0, 0):
+            yield f"{pool}: pages of nodes count {sums.num_locks} locks too many"
+        if sums.met[-1]:
+            yield f"{pool}: a page id lies outside the pool"
+        num_holders = sums.met[:-1] + is_free
+        np.add.at(num_holders, [NULL_PAGE, *quarantined], 1)
+        if (num_holders != 1).any():
+            twice, lost = np.flatnonzero(num_holders > 1), np.flatnonzero(num_holders < 1)
+            yield f"{pool}: pages with two holders {twice}, with none {lost}"
+
+
+def _sum_of_range(start: int, end: int) -> int:
+    return (end * (end - 1) - start * (start - 1)) // 2
+
+
+def _locks_of(counts: Pages, first_page: int) -> _Locks:
+    """Locks of consecutive pages of a path, of which the first has that position."""
+    num_locks = int(counts.sum(dtype=np.int64))
+    positions = int(np.dot(counts.astype(np.int64), np.arange(len(counts))))
+    return _Locks(num_locks, positions + first_page * num_locks)
