@@ -21,9 +21,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from session_server.arguments import whole_number
+from session_server.config import ModelSettings, Settings
 from session_server.models.errors import ModelError
-from session_server.models.registry import FAMILIES, load_config
-from session_server.text.model_text import load_model_text
+from session_server.models.registry import FAMILIES
+from session_server.served_model import checked_directory, open_model
 
 MIN_FREE_BYTES: Final = 1 << 30
 """Below this, torch, a small model and its KV do not fit side by side."""
@@ -147,34 +148,53 @@ def check_memory(device: str, num_bytes: int) -> Finding:
 
 
 def check_model(directory: Path) -> Iterator[Finding]:
-    """Whether a checkpoint is of a family that is served, and all its files can be used."""
+    """Check a checkpoint with the code that `serve` starts with; no weights are read."""
     if not directory.is_dir():
         advice = "give the directory of a Hugging Face checkpoint with --model-path"
         yield Finding("model", Verdict.WRONG, f"no directory {directory}", advice)
         return
+    settings = Settings(model=ModelSettings(path=str(directory)))
     try:
-        config = load_config(directory)
-    except ModelError as error:
+        checked_directory(settings)
+    except (ModelError, ValueError) as error:
         advice = f"give a checkpoint in safetensors of: {', '.join(FAMILIES)}"
         yield Finding("model", Verdict.WRONG, str(error), advice)
         return
-    weights = sorted(directory.glob("*.safetensors"))
-    if not weights:
-        advice = "fetch the weights as safetensors; other formats are not read"
-        yield Finding("model", Verdict.WRONG, "no *.safetensors", advice)
-    else:
-        megabytes = sum(path.stat().st_size for path in weights) / 1e6
-        found = f"{config.model_type}, {megabytes:.1f} MB, context {config.max_context_len}"
-        yield Finding("model", Verdict.GOOD, found)
+    yield _check_weights(settings)
     try:
-        yield asyncio.run(_check_text(directory))
+        yield asyncio.run(_check_text(settings))
     except ModelError as error:
         advice = "fetch tokenizer.json and the files beside it again"
         yield Finding("tokenizer", Verdict.WRONG, str(error), advice)
 
 
-async def _check_text(directory: Path) -> Finding:
-    text = await load_model_text(directory)
+def _check_weights(settings: Settings) -> Finding:
+    """Compare the tensors there are with those that the model must have, and plan its memory."""
+    try:
+        from session_server.engine_wiring import plan_service
+
+        plan = plan_service(settings)
+    except ImportError as error:
+        return Finding("model", Verdict.WRONG, f"cannot load torch: {error}", "install torch")
+    except ModelError as error:
+        advice = "fetch the weights again, as safetensors; other formats are not read"
+        return Finding("model", Verdict.WRONG, str(error), advice)
+    except ValueError as error:
+        advice = "free memory, or serve with --mem-fraction-static or a small --context-length"
+        return Finding("model", Verdict.WRONG, str(error), advice)
+    config = plan.found.config
+    found = (
+        f"{config.model_type}, {plan.found.stored_bytes / 1e6:.1f} MB, context {plan.max_turn_len}"
+    )
+    if plan.max_turn_len < config.max_context_len:
+        advice = "free memory, or serve with a larger --mem-fraction-static"
+        found += f" of {config.max_context_len}: KV memory holds no more"
+        return Finding("model", Verdict.WARNING, found, advice)
+    return Finding("model", Verdict.GOOD, found)
+
+
+async def _check_text(settings: Settings) -> Finding:
+    _, text = await open_model(settings)
     await text.close()
     if text.chat is None:
         advice = "only raw text and token ids can be sent; messages need a chat template"

@@ -9,7 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from cache.capacity import ForgetfulRoom
 from cache.session_cache import SessionAwareCache
+from cache.spec import CacheSpec, Capacity
 from cache.types import NULL_ROW, TurnId
 from session_server.config import Settings, model_directory
 from session_server.core.batch import Batch, BatchRow, Runner, SamplingStart
@@ -37,6 +38,7 @@ from session_server.models.errors import DraftMismatch, ModelError
 from session_server.models.hub import model_fingerprint, resolve_model
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
+from session_server.runner.survey import Survey, survey
 from session_server.text.model_text import ModelTokens, load_model_tokens
 
 _LOG: Final = logging.getLogger("session_server.engine")
@@ -65,8 +67,6 @@ def build_engine(settings: Settings) -> EngineAssembly:
     )
     started_s = time.monotonic()
     loaded = load_runner(directory, options, progress=_progress_lines())
-    capacity = loaded.plan.capacity
-    quota = int(max(capacity.num_pages.values()) * settings.cache.pinned_fraction)
     _LOG.info(
         "model loaded seconds=%.1f device=%s dtype=%s kv_dtype=%s kv_mib=%.0f (%s)",
         time.monotonic() - started_s,
@@ -77,27 +77,92 @@ def build_engine(settings: Settings) -> EngineAssembly:
         loaded.plan.reason,
     )
     _log_pools(loaded)
-    speculation = _speculation(settings)
-    engine = Engine(
-        SessionAwareCache(loaded.spec, capacity, pinned_quota_pages=quota),
+    engine = _make_engine(
+        settings,
+        loaded.spec,
+        loaded.plan.capacity,
+        vocab_size=loaded.config.vocab_size,
+        eos_token_ids=eos_token_ids,
+        fingerprint=model_fingerprint(directory),
+    )
+    _warn_of_short_context(engine.max_turn_len, loaded.plan.capacity.max_context_len)
+    warm_up(loaded.runner, _speculation(settings))
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    return EngineAssembly(engine, loaded.runner, _ready(loaded, engine, eos_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    """What `build_engine` would make of the same settings.
+
+    `max_turn_len`: tokens that a context may have; `EngineReady` says the same.
+    """
+
+    found: Survey
+    max_turn_len: int
+
+
+def plan_service(settings: Settings, options: RunnerOptions | None = None) -> ServicePlan:
+    """Plan what a server with these settings would serve; no weights are read.
+
+    Args:
+        settings: of the server.
+        options: instead of those that the settings make.
+
+    Raises:
+        ModelError: the checkpoint cannot be served.
+        ValueError: the settings ask for what the machine or the model does not have.
+    """
+    found = survey(model_directory(settings.model), options or runner_options(settings))
+    engine = _make_engine(
+        settings,
+        found.spec,
+        found.plan.capacity,
+        vocab_size=found.config.vocab_size,
+        eos_token_ids=(),
+        fingerprint="",
+    )
+    return ServicePlan(found, engine.max_turn_len)
+
+
+def _make_engine(
+    settings: Settings,
+    spec: CacheSpec,
+    capacity: Capacity,
+    *,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    fingerprint: str,
+) -> Engine:
+    """Put cache and engine together for a model; the device is not touched."""
+    quota = int(max(capacity.num_pages.values()) * settings.cache.pinned_fraction)
+    return Engine(
+        SessionAwareCache(spec, capacity, pinned_quota_pages=quota),
         EngineSettings(
-            model_fingerprint=model_fingerprint(directory),
-            vocab_size=loaded.config.vocab_size,
+            model_fingerprint=fingerprint,
+            vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             max_running=settings.engine.max_running_turns,
             max_waiting=settings.sessions.max_sessions,
             max_sessions=settings.sessions.max_sessions * 2,
             chunk_tokens=settings.engine.chunked_prefill_size,
             num_in_flight=2 if settings.engine.overlap else 1,
-            speculation=speculation,
+            speculation=_speculation(settings),
             memory=MemoryPolicy(settings.cache.memory_check, settings.cache.probe_interval_s),
         ),
         stopwatch=time.perf_counter,
     )
-    warm_up(loaded.runner, speculation)
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
-    return EngineAssembly(engine, loaded.runner, _ready(loaded, engine, eos_token_ids))
+
+
+def _warn_of_short_context(max_turn_len: int, context_len: int) -> None:
+    if max_turn_len < context_len:
+        _LOG.warning(
+            "KV memory holds less than one context: %d tokens are served instead of %d; raise "
+            "--mem-fraction-static or --max-total-tokens, or lower --pinned-fraction",
+            max_turn_len,
+            context_len,
+        )
 
 
 def _log_pools(loaded: LoadedRunner) -> None:
@@ -224,7 +289,6 @@ def _ready(loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...])
     capacity = loaded.plan.capacity
     return EngineReady(
         epoch=1,
-        max_context_len=capacity.max_context_len,
         max_turn_len=engine.max_turn_len,
         vocab_size=loaded.config.vocab_size,
         eos_token_ids=eos_token_ids,

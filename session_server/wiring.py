@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from session_server.config import EngineMode, Settings, model_directory
+from session_server.config import EngineMode, Settings
 from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
@@ -32,12 +32,12 @@ from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.metrics.logging import LOGGER_NAME, EventLog, configure_logging
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.models.errors import ModelError
-from session_server.models.registry import load_config
+from session_server.served_model import open_model
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.text.model_text import ModelText, load_model_text
+from session_server.text.model_text import ModelText
 from session_server.web import app as web_app
 from session_server.web import server as web_server
 from session_server.web.listener import (
@@ -73,22 +73,11 @@ def serve(settings: Settings) -> int:
     return EXIT_FAILED
 
 
-def check_context_length(settings: Settings, model_context_len: int) -> None:
-    """Raise ValueError when more context is asked for than the model was made for, tokens."""
-    wanted = settings.model.context_length
-    if wanted is not None and wanted > model_context_len:
-        raise ValueError(
-            f"--context-length {wanted} exceeds the {model_context_len} tokens of the model"
-        )
-
-
 async def _serve(settings: Settings, logger: logging.Logger) -> int:
     # Before the engine: what it would refuse is refused at once, and an address in use should not
     # take a model's loading time to find out.
     try:
-        directory = model_directory(settings.model)
-        check_context_length(settings, load_config(directory).max_context_len)
-        text = await load_model_text(directory)
+        directory, text = await open_model(settings)
     except (ModelError, ValueError) as error:
         print(f"session-server serve: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
@@ -222,7 +211,7 @@ def make_services(
             name=settings.model.served_name or _name_of(settings, directory),
             path=directory.name,
             vocab_size=ready.vocab_size,
-            max_context=ready.max_context_len,
+            max_context=ready.max_turn_len,
             created_s=int(time.time()),
             token_text=_token_text(text),
             defaults=msgspec.structs.replace(

@@ -9,8 +9,11 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from session_server import doctor
+from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
+from session_server.cli import main
 from session_server.doctor import Verdict
 
 
@@ -76,3 +79,33 @@ def test_a_checkpoint_that_cannot_be_served_is_named(
     assert findings[0].verdict is Verdict.WRONG
     assert words in findings[0].found
     assert findings[0].advice
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_random_checkpoint(tmp_path, RandomModel(num_layers=1, context_len=64))
+
+
+def test_a_missing_tensor_is_found_without_reading_any(checkpoint: Path) -> None:
+    assert {finding.verdict for finding in doctor.check_model(checkpoint)} == {Verdict.GOOD}
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path)
+    model, tokenizer = doctor.check_model(checkpoint)
+    assert model.verdict is Verdict.WRONG
+    assert "missing tensors: model.norm.weight" in model.found
+    assert tokenizer.verdict is Verdict.GOOD
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+def test_serve_inspect_and_doctor_refuse_a_checkpoint_in_the_same_words(
+    checkpoint: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / name).unlink(missing_ok=True)
+    (checkpoint / name).symlink_to("/dev/zero")
+    reason = f"{checkpoint / name} is a link that leads out of the checkpoint's directory"
+    for command in (["serve", "--model-path"], ["inspect"]):
+        assert main([*command, str(checkpoint)]) == 2
+        assert capsys.readouterr().err == f"session-server {command[0]}: {reason}\n"
+    assert reason in {finding.found for finding in doctor.check_model(checkpoint)}

@@ -47,9 +47,9 @@ class EngineReady(Event, frozen=True, tag=True, kw_only=True):
     """The engine serves. `epoch` grows with every restart; older sessions are unknown to it."""
 
     epoch: int
-    max_context_len: int
     max_turn_len: int
-    """Longest context one turn may reach: the smaller of context length and pool."""
+    """Tokens that a context may have: the model's or the configured length, or what the pools hold
+    if that is less. The one number that clients are told."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size: int

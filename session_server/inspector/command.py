@@ -16,12 +16,14 @@ A server that runs is asked with `session-server audit`.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console
@@ -29,8 +31,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from session_server import flags
-from session_server.config import model_directory
-from session_server.engine_wiring import runner_options
+from session_server.config import Settings
+from session_server.engine_wiring import plan_service, runner_options
 from session_server.inspector.report import (
     LayerFigures,
     MemoryFigures,
@@ -41,7 +43,7 @@ from session_server.inspector.report import (
     make_report,
 )
 from session_server.models.errors import ModelError
-from session_server.runner.survey import survey
+from session_server.served_model import open_model
 
 MEMORY_FLAGS: Final = (
     "--dtype",
@@ -53,6 +55,7 @@ MEMORY_FLAGS: Final = (
     "--max-total-tokens",
     "--max-resident-sessions",
     "--swa-full-tokens-ratio",
+    "--pinned-fraction",
     "--chunked-prefill-size",
     "--disable-overlap-schedule",
 )
@@ -124,10 +127,13 @@ def headline(model: ModelFigures) -> str:
         if model.active_parameters < model.parameters
         else ""
     )
+    context = f"context {model.context_len:,}"
+    if model.context_len < model.model_context_len:
+        context += f" of {model.model_context_len:,}"
     return (
         f"[bold]{escape(model.model_type)}[/] · {_count(model.parameters)} parameters{active} · "
         f"vocabulary {model.vocab_size:,} · hidden {model.hidden_size:,} · "
-        f"context {model.context_len:,}\n"
+        f"{context}\n"
         f"weights: {_size(model.stored_bytes)} in files ({model.stored_dtype}), "
         f"{_size(model.weight_bytes)} in memory ({model.dtype} on {model.device})"
     )
@@ -199,13 +205,22 @@ def _report(args: argparse.Namespace) -> Report:
         )
     settings = flags.read_settings(args)
     model = settings.model.model_copy(update={"path": args.model})
+    settings = settings.model_copy(update={"model": model})
+    directory = asyncio.run(_opened(settings))
     options = runner_options(settings)
     if args.memory is not None:
         fraction = options.memory.fraction or 1.0
         limits = replace(options.memory, free_bytes=args.memory, fraction=fraction)
         options = replace(options, memory=limits)
-    directory = model_directory(model)
-    return make_report(str(directory), survey(directory, options), args.lengths)
+    plan = plan_service(settings, options)
+    return make_report(str(directory), plan.found, args.lengths, max_turn_len=plan.max_turn_len)
+
+
+async def _opened(settings: Settings) -> Path:
+    """Refuse what `serve` would refuse. Returns where the model's files are."""
+    directory, text = await open_model(settings)
+    await text.close()
+    return directory
 
 
 def _cells(sizes: list[int]) -> list[str]:

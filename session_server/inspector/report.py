@@ -47,7 +47,8 @@ class ModelFigures:
     """`dtype`: what it is computed in, `stored_dtype`: what its configuration says it was saved in.
 
     `active_parameters`: those that one token meets. `stored_bytes`: of the files, `weight_bytes`:
-    of the weights in memory.
+    of the weights in memory. `context_len`: tokens that a context may have here,
+    `model_context_len`: what the model was made for.
     """
 
     path: str
@@ -62,6 +63,7 @@ class ModelFigures:
     vocab_size: int
     hidden_size: int
     context_len: int
+    model_context_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +120,19 @@ class Report:
     sessions: tuple[SessionFigures, ...]
 
 
-def make_report(path: str, found: Survey, lengths: Sequence[int] = ()) -> Report:
+def make_report(
+    path: str, found: Survey, lengths: Sequence[int] = (), *, max_turn_len: int | None = None
+) -> Report:
     """Put the figures together.
 
     Args:
         path: of the checkpoint, as it was asked for.
         found: what its headers say.
         lengths: tokens of the sessions asked about; the usual ones where there are none.
+        max_turn_len: tokens that a context may have; None for all that a row addresses.
     """
     config, plan = found.config, found.plan
+    context_len = plan.capacity.max_context_len if max_turn_len is None else max_turn_len
     return Report(
         model=ModelFigures(
             path=path,
@@ -140,14 +146,15 @@ def make_report(path: str, found: Survey, lengths: Sequence[int] = ()) -> Report
             weight_bytes=found.weight_bytes,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            context_len=plan.capacity.max_context_len,
+            context_len=context_len,
+            model_context_len=config.max_context_len,
         ),
         layers=_layers(config),
         pools=_pools(found),
         memory=MemoryFigures(plan.free_bytes, plan.kv_bytes, plan.reason, plan.capacity.num_rows),
         sessions=tuple(
-            session_figures(found, length)
-            for length in lengths or usual_lengths(plan.capacity.max_context_len)
+            session_figures(found, length, max_turn_len=context_len)
+            for length in lengths or usual_lengths(context_len)
         ),
     )
 
@@ -157,8 +164,10 @@ def usual_lengths(context_len: int) -> tuple[int, ...]:
     return (*(length for length in USUAL_LENGTHS if length < context_len), context_len)
 
 
-def session_figures(found: Survey, length: int) -> SessionFigures:
-    """What a parked session of `length` tokens takes, and how many fit."""
+def session_figures(
+    found: Survey, length: int, *, max_turn_len: int | None = None
+) -> SessionFigures:
+    """Work out what a parked session of `length` tokens takes, and how many fit."""
     page_size, capacity = found.spec.page_size, found.plan.capacity
     pages = {
         component.pool: pages_at_rest(component, length, page_size)
@@ -168,7 +177,7 @@ def session_figures(found: Survey, length: int) -> SessionFigures:
     # Page 0 of every pool is padding.
     held = capacity.pool_pages(found.spec)
     fitting = min((held[pool] - 1) // num for pool, num in pages.items())
-    is_too_long = length > capacity.max_context_len
+    is_too_long = length > (max_turn_len or capacity.max_context_len)
     return SessionFigures(
         length=length,
         pages={str(pool): num for pool, num in pages.items()},

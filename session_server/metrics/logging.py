@@ -50,7 +50,7 @@ class EventLog:
                     event.device,
                     event.dtype,
                     event.backend,
-                    event.max_context_len,
+                    event.max_turn_len,
                     event.num_pages,
                 )
             case EngineDied():

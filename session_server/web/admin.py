@@ -67,7 +67,7 @@ async def list_models(caller: Caller) -> Response:
         object="model",
         created=card.created_s,
         owned_by="session-server",
-        max_model_len=card.max_context,
+        max_model_len=caller.services.max_context,
     )
     return JsonResponse(ModelList(object="list", data=[model]))
 

@@ -49,7 +49,9 @@ class WebSettings:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The one model served. `token_text` gives the text of one token id, for logprobs."""
+    """The one model served. `max_context`: tokens that a context may have, by the engine that
+    started first; ask `AppServices.max_context`. `token_text` gives the text of one token id, for
+    logprobs."""
 
     name: str
     path: str
@@ -70,3 +72,9 @@ class AppServices:
     settings: WebSettings
     server_args: dict[str, object] = field(default_factory=dict)
     now_s: Callable[[], float] = time.monotonic
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a context may have, by the engine that runs; a restart may change it."""
+        ready = self.sessions.engine_ready
+        return self.model.max_context if ready is None else ready.max_turn_len

@@ -23,6 +23,7 @@ from session_server.core.errors import (
     SessionNotFound,
     SessionServerError,
 )
+from session_server.core.events import EngineReady
 from session_server.core.ids import new_turn_id
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
@@ -194,7 +195,7 @@ async def model_info(caller: Caller) -> Response:
             "weight_version": "default",
             "served_model_name": card.name,
             "vocab_size": card.vocab_size,
-            "context_length": card.max_context,
+            "context_length": caller.services.max_context,
         }
     )
 
@@ -216,14 +217,19 @@ async def server_info(caller: Caller) -> Response:
     return JsonResponse(
         {
             **caller.services.server_args,
-            "context_length": caller.services.model.max_context,
+            "context_length": caller.services.max_context,
             "page_size": None if ready is None else ready.page_size,
-            "max_total_num_tokens": None if ready is None else ready.num_pages * ready.page_size,
+            "max_total_num_tokens": None if ready is None else _num_tokens(ready),
             "served_model_name": caller.services.model.name,
             "version": metadata.version("session-server"),
             "internal_states": [internal],
         }
     )
+
+
+def _num_tokens(ready: EngineReady) -> int:
+    """What the largest pool holds; its first page is padding."""
+    return (ready.num_pages - 1) * ready.page_size
 
 
 def _state_of(request: Request) -> SGLangState:

@@ -91,7 +91,7 @@ def hello_frame(
         model=services.model.name,
         limits=LimitsBody(
             max_message_bytes=settings.max_message_bytes,
-            max_context=services.model.max_context,
+            max_context=services.max_context,
             max_queued_turns=settings.max_queued_turns,
             replay_bytes=settings.replay_bytes,
             idle_ttl_s=view.ttl_s,

@@ -107,7 +107,6 @@ class HandEngine:
         stage = self._stage
         return EngineReady(
             epoch=self._epoch,
-            max_context_len=stage.max_context_len,
             max_turn_len=self.bench.engine.max_turn_len,
             vocab_size=stage.vocab_size,
             eos_token_ids=(EOS,),

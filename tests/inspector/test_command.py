@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from session_server.config import CacheSettings, ModelSettings, Settings
+from session_server.engine_wiring import build_engine
 from session_server.inspector import command
 from tests.oracle.checkpoints import write_checkpoint
+from tests.text.tiny_models import write_model
 
 
 def inspect(*words: str) -> int:
@@ -22,7 +25,8 @@ def inspect(*words: str) -> int:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    return write_checkpoint("gemma2", tmp_path / "gemma2")
+    directory = write_checkpoint("gemma2", tmp_path / "gemma2")
+    return write_model(directory, "chatml")
 
 
 def rewrite(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
@@ -58,6 +62,25 @@ def test_json_is_the_same_for_a_program(
     assert sum(pool["bytes"] for pool in found["pools"]) == found["memory"]["kv_bytes"] <= 1 << 20
     assert [session["length"] for session in found["sessions"]] == [64]
     assert found["sessions"][0]["fit"] > 0
+
+
+def test_the_context_is_the_one_that_is_served(capsys: pytest.CaptureFixture[str]) -> None:
+    """A quarter of the pages is kept for pinned sessions, as long as they may pin so much."""
+    words = ("--max-total-tokens", "1024", "--json", "--lengths", "767,768,1024")
+
+    def context(*flags: str) -> tuple[int, list[bool]]:
+        assert inspect(*words, *flags) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["model"]["model_context_len"] == 4096
+        return found["model"]["context_len"], [each["is_too_long"] for each in found["sessions"]]
+
+    settings = Settings(
+        model=ModelSettings(device="cpu"), cache=CacheSettings(max_total_tokens=1024)
+    )
+    served, too_long = context()
+    assert served == build_engine(settings).ready.max_turn_len < 1024
+    assert too_long == [served < 767, served < 768, True]
+    assert context("--pinned-fraction", "0") == (1024, [False, False, False])
 
 
 @pytest.mark.parametrize(
@@ -106,6 +129,7 @@ def test_what_is_no_size_and_no_length_is_refused_by_flag(
         (("--page-size", "0"), "--page-size"),
         (("--memory", "1"), "raise the memory"),
         (("no/such/model/at/all",), "no such directory"),
+        (("--context-length", "5000"), "--context-length 5000 exceeds the 4096 tokens"),
     ],
 )
 def test_what_cannot_be_shown_is_said_in_a_line(
@@ -135,6 +159,8 @@ def test_what_serve_would_refuse_is_named(
     assert "unexpected tensors: extra.weight" in said()
     path.write_bytes(path.read_bytes()[:-1])
     assert "model.safetensors cannot be read" in said()
+    (checkpoint / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in said()
     (checkpoint / "config.json").write_text('{"model_type": "gpt9"}')
     assert "model_type 'gpt9' is not implemented; known: " in said()
 

@@ -217,7 +217,6 @@ def test_events_worth_a_line_get_one(caplog: pytest.LogCaptureFixture) -> None:
         log.on_event(
             EngineReady(
                 epoch=1,
-                max_context_len=1,
                 max_turn_len=1,
                 vocab_size=1,
                 eos_token_ids=(),

@@ -174,7 +174,6 @@ class PaperEngine:
         self.events.append(
             EngineReady(
                 epoch=self.epoch,
-                max_context_len=self.max_turn_len,
                 max_turn_len=self.max_turn_len,
                 vocab_size=self.vocab_size,
                 eos_token_ids=self.eos_ids,

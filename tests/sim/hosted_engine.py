@@ -111,7 +111,6 @@ class HostedEngine:
         cache, model = self.stage.cache, self.stage.device.model
         return EngineReady(
             epoch=self._epoch,
-            max_context_len=cache.max_context_len,
             max_turn_len=self.stage.engine.max_turn_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.alphabet[:1],

@@ -184,7 +184,7 @@ async def serving_over(
             name="paper",
             path="paper",
             vocab_size=ready.vocab_size,
-            max_context=ready.max_context_len,
+            max_context=ready.max_turn_len,
             created_s=1,
             token_text=lambda token_id: manager.text.tokenizer.decode([token_id]),
         ),
