@@ -6,11 +6,8 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Protocol
 
-from cache.session_cache import SessionAwareCache
 from cache.types import SessionId, TurnId
-from session_server.core.batch import Batch, StepResult
 from session_server.core.commands import (
     CloseSession,
     EngineCommand,
@@ -21,9 +18,8 @@ from session_server.core.commands import (
 )
 from session_server.core.events import EngineEvent, TokensProduced, TurnFailed, TurnFinished
 from session_server.core.sampling import SamplingParams
-from session_server.engine.engine import Engine
-from session_server.engine.settings import EngineSettings
 from tests.differential.traces import PlannedSession, PlannedTurn
+from tests.sim.hand_engine import HandEngine
 
 NUM_TOGETHER = 9
 """Conversations that go on at the same time."""
@@ -51,16 +47,6 @@ CONFIGS = [
 ]
 
 
-class Device(Protocol):
-    """Executes launches in order, when told to."""
-
-    def launch(self, batch: Batch) -> None: ...
-
-    def execute(self) -> StepResult: ...
-
-    def __len__(self) -> int: ...
-
-
 @dataclass
 class Conversation:
     """A session under way, as its client sees it. The engine holds `held_len` tokens of it."""
@@ -78,20 +64,15 @@ class Conversation:
 
 
 class Player:
-    """One engine and its device. `answers`: what stays in the history of each turn; `margins`: by
+    """Plays on one engine. `answers`: what stays in the history of each turn; `margins`: by
     how much, in log-probability, each token of a greedy turn led the next best, where turns ask
     for both; `reached` counts what happened on the way.
     """
 
-    def __init__(
-        self, config: Config, cache: SessionAwareCache, settings: EngineSettings, device: Device
-    ) -> None:
+    def __init__(self, config: Config, hand: HandEngine) -> None:
         self._config = config
-        self._cache = cache
-        self._engine = Engine(cache, settings)
-        self._device = device
+        self._hand = hand
         self._live: dict[str, Conversation] = {}
-        self._now_s = 0.0
         self.answers: dict[str, tuple[int, ...]] = {}
         self.margins: list[float] = []
         self.reached: Counter[str] = Counter()
@@ -99,30 +80,27 @@ class Player:
     def play(self, trace: Sequence[PlannedSession]) -> None:
         """Hold all conversations, some at a time, and see that every page came home."""
         to_come = iter(trace)
-        outcome = self._engine.step(0.0, self._begin(to_come, NUM_TOGETHER), [])
+        hand = self._hand
+        outcome = hand.step(0.0, self._begin(to_come, NUM_TOGETHER), [])
         while True:
-            commands = self._hear(outcome.events, to_come)
-            if outcome.batch is not None:
-                self._device.launch(outcome.batch)
-            results = []
+            commands, results = self._hear(outcome.events, to_come), []
             if outcome.is_blocked and not commands:
-                if not len(self._device):
+                if not hand.num_launched:
                     break
-                results.append(self._device.execute())
-            self._now_s += 0.01
-            outcome = self._engine.step(self._now_s, commands, results)
+                results = hand.take_results(1)
+            outcome = hand.step(0.01 * hand.num_steps, commands, results)
         assert not self._live, f"{list(self._live)} did not come to their end"
-        self._engine.step(self._now_s, [FlushCache(request_id=1)], [])
-        while not self._engine.audit_slice():
+        hand.step(0.01 * hand.num_steps, [FlushCache(request_id=1)], [])
+        while not hand.engine.audit_slice():
             pass
-        counters = self._engine.counters
+        counters = hand.engine.counters
         self.reached["turns"] += len(self.answers)
         self.reached["retractions"] += counters.retractions
         self.reached["coolings"] += counters.coolings
         self.reached["right guesses"] += counters.accepted_tokens
         self.reached["wrong guesses"] += counters.draft_tokens - counters.accepted_tokens
         self.reached["overshoots"] += counters.overshoots
-        for accounts in self._cache.accounts().values():
+        for accounts in hand.cache.accounts().values():
             assert accounts.free == accounts.pages - 1, "a page did not come home"
 
     def _begin(self, to_come: Iterator[PlannedSession], number: int) -> list[EngineCommand]:

@@ -11,28 +11,18 @@ from functools import cache
 import pytest
 
 from cache.errors import CacheError
-from cache.session_cache import SessionAwareCache
-from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
-from cache.types import PoolName
-from session_server.engine.settings import (
-    Drafter,
-    EngineSettings,
-    MemoryCheck,
-    MemoryPolicy,
-    Speculation,
-)
+from session_server.engine.settings import Drafter, MemoryCheck
 from tests.differential.player import CONFIGS, NUM_TOGETHER, Config, Player
 from tests.differential.traces import PlannedSession, Size, make_trace
 from tests.mutants import in_books, in_leases, in_radix, in_settling
 from tests.mutants.mutant import Mutant
-from tests.sim.device import EchoRunner, PoolShape
 from tests.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
+from tests.sim.hand_engine import HandEngine, Sizes
 
 NUM_TURNS = 1_000
 POOL_TOKENS = 192
 MAX_CONTEXT_LEN = 128
 MODEL = EchoModel(num_repeats=2)
-POOL = PoolName("full")
 
 
 @cache
@@ -62,24 +52,21 @@ def expected() -> dict[str, tuple[int, ...]]:
 
 def play(config: Config, num_sessions: int | None = None) -> Player:
     """The trace (or its beginning) in one configuration, on a pool too small for all of it."""
-    group = LayerGroup(POOL, LayerKind.FULL, (0,), 1, 1, 4)
-    num_pages = POOL_TOKENS // config.page_size + 1
-    capacity = Capacity({POOL: num_pages}, NUM_TOGETHER + 2, MAX_CONTEXT_LEN)
-    settings = EngineSettings(
-        model_fingerprint="echo",
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(EOS,),
+    sizes = Sizes(
+        page_size=config.page_size,
+        num_pages=POOL_TOKENS // config.page_size,
+        num_rows=NUM_TOGETHER + 2,
+        max_context_len=MAX_CONTEXT_LEN,
         max_running=6,
         chunk_tokens=config.chunk_tokens,
         num_in_flight=2 if config.overlap else 1,
-        speculation=Speculation(config.num_drafts, Drafter.MODEL),
-        memory=MemoryPolicy(MemoryCheck.WARN),
+        num_drafts=config.num_drafts,
+        drafter=Drafter.MODEL,
+        memory_check=MemoryCheck.WARN,
     )
-    row_pages = -(-MAX_CONTEXT_LEN // config.page_size)
-    shape = PoolShape(num_pages, config.page_size, capacity.num_rows, row_pages)
-    runner = EchoRunner({POOL: shape}, salt_of=lambda _: "all", model=MODEL)
-    cache = SessionAwareCache(CacheSpec((group,), config.page_size), capacity)
-    player = Player(config, cache, settings, runner)
+    hand = HandEngine.of(sizes, model=MODEL)
+    hand.device.assume_salt("all")
+    player = Player(config, hand)
     player.play(trace()[:num_sessions])
     return player
 

@@ -4,7 +4,6 @@ pair of settings somewhere.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import astuple
 from functools import cache
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from cache.session_cache import SessionAwareCache
-from session_server.core.batch import Batch, StepResult
 from session_server.engine.settings import (
     Drafter,
     EngineSettings,
@@ -25,11 +23,11 @@ from session_server.engine.settings import (
 )
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
-from session_server.runner.model_runner import ModelRunner
 from tests.differential.player import CONFIGS, NUM_TOGETHER, Config, Player
 from tests.differential.traces import PlannedSession, Size, make_trace
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import WEIGHT_STD, write_checkpoint
+from tests.sim.hand_engine import HandEngine, LateDevice
 
 NUM_TURNS = 100
 SMALLEST_MARGIN = 1e-4
@@ -39,23 +37,6 @@ PLAIN = Config(overlap=False, num_drafts=0, page_size=16, chunk_tokens=64, share
 SIZE = Size(num_inputs=(1, 9), num_outputs=(1, 16))
 
 Pair = tuple[int, object, int, object]
-
-
-class LateDevice:
-    """A runner that computes a launch only when asked for its result."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._queue: deque[Batch] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def launch(self, batch: Batch) -> None:
-        self._queue.append(batch)
-
-    def execute(self) -> StepResult:
-        return self._runner.launch(self._queue.popleft()).wait()
 
 
 def pairs_of(config: Config) -> set[Pair]:
@@ -124,7 +105,7 @@ def play(config: Config, checkpoint: Path) -> Player:
         memory=MemoryPolicy(MemoryCheck.STRICT),
     )
     cache = SessionAwareCache(loaded.spec, loaded.plan.capacity)
-    player = Player(config, cache, settings, LateDevice(loaded.runner))
+    player = Player(config, HandEngine(cache, settings, lambda _: LateDevice(loaded.runner)))
     player.play(trace())
     return player
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from cache.types import TurnId
 from session_server.core.batch import Batch
 from session_server.core.commands import EngineCommand
-from tests.engine.bench import Bench, Stage
+from tests.engine.bench import Bench
 from tests.scenarios.lines import distinct
+from tests.sim.hand_engine import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Crowd:
     `forwards`: per launch, what it gave to each live turn.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Sizes) -> None:
         self.bench = Bench(stage)
         self.guests: dict[str, Guest] = {}
         self.forwards: list[dict[str, Given]] = []

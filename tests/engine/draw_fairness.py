@@ -16,9 +16,9 @@ from unittest.mock import patch
 
 from session_server.engine import plan
 from session_server.engine.settings import MemoryCheck
-from tests.engine.bench import Stage
 from tests.engine.crowd import Coming, Crowd
 from tests.mutants.guards import FIRST_COME_TAKES_ALL
+from tests.sim.hand_engine import Sizes
 
 HOG_LENS = (0, 250, 500, 1000, 1500, 2000, 3000, 4000)
 NUM_HOGS = range(7)
@@ -27,7 +27,7 @@ SHORT = {f"t{i}": Coming(8, max_new=4) for i in range(16)}
 
 def worst_first_token(hogs: dict[str, Coming], *, num_pages: int, max_context_len: int) -> int:
     """Forwards until the last of 16 short turns behind some hogs has its first token."""
-    stage = Stage(
+    stage = Sizes(
         num_pages=num_pages,
         num_rows=64,
         max_context_len=max_context_len,

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from session_server.core.batch import SamplingStart
-from tests.engine.bench import Bench, Stage
+from tests.engine.bench import Bench
+from tests.sim.hand_engine import Sizes
 
 PROMPT_LEN = 18
 
 
 def starts_of_a_retracted_turn(**sampling: object) -> tuple[list[SamplingStart], list[int]]:
     """Every start sent for a turn that is retracted in mid-decode, and its outputs."""
-    bench = Bench(Stage(num_pages=14, chunk_tokens=64))
+    bench = Bench(Sizes(num_pages=14, chunk_tokens=64))
     old, young = bench.open("old"), bench.open("young")
     bench.run(
         bench.submit_command(old, "a", tuple(range(1, 18)), max_tokens=30),

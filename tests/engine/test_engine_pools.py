@@ -9,13 +9,14 @@ import pytest
 from cache.types import SessionId, TurnId, pages_for
 from session_server.core.events import SessionCooled
 from tests.cache.headroom import headroom
-from tests.engine.bench import Bench, Stage
+from tests.engine.bench import Bench
+from tests.sim.hand_engine import Sizes
 from tests.sim.layers import POOLS, LayerKind, Layers, Mixture
 
 WINDOW = 8
 FULL, WINDOWED = POOLS[LayerKind.FULL], POOLS[LayerKind.WINDOW]
 MIXTURES = (Mixture.FULL_AND_WINDOW, Mixture.WINDOW, Mixture.LATENT, Mixture.FULL_AND_RECURRENT)
-STAGE = Stage(chunk_tokens=8, num_rows=8, max_running=4, max_context_len=200)
+STAGE = Sizes(chunk_tokens=8, num_rows=8, max_running=4, max_context_len=200)
 
 
 def prompt(name: int, length: int) -> tuple[int, ...]:
@@ -23,7 +24,7 @@ def prompt(name: int, length: int) -> tuple[int, ...]:
     return tuple(1 + (name * 13 + i * i) % 31 for i in range(length))
 
 
-def stage(mixture: Mixture, *, num_pages: int, window_pages: int | None = None) -> Stage:
+def stage(mixture: Mixture, *, num_pages: int, window_pages: int | None = None) -> Sizes:
     return replace(STAGE, num_pages=num_pages, layers=Layers(mixture, WINDOW, window_pages))
 
 
@@ -122,7 +123,7 @@ def test_a_turn_takes_no_more_of_a_window_pool_than_it_was_priced_at(
     before = slot.protected_pages[WINDOWED] + slot.private_pages[WINDOWED]
     component = next(c for c in bench.cache.stores.components if c.pool == WINDOWED)
     assert before <= component.parked_pages(10_000)
-    most = component.running_pages(10_000, num_in_flight * bench.stage.chunk_tokens)
+    most = component.running_pages(10_000, num_in_flight * bench.sizes.chunk_tokens)
     seen = 0
     outcome = bench.step(
         bench.submit_command(session_id, "t", prompt(2, 80), base_len=30, max_tokens=60)
@@ -143,7 +144,7 @@ def test_a_turn_takes_no_more_of_a_window_pool_than_it_was_priced_at(
 
 def test_a_turn_over_windows_alone_is_as_long_as_a_context() -> None:
     bench = Bench(stage(Mixture.WINDOW, num_pages=20))
-    assert bench.engine.max_turn_len == bench.stage.max_context_len == 200
+    assert bench.engine.max_turn_len == bench.sizes.max_context_len == 200
     bench.run(bench.submit_command(bench.open("s"), "t", prompt(1, 150), max_tokens=50))
     assert bench.finished("t").history_len == 200
     bench.expect("t", prompt(1, 150))

@@ -24,10 +24,12 @@ from session_server.core.events import (
     SessionRefused,
     TurnStarted,
 )
+from session_server.engine.engine import Engine
 from session_server.engine.settings import EngineSettings
 from session_server.engine.turn import TRANSITIONS, TurnState
-from tests.engine.bench import POOL, Bench, Stage
+from tests.engine.bench import POOL, Bench
 from tests.sim.echo import EOS, replay, replay_scores
+from tests.sim.hand_engine import Sizes
 
 PROMPT = tuple(1 + i % 31 for i in range(20))
 
@@ -92,7 +94,7 @@ def test_ignore_eos_goes_on_and_a_stop_token_still_stops() -> None:
 
 @pytest.mark.parametrize("num_in_flight", [1, 2])
 def test_max_tokens_zero_computes_the_prompt_and_says_nothing(num_in_flight: int) -> None:
-    bench = Bench(Stage(chunk_tokens=7, num_in_flight=num_in_flight))
+    bench = Bench(Sizes(chunk_tokens=7, num_in_flight=num_in_flight))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=0))
     end = bench.finished("t")
@@ -115,7 +117,7 @@ def test_a_turn_without_new_tokens_goes_on_from_the_history() -> None:
 
 
 def test_a_turn_cancelled_while_it_waits_says_that_the_engine_has_nothing_of_it() -> None:
-    bench = Bench(Stage(max_running=1))
+    bench = Bench(Sizes(max_running=1))
     busy, queued = bench.open("busy"), bench.open("queued", tokens=PROMPT[:5])
     bench.step(bench.submit_command(busy, "a", PROMPT))
     bench.step(bench.submit_command(queued, "b", PROMPT[5:], base_len=5))
@@ -128,7 +130,7 @@ def test_a_turn_cancelled_while_it_waits_says_that_the_engine_has_nothing_of_it(
 
 
 def test_a_step_reports_progress_between_chunks_only() -> None:
-    bench = Bench(Stage(chunk_tokens=8))
+    bench = Bench(Sizes(chunk_tokens=8))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT))
     progress = [e for e in bench.events if isinstance(e, PrefillProgressed)]
@@ -139,7 +141,7 @@ def test_a_step_reports_progress_between_chunks_only() -> None:
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
 @pytest.mark.parametrize("start", [0, 1, 6, 7, 8, 19, 20, 25])
 def test_prompt_logprobs_cross_chunks_and_cached_history(chunk_tokens: int, start: int) -> None:
-    bench = Bench(Stage(chunk_tokens=chunk_tokens))
+    bench = Bench(Sizes(chunk_tokens=chunk_tokens))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "warm", PROMPT[:12], max_tokens=0))
     bench.run(
@@ -149,13 +151,13 @@ def test_prompt_logprobs_cross_chunks_and_cached_history(chunk_tokens: int, star
     assert seen.scores == replay_scores("a", PROMPT, start)
     # Published pages are reused whole; one below the first wanted position is computed for it.
     reusable = min(12, max(0, start - 1))
-    assert bench.finished("t").cached_tokens == reusable - reusable % bench.stage.page_size
+    assert bench.finished("t").cached_tokens == reusable - reusable % bench.sizes.page_size
     bench.expect("t", PROMPT)
     bench.close_all()
 
 
 def test_timings_add_up() -> None:
-    bench = Bench(Stage(chunk_tokens=8, num_in_flight=1))
+    bench = Bench(Sizes(chunk_tokens=8, num_in_flight=1))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=4))
     timings = bench.finished("t").timings
@@ -170,7 +172,7 @@ def test_timings_add_up() -> None:
 
 
 def test_a_poisonous_turn_fails_alone_and_its_neighbours_do_not_notice() -> None:
-    bench = Bench(Stage(chunk_tokens=64))
+    bench = Bench(Sizes(chunk_tokens=64))
     names = ["a", "poison", "b", "c"]
     bench.runner.faults.poison_turns.add(TurnId("poison"))
     commands = []
@@ -187,7 +189,7 @@ def test_a_poisonous_turn_fails_alone_and_its_neighbours_do_not_notice() -> None
 
 @pytest.mark.parametrize("step", range(1, 9))
 def test_a_forward_that_fails_once_is_done_again(step: int) -> None:
-    bench = Bench(Stage(chunk_tokens=8))
+    bench = Bench(Sizes(chunk_tokens=8))
     bench.runner.faults.fail_steps.add(step)
     one, two = bench.open("one"), bench.open("two")
     bench.run(
@@ -210,8 +212,8 @@ def test_every_code_a_turn_can_fail_with_is_a_wire_code() -> None:
 
 def test_a_session_is_refused_when_it_is_open_or_no_more_fit() -> None:
     bench = Bench()
-    bench.engine = type(bench.engine)(
-        bench.cache, dataclasses.replace(bench.settings, max_sessions=2)
+    bench.hand.engine = Engine(
+        bench.cache, dataclasses.replace(bench.hand.settings, max_sessions=2)
     )
     bench.open("s")
     bench.open("s")
@@ -227,10 +229,9 @@ def test_a_session_is_refused_when_it_is_open_or_no_more_fit() -> None:
 
 
 def test_pinning_beyond_the_quota_is_refused() -> None:
-    bench = Bench(Stage(pinned_quota_pages=2))
+    bench = Bench(Sizes(pinned_quota_pages=2))
     for name, num_tokens in (("fits", 8), ("too big", 9)):
         session_id = SessionId(name)
-        bench.salts[session_id] = "a"
         bench.step(
             OpenSession(
                 session_id=session_id, tenant_salt="a", tokens=PROMPT[:num_tokens], pinned=True
@@ -243,12 +244,11 @@ def test_pinning_beyond_the_quota_is_refused() -> None:
     assert bench.failed("t").code == "quota_exceeded"
     bench.run(bench.submit_command(SessionId("fits"), "u", (), base_len=8, max_tokens=1))
     bench.expect("u", PROMPT[:8])
-    del bench.salts[SessionId("too big")]
     bench.close_all()
 
 
 def test_the_queue_of_turns_has_a_bound() -> None:
-    bench = Bench(Stage(max_running=1, max_waiting=2))
+    bench = Bench(Sizes(max_running=1, max_waiting=2))
     commands = []
     for i in range(5):
         commands.append(bench.submit_command(bench.open(f"s{i}"), f"t{i}", PROMPT))
@@ -286,7 +286,7 @@ def test_what_cannot_run_is_refused_before_it_touches_anything(
 
 
 def test_higher_priority_goes_first_and_equal_ones_in_order_of_arrival() -> None:
-    bench = Bench(Stage(max_running=1))
+    bench = Bench(Sizes(max_running=1))
     commands = []
     for name, priority in (("a", 0), ("b", 0), ("high", 3), ("c", 0)):
         commands.append(
@@ -305,7 +305,7 @@ def test_higher_priority_goes_first_and_equal_ones_in_order_of_arrival() -> None
 
 
 def test_a_turn_of_low_priority_is_not_overtaken_for_ever() -> None:
-    bench = Bench(Stage(max_running=1, num_in_flight=1))
+    bench = Bench(Sizes(max_running=1, num_in_flight=1))
     bench.step(bench.submit_command(bench.open("low"), "low", PROMPT[:5], priority=-1))
     bench.step(CancelTurn(turn_id=TurnId("low"), num_outputs=None))
     bench.run()
@@ -324,7 +324,7 @@ def test_a_turn_of_low_priority_is_not_overtaken_for_ever() -> None:
 def test_the_same_inputs_give_the_same_outputs() -> None:
     runs = []
     for _ in range(2):
-        bench = Bench(Stage(num_pages=20, chunk_tokens=16))
+        bench = Bench(Sizes(num_pages=20, chunk_tokens=16))
         sessions = [bench.open(f"s{i}") for i in range(6)]
         bench.run(
             *(
@@ -351,7 +351,7 @@ def test_flush_waits_for_no_turn_and_touches_nothing_while_one_is_live() -> None
         SessionCooled(session_id=session_id),
         CacheFlushed(request_id=2, done=True),
     ]
-    assert bench.cache.accounts()[POOL].free == bench.stage.num_pages
+    assert bench.cache.accounts()[POOL].free == bench.sizes.num_pages
     bench.close_all()
 
 
@@ -367,7 +367,7 @@ def test_stats_come_once_a_second_of_work_and_never_from_an_idle_engine() -> Non
     bench.step()
     assert len(bench.events) == num_events
     assert stats[-1].prompt_tokens == len(PROMPT)
-    assert stats[-1].pages_total == {"full": bench.stage.num_pages + 1}
+    assert stats[-1].pages_total == {"full": bench.sizes.num_pages + 1}
     bench.close_all()
 
 

@@ -10,16 +10,17 @@ from cache.types import TurnId
 from session_server.core.batch import Batch, BatchRow, StepResult
 from session_server.core.commands import CancelTurn, StopTurn
 from session_server.core.events import FinishReason
-from session_server.engine.settings import Drafter, Speculation
-from tests.engine.bench import POOL, Bench, Stage
+from session_server.engine.settings import Drafter
+from tests.engine.bench import POOL, Bench
 from tests.sim.device import EchoRunner
 from tests.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay
+from tests.sim.hand_engine import Sizes
 
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 
 
 def bench_of(num_drafts: int = 4, drafter: Drafter = Drafter.MODEL, **stage: int) -> Bench:
-    return Bench(Stage(speculation=Speculation(num_drafts, drafter), **stage))
+    return Bench(Sizes(num_drafts=num_drafts, drafter=drafter, **stage))
 
 
 def rows_of(bench: Bench, turn_name: str) -> list[BatchRow]:
@@ -42,7 +43,7 @@ def step_until_verifying(bench: Bench, turn_name: str) -> BatchRow:
 
 @pytest.mark.parametrize("num_in_flight", [1, 2])
 def test_fewer_forwards_say_the_same(num_in_flight: int) -> None:
-    plain, bench = Bench(Stage(num_in_flight=num_in_flight)), bench_of(num_in_flight=num_in_flight)
+    plain, bench = Bench(Sizes(num_in_flight=num_in_flight)), bench_of(num_in_flight=num_in_flight)
     for one in (plain, bench):
         session = one.open("s")
         one.run(one.submit_command(session, "t", PROMPT, max_tokens=40))
@@ -177,7 +178,7 @@ def test_overshoot_does_not_survive_a_turn() -> None:
         assert slot.allocated_len <= kept
         accounts = bench.cache.accounts()[POOL]
         assert accounts.active == 0
-        assert accounts.free >= bench.stage.num_pages - kept
+        assert accounts.free >= bench.sizes.num_pages - kept
         bench.run()
         bench.close_all()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from session_server.core.events import FinishReason
-from tests.engine.bench import Bench, Stage
+from tests.engine.bench import Bench
+from tests.sim.hand_engine import Sizes
 
 
 @pytest.mark.parametrize("num_in_flight", [1, 2])
@@ -15,7 +16,7 @@ def test_a_conversation_says_what_a_lone_replay_says(
     num_in_flight: int, page_size: int, chunk_tokens: int
 ) -> None:
     bench = Bench(
-        Stage(num_in_flight=num_in_flight, page_size=page_size, chunk_tokens=chunk_tokens)
+        Sizes(num_in_flight=num_in_flight, page_size=page_size, chunk_tokens=chunk_tokens)
     )
     session_id = bench.open("s")
     history: tuple[int, ...] = ()

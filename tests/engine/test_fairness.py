@@ -18,10 +18,10 @@ from session_server.core.events import TurnStarted
 from session_server.engine import plan
 from session_server.engine.settings import MemoryCheck
 from session_server.engine.shares import share_len
-from tests.engine.bench import Stage
 from tests.engine.crowd import Coming, Crowd, Given
+from tests.sim.hand_engine import Sizes
 
-ROOMY = Stage(
+ROOMY = Sizes(
     num_pages=8000,
     page_size=4,
     num_rows=300,
@@ -130,7 +130,7 @@ def bursts(*, max_new: int) -> st.SearchStrategy[list[Burst]]:
     return st.lists(st.tuples(steps, st.lists(coming, min_size=1, max_size=20)), max_size=4)
 
 
-def play(stage: Stage, coming: list[Burst]) -> Crowd:
+def play(stage: Sizes, coming: list[Burst]) -> Crowd:
     """Let them come, and finish."""
     crowd = Crowd(stage)
     for num_steps, burst in coming:
@@ -161,7 +161,7 @@ def test_every_forward_gives_a_turn_its_share_or_half_of_itself_to_shorter_ones(
     assert min(reached[name] for name in ("less than a share", "no place", "has its share")) > 0
 
 
-def check_shares(forward: dict[str, Given], stage: Stage, reached: Counter[str]) -> None:
+def check_shares(forward: dict[str, Given], stage: Sizes, reached: Counter[str]) -> None:
     """The promise of `shares.py`, for those that have a place among the running ones."""
     share = share_len(stage.chunk_tokens)
     running = [one for one in forward.values() if one.was_running or one.num_tokens]
@@ -209,7 +209,7 @@ def test_a_first_token_comes_within_a_bound_in_which_no_long_prompt_occurs() -> 
 
 def check_first_token(crowd: Crowd, name: str, reached: Counter[str]) -> None:
     """At most ceil(n / share) + 2 W / B forwards."""
-    budget = crowd.bench.stage.chunk_tokens
+    budget = crowd.bench.sizes.chunk_tokens
     guest, num_forwards = crowd.guests[name], crowd.num_forwards(name)
     shorter = longer = 0
     for forward in crowd.forwards[guest.since : guest.since + num_forwards]:
@@ -263,6 +263,6 @@ def check_waiting(crowd: Crowd, name: str, reached: Counter[str]) -> None:
 def life(crowd: Crowd, name: str) -> int:
     """Forwards a turn needs at its share, all over again after each retraction."""
     guest = crowd.guests[name]
-    share = share_len(crowd.bench.stage.chunk_tokens)
+    share = share_len(crowd.bench.sizes.chunk_tokens)
     num_lives = 1 + crowd.bench.finished(name).num_retractions
     return num_lives * (-(-guest.prompt_len // share) + guest.max_new)

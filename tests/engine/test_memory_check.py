@@ -16,9 +16,10 @@ from session_server.core.events import EngineStats, MemoryReported, SessionCoole
 from session_server.engine.settings import MemoryCheck
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.loop import EngineAssembly
-from tests.engine.bench import POOL, Bench, Stage
+from tests.engine.bench import POOL, Bench
 from tests.engine_host.live_echo import LiveStage, assemble
 from tests.engine_host.server_side import ServerSide
+from tests.sim.hand_engine import Sizes
 
 PROMPT = tuple(1 + i % 31 for i in range(20))
 
@@ -31,7 +32,7 @@ def tamper(cache: SessionAwareCache, session_id: SessionId) -> None:
 
 
 def test_a_violation_costs_its_session_the_kv_and_nobody_else_anything() -> None:
-    bench = Bench(Stage(memory_check=MemoryCheck.WARN, chunk_tokens=8))
+    bench = Bench(Sizes(memory_check=MemoryCheck.WARN, chunk_tokens=8))
     sick, well = bench.open("sick"), bench.open("well")
     bench.step(bench.submit_command(sick, "a", PROMPT), bench.submit_command(well, "b", PROMPT[3:]))
     bench.settle()
@@ -51,7 +52,7 @@ def test_a_violation_costs_its_session_the_kv_and_nobody_else_anything() -> None
 
 
 def test_a_violation_in_an_idle_session_is_found_in_a_moment_of_rest() -> None:
-    bench = Bench(Stage(memory_check=MemoryCheck.WARN))
+    bench = Bench(Sizes(memory_check=MemoryCheck.WARN))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT))
     assert bench.engine.is_audit_due
@@ -113,7 +114,7 @@ def test_in_strict_mode_a_violation_raises_at_the_next_step() -> None:
 
 
 def test_a_turn_that_lost_its_room_to_quarantine_is_refused_and_does_not_hang() -> None:
-    bench = Bench(Stage(num_pages=12, memory_check=MemoryCheck.WARN))
+    bench = Bench(Sizes(num_pages=12, memory_check=MemoryCheck.WARN))
     sick, well = bench.open("sick"), bench.open("well")
     bench.run(bench.submit_command(sick, "a", PROMPT))
     tamper(bench.cache, sick)
@@ -128,14 +129,14 @@ def test_a_turn_that_lost_its_room_to_quarantine_is_refused_and_does_not_hang() 
 def test_checks_are_counted_and_off_means_on_demand_only() -> None:
     counts = {}
     for mode in (MemoryCheck.OFF, MemoryCheck.WARN):
-        bench = Bench(Stage(memory_check=mode))
+        bench = Bench(Sizes(memory_check=mode))
         session_id = bench.open("s")
         bench.run(bench.submit_command(session_id, "t", PROMPT))
         bench.run(ReportMemory(request_id=1, full=True))
         report = next(e for e in bench.events if isinstance(e, MemoryReported))
         counts[mode] = report.checks.num_runs
         assert report.checks.violations == 0
-        assert report.pools[PoolName("full")].pages == bench.stage.num_pages + 1
+        assert report.pools[PoolName("full")].pages == bench.sizes.num_pages + 1
         assert [s.session_id for s in report.sessions] == ["s"]
         assert bench.engine.is_audit_due is False
     assert counts[MemoryCheck.OFF] == 1

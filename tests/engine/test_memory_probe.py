@@ -15,7 +15,8 @@ from session_server.core.commands import CancelTurn, CloseSession, ReportMemory
 from session_server.core.events import CheckerReport, MemoryReported
 from session_server.core.ids import TurnId
 from session_server.engine.settings import MemoryCheck
-from tests.engine.bench import POOL, Bench, Stage
+from tests.engine.bench import POOL, Bench
+from tests.sim.hand_engine import Sizes
 from tests.sim.layers import Layers, Mixture
 
 PAGE_SIZE = 4
@@ -26,7 +27,7 @@ ALWAYS_S = 0.01
 
 def bench_of(*, interval_s: float = ALWAYS_S, mode: MemoryCheck = MemoryCheck.WARN) -> Bench:
     return Bench(
-        Stage(num_pages=200, memory_check=mode, probe_interval_s=interval_s, chunk_tokens=8)
+        Sizes(num_pages=200, memory_check=mode, chunk_tokens=8), probe_interval_s=interval_s
     )
 
 
@@ -200,13 +201,13 @@ def test_a_damaged_page_is_found_within_one_rotation_and_only_its_session_pays(i
 def test_a_damaged_state_is_found_and_only_its_session_pays(length: int) -> None:
     """One that was published with its page, and one that is a session's own."""
     bench = Bench(
-        Stage(
+        Sizes(
             num_pages=200,
             memory_check=MemoryCheck.WARN,
-            probe_interval_s=ALWAYS_S,
             chunk_tokens=8,
             layers=Layers(Mixture.FULL_AND_RECURRENT),
-        )
+        ),
+        probe_interval_s=ALWAYS_S,
     )
     prompt = PROMPT[: length - 3]
     sick, well = park(bench, "sick", prompt), park(bench, "well", prompt)
@@ -308,7 +309,6 @@ def test_a_page_whose_session_is_gone_may_still_be_published_so_all_is_begun_aga
     assert (report.rebuilds, report.quarantined_sessions) == (1, ())
     assert "gone meanwhile" in report.recent[0]
     assert find_violations(bench.cache, 2) == []
-    del bench.salts[session_id]
     bench.run(bench.submit_command(other, "again", (5, 6, 7)))
     bench.expect("again", (5, 6, 7))
     bench.close_all()

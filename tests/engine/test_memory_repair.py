@@ -27,7 +27,8 @@ from session_server.engine.settings import MemoryCheck
 from session_server.engine.trace import NUM_STEPS
 from tests.cache import damage
 from tests.cache.damage import LENT, PARKED
-from tests.engine.bench import POOL, Bench, Stage
+from tests.engine.bench import POOL, Bench
+from tests.sim.hand_engine import Sizes
 
 PROMPT = tuple(1 + i % 31 for i in range(10))
 Damage = Callable[[SessionAwareCache], None]
@@ -37,7 +38,7 @@ class Repair:
     """A parked session, a lent one and a well one, with damage done to the books under them."""
 
     def __init__(self, mode: MemoryCheck = MemoryCheck.WARN, num_in_flight: int = 2) -> None:
-        stage = Stage(memory_check=mode, num_in_flight=num_in_flight, chunk_tokens=8)
+        stage = Sizes(memory_check=mode, num_in_flight=num_in_flight, chunk_tokens=8)
         self.bench = bench = Bench(stage)
         for name in (PARKED, LENT, "well", "newcomer"):
             bench.open(name, salt=name)
@@ -203,7 +204,6 @@ def test_a_close_that_stumbles_over_wrong_books_is_carried_out_all_the_same() ->
     assert LENT not in bench.cache
     assert bench.failed("lent").code == "internal_inconsistency"
     assert bench.failed("well").code == "internal_inconsistency"
-    del bench.salts[LENT]
     bench.close_all()
 
 
@@ -265,7 +265,7 @@ def test_the_steps_before_the_first_violation_are_kept_and_hold_no_token(
 
 
 def test_a_trace_is_bounded() -> None:
-    bench = Bench(Stage(memory_check=MemoryCheck.WARN))
+    bench = Bench(Sizes(memory_check=MemoryCheck.WARN))
     for _ in range(NUM_STEPS + 7):
         bench.step()
     damage.lose_a_free_page(bench.cache)

@@ -9,12 +9,10 @@ import time
 import msgspec
 
 from session_server.core.batch import Batch, PendingStep, StepResult
-from session_server.core.events import EngineReady
 from session_server.engine.settings import MemoryCheck
 from session_server.engine_host.loop import EngineAssembly
-from tests.engine.bench import Bench, Stage
 from tests.sim.device import EchoRunner
-from tests.sim.echo import EOS, VOCAB_SIZE
+from tests.sim.hand_engine import HandEngine, Sizes
 
 BUG_TOKEN = 31
 """A prompt that begins with it makes the runner raise."""
@@ -94,21 +92,7 @@ def assemble(settings: bytes) -> EngineAssembly:
     stage = msgspec.msgpack.decode(settings, type=LiveStage)
     if stage.fails_to_build:
         raise ValueError("no such model")
-    bench = Bench(
-        Stage(num_pages=256, num_rows=32, max_context_len=512, memory_check=stage.memory_check)
-    )
-    runner = bench.runner
-    runner.assume_salt("a")
-    ready = EngineReady(
-        epoch=0,
-        max_context_len=bench.stage.max_context_len,
-        max_turn_len=bench.engine.max_turn_len,
-        vocab_size=VOCAB_SIZE,
-        eos_token_ids=(EOS,),
-        page_size=bench.stage.page_size,
-        num_pages=bench.stage.num_pages,
-        device="echo",
-        dtype="none",
-        backend="echo",
-    )
-    return EngineAssembly(bench.engine, LiveEcho(runner, stage), ready)
+    sizes = Sizes(num_pages=256, num_rows=32, max_context_len=512, memory_check=stage.memory_check)
+    hand = HandEngine.of(sizes)
+    hand.device.assume_salt("a")
+    return EngineAssembly(hand.engine, LiveEcho(hand.device, stage), hand.ready(epoch=0))

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from session_server.core.session_events import TurnCompleted
-from session_server.engine.settings import Drafter, MemoryCheck, Speculation
-from tests.engine.bench import Stage
+from session_server.engine.settings import Drafter, MemoryCheck
 from tests.faults.rig import OWNER, Rig, turn
+from tests.sim.hand_engine import Sizes
 
 PROMPT = tuple(range(1, 30))
 MAIN = turn("main", *PROMPT, max_tokens=16)
 BEHIND = turn("behind", 5, max_tokens=5)
-STAGES = (
-    Stage(num_pages=48, page_size=4, chunk_tokens=8, num_rows=8),
-    Stage(
+SIZES = (
+    Sizes(num_pages=48, page_size=4, chunk_tokens=8, num_rows=8),
+    Sizes(
         num_pages=160,
         page_size=1,
         chunk_tokens=4,
         num_rows=8,
         num_in_flight=1,
         memory_check=MemoryCheck.WARN,
-        speculation=Speculation(2, Drafter.MODEL),
+        num_drafts=2,
+        drafter=Drafter.MODEL,
     ),
 )
 """Overlap and lockstep; prompts in chunks; a page of one token and guesses ahead."""

@@ -25,8 +25,8 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.manager import SessionManager
 from tests.cache.headroom import headroom
-from tests.engine.bench import POOL, Bench
 from tests.sim.echo import replay
+from tests.sim.hand_engine import HandEngine
 
 History = tuple[int, ...]
 
@@ -81,7 +81,7 @@ def folded(
     return history
 
 
-def all_is_back(manager: SessionManager, bench: Bench) -> None:
+def all_is_back(manager: SessionManager, hand: HandEngine) -> None:
     """Nobody runs, waits or is owed anything; every page and row is free, and a recount agrees.
 
     For a server whose sessions are closed and whose cache was flushed.
@@ -91,12 +91,12 @@ def all_is_back(manager: SessionManager, bench: Bench) -> None:
     assert not manager._quotas._shares, "a quota was not given back"
     assert not manager._flow._sent, "the manager waits for turns that are no more"
     assert not manager._link._unsent, "commands wait for an engine that has nothing to do"
-    audit(bench.cache)
-    assert bench.engine.inspect().watch.num_violations == 0, "the checker had to repair something"
-    accounts = bench.cache.accounts()[POOL]
-    assert accounts.free == bench.stage.num_pages, accounts
-    assert headroom(bench.cache).free_rows == bench.stage.num_rows
-    assert len(bench.cache) == 0, "the engine holds a session that the server forgot"
+    audit(hand.cache)
+    assert hand.engine.inspect().watch.num_violations == 0, "the checker had to repair something"
+    for accounts in hand.cache.accounts().values():
+        assert accounts.free == accounts.pages - 1, accounts
+    assert headroom(hand.cache).free_rows == hand.cache.stores.rows.num_rows
+    assert len(hand.cache) == 0, "the engine holds a session that the server forgot"
 
 
 def _is_kept(entry: TurnCompleted | TurnCancelled | TurnFailedEntry) -> bool:

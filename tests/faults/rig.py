@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from session_server.core.errors import SessionServerError
@@ -20,10 +21,11 @@ from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest, TurnView
 from session_server.text.model_text import ModelText
-from tests.engine.bench import Bench, Stage
-from tests.faults.hand_engine import HandEngine
 from tests.faults.recovery import History, all_is_back, folded
 from tests.sessions.world import model_text
+from tests.sim.echo import EchoModel
+from tests.sim.hand_engine import HandEngine, Sizes
+from tests.sim.hosted_engine import HostedEngine
 
 T = TypeVar("T")
 OWNER = Owner("owner")
@@ -46,17 +48,19 @@ class Rig:
 
     def __init__(
         self,
-        stage: Stage | None = None,
+        sizes: Sizes | None = None,
         *,
+        model: EchoModel | None = None,
+        make_engine: Callable[[], HandEngine] | None = None,
         limits: SessionLimits | None = None,
         quotas: QuotaLimits | None = None,
         text: ModelText | None = None,
-        make_bench: Callable[[Stage], Bench] = Bench,
     ) -> None:
         self.now_s = 100.0
         self.loop = JumpingLoop()
         self.limits = limits or SessionLimits()
-        self.engine = HandEngine(stage, make_bench)
+        echo = partial(HandEngine.of, sizes or Sizes(), model=model)
+        self.engine = HostedEngine(make_engine or echo)
         self.manager = SessionManager(
             self.engine,
             text or model_text(),
@@ -99,7 +103,7 @@ class Rig:
     @property
     def is_at_rest(self) -> bool:
         """Whether nothing happens any more by itself."""
-        return not (self.engine.is_busy or self.engine.has_news)
+        return self.engine.is_resting
 
     def rest(self) -> None:
         """Go on until nothing happens any more."""
@@ -181,7 +185,7 @@ class Rig:
         self.spin()
         self.rest()
         assert self.do(flush) is True
-        all_is_back(self.manager, self.engine.bench)
+        all_is_back(self.manager, self.engine.hand)
 
 
 async def _two_rounds() -> None:

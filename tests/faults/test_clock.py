@@ -8,7 +8,7 @@ from pathlib import Path
 
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import SessionLimits
-from tests.faults.exchange import BEHIND, STAGES, assert_completed, exchange
+from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
 from tests.faults.rig import Rig, at_every_moment
 
@@ -65,11 +65,11 @@ def test_the_wall_clock_is_shown_and_decides_nothing(points: Points) -> None:
 def test_a_clock_that_leaps_costs_idle_sessions_at_most(points: Points) -> None:
     limits = SessionLimits(journal=JournalLimits(max_age_s=1e12))
     for leap_s in (1e7, -1e7):
-        with Rig(STAGES[0], limits=limits) as rig:
+        with Rig(SIZES[0], limits=limits) as rig:
             for _ in at_every_moment(rig, exchange(rig)):
                 rig.submit("mine", BEHIND)
                 rig.now_s += leap_s
-                rig.engine.bench.now_s += leap_s
+                rig.engine.now_s += leap_s
                 rig.loop.skipped_s += max(0.0, leap_s)
                 rig.manager.tick()
                 rig.forget_closed()  # a session that was idle for so long has expired

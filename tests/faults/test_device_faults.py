@@ -8,7 +8,7 @@ from unittest import mock
 
 from session_server.core.batch import Batch, StepResult
 from session_server.core.session_events import TurnCompleted, TurnFailedEntry
-from tests.faults.exchange import BEHIND, STAGES, assert_completed, exchange
+from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, Rig, at_every_moment
 
@@ -17,9 +17,9 @@ TURNS = (("mine", "main"), ("mine", "behind"), ("neighbour", "long"))
 
 def launches(rig: Rig) -> list[Batch]:
     """What the exchange launches when nothing goes wrong."""
-    start = len(rig.engine.bench.batches)
+    start = len(rig.engine.hand.batches)
     play(rig)
-    batches = rig.engine.bench.batches[start:]
+    batches = rig.engine.hand.batches[start:]
     rig.assert_recovered()
     return batches
 
@@ -34,12 +34,12 @@ def play(rig: Rig) -> None:
 @contextlib.contextmanager
 def struck(rig: Rig, numbers: Collection[int], row: int | None = None) -> Iterator[None]:
     """Launches `numbers` of what is played inside are refused, or row `row` of them is NaN."""
-    runner = rig.engine.bench.runner
-    first = len(rig.engine.bench.batches) + 1
+    runner = rig.engine.hand.device
+    first = len(rig.engine.hand.batches) + 1
     execute = runner.execute
 
     def execute_struck() -> StepResult:
-        batch = runner._queue[0]
+        batch = runner.next_launch()
         if batch.step - first in numbers:
             if row is None:
                 runner.faults.fail_steps.add(batch.step)
@@ -53,8 +53,8 @@ def struck(rig: Rig, numbers: Collection[int], row: int | None = None) -> Iterat
 
 @injects("NaN or Inf in the logits", "every row of every launch", points=100)
 def test_a_row_of_nonsense_fails_its_turn_and_no_other(points: Points) -> None:
-    for stage in STAGES:
-        with Rig(stage) as rig:
+    for sizes in SIZES:
+        with Rig(sizes) as rig:
             batches = launches(rig)
             for number, batch in enumerate(batches):
                 for index in range(len(batch.rows)):
@@ -73,8 +73,8 @@ def test_a_row_of_nonsense_fails_its_turn_and_no_other(points: Points) -> None:
 
 @injects("device error", "every launch is refused once", points=50)
 def test_a_refused_launch_is_tried_again_and_loses_nothing(points: Points) -> None:
-    for stage in STAGES:
-        with Rig(stage) as rig:
+    for sizes in SIZES:
+        with Rig(sizes) as rig:
             for number in range(len(launches(rig))):
                 with struck(rig, (number,)):
                     play(rig)
@@ -89,8 +89,8 @@ def test_a_device_that_keeps_refusing_fails_turns_clearly_and_then_works_again(
     points: Points,
 ) -> None:
     num_failed = 0
-    for stage in STAGES:
-        with Rig(stage) as rig:
+    for sizes in SIZES:
+        with Rig(sizes) as rig:
             for number in range(len(launches(rig))):
                 with struck(rig, range(number, number + 5)):
                     play(rig)
@@ -106,14 +106,14 @@ def test_a_device_that_keeps_refusing_fails_turns_clearly_and_then_works_again(
 
 @injects("device error", "a turn that no forward survives, from every moment on", points=80)
 def test_a_poisonous_turn_dies_alone(points: Points) -> None:
-    for stage in STAGES:
-        with Rig(stage) as rig:
+    for sizes in SIZES:
+        with Rig(sizes) as rig:
             for _ in at_every_moment(rig, exchange(rig)):
                 live = rig.manager._sessions.get(OWNER, "mine").live
                 if live is None:
                     rig.assert_recovered()
                     continue
-                rig.engine.bench.runner.faults.poison_turns.add(live.engine_id)
+                rig.engine.hand.device.faults.poison_turns.add(live.engine_id)
                 rig.submit("mine", BEHIND)
                 rig.rest()
                 assert_completed(rig, "neighbour", "long")

@@ -18,7 +18,7 @@ from session_server.core.session_events import (
     TurnFailedEntry,
 )
 from session_server.sessions.journal import Journal
-from tests.faults.exchange import BEHIND, STAGES, exchange
+from tests.faults.exchange import BEHIND, SIZES, exchange
 from tests.faults.points import Points, injects
 from tests.faults.recovery import folded
 from tests.faults.rig import OWNER, Rig, turn
@@ -67,7 +67,7 @@ def strike(rig: Rig, deadline_s: float) -> tuple[dict[str, Journal], asyncio.Tas
 def test_a_drain_at_any_moment_ends_every_turn_and_every_session(points: Points) -> None:
     for deadline_s, hangs in ((600.0, False), (0.0, False), (0.0, True)):
         for moment in itertools.count():
-            with Rig(STAGES[0]) as rig:
+            with Rig(SIZES[0]) as rig:
                 is_over = play_until(rig, moment)
                 journals, draining = strike(rig, deadline_s)
                 while not draining.done():

@@ -6,7 +6,7 @@ import contextlib
 
 from session_server.core.errors import EngineUnavailable, SessionServerError
 from session_server.core.session_events import TurnCompleted, TurnFailedEntry
-from tests.faults.exchange import BEHIND, STAGES, assert_completed, exchange
+from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, Rig, at_every_moment, turn
 
@@ -15,8 +15,8 @@ from tests.faults.rig import OWNER, Rig, at_every_moment, turn
     "worker process death", "the engine dies at every moment, noticed at once or later", points=100
 )
 def test_sessions_outlive_an_engine_that_dies_at_any_moment(points: Points) -> None:
-    for stage, delay in zip(STAGES, (0, 3), strict=True):
-        with Rig(stage) as rig:
+    for sizes, delay in zip(SIZES, (0, 3), strict=True):
+        with Rig(sizes) as rig:
             for _ in at_every_moment(rig, exchange(rig)):
                 is_waiting = rig.submit("mine", BEHIND).position > 0
                 rig.engine.crash()
@@ -41,8 +41,8 @@ def test_sessions_outlive_an_engine_that_dies_at_any_moment(points: Points) -> N
 
 @injects("worker process death", "the engine is given up at every moment", points=100)
 def test_without_an_engine_every_turn_ends_and_nothing_is_taken(points: Points) -> None:
-    for stage in STAGES:
-        with Rig(stage) as rig:
+    for sizes in SIZES:
+        with Rig(sizes) as rig:
             for _ in at_every_moment(rig, exchange(rig)):
                 rig.submit("mine", BEHIND)
                 rig.engine.crash()
@@ -61,8 +61,8 @@ def test_without_an_engine_every_turn_ends_and_nothing_is_taken(points: Points) 
 
 @injects("worker process death", "its inbox is full at every moment, for a while", points=100)
 def test_an_engine_that_takes_nothing_for_a_while_loses_nothing(points: Points) -> None:
-    for stage in STAGES:
-        with Rig(stage) as rig:
+    for sizes in SIZES:
+        with Rig(sizes) as rig:
             for moment in at_every_moment(rig, exchange(rig)):
                 rig.engine.is_full = True
                 rig.submit("mine", BEHIND)

@@ -12,10 +12,10 @@ import pytest
 from cache.errors import OutOfPages, OutOfRows
 from session_server.core.errors import ContextTooLong
 from session_server.engine.settings import MemoryCheck
-from tests.engine.bench import Stage
-from tests.faults.exchange import BEHIND, STAGES, assert_completed, exchange
+from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, Rig, turn
+from tests.sim.hand_engine import Sizes
 
 PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 
@@ -30,14 +30,14 @@ def test_a_turn_that_cannot_fit_is_refused_with_its_numbers_and_all_others_run(
     points: Points,
 ) -> None:
     for page_size in PAGE_SIZES:
-        pool = Stage(page_size=page_size, num_pages=-(-40 // page_size), max_context_len=4096)
-        context = Stage(page_size=page_size, num_pages=200, max_context_len=37)
-        for stage in (pool, context):
-            with Rig(stage) as rig:
+        pool = Sizes(page_size=page_size, num_pages=-(-40 // page_size), max_context_len=4096)
+        context = Sizes(page_size=page_size, num_pages=200, max_context_len=37)
+        for sizes in (pool, context):
+            with Rig(sizes) as rig:
                 ready = rig.manager.engine_ready
                 assert ready is not None
                 most = ready.max_turn_len
-                assert most <= min(stage.max_context_len, stage.num_pages * page_size)
+                assert most <= min(sizes.max_context_len, sizes.num_pages * page_size)
                 for past, excess in itertools.product((0, 5), range(-2, 3)):
                     for max_tokens in (0, 1, 6):
                         strike_around(rig, most + excess, past, max_tokens=max_tokens)
@@ -72,7 +72,7 @@ def test_in_a_pool_too_small_for_all_everybody_still_gets_the_exact_answer(point
     num_coolings = num_retractions = 0
     for page_size, num_in_flight in ((1, 1), (4, 2)):
         for num_tokens in range(44, 200, 3):
-            stage = Stage(
+            sizes = Sizes(
                 page_size=page_size,
                 num_pages=-(-num_tokens // page_size),
                 num_rows=6,
@@ -80,7 +80,7 @@ def test_in_a_pool_too_small_for_all_everybody_still_gets_the_exact_answer(point
                 num_in_flight=num_in_flight,
                 memory_check=MemoryCheck.WARN,
             )
-            with Rig(stage) as rig:
+            with Rig(sizes) as rig:
                 sessions = [rig.open() for _ in range(4)]
                 for round_number in range(2):
                     for number, session_id in enumerate(sessions):
@@ -90,7 +90,7 @@ def test_in_a_pool_too_small_for_all_everybody_still_gets_the_exact_answer(point
                     rig.rest()
                     for session_id in sessions:
                         assert_completed(rig, session_id, name)
-                counters = rig.engine.bench.engine.counters
+                counters = rig.engine.hand.engine.counters
                 num_coolings += counters.coolings
                 num_retractions += counters.retractions
                 rig.assert_recovered()
@@ -100,12 +100,12 @@ def test_in_a_pool_too_small_for_all_everybody_still_gets_the_exact_answer(point
 
 @injects("KV pool exhausted", "every call that takes pages or a row fails once", points=100)
 def test_an_allocation_that_fails_is_tried_again_and_nothing_is_lost(points: Points) -> None:
-    for stage in STAGES:
+    for sizes in SIZES:
         for name, error in (("grow", OutOfPages), ("begin_turn", OutOfRows)):
-            with Rig(stage) as rig:
+            with Rig(sizes) as rig:
                 for at in itertools.count():
-                    trap = Nth(getattr(rig.engine.bench.cache, name), at, error)
-                    with mock.patch.object(rig.engine.bench.cache, name, trap):
+                    trap = Nth(getattr(rig.engine.hand.cache, name), at, error)
+                    with mock.patch.object(rig.engine.hand.cache, name, trap):
                         exchange(rig)()
                         rig.submit("mine", BEHIND)
                         rig.rest()

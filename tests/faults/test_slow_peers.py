@@ -15,15 +15,15 @@ from session_server.protocol.session_protocol import CloseCode
 from session_server.web import http_guard, websocket_guard
 from session_server.web.auth import ANONYMOUS
 from session_server.web.services import digest_of
-from tests.engine.bench import Stage
 from tests.faults.points import Points, injects
 from tests.faults.raw_peer import RawPeer, frames_in, post, text_frame, upgrade
 from tests.faults.rig import SEED, turn
 from tests.faults.wired import Wired, wired
+from tests.sim.hand_engine import Sizes
 
 SOON_S = 0.25
 CROWD = 100
-STAGE = Stage(num_pages=3000, num_rows=2 * CROWD, max_running=CROWD, max_context_len=128)
+SIZES = Sizes(num_pages=3000, num_rows=2 * CROWD, max_running=CROWD, max_context_len=128)
 
 
 def turn_fields(on_disconnect: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ async def test_a_first_message_that_stops_is_not_waited_for(points: Points) -> N
 async def test_a_peer_that_answers_no_ping_is_let_go_and_its_turn_does_as_it_was_told(
     points: Points,
 ) -> None:
-    async with wired(STAGE, heartbeat_s=SOON_S, ping_timeout_s=SOON_S) as server:
+    async with wired(SIZES, heartbeat_s=SOON_S, ping_timeout_s=SOON_S) as server:
         peers = []
         for number in range(CROWD):
             server.open(f"s{number}")
@@ -185,7 +185,7 @@ async def test_a_peer_that_answers_no_ping_is_let_go_though_it_was_not_done_read
 async def test_a_reader_that_stops_is_let_go_and_nobody_waits_for_it(points: Points) -> None:
     """Whoever reads nothing more is cut; its turn runs on, and it may come back for the rest."""
     with mock.patch.object(websocket_guard, "LINGER_S", SOON_S):
-        async with wired(STAGE, send_timeout_s=SOON_S) as server:
+        async with wired(SIZES, send_timeout_s=SOON_S) as server:
             server.narrow(2048)
             peers = []
             for number in range(CROWD):

@@ -31,14 +31,15 @@ from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.tokenising import MAX_THREADS
 from session_server.text import detokenizer
 from session_server.text.model_text import ModelText, load_local_text
-from tests.engine.bench import Stage
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, SEED, Rig
+from tests.sim.echo import EchoModel
+from tests.sim.hand_engine import Sizes
 from tests.text.tiny_models import write_model
 
-STAGE = Stage(
-    num_pages=100, page_size=8, chunk_tokens=64, num_rows=8, max_context_len=512, vocab_size=402
-)
+SIZES = Sizes(num_pages=100, page_size=8, chunk_tokens=64, num_rows=8, max_context_len=512)
+WORDS = EchoModel(vocab_size=402)
+"""Says letters, and takes every id of the tokenizer."""
 
 
 class Panic(BaseException):
@@ -144,7 +145,7 @@ def rig_with_text(limits: SessionLimits | None = None) -> Iterator[tuple[Rig, Mo
     """A server with a tokenizer and template of its own."""
     with tempfile.TemporaryDirectory() as folder:
         text = load_local_text(write_model(Path(folder) / "model", "chatml"))
-        with Rig(STAGE, text=text, limits=limits) as rig:
+        with Rig(SIZES, text=text, limits=limits, model=WORDS) as rig:
             yield rig, text
 
 

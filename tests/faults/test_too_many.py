@@ -30,11 +30,12 @@ from session_server.sessions.views import OpenRequest
 from session_server.web.auth import ANONYMOUS
 from session_server.web.services import digest_of
 from session_server.web.sockets import UNPROVEN_SHARE
-from tests.engine.bench import Stage
 from tests.faults.points import Points, injects
 from tests.faults.raw_peer import upgrade
 from tests.faults.rig import OWNER, Rig, turn
 from tests.faults.wired import wired
+from tests.sim.echo import EchoModel
+from tests.sim.hand_engine import Sizes
 
 
 def refused(error: type[SessionServerError], call: Callable[..., Any], *args: Any) -> None:
@@ -97,8 +98,8 @@ def test_turns_the_engine_has_no_place_for_fail_at_once_and_may_be_tried_again(
     points: Points,
 ) -> None:
     for most in range(1, 9):
-        stage = Stage(max_running=1, max_waiting=most, num_rows=16)
-        with Rig(stage) as rig:
+        sizes = Sizes(max_running=1, max_waiting=most, num_rows=16)
+        with Rig(sizes) as rig:
             names = [rig.open() for _ in range(most + 6)]
             for name in names:
                 rig.submit(name, turn("t", 1, 2))
@@ -172,6 +173,7 @@ LIMITS = SessionLimits(
     max_input_chars=40, max_messages=5, max_metadata=3, max_stop_strings=4, max_stop_chars=6
 )
 REQUEST = turn("t", 1, 2)
+WORDS = EchoModel(vocab_size=402)
 
 
 def message(content: str) -> Message:
@@ -194,7 +196,7 @@ BOUNDED: tuple[tuple[int, Callable[[int], Any]], ...] = (
 def test_a_turn_that_holds_too_much_is_refused_before_anything_is_touched(points: Points) -> None:
     for most, request_with in BOUNDED:
         for num in (most - 1, most, most + 1):
-            with Rig(Stage(vocab_size=402), limits=LIMITS) as rig:
+            with Rig(limits=LIMITS, model=WORDS) as rig:
                 name = rig.open()
                 if num > most:
                     refused(InvalidRequest, rig.submit, name, request_with(num))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,25 +15,24 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from cache.session_cache import SessionAwareCache
 from cache.spec import Capacity
-from session_server.core.batch import Batch, PendingStep, StepResult
+from session_server.core.batch import Batch
 from session_server.core.session_events import TurnCompleted, TurnFailedEntry
-from session_server.engine.engine import Engine
 from session_server.models.config import FULL_POOL
 from session_server.models.decoder import Decoder
 from session_server.models.layers.attention import GqaMixer
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.weights import load_decoder
-from tests.engine.bench import Bench, CountingCache, Stage
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, Rig, turn
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import write_checkpoint
+from tests.sim.echo import EchoModel
+from tests.sim.hand_engine import HandEngine, LateDevice, Sizes
 
-STAGE = Stage(
-    num_pages=40, page_size=4, chunk_tokens=8, num_rows=4, max_context_len=64, vocab_size=VOCAB_SIZE
-)
+SIZES = Sizes(num_pages=40, page_size=4, chunk_tokens=8, num_rows=4, max_context_len=64)
 TURNS = (
     ("a", turn("t1", *range(3, 15), max_tokens=5, temperature=0.0)),
     ("b", turn("t1", *range(20, 30), max_tokens=7, temperature=0.0)),
@@ -53,38 +52,13 @@ def decoder() -> Decoder:
         return load_decoder(path, config, device=torch.device("cpu"), dtype=torch.float32)
 
 
-class TorchDevice:
-    """A `ModelRunner` with the face of the echo device: results wait until asked for."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._pending: deque[PendingStep] = deque()
-        self.batch: Batch | None = None
-
-    def __len__(self) -> int:
-        return len(self._pending)
-
-    def launch(self, batch: Batch) -> None:
-        """Compute."""
-        self.batch = batch
-        self._pending.append(self._runner.launch(batch))
-
-    def execute(self) -> StepResult:
-        """The oldest result."""
-        return self._pending.popleft().wait()
-
-
-class TorchBench(Bench):
-    """A bench over a real model."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__(stage)
-        capacity = Capacity({FULL_POOL: stage.num_pages + 1}, stage.num_rows, stage.max_context_len)
-        spec = decoder().config.cache_spec(stage.page_size, "float32")
-        self.cache = CountingCache(spec, capacity)
-        self.engine = Engine(self.cache, self.settings)
-        self.device = TorchDevice(ModelRunner(decoder(), spec, capacity))
-        self.runner = self.device  # type: ignore[assignment]
+def torch_engine() -> HandEngine:
+    """An engine stepped by hand over a real model."""
+    capacity = Capacity({FULL_POOL: SIZES.num_pages + 1}, SIZES.num_rows, SIZES.max_context_len)
+    spec = decoder().config.cache_spec(SIZES.page_size, "float32")
+    settings = SIZES.settings(EchoModel(vocab_size=VOCAB_SIZE))
+    device = LateDevice(ModelRunner(decoder(), spec, capacity))
+    return HandEngine(SessionAwareCache(spec, capacity), settings, lambda _: device)
 
 
 def converse(rig: Rig, failures: Counter[str]) -> dict[str, tuple[int, ...]]:
@@ -122,9 +96,8 @@ Spoil = Callable[[Tensor, Batch], None]
 
 def strike_every_mix(points: Points, spoil: Spoil, failures: Counter[str]) -> None:
     """Play with call after call of the mixers spoilt; every turn says the same in the end."""
-    with Rig(STAGE, make_bench=TorchBench) as rig:
-        bench = rig.engine.bench
-        assert isinstance(bench, TorchBench)
+    with Rig(make_engine=torch_engine) as rig:
+        device = rig.engine.hand.device
         truth = converse(rig, failures)
         assert not failures
         assert {len(tokens) for tokens in truth.values()} == {5, 7, 4}
@@ -134,8 +107,8 @@ def strike_every_mix(points: Points, spoil: Spoil, failures: Counter[str]) -> No
             def mix(*args: Any, at: int = at, numbers: Iterator[int] = numbers) -> Tensor:
                 mixed = MIX(*args)
                 if next(numbers) == at:
-                    assert bench.device.batch is not None
-                    spoil(mixed, bench.device.batch)
+                    assert device.batch is not None
+                    spoil(mixed, device.batch)
                 return mixed
 
             with mock.patch.object(GqaMixer, "__call__", mix):

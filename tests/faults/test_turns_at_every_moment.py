@@ -25,7 +25,7 @@ from tests.faults.exchange import (
     BEHIND,
     MAIN,
     PROMPT,
-    STAGES,
+    SIZES,
     assert_completed,
     exchange,
 )
@@ -36,8 +36,8 @@ from tests.faults.rig import OWNER, Rig, at_every_moment, turn
 
 @injects("abort storm", "a cancel at every moment, keeping the partial answer or not", points=100)
 def test_a_cancel_at_any_moment_leaves_exactly_what_it_says(points: Points) -> None:
-    for stage, keep_partial in zip(STAGES, (True, False), strict=True):
-        with Rig(stage) as rig:
+    for sizes, keep_partial in zip(SIZES, (True, False), strict=True):
+        with Rig(sizes) as rig:
             for _ in at_every_moment(rig, exchange(rig)):
                 rig.submit("mine", BEHIND)
                 cancel(rig, "main", keep_partial=keep_partial)
@@ -57,7 +57,7 @@ def test_a_cancel_at_any_moment_leaves_exactly_what_it_says(points: Points) -> N
     "abort storm", "forty turns submitted and cancelled, at every moment of a neighbour", points=100
 )
 def test_a_storm_of_cancels_disturbs_nobody_and_leaves_nothing(points: Points) -> None:
-    with Rig(STAGES[0]) as rig:
+    with Rig(SIZES[0]) as rig:
         for moment in at_every_moment(rig, exchange(rig)):
             for number in range(40):
                 name = f"storm{number}"
@@ -78,8 +78,8 @@ def test_a_storm_of_cancels_disturbs_nobody_and_leaves_nothing(points: Points) -
 
 @injects("close in prefill or decode", "a close, and another one, at every moment", points=100)
 def test_a_close_at_any_moment_ends_the_turn_once_and_frees_everything(points: Points) -> None:
-    for stage in STAGES:
-        with Rig(stage) as rig:
+    for sizes in SIZES:
+        with Rig(sizes) as rig:
             for _ in at_every_moment(rig, exchange(rig)):
                 journal = rig.manager.journal(OWNER, "mine")
                 rig.manager.close(OWNER, "mine")
@@ -105,8 +105,8 @@ def test_a_close_at_any_moment_ends_the_turn_once_and_frees_everything(points: P
     points=160,
 )
 def test_a_turn_too_many_is_refused_and_the_first_goes_on(points: Points) -> None:
-    for stage in STAGES:
-        with Rig(stage) as rig:
+    for sizes in SIZES:
+        with Rig(sizes) as rig:
             for _ in at_every_moment(rig, exchange(rig)):
                 if rig.manager.get(OWNER, "mine").running_turn is None:
                     rig.assert_recovered()
@@ -130,7 +130,7 @@ def test_a_turn_too_many_is_refused_and_the_first_goes_on(points: Points) -> Non
     points=200,
 )
 def test_a_turn_sent_twice_runs_once_in_every_phase(points: Points) -> None:
-    with Rig(STAGES[0]) as rig:
+    with Rig(SIZES[0]) as rig:
         for _ in at_every_moment(rig, exchange(rig)):
             rig.submit("mine", BEHIND)
             for request in (MAIN, BEHIND):

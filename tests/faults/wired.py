@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from session_server.core.errors import SessionServerError
 from session_server.core.session_events import TurnCreated, TurnEnd, TurnRequest
@@ -16,15 +17,15 @@ from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest, TurnView
 from session_server.web.auth import ANONYMOUS
-from tests.engine.bench import Stage
-from tests.faults.hand_engine import HandEngine
 from tests.faults.raw_peer import RawPeer
 from tests.faults.recovery import all_is_back, folded
 from tests.faults.rig import turn
 from tests.sessions.world import model_text
+from tests.sim.hand_engine import HandEngine, Sizes
+from tests.sim.hosted_engine import HostedEngine
 from tests.web.serving import Served, serving_over
 
-STAGE = Stage(num_pages=24, page_size=4, chunk_tokens=8, num_rows=4, memory_check=MemoryCheck.WARN)
+SIZES = Sizes(num_pages=24, page_size=4, chunk_tokens=8, num_rows=4, memory_check=MemoryCheck.WARN)
 """What the checker would repair fails `assert_empty`, which recounts everything."""
 
 MAX_STEPS = 2000
@@ -38,7 +39,7 @@ NEXT = turn("next", 3, 4, max_tokens=2)
 class Wired:
     """A server whose engine takes a step when a peer has nothing left to read."""
 
-    this: Served[HandEngine]
+    this: Served[HostedEngine[HandEngine]]
 
     @property
     def sessions(self) -> SessionManager:
@@ -48,7 +49,7 @@ class Wired:
     def step(self) -> bool:
         """A step of the engine, heard at once; whether there was one to take."""
         engine = self.this.engine
-        was_busy = engine.is_busy or engine.has_news
+        was_busy = not engine.is_resting
         engine.step()
         engine.deliver()
         return was_busy
@@ -138,7 +139,7 @@ class Wired:
         flush = asyncio.create_task(self.sessions.flush())
         await self.rest()
         assert await flush
-        all_is_back(self.sessions, self.this.engine.bench)
+        all_is_back(self.sessions, self.this.engine.hand)
         await self.until_alone()
 
     async def until_alone(self) -> None:
@@ -150,14 +151,14 @@ class Wired:
 
 @contextlib.asynccontextmanager
 async def wired(
-    stage: Stage = STAGE,
+    sizes: Sizes = SIZES,
     *,
     limits: SessionLimits | None = None,
     quotas: QuotaLimits | None = None,
     **settings: object,
 ) -> AsyncIterator[Wired]:
     """A server inside the block; `settings` are those of `WebSettings`."""
-    engine = HandEngine(stage)
+    engine = HostedEngine(partial(HandEngine.of, sizes))
     manager = SessionManager(
         engine, model_text(), salts=TenantSalts(bytes(16)), limits=limits, quotas=quotas
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from cache.types import SlotState, TurnId
 from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason
-from session_server.engine.settings import Drafter, Speculation
-from tests.engine.bench import Bench, Stage
+from session_server.engine.settings import Drafter
+from tests.engine.bench import Bench
 from tests.mutants.guards import WINDOW_PAGE_STAYS_IN_ROW
 from tests.mutants.in_books import DELTA_IS_A_VIEW, PADDING_ROW_IS_FREE
 from tests.mutants.in_leases import (
@@ -35,12 +35,13 @@ from tests.mutants.in_states import GUESSES_LEAVE_ONE_STATE
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
 from tests.sim.echo import VOCAB_SIZE
+from tests.sim.hand_engine import Sizes
 from tests.sim.layers import Layers, Mixture
 
 
 @scenario("A1", DELTA_IS_A_VIEW)
 def test_a1_a_row_freed_and_taken_while_an_older_launch_reads_it_is_not_disturbed() -> None:
-    bench = Bench(Stage(num_rows=2, num_pages=8, chunk_tokens=64))
+    bench = Bench(Sizes(num_rows=2, num_pages=8, chunk_tokens=64))
     doomed, other = bench.open("doomed"), bench.open("other")
     bench.step(bench.submit_command(doomed, "a", distinct(1, 12), max_tokens=20))
     bench.step(bench.submit_command(other, "b", distinct(2, 8), max_tokens=8))
@@ -56,7 +57,7 @@ def test_a1_a_row_freed_and_taken_while_an_older_launch_reads_it_is_not_disturbe
 
 @scenario("A2", CLOSE_FREES_AT_ONCE)
 def test_a2_a_session_closed_in_mid_decode_hands_its_pages_on_when_its_turn_has_ended() -> None:
-    bench = Bench(Stage(num_rows=1, num_pages=5, chunk_tokens=64))
+    bench = Bench(Sizes(num_rows=1, num_pages=5, chunk_tokens=64))
     doomed, heir = bench.open("doomed"), bench.open("heir")
     bench.step(bench.submit_command(doomed, "a", distinct(1, 12), max_tokens=9))
     while len(bench.tokens("a")) < 3:
@@ -70,7 +71,7 @@ def test_a2_a_session_closed_in_mid_decode_hands_its_pages_on_when_its_turn_has_
 
 @scenario("A2", UNDO_IGNORES_OTHER_LOCKS)
 def test_a2_a_turn_undone_leaves_others_the_pages_they_share_with_it() -> None:
-    bench = Bench(Stage(page_size=4, chunk_tokens=64))
+    bench = Bench(Sizes(page_size=4, chunk_tokens=64))
     first, second = bench.open("first"), bench.open("second")
     bench.step(bench.submit_command(first, "a", PROMPT, max_tokens=30))
     bench.settle()
@@ -85,7 +86,7 @@ def test_a2_a_turn_undone_leaves_others_the_pages_they_share_with_it() -> None:
 
 @scenario("A4", PADDING_ROW_IS_FREE)
 def test_a4_as_many_sessions_as_there_are_rows_run_at_once_and_none_has_row_zero() -> None:
-    bench = Bench(Stage(num_rows=4, max_running=4, num_pages=40))
+    bench = Bench(Sizes(num_rows=4, max_running=4, num_pages=40))
     commands = [
         bench.submit_command(bench.open(f"s{i}"), f"t{i}", distinct(i, 5), max_tokens=6)
         for i in range(4)
@@ -101,7 +102,7 @@ def test_a4_as_many_sessions_as_there_are_rows_run_at_once_and_none_has_row_zero
 
 @scenario("A4", PADDING_COUNTS_AS_ROOM)
 def test_a4_the_padding_page_is_not_counted_as_room_for_a_turn() -> None:
-    bench = Bench(Stage(num_pages=6, page_size=4, max_context_len=64))
+    bench = Bench(Sizes(num_pages=6, page_size=4, max_context_len=64))
     session_id = bench.open("s")
     assert bench.engine.max_turn_len == 24
     bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=50))
@@ -112,7 +113,7 @@ def test_a4_the_padding_page_is_not_counted_as_room_for_a_turn() -> None:
 
 @scenario("A5", CUT_HISTORY_KEEPS_KV)
 def test_a5_a_replaced_last_token_is_not_found_under_the_old_ones_pages() -> None:
-    bench = Bench(Stage(page_size=4))
+    bench = Bench(Sizes(page_size=4))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "a", PROMPT[:5], max_tokens=4))
     history = PROMPT[:5] + tuple(bench.tokens("a"))
@@ -129,19 +130,21 @@ def test_a5_a_replaced_last_token_is_not_found_under_the_old_ones_pages() -> Non
 
 @scenario("A6", PROMPT_IS_PUBLISHED_AT_LAUNCH)
 def test_a6_two_turns_with_one_prefix_in_one_step_do_not_read_what_is_not_written() -> None:
-    bench = Bench(Stage(chunk_tokens=64))
+    bench = Bench(Sizes(chunk_tokens=64))
     one, two = bench.open("one"), bench.open("two")
     bench.run(bench.submit_command(one, "a", PROMPT), bench.submit_command(two, "b", (*PROMPT, 3)))
     bench.expect("a", PROMPT)
     bench.expect("b", (*PROMPT, 3))
     assert bench.finished("b").cached_tokens == 0
-    assert bench.cache.num_repoints > 0
+    assert len(bench.batches[0].rows) == 2
+    later = [write for batch in bench.batches[1:] for write in batch.table_writes]
+    assert any(write.start == 0 for write in later), "one of them goes on with the other's pages"
     bench.close_all()
 
 
 @scenario("A7", CANCELLED_PROMPT_IS_PUBLISHED)
 def test_a7_pages_of_a_prompt_that_was_never_computed_are_not_matched() -> None:
-    bench = Bench(Stage(page_size=4, chunk_tokens=8))
+    bench = Bench(Sizes(page_size=4, chunk_tokens=8))
     gone, asked, empty = bench.open("gone"), bench.open("asked"), bench.open("empty")
     bench.step(bench.submit_command(gone, "a", PROMPT))
     bench.settle()
@@ -158,7 +161,7 @@ def test_a7_pages_of_a_prompt_that_was_never_computed_are_not_matched() -> None:
 
 @scenario("A8", RETRACTED_TURN_IS_SETTLED)
 def test_a8_a_token_that_lands_after_its_turn_was_retracted_is_not_applied() -> None:
-    bench = Bench(Stage(num_pages=12, chunk_tokens=64, num_in_flight=2))
+    bench = Bench(Sizes(num_pages=12, chunk_tokens=64, num_in_flight=2))
     old, young = bench.open("old"), bench.open("young")
     bench.step(bench.submit_command(old, "a", distinct(1, 8), max_tokens=40))
     bench.step(bench.submit_command(young, "b", distinct(2, 8), max_tokens=30))
@@ -173,7 +176,7 @@ def test_a8_a_token_that_lands_after_its_turn_was_retracted_is_not_applied() -> 
 @scenario("A8", LATE_RESULT_IS_APPLIED)
 def test_a8_a_token_that_lands_behind_a_launch_that_failed_is_not_applied() -> None:
     for failing in range(1, 9):
-        bench = Bench(Stage(chunk_tokens=8, num_in_flight=2))
+        bench = Bench(Sizes(chunk_tokens=8, num_in_flight=2))
         bench.runner.faults.fail_steps.add(failing)
         session_id = bench.open("s")
         bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=8))
@@ -185,8 +188,8 @@ def test_a8_a_token_that_lands_behind_a_launch_that_failed_is_not_applied() -> N
 
 @scenario("A10", GUESSES_LEAVE_ONE_STATE)
 def test_a10_a_turn_goes_on_from_the_state_after_its_last_right_guess() -> None:
-    layers, guesses = Layers(Mixture.FULL_AND_RECURRENT), Speculation(4, Drafter.MODEL)
-    bench = Bench(Stage(layers=layers, speculation=guesses))
+    layers = Layers(Mixture.FULL_AND_RECURRENT)
+    bench = Bench(Sizes(layers=layers, num_drafts=4, drafter=Drafter.MODEL))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=60))
     bench.expect("t", PROMPT)
@@ -211,7 +214,7 @@ def test_a12_a_token_outside_the_vocabulary_is_refused_and_others_do_not_notice(
 
 @scenario("A13", NAN_IS_SETTLED)
 def test_a13_what_a_nan_forward_wrote_is_never_matched_by_another_turn() -> None:
-    bench = Bench(Stage(chunk_tokens=8))
+    bench = Bench(Sizes(chunk_tokens=8))
     sick, well = bench.open("sick"), bench.open("well")
     bench.step(bench.submit_command(sick, "a", PROMPT))
     bench.settle()
@@ -228,7 +231,7 @@ def test_a13_what_a_nan_forward_wrote_is_never_matched_by_another_turn() -> None
 
 @scenario("A13", FAILED_FORWARD_IS_KEPT)
 def test_a13_what_a_nan_turn_computed_of_the_history_is_not_kept_either() -> None:
-    bench = Bench(Stage(page_size=4, chunk_tokens=8))
+    bench = Bench(Sizes(page_size=4, chunk_tokens=8))
     sick = bench.open("sick", tokens=PROMPT[:18])
     bench.step(bench.submit_command(sick, "a", PROMPT[18:], base_len=18))
     bench.settle()
@@ -245,7 +248,7 @@ def test_a13_what_a_nan_turn_computed_of_the_history_is_not_kept_either() -> Non
 @scenario("A14", RETRACTED_COUNTS_AS_KEPT)
 def test_a14_a_turn_retracted_and_then_cancelled_leaves_no_half_turn() -> None:
     for keeps in (False, True):
-        bench = Bench(Stage(num_pages=12, chunk_tokens=64))
+        bench = Bench(Sizes(num_pages=12, chunk_tokens=64))
         old, young = bench.open("old"), bench.open("young")
         bench.run(bench.submit_command(young, "warm", distinct(2, 3), max_tokens=2))
         history = distinct(2, 3) + tuple(bench.tokens("warm"))
@@ -266,7 +269,7 @@ def test_a14_a_turn_retracted_and_then_cancelled_leaves_no_half_turn() -> None:
 
 @scenario("A15", REWIND_KEEPS_LENGTH, HISTORY_IS_NOT_CUT)
 def test_a15_a_rolled_back_chunk_is_not_under_the_next_turn() -> None:
-    bench = Bench(Stage(page_size=4, chunk_tokens=8))
+    bench = Bench(Sizes(page_size=4, chunk_tokens=8))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "warm", PROMPT[:5], max_tokens=2))
     history = PROMPT[:5] + tuple(bench.tokens("warm"))
@@ -287,7 +290,7 @@ def test_a15_a_rolled_back_chunk_is_not_under_the_next_turn() -> None:
 
 @scenario("A16", TOO_LONG_IS_ADMITTED)
 def test_a16_a_turn_that_is_too_long_is_refused_and_the_session_is_intact() -> None:
-    bench = Bench(Stage(num_pages=100, max_context_len=64))
+    bench = Bench(Sizes(num_pages=100, max_context_len=64))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "a", PROMPT, max_tokens=3))
     history = PROMPT + tuple(bench.tokens("a"))
@@ -309,7 +312,7 @@ def test_a17_what_a_window_let_go_of_is_somebody_elses_and_no_row_names_it() -> 
     """Two pools, so that one session's positions lie under different numbers in each of them; the
     window's is so small that its pages change hands all the time."""
     layers = Layers(Mixture.FULL_AND_WINDOW, window=8, window_pages=14)
-    bench = Bench(Stage(page_size=4, num_pages=100, chunk_tokens=8, layers=layers))
+    bench = Bench(Sizes(page_size=4, num_pages=100, chunk_tokens=8, layers=layers))
     names = [f"s{i}" for i in range(4)]
     prompts = [distinct(i, 30 + i) for i in range(4)]
     bench.run(
@@ -326,7 +329,7 @@ def test_a17_what_a_window_let_go_of_is_somebody_elses_and_no_row_names_it() -> 
 
 @scenario("A18", RESULTS_BY_RANK)
 def test_a18_answers_are_not_swapped_when_turns_leave_the_batch_in_flight() -> None:
-    bench = Bench(Stage(num_in_flight=2, max_running=8))
+    bench = Bench(Sizes(num_in_flight=2, max_running=8))
     commands = [
         bench.submit_command(bench.open(f"s{i}"), f"t{i}", distinct(i, 5 + i), max_tokens=12)
         for i in range(6)

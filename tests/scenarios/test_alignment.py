@@ -9,8 +9,8 @@ import pytest
 from cache.types import SessionId
 from session_server.core.commands import ReportMemory, SubmitTurn
 from session_server.core.events import FinishReason, MemoryReported
-from session_server.engine.settings import Drafter, MemoryCheck, Speculation
-from tests.engine.bench import Bench, Stage
+from session_server.engine.settings import Drafter, MemoryCheck
+from tests.engine.bench import Bench
 from tests.mutants.guards import (
     PARTIAL_PAGE_IS_PUBLISHED,
     QUOTE_ROUNDS_UP,
@@ -29,6 +29,7 @@ from tests.mutants.in_settling import (
 )
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
+from tests.sim.hand_engine import Sizes
 from tests.sim.layers import Layers, Mixture
 
 WINDOW = 8
@@ -52,12 +53,13 @@ def play_residues(page_size: int, num_drafts: int) -> int:
     lengths = range(page_size + 1, 2 * page_size + 1)
     for chunk_tokens in lengths:
         bench = Bench(
-            Stage(
+            Sizes(
                 page_size=page_size,
                 num_pages=20 + 120 // page_size,
                 chunk_tokens=chunk_tokens,
                 num_in_flight=1,
-                speculation=Speculation(num_drafts, Drafter.MODEL),
+                num_drafts=num_drafts,
+                drafter=Drafter.MODEL,
                 memory_check=MemoryCheck.WARN if page_size == 16 else MemoryCheck.STRICT,
             )
         )
@@ -102,7 +104,7 @@ def play_and_undo(bench: Bench, command: SubmitTurn, history: tuple[int, ...]) -
 @scenario("G1", PARTIAL_PAGE_IS_PUBLISHED, QUOTE_ROUNDS_UP)
 def test_g1_only_whole_pages_are_protected_whatever_the_length() -> None:
     for length in range(1, 14):
-        bench = Bench(Stage(page_size=4, num_pages=8, chunk_tokens=64))
+        bench = Bench(Sizes(page_size=4, num_pages=8, chunk_tokens=64))
         session_id = bench.open("s")
         bench.run(bench.submit_command(session_id, "a", distinct(3, length), max_tokens=2))
         slot = bench.cache.slot(session_id)
@@ -121,7 +123,7 @@ def test_g1_only_whole_pages_are_protected_whatever_the_length() -> None:
 def test_g2_a_cut_below_the_window_frees_each_page_once() -> None:
     """A turn far ahead of its mark is cut at many lengths, and the next one goes on from there."""
     for layers in (Layers(Mixture.FULL_AND_WINDOW, WINDOW), Layers(Mixture.WINDOW, WINDOW)):
-        bench = Bench(Stage(page_size=4, num_pages=40, chunk_tokens=7, layers=layers))
+        bench = Bench(Sizes(page_size=4, num_pages=40, chunk_tokens=7, layers=layers))
         for kept in range(0, 30, 3):
             name = f"s{kept}"
             session_id = bench.open(name)
@@ -144,7 +146,7 @@ def test_g2_a_cut_below_the_window_frees_each_page_once() -> None:
 @scenario("G3", REWIND_FREES_THE_CUT_PAGE)
 def test_g3_after_hundreds_of_turns_every_page_is_still_accounted_for() -> None:
     for page_size in (2, 4, 16):
-        bench = Bench(Stage(page_size=page_size, num_pages=160 // page_size, chunk_tokens=32))
+        bench = Bench(Sizes(page_size=page_size, num_pages=160 // page_size, chunk_tokens=32))
         for i in range(120):
             name = f"s{i % 7}"
             session_id = bench.open(name) if i < 7 else SessionId(name)
@@ -166,13 +168,11 @@ def test_g3_after_hundreds_of_turns_every_page_is_still_accounted_for() -> None:
 def test_g4_however_a_turn_ends_its_history_and_its_kv_are_one_length() -> None:
     for num_drafts, num_in_flight, end in product((0, 3), (1, 2), ("length", "stop", "cancel")):
         for num_outputs in range(1, 7):
-            stage = Stage(
-                num_in_flight=num_in_flight, speculation=Speculation(num_drafts, Drafter.MODEL)
-            )
+            stage = Sizes(num_in_flight=num_in_flight, num_drafts=num_drafts, drafter=Drafter.MODEL)
             end_and_go_on(stage, end, num_outputs)
 
 
-def end_and_go_on(stage: Stage, end: str, num_outputs: int) -> None:
+def end_and_go_on(stage: Sizes, end: str, num_outputs: int) -> None:
     """A turn that ends after some outputs, and one that builds on exactly those."""
     probe = Bench(stage)
     probe.run(probe.submit_command(probe.open("s"), "t", PROMPT[:5], max_tokens=num_outputs))
@@ -203,7 +203,7 @@ def end_and_go_on(stage: Stage, end: str, num_outputs: int) -> None:
 @scenario("G5", MATCH_ENDS_IN_A_PAGE)
 def test_g5_a_hit_that_ends_past_a_page_boundary_computes_the_rest() -> None:
     for page_size, first_len in product((2, 4, 16), range(1, 36)):
-        bench = Bench(Stage(page_size=page_size, num_pages=200 // page_size))
+        bench = Bench(Sizes(page_size=page_size, num_pages=200 // page_size))
         one, two = bench.open("one"), bench.open("two")
         prompt = distinct(7, first_len)
         bench.run(bench.submit_command(one, "a", prompt, max_tokens=3))
@@ -216,7 +216,7 @@ def test_g5_a_hit_that_ends_past_a_page_boundary_computes_the_rest() -> None:
 @scenario("G6", WHOLE_PROMPT_IS_REUSED)
 def test_g6_a_prompt_that_the_tree_holds_whole_still_computes_its_last_token() -> None:
     for length in (4, 8, 16):
-        bench = Bench(Stage(page_size=4))
+        bench = Bench(Sizes(page_size=4))
         one, two = bench.open("one"), bench.open("two")
         bench.run(bench.submit_command(one, "a", PROMPT[:length]))
         bench.run(bench.submit_command(two, "b", PROMPT[:length]))

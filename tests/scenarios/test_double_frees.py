@@ -9,7 +9,7 @@ from cache.ledger import Ledger
 from cache.pages import Extents, PageAllocator
 from cache.types import Holder
 from session_server.core.events import FinishReason, TurnFailed, TurnFinished
-from tests.engine.bench import POOL, Bench, Stage
+from tests.engine.bench import POOL, Bench
 from tests.mutants.guards import DOUBLE_FREE_PASSES, SENTINEL_PASSES
 from tests.mutants.in_books import PADDING_PAGE_IS_FREE
 from tests.mutants.in_leases import LAST_TOKEN_IS_PUBLISHED, LENT_PAGES_STAY_HELD
@@ -17,11 +17,12 @@ from tests.mutants.in_scheduling import CANCELLED_TURN_IS_FOUND
 from tests.mutants.in_settling import LATE_RESULT_IS_RECORDED
 from tests.scenarios.lines import PROMPT, cancel
 from tests.scenarios.registry import scenario
+from tests.sim.hand_engine import Sizes
 
 
 @scenario("D1", LATE_RESULT_IS_RECORDED)
 def test_d1_the_overshoot_of_a_finished_turn_frees_nothing_twice() -> None:
-    bench = Bench(Stage(page_size=1))
+    bench = Bench(Sizes(page_size=1))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "probe", PROMPT, max_tokens=6))
     said = bench.tokens("probe")
@@ -75,7 +76,7 @@ def test_d4_neither_the_padding_page_nor_a_sentinel_is_given_back() -> None:
 
 @scenario("D4", PADDING_PAGE_IS_FREE)
 def test_d4_the_padding_page_is_nobody_s_even_when_the_pool_is_full() -> None:
-    bench = Bench(Stage(num_pages=10, max_context_len=64))
+    bench = Bench(Sizes(num_pages=10, max_context_len=64))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=20))
     bench.expect("t", PROMPT)
@@ -85,7 +86,7 @@ def test_d4_the_padding_page_is_nobody_s_even_when_the_pool_is_full() -> None:
 
 @scenario("D6", LAST_TOKEN_IS_PUBLISHED)
 def test_d6_a_page_is_published_once_when_all_its_tokens_are_computed() -> None:
-    bench = Bench(Stage(page_size=4))
+    bench = Bench(Sizes(page_size=4))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "a", PROMPT[:5], max_tokens=3))
     history = PROMPT[:5] + tuple(bench.tokens("a"))
@@ -102,7 +103,7 @@ def test_d6_a_page_is_published_once_when_all_its_tokens_are_computed() -> None:
 
 @scenario("D7", LENT_PAGES_STAY_HELD)
 def test_d7_a_session_s_pages_are_its_turn_s_while_one_runs_and_never_both() -> None:
-    bench = Bench(Stage(page_size=4, chunk_tokens=64))
+    bench = Bench(Sizes(page_size=4, chunk_tokens=64))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "a", PROMPT[:6], max_tokens=1))
     assert held_and_active(bench) == (1, 0)

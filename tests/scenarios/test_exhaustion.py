@@ -17,7 +17,7 @@ from session_server.engine.settings import MemoryCheck
 from session_server.protocol.session_protocol import MAX_OUTBOX_FRAMES, CloseCode, SessionProtocol
 from session_server.sessions.journal import Journal, JournalLimits
 from session_server.sessions.quotas import QuotaLimits
-from tests.engine.bench import POOL, Bench, Stage
+from tests.engine.bench import POOL, Bench
 from tests.mutants.guards import (
     ANSWERS_PILE_UP,
     CANCEL_WAITS_FOR_THE_DEVICE,
@@ -33,6 +33,7 @@ from tests.mutants.in_sessions import JOURNAL_IS_UNBOUNDED
 from tests.scenarios.lines import PROMPT, cancel, distinct
 from tests.scenarios.registry import scenario
 from tests.sessions.world import OWNER, World, completed, turn
+from tests.sim.hand_engine import Sizes
 
 
 @scenario("E1", JOURNAL_IS_UNBOUNDED)
@@ -58,7 +59,7 @@ def test_e1_a_peer_that_asks_and_does_not_read_is_let_go() -> None:
 def test_e2_nothing_of_a_cancelled_turn_is_launched_any_more() -> None:
     for num_in_flight in (1, 2):
         for num_steps in range(12):
-            bench = Bench(Stage(chunk_tokens=7, num_in_flight=num_in_flight))
+            bench = Bench(Sizes(chunk_tokens=7, num_in_flight=num_in_flight))
             session_id = bench.open("s")
             bench.step(bench.submit_command(session_id, "t", PROMPT, max_tokens=200))
             for _ in range(num_steps):
@@ -116,7 +117,7 @@ def test_e4_sessions_nobody_closes_are_closed_and_their_place_is_free() -> None:
 @scenario("E4", SESSIONS_WITHOUT_END)
 def test_e4_the_engine_holds_as_many_sessions_as_it_was_told() -> None:
     bench = Bench()
-    bench.engine = Engine(bench.cache, replace(bench.settings, max_sessions=3))
+    bench.hand.engine = Engine(bench.cache, replace(bench.hand.settings, max_sessions=3))
     for index in range(5):
         session_id = SessionId(f"s{index}")
         bench.step(OpenSession(session_id=session_id, tenant_salt="a"))
@@ -126,7 +127,7 @@ def test_e4_the_engine_holds_as_many_sessions_as_it_was_told() -> None:
 
 @scenario("E5", RECOMPUTES_HISTORY)
 def test_e5_the_fortieth_turn_computes_and_writes_what_the_fourth_did() -> None:
-    bench = Bench(Stage(num_pages=300, max_context_len=1024, chunk_tokens=64))
+    bench = Bench(Sizes(num_pages=300, max_context_len=1024, chunk_tokens=64))
     session_id = bench.open("s")
     history: tuple[int, ...] = ()
     cost = []
@@ -160,7 +161,7 @@ def test_e5_the_fortieth_turn_tells_the_engine_as_much_as_the_fourth() -> None:
 
 @scenario("E8", VIOLATION_KILLS_THE_SERVER)
 def test_e8_books_that_disagree_cost_one_session_its_kv_and_nobody_else_anything() -> None:
-    bench = Bench(Stage(memory_check=MemoryCheck.WARN, chunk_tokens=8))
+    bench = Bench(Sizes(memory_check=MemoryCheck.WARN, chunk_tokens=8))
     sick, well = bench.open("sick"), bench.open("well")
     bench.step(bench.submit_command(sick, "a", PROMPT), bench.submit_command(well, "b", PROMPT[3:]))
     bench.settle()

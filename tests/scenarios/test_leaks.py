@@ -5,10 +5,10 @@ from __future__ import annotations
 from cache.types import TurnId
 from session_server.core.errors import TurnNotFound
 from session_server.core.events import FinishReason, SessionGone, TurnFinished
-from session_server.engine.settings import Drafter, Speculation
+from session_server.engine.settings import Drafter
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
-from tests.engine.bench import POOL, Bench, Stage
+from tests.engine.bench import POOL, Bench
 from tests.mutants.in_leases import OVERSHOOT_STAYS, RELEASE_DROPS_TAIL, RELEASE_KEEPS_ROW
 from tests.mutants.in_radix import LOCK_COVERS_WHOLE_EDGE, UNLOCK_FREES_THE_LAST_NODE
 from tests.mutants.in_scheduling import QUOTE_TAKES_A_LOCK, SECOND_TURN_IS_ADMITTED
@@ -23,11 +23,12 @@ from tests.mutants.in_settling import LATE_RESULT_IS_RECORDED
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
 from tests.sessions.world import OWNER, World, cancelled, turn
+from tests.sim.hand_engine import Sizes
 
 
 @scenario("L1", OVERSHOOT_STAYS)
 def test_l1_pages_bought_for_guesses_are_not_under_the_next_turn() -> None:
-    bench = Bench(Stage(page_size=1, speculation=Speculation(4, Drafter.MODEL)))
+    bench = Bench(Sizes(page_size=1, num_drafts=4, drafter=Drafter.MODEL))
     session_id = bench.open("s")
     history: tuple[int, ...] = ()
     for i in range(4):
@@ -53,7 +54,7 @@ def test_l1_pages_bought_for_guesses_are_not_under_the_next_turn() -> None:
 
 @scenario("L2", RELEASE_DROPS_TAIL)
 def test_l2_a_turn_retracted_in_mid_decode_resumes_and_loses_no_page() -> None:
-    bench = Bench(Stage(num_pages=14, chunk_tokens=64))
+    bench = Bench(Sizes(num_pages=14, chunk_tokens=64))
     old, young = bench.open("old"), bench.open("young")
     bench.run(
         bench.submit_command(old, "a", distinct(1, 17), max_tokens=30),
@@ -68,7 +69,7 @@ def test_l2_a_turn_retracted_in_mid_decode_resumes_and_loses_no_page() -> None:
 
 @scenario("L3", QUOTE_TAKES_A_LOCK)
 def test_l3_a_turn_that_asks_many_steps_for_admission_takes_one_lock() -> None:
-    bench = Bench(Stage(num_pages=10, chunk_tokens=64, num_rows=2))
+    bench = Bench(Sizes(num_pages=10, chunk_tokens=64, num_rows=2))
     first, second = bench.open("first"), bench.open("second")
     bench.run(bench.submit_command(second, "warm", PROMPT[:9], max_tokens=1))
     bench.run(
@@ -82,7 +83,7 @@ def test_l3_a_turn_that_asks_many_steps_for_admission_takes_one_lock() -> None:
 
 @scenario("L4", QUOTE_TAKES_A_LOCK)
 def test_l4_a_turn_cancelled_before_it_got_a_row_leaves_nothing() -> None:
-    bench = Bench(Stage(num_rows=1, max_running=2))
+    bench = Bench(Sizes(num_rows=1, max_running=2))
     first, second = bench.open("first"), bench.open("second")
     bench.run(bench.submit_command(first, "warm", PROMPT, max_tokens=1))
     bench.step(bench.submit_command(first, "a", (7,), base_len=len(PROMPT)))
@@ -97,7 +98,7 @@ def test_l4_a_turn_cancelled_before_it_got_a_row_leaves_nothing() -> None:
 
 @scenario("L5", RELEASE_KEEPS_ROW)
 def test_l5_a_turn_that_ends_with_its_first_forward_gives_back_row_and_pages() -> None:
-    bench = Bench(Stage(num_rows=1, max_running=1))
+    bench = Bench(Sizes(num_rows=1, max_running=1))
     for i in range(5):
         session_id = bench.open(f"s{i}")
         bench.run(bench.submit_command(session_id, f"t{i}", distinct(i, 9), max_tokens=1))
@@ -109,7 +110,7 @@ def test_l5_a_turn_that_ends_with_its_first_forward_gives_back_row_and_pages() -
 @scenario("L6", LATE_RESULT_IS_RECORDED)
 def test_l6_a_chunk_that_lands_after_its_turn_was_cancelled_is_dropped() -> None:
     for keep in (None, 0):
-        bench = Bench(Stage(chunk_tokens=4))
+        bench = Bench(Sizes(chunk_tokens=4))
         session_id = bench.open("s")
         bench.step(bench.submit_command(session_id, "t", PROMPT))
         bench.settle()
@@ -123,7 +124,7 @@ def test_l6_a_chunk_that_lands_after_its_turn_was_cancelled_is_dropped() -> None
 
 @scenario("L8", RELEASE_KEEPS_ROW)
 def test_l8_three_hundred_cancelled_turns_leave_an_empty_engine() -> None:
-    bench = Bench(Stage(num_in_flight=2, max_running=8))
+    bench = Bench(Sizes(num_in_flight=2, max_running=8))
     sessions = [bench.open(f"s{i}") for i in range(10)]
     for i in range(300):
         name = f"t{i}"
@@ -164,7 +165,7 @@ def test_l9_a_session_closed_before_the_engine_heard_of_it_is_left_nowhere() -> 
 
 @scenario("L10", LOCK_COVERS_WHOLE_EDGE, UNLOCK_FREES_THE_LAST_NODE)
 def test_l10_a_lock_that_ends_inside_an_edge_is_given_back_whole() -> None:
-    bench = Bench(Stage(page_size=4, chunk_tokens=64))
+    bench = Bench(Sizes(page_size=4, chunk_tokens=64))
     one, two, three = (bench.open(name) for name in ("one", "two", "three"))
     bench.run(bench.submit_command(one, "a", PROMPT, max_tokens=1))
     for session_id, name, shared in ((two, "b", 16), (three, "c", 8)):
@@ -175,7 +176,7 @@ def test_l10_a_lock_that_ends_inside_an_edge_is_given_back_whole() -> None:
     bench.run(close("one"), close("two"), close("three"))
     accounts = bench.cache.accounts()[POOL]
     assert accounts.tree_protected == 0
-    assert accounts.free + accounts.tree_evictable == bench.stage.num_pages
+    assert accounts.free + accounts.tree_evictable == bench.sizes.num_pages
     bench.close_all()
 
 

@@ -8,8 +8,8 @@ from cache.errors import SlotBusy
 from cache.types import Namespace, SlotState, TurnId
 from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason, SessionGone
-from session_server.engine.settings import Drafter, Speculation
-from tests.engine.bench import Bench, Stage
+from session_server.engine.settings import Drafter
+from tests.engine.bench import Bench
 from tests.mutants.guards import (
     CANCEL_BY_PREFIX,
     CANCEL_WAITS_FOR_THE_DEVICE,
@@ -34,6 +34,7 @@ from tests.mutants.in_settling import (
 )
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
+from tests.sim.hand_engine import Sizes
 
 
 @scenario("R1", REFUSAL_CLEARS_MARKER)
@@ -53,7 +54,7 @@ def test_r1_neither_a_rejected_turn_nor_the_one_after_it_disturbs_the_first() ->
 
 @scenario("R2", SESSION_STAYS_BUSY)
 def test_r2_a_turn_cancelled_in_the_queue_frees_its_session_for_the_next() -> None:
-    bench = Bench(Stage(max_running=1))
+    bench = Bench(Sizes(max_running=1))
     busy, queued = bench.open("busy"), bench.open("queued")
     bench.step(bench.submit_command(busy, "a", PROMPT))
     bench.step(bench.submit_command(queued, "b", PROMPT))
@@ -70,11 +71,11 @@ def test_r3_cancel_at_any_step_and_an_immediate_next_turn_sees_the_exact_history
         for num_in_flight in (1, 2):
             for num_steps in range(14):
                 for num_kept in (None, 1, 99):
-                    stage = Stage(page_size=page_size, num_in_flight=num_in_flight, chunk_tokens=7)
+                    stage = Sizes(page_size=page_size, num_in_flight=num_in_flight, chunk_tokens=7)
                     cancel_and_go_on(stage, num_steps, num_kept)
 
 
-def cancel_and_go_on(stage: Stage, num_steps: int, num_kept: int | None) -> None:
+def cancel_and_go_on(stage: Sizes, num_steps: int, num_kept: int | None) -> None:
     """Cancel in mid-turn what the client has heard but for `num_kept` tokens, and ask again."""
     bench = Bench(stage)
     session_id = bench.open("s", tokens=PROMPT[:6])
@@ -130,7 +131,7 @@ def test_r5_a_session_that_got_busy_after_it_was_chosen_is_not_cooled() -> None:
 @scenario("R6", CLOSE_FREES_AT_ONCE)
 def test_r6_a_session_can_be_closed_at_any_step_and_twice() -> None:
     for num_steps in range(8):
-        bench = Bench(Stage(chunk_tokens=7))
+        bench = Bench(Sizes(chunk_tokens=7))
         session_id = bench.open("s")
         bench.step(bench.submit_command(session_id, "t", PROMPT, max_tokens=3))
         for _ in range(num_steps):
@@ -181,7 +182,7 @@ def test_r8_a_cancel_names_one_turn_exactly() -> None:
 
 @scenario("R10", LAUNCH_SHARES_HISTORY)
 def test_r10_what_was_launched_does_not_change_under_the_device() -> None:
-    bench = Bench(Stage(chunk_tokens=8))
+    bench = Bench(Sizes(chunk_tokens=8))
     session_id = bench.open("s")
     bench.step(bench.submit_command(session_id, "a", PROMPT, repetition_penalty=1.1))
     launched = str(bench.batches[-1])
@@ -229,7 +230,7 @@ def test_r12_a_stop_string_found_while_later_tokens_are_in_flight_cuts_the_histo
 @scenario("R12", CANCEL_WAITS_FOR_THE_DEVICE, OVERSHOOT_STAYS)
 def test_r12_a_cancel_while_guesses_are_verified_frees_the_session_at_once() -> None:
     for num_kept in (None, 0, 99):
-        bench = Bench(Stage(speculation=Speculation(4, Drafter.MODEL)))
+        bench = Bench(Sizes(num_drafts=4, drafter=Drafter.MODEL))
         session_id = bench.open("s")
         bench.step(bench.submit_command(session_id, "t", PROMPT, max_tokens=60))
         while not (len(bench.runner) and bench.batches[-1].rows[0].num_drafts):

@@ -7,7 +7,7 @@ import pytest
 from cache.checker import audit
 from cache.errors import AuditFailed
 from tests.cache.two_sessions import ALICE, PROMPT, A, B, C, make_world, run_turn
-from tests.engine.bench import Bench, Stage
+from tests.engine.bench import Bench
 from tests.mutants.guards import SECOND_UNLOCK_PASSES
 from tests.mutants.in_radix import (
     EVICTION_IGNORES_LOCKS,
@@ -20,6 +20,7 @@ from tests.mutants.in_radix import (
 from tests.mutants.in_scheduling import QUEUE_LATCHES_FULL
 from tests.scenarios.lines import distinct
 from tests.scenarios.registry import scenario
+from tests.sim.hand_engine import Sizes
 
 
 @scenario("S1", SPLIT_LOSES_LOCKS, SPLIT_ORPHANS_THE_UPPER)
@@ -78,7 +79,7 @@ def test_s3_what_a_session_has_locked_again_is_in_the_tree_when_it_lets_go() -> 
 
 @scenario("S4", LOCK_SKIPS_ITSELF)
 def test_s4_the_node_a_session_ends_in_is_not_evicted() -> None:
-    bench = Bench(Stage(page_size=4, num_pages=12, chunk_tokens=64))
+    bench = Bench(Sizes(page_size=4, num_pages=12, chunk_tokens=64))
     parked, other = bench.open("parked"), bench.open("other")
     bench.run(bench.submit_command(parked, "a", distinct(1, 12), max_tokens=1))
     history = distinct(1, 12) + tuple(bench.tokens("a"))
@@ -113,7 +114,7 @@ def test_s5_both_halves_of_a_split_are_found_evicted_and_found_again() -> None:
 
 @scenario("S6", QUEUE_LATCHES_FULL)
 def test_s6_a_turn_that_fits_is_admitted_while_another_one_s_chunks_go_on() -> None:
-    bench = Bench(Stage(num_pages=100, chunk_tokens=8, num_in_flight=1))
+    bench = Bench(Sizes(num_pages=100, chunk_tokens=8, num_in_flight=1))
     hog, small = bench.open("hog"), bench.open("small")
     bench.step(bench.submit_command(hog, "a", distinct(1, 120), max_tokens=1))
     bench.settle()

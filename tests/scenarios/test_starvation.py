@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cache.types import SessionId, TurnId
 from session_server.core.events import FinishReason
-from tests.engine.bench import Bench, Stage
+from tests.engine.bench import Bench
 from tests.mutants.guards import (
     FIRST_COME_TAKES_ALL,
     HOG_KEEPS_THE_DOOR,
@@ -21,12 +21,13 @@ from tests.mutants.in_scheduling import (
 )
 from tests.scenarios.lines import PROMPT, distinct
 from tests.scenarios.registry import scenario
+from tests.sim.hand_engine import Sizes
 
 
 @scenario("X1", IDLE_KV_IS_PINNED)
 def test_x1_many_sessions_on_a_pool_that_holds_few_all_get_their_answers() -> None:
     for num_in_flight in (1, 2):
-        bench = Bench(Stage(num_pages=20, num_in_flight=num_in_flight, chunk_tokens=32))
+        bench = Bench(Sizes(num_pages=20, num_in_flight=num_in_flight, chunk_tokens=32))
         histories: dict[str, tuple[int, ...]] = {}
         for turn in range(3):
             commands = []
@@ -52,7 +53,7 @@ def test_x1_many_sessions_on_a_pool_that_holds_few_all_get_their_answers() -> No
 
 @scenario("X2", OUTPUT_OUTGROWS_POOL)
 def test_x2_a_session_that_fills_the_pool_ends_with_length_and_does_not_hang() -> None:
-    bench = Bench(Stage(num_pages=10, max_context_len=256))
+    bench = Bench(Sizes(num_pages=10, max_context_len=256))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT, max_tokens=500))
     end = bench.finished("t")
@@ -64,7 +65,7 @@ def test_x2_a_session_that_fills_the_pool_ends_with_length_and_does_not_hang() -
 
 @scenario("X3", WAITING_KEEPS_KV)
 def test_x3_turns_that_wait_hold_no_pages_so_no_two_wait_for_each_other() -> None:
-    bench = Bench(Stage(num_pages=12, chunk_tokens=64))
+    bench = Bench(Sizes(num_pages=12, chunk_tokens=64))
     sessions = [bench.open(f"s{i}") for i in range(4)]
     for i, session_id in enumerate(sessions):
         bench.run(bench.submit_command(session_id, f"warm{i}", distinct(i, 10), max_tokens=1))
@@ -82,7 +83,7 @@ def test_x3_turns_that_wait_hold_no_pages_so_no_two_wait_for_each_other() -> Non
 
 @scenario("X4", REFUSES_NO_LONG_TURN)
 def test_x4_a_prompt_beyond_the_pool_is_refused_and_blocks_nobody() -> None:
-    bench = Bench(Stage(num_pages=6, max_context_len=256))
+    bench = Bench(Sizes(num_pages=6, max_context_len=256))
     one, two = bench.open("one"), bench.open("two")
     bench.run(
         bench.submit_command(one, "big", (1,) * 24), bench.submit_command(two, "small", PROMPT)
@@ -96,7 +97,7 @@ def test_x4_a_prompt_beyond_the_pool_is_refused_and_blocks_nobody() -> None:
 
 @scenario("X5", EVERYBODY_IS_RETRACTED)
 def test_x5_who_lacks_a_page_takes_one_turn_s_pages_and_not_everybody_s() -> None:
-    bench = Bench(Stage(num_pages=40, chunk_tokens=64, num_in_flight=2))
+    bench = Bench(Sizes(num_pages=40, chunk_tokens=64, num_in_flight=2))
     commands = []
     for i in range(5):
         session_id = bench.open(f"s{i}")
@@ -111,7 +112,7 @@ def test_x5_who_lacks_a_page_takes_one_turn_s_pages_and_not_everybody_s() -> Non
 
 @scenario("X6", PROMPTS_STOP_STREAMS)
 def test_x6_those_who_stream_get_a_token_in_every_forward_beside_a_long_prompt() -> None:
-    bench = Bench(Stage(num_pages=200, chunk_tokens=16, num_in_flight=1))
+    bench = Bench(Sizes(num_pages=200, chunk_tokens=16, num_in_flight=1))
     stream, hog = bench.open("stream"), bench.open("hog")
     bench.step(bench.submit_command(stream, "a", PROMPT[:3], max_tokens=40))
     bench.settle()
@@ -126,7 +127,7 @@ def test_x6_those_who_stream_get_a_token_in_every_forward_beside_a_long_prompt()
 
 @scenario("X7", FIRST_COME_TAKES_ALL)
 def test_x7_one_maximal_prompt_does_not_hold_up_others_first_tokens() -> None:
-    bench = Bench(Stage(num_pages=200, chunk_tokens=16, num_in_flight=1))
+    bench = Bench(Sizes(num_pages=200, chunk_tokens=16, num_in_flight=1))
     hog = bench.open("hog")
     bench.step(bench.submit_command(hog, "hog", distinct(1, 250), max_tokens=1))
     for i in range(5):
@@ -144,7 +145,7 @@ def test_x7_one_maximal_prompt_does_not_hold_up_others_first_tokens() -> None:
 
 @scenario("X8", RESULTS_WAIT_FOR_THE_QUEUE)
 def test_x8_an_end_frees_its_pages_also_while_the_head_of_the_queue_waits_for_them() -> None:
-    bench = Bench(Stage(num_pages=8, chunk_tokens=64))
+    bench = Bench(Sizes(num_pages=8, chunk_tokens=64))
     one, two = bench.open("one"), bench.open("two")
     bench.run(
         bench.submit_command(one, "holds", distinct(1, 24), max_tokens=3),
@@ -160,7 +161,7 @@ def test_x8_an_end_frees_its_pages_also_while_the_head_of_the_queue_waits_for_th
 @scenario("X9", OLDEST_HAS_NO_SHARE)
 def test_x9_a_long_prompt_goes_on_while_short_ones_keep_coming() -> None:
     bench = Bench(
-        Stage(num_pages=900, num_rows=300, chunk_tokens=16, num_in_flight=1, max_running=64)
+        Sizes(num_pages=900, num_rows=300, chunk_tokens=16, num_in_flight=1, max_running=64)
     )
     hog = bench.open("hog")
     bench.step(bench.submit_command(hog, "hog", distinct(1, 40), max_tokens=1))
@@ -181,7 +182,7 @@ def test_x9_a_long_prompt_goes_on_while_short_ones_keep_coming() -> None:
 
 @scenario("X9", HOG_KEEPS_THE_DOOR)
 def test_x9_a_turn_is_admitted_while_a_long_prompt_takes_what_tokens_it_can() -> None:
-    bench = Bench(Stage(num_pages=200, chunk_tokens=16, num_in_flight=1))
+    bench = Bench(Sizes(num_pages=200, chunk_tokens=16, num_in_flight=1))
     hog, late = bench.open("hog"), bench.open("late")
     bench.step(bench.submit_command(hog, "hog", distinct(1, 200), max_tokens=1))
     bench.settle()

@@ -17,7 +17,7 @@ from session_server.attention.recurrent import RecurrentBackend
 from session_server.core.events import TurnStarted
 from session_server.core.owner import Owner
 from session_server.sessions.salts import TenantSalts
-from tests.engine.bench import Bench, Stage
+from tests.engine.bench import Bench
 from tests.mutants.guards import (
     BUGS_ARE_TOLD,
     FRESH_STATE_IS_READ,
@@ -33,6 +33,7 @@ from tests.mutants.in_sessions import OWNERS_SHARE_A_SALT
 from tests.scenarios.lines import PROMPT, cancel, close, distinct
 from tests.scenarios.registry import scenario
 from tests.sessions.world import World, turn
+from tests.sim.hand_engine import Sizes
 from tests.web.serving import Served, served
 
 POOL = PoolName("full")
@@ -40,7 +41,7 @@ POOL = PoolName("full")
 
 @scenario("C1", FIRST_PAGE_IS_ENOUGH)
 def test_c1_a_fresh_session_is_given_kv_of_its_own_tokens_only() -> None:
-    bench = Bench(Stage(page_size=4))
+    bench = Bench(Sizes(page_size=4))
     old, fresh = bench.open("old"), bench.open("fresh")
     bench.run(bench.submit_command(old, "a", PROMPT, max_tokens=6))
     bench.run(close("old"))
@@ -53,7 +54,7 @@ def test_c1_a_fresh_session_is_given_kv_of_its_own_tokens_only() -> None:
 
 @scenario("C2", DELTA_IS_A_VIEW)
 def test_c2_what_a_launch_was_given_does_not_change_before_it_is_executed() -> None:
-    bench = Bench(Stage(page_size=1, num_pages=24, num_rows=2, chunk_tokens=64))
+    bench = Bench(Sizes(page_size=1, num_pages=24, num_rows=2, chunk_tokens=64))
     doomed, other = bench.open("doomed"), bench.open("other")
     bench.step(bench.submit_command(doomed, "a", distinct(1, 20), max_tokens=3))
     (launched,) = bench.batches
@@ -99,7 +100,7 @@ def test_c3_kv_belongs_to_tenant_and_model_and_the_two_never_spell_another_pair(
 @scenario("C4", KEYS_ARE_TRUSTED)
 def test_c4_pages_of_equal_keys_are_told_apart_by_their_tokens() -> None:
     """A sum of tokens is a hash for which collisions are easily written."""
-    bench = Bench(Stage(page_size=4))
+    bench = Bench(Sizes(page_size=4))
     one, two = bench.open("one"), bench.open("two")
     bench.run(bench.submit_command(one, "a", (1, 2, 3, 4, 9, 9, 9, 9, 5)))
     crafted = (4, 3, 2, 1, 9, 9, 9, 9, 5)
@@ -127,7 +128,7 @@ def test_c5_another_tenant_s_prompt_is_no_faster_than_a_new_one() -> None:
 
 @scenario("C5", HITS_GO_FIRST)
 def test_c5_who_goes_first_does_not_depend_on_what_others_have_cached() -> None:
-    bench = Bench(Stage(max_running=1))
+    bench = Bench(Sizes(max_running=1))
     warm = bench.open("warm")
     bench.run(bench.submit_command(warm, "warm", distinct(3, 12)))
     commands = []

@@ -14,9 +14,9 @@ from typing import Any, Final, Literal
 
 from cache.capacity import ForgetfulRoom
 from session_server.engine.settings import Drafter, MemoryCheck
-from tests.cache.free_lists import Allocation
 from tests.sim.draws import Draws
 from tests.sim.faults import FaultRates, OneFault, Site
+from tests.sim.hand_engine import Sizes
 from tests.sim.layers import Layers, Mixture
 
 STATES_AT_REST: Final = 2
@@ -29,33 +29,6 @@ class Front(enum.StrEnum):
 
     DIRECT = "direct"
     WIRE = "wire"
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The engine. `num_pages` does not count the padding page; lengths are tokens.
-
-    `draft_skill`: how often in a thousand the draft model guesses right. `num_repeats`: see
-    `EchoModel`.
-    """
-
-    layers: Layers
-    page_size: int
-    num_pages: int
-    num_rows: int
-    max_context_len: int
-    chunk_tokens: int
-    max_running: int
-    max_waiting: int
-    num_in_flight: int
-    num_drafts: int
-    drafter: Drafter
-    draft_skill: int
-    num_repeats: int
-    pinned_quota_pages: int
-    allocation: Allocation
-    memory_check: MemoryCheck
-    share_prefixes: bool
 
 
 @dataclass(frozen=True, slots=True)

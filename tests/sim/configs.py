@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from session_server.engine.settings import Drafter, MemoryCheck
-from tests.sim.config import Front, Habits, SimConfig, Sizes
+from tests.sim.config import Front, Habits, SimConfig
 from tests.sim.faults import FaultRates, OneFault
+from tests.sim.hand_engine import Sizes
 from tests.sim.layers import Layers
 
 NO_FAULTS = FaultRates()

@@ -13,8 +13,8 @@ from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine.shares import share_len
 from session_server.engine.turn import Turn
 from tests.cache.headroom import headroom
-from tests.sim.config import Sizes
 from tests.sim.failure import Broken, Layer
+from tests.sim.hand_engine import Sizes
 
 PLENTY: Final = 2
 """Pages left over for each turn, beyond all it can ever need, before we speak of plenty."""

@@ -1,31 +1,51 @@
-"""The engine as the server knows it, played by hand: commands wait, events travel, and it may die.
+"""The engine as the server knows it, stepped by hand: commands wait, events travel, and it may die.
 
-Every race between server and engine is played by choosing when to step and when to deliver.
+What the server sends waits for a step, what the engine says waits for `deliver`: every race between
+the two is played by choosing when to call which, and a fault fits between any two of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Final, Generic, TypeVar
 
 from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
-from tests.sim.stage import Stage
+from tests.sim.hand_engine import HandEngine
+
+STEP_S: Final = 0.01
+"""Time that passes in a step, where nobody says what time it is."""
+
+EngineT = TypeVar("EngineT", bound=HandEngine)
 
 
-class HostedEngine:
-    """An `EngineClient`. `make_stage` builds the engine of each life, which takes `inbox_size`
-    commands before it has to step; `reached` counts.
+class HostedEngine(Generic[EngineT]):
+    """Implements `EngineClient`.
 
-    `num_steps`: engine steps of all lives.
+    Attributes:
+        hand: the engine of this life; the next one has its own.
+        is_alive: whether there is an engine that can step.
+        is_full: whether its inbox takes nothing for now.
+        reached: counts what happened.
     """
 
     def __init__(
-        self, make_stage: Callable[[], Stage], inbox_size: int, reached: Counter[str]
+        self,
+        make_engine: Callable[[], EngineT],
+        *,
+        inbox_size: int = 1 << 16,
+        reached: Counter[str] | None = None,
     ) -> None:
-        self._make_stage = make_stage
+        """
+        Args:
+            make_engine: builds the engine of each life.
+            inbox_size: commands it takes before it has to step.
+            reached: the counts to add to.
+        """
+        self._make_engine = make_engine
         self._inbox_size = inbox_size
         self._listener: EventListener | None = None
         self._events: deque[EngineEvent] = deque()
@@ -33,21 +53,13 @@ class HostedEngine:
         self._epoch = 0
         self._is_up = False
         self._num_steps_before = 0
-        self.stage = make_stage()
+        self.hand = make_engine()
         self.is_alive = True
-        self.reached = reached
+        self.is_full = False
+        self.now_s = 0.0
+        self.reached: Counter[str] = Counter() if reached is None else reached
 
-    @property
-    def num_steps(self) -> int:
-        """Steps of all lives."""
-        return self._num_steps_before + self.stage.num_steps
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether nothing moves before somebody sends a command."""
-        stage = self.stage
-        is_idle = stage.is_blocked and not stage.num_launched and not self._commands
-        return not self._events and (is_idle or not self.is_alive)
+    # -- EngineClient
 
     async def start(self, listener: EventListener) -> EngineReady:
         """See `EngineClient.start`."""
@@ -59,7 +71,7 @@ class HostedEngine:
         """See `EngineClient.send`."""
         if not self._is_up:
             raise EngineUnavailable("there is no engine")
-        if len(self._commands) >= self._inbox_size:
+        if self.is_full or len(self._commands) >= self._inbox_size:
             self.reached["engine takes no more"] += 1
             raise EngineUnavailable("the engine's inbox is full")
         self._commands.append(command)
@@ -68,15 +80,41 @@ class HostedEngine:
         """See `EngineClient.stop`."""
         self._is_up = False
 
-    def step(self, now_s: float, num_results: int) -> None:
-        """One step of the engine, if there is one; its events are on their way then."""
+    # -- levers
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all lives."""
+        return self._num_steps_before + self.hand.num_steps
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another step would make a difference."""
+        hand = self.hand
+        return self.is_alive and bool(self._commands or hand.num_launched or not hand.is_blocked)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing moves before somebody sends a command."""
+        return not self._events and not self.is_busy
+
+    def step(self) -> None:
+        """Take one step as a loop would, if it makes a difference: an engine that can do nothing
+        else waits for its oldest launch.
+        """
+        if self.is_busy:
+            self.now_s += STEP_S
+            self.play(self.now_s, 1 if self.hand.is_blocked else 0)
+
+    def play(self, now_s: float, num_results: int) -> None:
+        """Take one step with so many results; its events are on their way then."""
         if not self.is_alive:
             return
         commands, self._commands = self._commands, []
-        results = self.stage.take_results(num_results)
-        self._events.extend(self.stage.step(now_s, commands, results).events)
+        results = self.hand.take_results(num_results)
+        self._events.extend(self.hand.step(now_s, commands, results).events)
 
-    def deliver(self, num_events: int | None) -> None:
+    def deliver(self, num_events: int | None = None) -> None:
         """Let events arrive at the server, all or the first few."""
         assert self._listener is not None, "started first"
         count = len(self._events) if num_events is None else min(num_events, len(self._events))
@@ -86,20 +124,25 @@ class HostedEngine:
                 self._is_up = self.is_alive and event.epoch == self._epoch
             self._listener(event)
 
-    def die(self) -> None:
-        """Lose everything but the events already on their way."""
-        if not self.is_alive:
-            return
+    def crash(self, *, is_heard: bool = False) -> None:
+        """Lose the engine and what is under way to it, and unless it `is_heard`, what it has said.
+
+        The server does not know before `tell_death`.
+        """
         self.reached["engine died"] += 1
-        self.reached["engine died under turns"] += bool(self.stage.history.live)
         self.is_alive = self._is_up = False
         self._commands.clear()
-        self._num_steps_before += self.stage.num_steps
-        self.stage = self._make_stage()
-        self._events.append(EngineDied(message="killed", will_restart=True))
+        if not is_heard:
+            self._events.clear()
+        self._num_steps_before += self.hand.num_steps
+        self.hand = self._make_engine()
+
+    def tell_death(self, *, will_restart: bool = True) -> None:
+        """Let the supervisor notice."""
+        self._events.append(EngineDied(message="killed", will_restart=will_restart))
 
     def revive(self) -> None:
-        """The next engine comes up, knowing nothing."""
+        """Bring the next engine up, which knows no session."""
         if self.is_alive:
             return
         self.is_alive = True
@@ -108,15 +151,4 @@ class HostedEngine:
 
     def _ready(self) -> EngineReady:
         self._epoch += 1
-        cache, model = self.stage.cache, self.stage.device.model
-        return EngineReady(
-            epoch=self._epoch,
-            max_turn_len=self.stage.engine.max_turn_len,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.alphabet[:1],
-            page_size=cache.stores.page_size,
-            num_pages=max(ledger.num_pages for ledger in cache.stores.ledgers.values()),
-            device="echo",
-            dtype="none",
-            backend="echo",
-        )
+        return self.hand.ready(self._epoch)

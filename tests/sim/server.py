@@ -63,7 +63,9 @@ class SimServer:
         self.limits = _session_limits(config.habits)
         self.salts = TenantSalts(_SECRET, share_prefixes=config.sizes.share_prefixes)
         self.engine = HostedEngine(
-            lambda: Stage(context, self.model), config.habits.engine_inbox, context.reached
+            lambda: Stage(context, self.model),
+            inbox_size=config.habits.engine_inbox,
+            reached=context.reached,
         )
         # After the engine, which may refuse its sizes: a loop has to be closed.
         self.loop = VirtualLoop(self._work_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -10,21 +9,19 @@ import numpy as np
 
 from cache.checker import Recount, find_violations
 from cache.errors import AuditFailed
-from cache.spec import Capacity
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
-from session_server.engine.engine import Engine, StepOutcome
-from session_server.engine.settings import EngineSettings, MemoryPolicy, Speculation
+from session_server.engine.engine import StepOutcome
 from tests.cache.free_lists import FREE_LISTS
 from tests.cache.headroom import headroom
-from tests.sim.config import SimConfig
 from tests.sim.context import SimContext
 from tests.sim.device import ContentMismatch, EchoRunner, Faults
 from tests.sim.echo import EchoModel
 from tests.sim.failure import Broken, Layer
 from tests.sim.fairness import FairnessWatch
 from tests.sim.faults import DEVICE_SITES
+from tests.sim.hand_engine import HandEngine
 from tests.sim.history import Bounds, EngineHistory
 from tests.sim.story import StepRecord
 from tests.sim.watched_cache import WatchedCache
@@ -40,43 +37,31 @@ MAX_IDLE_STEPS: Final = 64
 """Steps in a row that may promise more without launching anything."""
 
 
-class Stage:
-    """Executes launches when told; checks accounts and touched sessions after every step, all
+class Stage(HandEngine):
+    """An engine whose every step is watched: accounts and touched sessions after every step, all
     pages every `audit_every` steps, and every event. What does not hold raises `Broken`.
     """
 
+    device: EchoRunner
+    cache: WatchedCache
+
     def __init__(self, context: SimContext, model: EchoModel) -> None:
-        config, sizes = context.config, context.config.sizes
-        self._context = context
-        self._results: deque[StepResult] = deque()
-        self._num_idle = 0
-        capacity = sizes.layers.capacity(
-            sizes.num_pages, sizes.num_rows, sizes.max_context_len, sizes.num_drafts
-        )
-        self.cache = WatchedCache(
+        sizes = context.config.sizes
+        cache = WatchedCache(
             sizes.layers.spec(sizes.page_size),
-            capacity,
+            sizes.capacity,
             pinned_quota_pages=sizes.pinned_quota_pages,
             free_list=FREE_LISTS[sizes.allocation],
             strikes=context.faults.strikes,
             reached=context.reached,
         )
-        settings = _settings(config, model)
-        self.engine = Engine(self.cache, settings)
-        stores = self.cache.stores
-        bounds = Bounds(self.engine.max_turn_len, bool(stores.forgetful), stores.page_size)
-        self.history = EngineHistory(settings, model, bounds, context.reached)
-        self.device = _device(config, capacity, model, self.history)
-        self.device.reached = context.reached
+        settings = sizes.settings(model, probe_interval_s=PROBE_INTERVAL_S)
+        self._context = context
+        self._model = model
+        self._num_idle = 0
+        super().__init__(cache, settings, Stage._watched_device)
         self._recount = Recount(self.cache)
         self._fairness = FairnessWatch(self.engine, self.cache, sizes)
-        self.is_blocked = True
-        self.num_steps = 0
-
-    @property
-    def num_launched(self) -> int:
-        """Launches the engine has not been told the result of."""
-        return len(self.device) + len(self._results)
 
     @property
     def rest_budget(self) -> int:
@@ -84,29 +69,21 @@ class Stage:
         return 100 + 12 * self.engine.max_turn_len * len(self.history.live)
 
     def execute(self) -> None:
-        """Let the device carry out its oldest launch; the result comes later."""
+        """See `HandEngine.execute`."""
         try:
-            self._results.append(self.device.execute())
+            super().execute()
         except ContentMismatch as error:
             raise Broken(Layer.CONTENT, str(error)) from error
-
-    def take_results(self, num_results: int) -> list[StepResult]:
-        """Results of the oldest launches, which are carried out now if need be."""
-        while len(self._results) < num_results and len(self.device):
-            self.execute()
-        count = min(num_results, len(self._results))
-        return [self._results.popleft() for _ in range(count)]
 
     def step(
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
     ) -> StepOutcome:
-        """One engine step and all that is checked after it."""
-        self.num_steps += 1
+        """See `HandEngine.step`; everything is checked after it."""
         history = self.history
         history.told(commands, has_results=bool(results))
         outcome: StepOutcome | None = None
         try:
-            outcome = self.engine.step(now_s, commands, results)
+            outcome = super().step(now_s, commands, results)
         except AuditFailed as error:
             raise Broken(Layer.LEDGER, str(error)) from error
         finally:
@@ -115,8 +92,6 @@ class Stage:
         history.heard(outcome.events)
         self._check_memory(outcome.events)
         self._fairness.check(outcome)
-        if outcome.batch is not None:
-            self.device.launch(outcome.batch)
         self._note_progress(outcome, is_news=bool(commands or results))
         for event in outcome.events:
             if isinstance(event, TurnFinished | TurnFailed):
@@ -184,6 +159,16 @@ class Stage:
         }
         if any(left.values()):
             raise Broken(Layer.AUDIT, f"not given back: {left}")
+
+    def _watched_device(self) -> EchoRunner:
+        """Return a device that compares what it reads with the shadow of the engine's history."""
+        sizes, stores = self._context.config.sizes, self.cache.stores
+        bounds = Bounds(self.engine.max_turn_len, bool(stores.forgetful), stores.page_size)
+        reached = self._context.reached
+        self.history = EngineHistory(self.settings, self._model, bounds, reached)
+        device = sizes.device(self._model, self.history.salt_of, truth_of=self.history.truth_of)
+        device.reached = reached
+        return device
 
     def _record(
         self,
@@ -270,39 +255,9 @@ class Stage:
             raise Broken(Layer.SHADOW, f"{event}, and more of it is launched")
 
     def _note_progress(self, outcome: StepOutcome, *, is_news: bool) -> None:
-        self.is_blocked = outcome.is_blocked
         if self.is_blocked and not self.num_launched and self.history.live:
             raise Broken(Layer.LIVENESS, f"nothing moves, and waits: {sorted(self.history.live)}")
         is_idle = not (is_news or outcome.batch or outcome.is_blocked)
         self._num_idle = self._num_idle + 1 if is_idle else 0
         if self._num_idle > MAX_IDLE_STEPS:
             raise Broken(Layer.LIVENESS, f"{MAX_IDLE_STEPS} steps launched nothing and went on")
-
-
-def _settings(config: SimConfig, model: EchoModel) -> EngineSettings:
-    sizes = config.sizes
-    return EngineSettings(
-        model_fingerprint="echo",
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.alphabet[:1],
-        max_running=sizes.max_running,
-        max_waiting=sizes.max_waiting,
-        chunk_tokens=sizes.chunk_tokens,
-        num_in_flight=sizes.num_in_flight,
-        memory=MemoryPolicy(sizes.memory_check, PROBE_INTERVAL_S),
-        speculation=Speculation(sizes.num_drafts, sizes.drafter),
-    )
-
-
-def _device(
-    config: SimConfig, capacity: Capacity, model: EchoModel, history: EngineHistory
-) -> EchoRunner:
-    sizes = config.sizes
-    return EchoRunner(
-        sizes.layers.shapes(capacity, sizes.page_size),
-        salt_of=history.salt_of,
-        num_states=capacity.num_states,
-        model=model,
-        truth_of=history.truth_of,
-        draft_skill=sizes.draft_skill,
-    )

@@ -75,7 +75,7 @@ class WireWorld:
         self._world = World(
             self.server.model,
             SimText(pieces, embedded_text().tokenizer.encode_control),
-            self.server.engine.stage.engine.max_turn_len,
+            self.server.engine.hand.engine.max_turn_len,
             {"context_too_long", "server_busy", "tokenize_failed"},
             reached,
         )
@@ -125,7 +125,7 @@ class WireWorld:
         self._rest(lambda: not self._open_sessions)
         server.loop.create_task(self._flush_all())
         self._rest(lambda: server.num_tasks == 0)
-        server.engine.stage.check_empty()
+        server.engine.hand.check_empty()
         server.check_empty()
 
     def close(self) -> None:
@@ -189,10 +189,10 @@ class WireWorld:
     def _step(self, op: Op) -> None:
         engine = self.server.engine
         if "fault" in op and engine.is_alive:
-            engine.stage.inject(op["fault"], op["which"])
+            engine.hand.inject(op["fault"], op["which"])
             self._world.allowed.update(("device_failed", "numerical_error"))
         for index in range(op["times"]):
-            engine.step(self.server.loop.time() + index * STEP_S, op["results"])
+            engine.play(self.server.loop.time() + index * STEP_S, op["results"])
         self._deliver(op["deliver"])
 
     def _tick(self, op: Op) -> None:
@@ -201,9 +201,13 @@ class WireWorld:
 
     def _die(self, op: Op) -> None:
         del op
-        self.reached["fault engine_death"] += self.server.engine.is_alive
+        engine = self.server.engine
         self._world.allowed.add("engine_restarting")
-        self.server.engine.die()
+        if engine.is_alive:
+            self.reached["fault engine_death"] += 1
+            self.reached["engine died under turns"] += bool(engine.hand.history.live)
+            engine.crash(is_heard=True)
+            engine.tell_death()
 
     def _revive(self, op: Op) -> None:
         del op
@@ -300,7 +304,7 @@ class WireWorld:
     def _calm(self) -> None:
         """No more faults: the engine is up, every client is there and reads."""
         self.server.engine.revive()
-        self.server.engine.stage.calm()
+        self.server.engine.hand.calm()
         for client in self.clients:
             client.is_stalled = False
 
@@ -310,7 +314,7 @@ class WireWorld:
         budget = self._rest_budget()
         while not (is_done() and engine.is_resting):
             before = self._progress()
-            engine.step(self.server.loop.time(), 1 if engine.stage.is_blocked else 0)
+            engine.play(self.server.loop.time(), 1 if engine.hand.is_blocked else 0)
             self._deliver(None)
             self._settle()
             self._reconnect()
@@ -334,7 +338,7 @@ class WireWorld:
         seqs = tuple(each.shadow.seq for each in self._open_sessions)
         heard = tuple(client.num_heard for client in self.clients)
         engine = self.server.engine
-        return seqs, heard, engine.stage.num_launched, engine.is_resting, engine.stage.is_blocked
+        return seqs, heard, engine.hand.num_launched, engine.is_resting, engine.hand.is_blocked
 
     def _rest_budget(self) -> int:
         num_live = sum(len(each.shadow.live) for each in self._open_sessions)
@@ -404,7 +408,7 @@ class WireOps:
             "times": draws.pick("times", (1, 1, 2, 4, 8)),
             "results": draws.pick("results", (0, 1, 1, 1, 1, 1, 2)),
             "deliver": draws.pick("deliver", (None, None, None, None, None, 0, 1, 3)),
-            **self._world.server.engine.stage.draw_fault(),
+            **self._world.server.engine.hand.draw_fault(),
         }
 
     def _turn(self) -> Op | None:

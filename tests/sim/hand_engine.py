@@ -1,0 +1,237 @@
+"""One engine stepped by hand: every test without a real device or a clock drives this one.
+
+A step plans and launches; a launch is carried out when its result is asked for, and nothing else
+moves. The device is the echo device (`device`), or any other that waits to be asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+from cache.session_cache import SessionAwareCache
+from cache.spec import Capacity
+from cache.types import SessionId, TurnId
+from session_server.core.batch import Batch, Runner, StepResult
+from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
+from session_server.core.events import EngineReady
+from session_server.engine.engine import Engine, StepOutcome
+from session_server.engine.settings import (
+    Drafter,
+    EngineSettings,
+    MemoryCheck,
+    MemoryPolicy,
+    Speculation,
+)
+from tests.cache.free_lists import FREE_LISTS, Allocation
+from tests.sim.device import EchoRunner
+from tests.sim.echo import EchoModel, Truth
+from tests.sim.layers import Layers
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The engine. `num_pages` does not count the padding page; lengths are tokens.
+
+    `draft_skill`: how often in a thousand the draft model guesses right. `num_repeats`: see
+    `EchoModel`.
+    """
+
+    layers: Layers = field(default_factory=Layers)
+    page_size: int = 4
+    num_pages: int = 64
+    num_rows: int = 16
+    max_context_len: int = 256
+    chunk_tokens: int = 16
+    max_running: int = 8
+    max_waiting: int = 1024
+    num_in_flight: int = 2
+    num_drafts: int = 0
+    drafter: Drafter = Drafter.NGRAM
+    draft_skill: int = 700
+    num_repeats: int = 0
+    pinned_quota_pages: int = 0
+    allocation: Allocation = "extent"
+    memory_check: MemoryCheck = MemoryCheck.STRICT
+    share_prefixes: bool = True
+
+    @property
+    def capacity(self) -> Capacity:
+        """Return the pages of each pool and the rows."""
+        return self.layers.capacity(
+            self.num_pages, self.num_rows, self.max_context_len, self.num_drafts
+        )
+
+    @property
+    def model(self) -> EchoModel:
+        """Return the fake model of these layers, over its own small vocabulary."""
+        return EchoModel(num_repeats=self.num_repeats, window=self.layers.read_window)
+
+    def settings(self, model: EchoModel, *, probe_interval_s: float = 10.0) -> EngineSettings:
+        """Return the settings of an engine of these sizes."""
+        return EngineSettings(
+            model_fingerprint="echo",
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.alphabet[:1],
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            chunk_tokens=self.chunk_tokens,
+            num_in_flight=self.num_in_flight,
+            memory=MemoryPolicy(self.memory_check, probe_interval_s),
+            speculation=Speculation(self.num_drafts, self.drafter),
+        )
+
+    def device(
+        self,
+        model: EchoModel,
+        salt_of: Callable[[TurnId], str],
+        *,
+        truth_of: Callable[[TurnId], Truth] | None = None,
+    ) -> EchoRunner:
+        """Return the echo device of an engine of these sizes."""
+        capacity = self.capacity
+        return EchoRunner(
+            self.layers.shapes(capacity, self.page_size),
+            salt_of=salt_of,
+            num_states=capacity.num_states,
+            model=model,
+            truth_of=truth_of,
+            draft_skill=self.draft_skill,
+        )
+
+
+class Device(Protocol):
+    """Carries out launches strictly in order, when told to."""
+
+    def __len__(self) -> int: ...
+
+    def launch(self, batch: Batch) -> None:
+        """Queue a launch."""
+        ...
+
+    def execute(self) -> StepResult:
+        """Carry out the oldest launch."""
+        ...
+
+
+class LateDevice:
+    """A real runner as a device: it computes a launch when asked for its result.
+
+    `batch` is the launch that it computes now, or computed last.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._queue: deque[Batch] = deque()
+        self.batch: Batch | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def launch(self, batch: Batch) -> None:
+        """See `Device`."""
+        self._queue.append(batch)
+
+    def execute(self) -> StepResult:
+        """See `Device`."""
+        self.batch = self._queue.popleft()
+        return self._runner.launch(self.batch).wait()
+
+
+class HandEngine:
+    """An engine, its cache and its device.
+
+    Attributes:
+        is_blocked: whether another step without news would launch nothing.
+        num_steps: steps so far.
+        batches: everything launched so far.
+    """
+
+    def __init__(
+        self,
+        cache: SessionAwareCache,
+        settings: EngineSettings,
+        make_device: Callable[[Self], Device],
+    ) -> None:
+        self.cache = cache
+        self.settings = settings
+        self.engine = Engine(cache, settings)
+        self.is_blocked = True
+        self.num_steps = 0
+        self.batches: list[Batch] = []
+        self._salts: dict[SessionId, str] = {}
+        self._sessions: dict[TurnId, SessionId] = {}
+        self._results: deque[StepResult] = deque()
+        self.device = make_device(self)
+
+    @classmethod
+    def of(
+        cls, sizes: Sizes, *, model: EchoModel | None = None, probe_interval_s: float = 10.0
+    ) -> Self:
+        """Return an engine of these sizes on the echo device."""
+        model = model or sizes.model
+        cache = SessionAwareCache(
+            sizes.layers.spec(sizes.page_size),
+            sizes.capacity,
+            pinned_quota_pages=sizes.pinned_quota_pages,
+            free_list=FREE_LISTS[sizes.allocation],
+        )
+        settings = sizes.settings(model, probe_interval_s=probe_interval_s)
+        return cls(cache, settings, lambda this: sizes.device(model, this.salt_of))
+
+    def salt_of(self, turn_id: TurnId) -> str:
+        """Return the tenant's salt of a turn that was submitted."""
+        return self._salts[self._sessions[turn_id]]
+
+    @property
+    def num_launched(self) -> int:
+        """Launches that the engine has not been told the result of."""
+        return len(self.device) + len(self._results)
+
+    def execute(self) -> None:
+        """Carry out the oldest launch; its result comes when it is asked for."""
+        self._results.append(self.device.execute())
+
+    def take_results(self, num_results: int) -> list[StepResult]:
+        """Return results of the oldest launches, which are carried out now if need be."""
+        while len(self._results) < num_results and len(self.device):
+            self.execute()
+        count = min(num_results, len(self._results))
+        return [self._results.popleft() for _ in range(count)]
+
+    def step(
+        self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
+    ) -> StepOutcome:
+        """Take one step; what it launches waits for `execute`."""
+        self.num_steps += 1
+        for command in commands:
+            match command:
+                case OpenSession(session_id=session_id, tenant_salt=salt):
+                    self._salts[session_id] = salt
+                case SubmitTurn(session_id=session_id, turn_id=turn_id):
+                    self._sessions[turn_id] = session_id
+                case _:
+                    pass
+        outcome = self.engine.step(now_s, commands, results)
+        if outcome.batch is not None:
+            self.batches.append(outcome.batch)
+            self.device.launch(outcome.batch)
+        self.is_blocked = outcome.is_blocked
+        return outcome
+
+    def ready(self, epoch: int) -> EngineReady:
+        """Return what the engine says of itself when it comes up."""
+        stores = self.cache.stores
+        return EngineReady(
+            epoch=epoch,
+            max_turn_len=self.engine.max_turn_len,
+            vocab_size=self.settings.vocab_size,
+            eos_token_ids=self.settings.eos_token_ids,
+            page_size=stores.page_size,
+            num_pages=max(ledger.num_pages for ledger in stores.ledgers.values()),
+            device="echo",
+            dtype="none",
+            backend="echo",
+        )
