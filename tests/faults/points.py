@@ -32,6 +32,7 @@ class Injection:
     """One test's part of a fault: at least `points` places, `where` they are."""
 
     fault: str
+    module: str
     test: str
     where: str
     points: int
@@ -48,7 +49,7 @@ def injects(fault: str, where: str, *, points: int) -> Callable[[Test], Callable
     def declare(test: Test) -> Callable[[], None]:
         name = test.__name__
         assert name not in INJECTIONS, f"two tests are called {name}"
-        INJECTIONS[name] = Injection(fault, name, where, points)
+        INJECTIONS[name] = Injection(fault, test.__module__, name, where, points)
 
         def run() -> None:
             counted = Points()

@@ -6,6 +6,7 @@ import contextlib
 
 from session_server.core.errors import EngineUnavailable, SessionServerError
 from session_server.core.session_events import TurnCompleted, TurnFailedEntry
+from session_server.engine_host.loop import MAX_INBOX
 from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
 from tests.faults.rig import OWNER, Rig, at_every_moment, turn
@@ -64,7 +65,7 @@ def test_an_engine_that_takes_nothing_for_a_while_loses_nothing(points: Points) 
     for sizes in SIZES:
         with Rig(sizes) as rig:
             for moment in at_every_moment(rig, exchange(rig)):
-                rig.engine.is_full = True
+                rig.engine.inbox_size = 0
                 rig.submit("mine", BEHIND)
                 if moment % 3 == 0:
                     with contextlib.suppress(SessionServerError):
@@ -72,7 +73,7 @@ def test_an_engine_that_takes_nothing_for_a_while_loses_nothing(points: Points) 
                 if moment % 3 == 1:
                     rig.manager.close(OWNER, "neighbour")
                 rig.rest()
-                rig.engine.is_full = False
+                rig.engine.inbox_size = MAX_INBOX
                 rig.manager.tick()
                 rig.forget_closed()
                 rig.assert_recovered()

@@ -14,6 +14,7 @@ from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
+from session_server.engine_host.loop import MAX_INBOX
 from tests.sim.hand_engine import HandEngine
 
 STEP_S: Final = 0.01
@@ -28,25 +29,20 @@ class HostedEngine(Generic[EngineT]):
     Attributes:
         hand: the engine of this life; the next one has its own.
         is_alive: whether there is an engine that can step.
-        is_full: whether its inbox takes nothing for now.
-        reached: counts what happened.
+        inbox_size: commands it takes before it has to step; may change.
+        reached: what happened, counted.
     """
 
     def __init__(
         self,
         make_engine: Callable[[], EngineT],
         *,
-        inbox_size: int = 1 << 16,
+        inbox_size: int = MAX_INBOX,
         reached: Counter[str] | None = None,
     ) -> None:
-        """
-        Args:
-            make_engine: builds the engine of each life.
-            inbox_size: commands it takes before it has to step.
-            reached: the counts to add to.
-        """
+        """Build the first engine; `make_engine` is called for each life."""
         self._make_engine = make_engine
-        self._inbox_size = inbox_size
+        self.inbox_size = inbox_size
         self._listener: EventListener | None = None
         self._events: deque[EngineEvent] = deque()
         self._commands: list[EngineCommand] = []
@@ -55,7 +51,6 @@ class HostedEngine(Generic[EngineT]):
         self._num_steps_before = 0
         self.hand = make_engine()
         self.is_alive = True
-        self.is_full = False
         self.now_s = 0.0
         self.reached: Counter[str] = Counter() if reached is None else reached
 
@@ -71,7 +66,7 @@ class HostedEngine(Generic[EngineT]):
         """See `EngineClient.send`."""
         if not self._is_up:
             raise EngineUnavailable("there is no engine")
-        if self.is_full or len(self._commands) >= self._inbox_size:
+        if len(self._commands) >= self.inbox_size:
             self.reached["engine takes no more"] += 1
             raise EngineUnavailable("the engine's inbox is full")
         self._commands.append(command)
