@@ -67,7 +67,7 @@ def test_a_violation_in_an_idle_session_is_found_in_a_moment_of_rest() -> None:
 
 
 def test_a_recount_is_made_in_slices_with_turns_between_them() -> None:
-    bench = Bench(Stage(memory_check=MemoryCheck.WARN, num_pages=400, num_rows=60))
+    bench = Bench(Sizes(memory_check=MemoryCheck.WARN, num_pages=400, num_rows=60))
     for number in range(40):
         name = bench.open(f"s{number}")
         bench.run(bench.submit_command(name, f"t{number}", (number % 31, *PROMPT[number % 7 :])))
@@ -90,7 +90,7 @@ def test_a_recount_is_made_in_slices_with_turns_between_them() -> None:
 def test_a_slice_that_disagrees_is_confirmed_before_anything_is_made_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = Bench(Stage(memory_check=MemoryCheck.WARN))
+    bench = Bench(Sizes(memory_check=MemoryCheck.WARN))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT))
     monkeypatch.setattr(Changes, "note_session", lambda *_: None)
