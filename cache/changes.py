@@ -15,10 +15,13 @@ from cache.types import SessionId
 
 @dataclass(slots=True, eq=False)
 class Watch:
-    """What changed since `Changes.watch`; the watcher takes out what it has looked at."""
+    """What changed since `Changes.watch`; the watcher takes out what it has looked at.
 
-    sessions: set[SessionId] = field(default_factory=set)
-    nodes: set[RadixNode] = field(default_factory=set)
+    Both are ordered: what a recount visits next must not depend on the hash of anything.
+    """
+
+    sessions: dict[SessionId, None] = field(default_factory=dict)
+    nodes: dict[RadixNode, None] = field(default_factory=dict)
 
 
 class Changes:
@@ -42,9 +45,9 @@ class Changes:
     def note_session(self, session_id: SessionId) -> None:
         """A session's lease was taken, changed or given back."""
         for watch in self._watches:
-            watch.sessions.add(session_id)
+            watch.sessions[session_id] = None
 
     def note_node(self, node: RadixNode) -> None:
         """An edge was made, changed, locked, unlocked or removed."""
         for watch in self._watches:
-            watch.nodes.add(node)
+            watch.nodes[node] = None

@@ -183,8 +183,10 @@ class Recount:
     def _visit_next(self) -> int:
         """Returns what the visit cost, in units; 0 if nothing is left."""
         todo = self._todo
-        if todo.sessions or todo.watch.sessions:
-            return self._visit_session((todo.sessions or todo.watch.sessions).pop())
+        if todo.sessions:
+            return self._visit_session(todo.sessions.pop())
+        if todo.watch.sessions:
+            return self._visit_session(todo.watch.sessions.popitem()[0])
         if todo.rows:
             return self._visit_row(RowId(todo.rows.pop()))
         if todo.nodes:
@@ -193,7 +195,7 @@ class Recount:
                 self._note("a child hangs under a key that is not its first page")
             return 1 if node in self._edges else self._visit_node(node)
         if todo.watch.nodes:
-            return self._visit_node(todo.watch.nodes.pop())
+            return self._visit_node(todo.watch.nodes.popitem()[0])
         return 0
 
     def _note(self, text: str) -> None:
@@ -202,7 +204,7 @@ class Recount:
     # Sessions
 
     def _visit_session(self, session_id: SessionId) -> int:
-        self._todo.watch.sessions.discard(session_id)
+        self._todo.watch.sessions.pop(session_id, None)
         was = self._held.pop(session_id, None)
         if was is not None:
             self._add_held(was, -1)
@@ -264,7 +266,7 @@ class Recount:
     # Edges
 
     def _visit_node(self, node: RadixNode) -> int:
-        self._todo.watch.nodes.discard(node)
+        self._todo.watch.nodes.pop(node, None)
         was = self._edges.pop(node, None)
         if was is not None:
             self._add_edge(node, was, -1)
