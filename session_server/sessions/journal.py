@@ -82,7 +82,7 @@ class Journal:
         self._num_bytes = 0
         self._last_seq = 0
         self._is_closed = False
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._listeners: set[Callable[[], None]] = set()
 
     @property
     def last_seq(self) -> int:
@@ -105,7 +105,7 @@ class Journal:
         return self._is_closed
 
     def append(self, entry: SessionEntry) -> int:
-        """Write one entry, wake the readers, and return its sequence number."""
+        """Write one entry, tell the listeners, and return its sequence number."""
         assert not self._is_closed, "an entry after SessionClosed"
         self._last_seq += 1
         size = _size_of(entry)
@@ -137,13 +137,21 @@ class Journal:
     async def wait(self, after_seq: int) -> bool:
         """Return when an entry after `after_seq` exists: True; or False when none can come."""
         while self._last_seq <= after_seq and not self._is_closed:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
+            written = asyncio.Event()
+            self.add_listener(written.set)
             try:
-                await waiter
+                await written.wait()
             finally:
-                self._waiters.discard(waiter)
+                self.remove_listener(written.set)
         return self._last_seq > after_seq
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each entry. It must not write, add or remove anything at once."""
+        self._listeners.add(listener)
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        """Call it no more."""
+        self._listeners.discard(listener)
 
     def forget_old(self, now_s: float) -> None:
         """Drop entries older than the age bound; the newest always stays."""
@@ -161,9 +169,8 @@ class Journal:
         self._num_bytes -= size
 
     def _wake(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        for listener in self._listeners:
+            listener()
 
 
 def _size_of(entry: SessionEntry) -> int:

@@ -46,6 +46,7 @@ from session_server.web.auth import BEARER_PROTOCOL, header_key, owner_of, servi
 from session_server.web.caller import Call, make_call
 from session_server.web.readers import Watch
 from session_server.web.refusals import error_response
+from session_server.web.signal import Signal
 from session_server.web.sockets import Sockets
 from session_server.web.views import hello_frame, snapshot_frame
 
@@ -73,7 +74,7 @@ class SessionSocket:
         self._websocket = websocket
         self._sockets = sockets
         self._services = services_of(websocket)
-        self._wake = asyncio.Event()
+        self._wake = Signal()
         self._end_code: CloseCode | None = None
         self._is_gone = False
         self._heard_s = 0.0
@@ -195,10 +196,9 @@ class SessionSocket:
         session_id = view.session_id
         self._greet(call, view)
         self._heard_s = asyncio.get_running_loop().time()
-        tasks = [
-            asyncio.create_task(self._read(call, session_id, watch), name=f"read {session_id}"),
-            asyncio.create_task(self._watch_journal(), name=f"watch {session_id}"),
-        ]
+        self._websocket.scope["headers"].clear()  # 1 kB that nobody asks for again
+        self._journal.add_listener(self._wake.set)
+        reader = asyncio.create_task(self._read(call, session_id, watch), name="read socket")
         code: CloseCode | None = CloseCode.INTERNAL
         try:
             code = await self._write(call, session_id, watch)
@@ -207,9 +207,9 @@ class SessionSocket:
         except TimeoutError:
             code = CloseCode.OVERLOADED
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._journal.remove_listener(self._wake.set)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
             if code is not None:
                 await self._close(code)
 
@@ -295,14 +295,6 @@ class SessionSocket:
             self._protocol.repeat(view.turn_id, position=view.position, end=view.end)
         if is_bound and view.end is None:
             watch.bind(view.turn_id, keep_partial=True)
-
-    async def _watch_journal(self) -> None:
-        """Wake the writer for each entry; one task for all, instead of one per entry."""
-        seq = self._position
-        while await self._journal.wait(seq):
-            seq = self._journal.last_seq
-            self._wake.set()
-        self._wake.set()
 
     async def _write(self, call: Call, session_id: str, watch: Watch) -> CloseCode | None:
         """Send what is owed and what the journal brings; returns why to close."""

@@ -19,6 +19,7 @@ from websockets.protocol import State
 from session_server.protocol.session_protocol import CloseCode
 from session_server.web.guarded_config import guarded
 from session_server.web.refusals import HttpRefusal, refusal_bytes
+from session_server.web.signal import MessageQueue
 
 MAX_FRAGMENTS: Final = 1_024
 """Fragments of one message."""
@@ -39,6 +40,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.queue = MessageQueue()  # type: ignore[assignment]
         config = guarded(self.config)
         self._table = config.connection_table
         self._message_timeout_s = config.web_settings.message_timeout_s
@@ -202,6 +204,10 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         await super().send(message)
         if self.initial_response is not None and self.close_sent:
             self.handshake_complete = True
+        if message["type"] == "websocket.accept":
+            # Nobody asks for the handshake again, and it takes 4 kB. The parser keeps the request.
+            self.request.headers.clear()
+            del self.request, self.response
 
     def keepalive_timeout(self) -> None:
         """The peer answers no ping: nothing it is still owed is waited for."""
