@@ -180,11 +180,20 @@ class SessionSettings(_Part):
         Field(ge=1, le=1 << 20, description="open sessions"),
         Bound("sessions", "another one is refused: `server_busy`"),
     ] = 10_000
-    max_sessions_per_owner: Annotated[
+    memory_bytes: Annotated[
         int,
-        Field(ge=1, le=1 << 20, description="open sessions of one API key"),
-        Bound("sessions", "another one is refused: `quota_exceeded`"),
-    ] = 10_000
+        Field(
+            ge=1 << 24,
+            le=1 << 40,
+            description="host memory for sessions: half for conversations, a quarter for unfinished"
+            " turns, a quarter for journals",
+        ),
+        Bound(
+            "bytes",
+            "further sessions and turns are refused: `server_busy`, or `quota_exceeded` where one"
+            " API key holds its share; of all journals the oldest entries are dropped",
+        ),
+    ] = 4 << 30
     max_queued_turns: Annotated[
         int,
         Field(ge=0, le=1024, description="turns of one session that wait behind a running one"),

@@ -56,7 +56,7 @@ FLAGS: Final = (
     Flag(("--max-engine-restarts",), "engine", "max_restarts"),
     Flag(("--session-ttl",), "sessions", "ttl_s"),
     Flag(("--max-sessions",), "sessions", "max_sessions"),
-    Flag(("--max-sessions-per-key",), "sessions", "max_sessions_per_owner"),
+    Flag(("--session-memory-bytes",), "sessions", "memory_bytes"),
     Flag(("--max-queued-turns",), "sessions", "max_queued_turns"),
     Flag(("--replay-bytes",), "sessions", "replay_bytes"),
     Flag(("--replay-ttl",), "sessions", "replay_ttl_s"),

@@ -188,8 +188,10 @@ def make_manager(settings: Settings, engine: EngineClient, text: ModelText) -> S
         quotas=QuotaLimits(
             sessions=sessions.max_sessions,
             turns=_MAX_TURNS,
-            owner_sessions=sessions.max_sessions_per_owner,
-            owner_turns=_MAX_TURNS,
+            history_bytes=sessions.memory_bytes // 2,
+            turn_bytes=sessions.memory_bytes // 4,
+            owner_sessions=None,
+            owner_turns=None,
         ),
     )
 

@@ -13,28 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
-from session_server.core.sampling import TokenLogprob
-from session_server.core.session_events import (
-    Outcome,
-    SessionClosed,
-    SessionDraining,
-    SessionEntry,
-    SessionStateChanged,
-    SessionUpdated,
-    TurnCancelled,
-    TurnCompleted,
-    TurnCreated,
-    TurnDelta,
-    TurnFailedEntry,
-    TurnProgress,
-)
-
-_ENTRY_BYTES = 200
-_CHAR_BYTES = 4
-_TOKEN_BYTES = 12
-_LOGPROB_BYTES = 100
+from session_server.core.session_events import SessionClosed, SessionEntry
+from session_server.sessions.footprint import entry_bytes
 
 
 class OffsetLost(Exception):
@@ -66,6 +47,7 @@ class JournalEntry:
 
     seq: int
     at_s: float
+    num_bytes: int
     entry: SessionEntry
 
 
@@ -78,7 +60,7 @@ class Journal:
         self.epoch = secrets.token_hex(8)
         self._limits = limits or JournalLimits()
         self._clock = clock
-        self._entries: deque[tuple[JournalEntry, int]] = deque()
+        self._entries: deque[JournalEntry] = deque()
         self._num_bytes = 0
         self._last_seq = 0
         self._is_closed = False
@@ -108,8 +90,8 @@ class Journal:
         """Write one entry, tell the listeners, and return its sequence number."""
         assert not self._is_closed, "an entry after SessionClosed"
         self._last_seq += 1
-        size = _size_of(entry)
-        self._entries.append((JournalEntry(self._last_seq, self._clock(), entry), size))
+        size = entry_bytes(entry)
+        self._entries.append(JournalEntry(self._last_seq, self._clock(), size, entry))
         self._num_bytes += size
         self._is_closed = isinstance(entry, SessionClosed)
         while len(self._entries) > 1 and self._is_over():
@@ -131,8 +113,13 @@ class Journal:
         if start > len(self._entries) // 2:
             # A deque is cheap at its ends only, and a live reader is always near the newest one.
             newest = len(self._entries) - 1
-            return [self._entries[i - newest - 1][0] for i in range(start, start + num_new)]
-        return [self._entries[i][0] for i in range(start, start + num_new)]
+            return [self._entries[i - newest - 1] for i in range(start, start + num_new)]
+        return [self._entries[i] for i in range(start, start + num_new)]
+
+    def find(self, seq: int) -> SessionEntry | None:
+        """Return entry `seq`, or None where it was dropped."""
+        index = seq - self.first_seq
+        return self._entries[index].entry if 0 <= index < len(self._entries) else None
 
     async def wait(self, after_seq: int) -> bool:
         """Return when an entry after `after_seq` exists: True; or False when none can come."""
@@ -156,7 +143,7 @@ class Journal:
     def forget_old(self, now_s: float) -> None:
         """Drop entries older than the age bound; the newest always stays."""
         while len(self._entries) > 1:
-            if now_s - self._entries[0][0].at_s <= self._limits.max_age_s:
+            if now_s - self._entries[0].at_s <= self._limits.max_age_s:
                 return
             self._drop_oldest()
 
@@ -165,49 +152,8 @@ class Journal:
         return self._num_bytes > limits.max_bytes or len(self._entries) > limits.max_entries
 
     def _drop_oldest(self) -> None:
-        _, size = self._entries.popleft()
-        self._num_bytes -= size
+        self._num_bytes -= self._entries.popleft().num_bytes
 
     def _wake(self) -> None:
         for listener in self._listeners:
             listener()
-
-
-def _size_of(entry: SessionEntry) -> int:
-    """Rough bytes of memory: what makes the bound mean something, not an exact account."""
-    match entry:
-        case TurnDelta(text=text, token_ids=token_ids, logprobs=logprobs):
-            return _size(text, len(token_ids), logprobs)
-        case TurnCompleted(outcome=outcome) | TurnCancelled(outcome=outcome):
-            return _size_of_outcome(outcome)
-        case TurnFailedEntry(outcome=outcome):
-            return _size_of_outcome(outcome)
-        case SessionUpdated(metadata=metadata):
-            num_chars = sum(len(key) + len(value) for key, value in metadata.items())
-            return _ENTRY_BYTES + _CHAR_BYTES * num_chars
-        case (
-            TurnCreated()
-            | TurnProgress()
-            | SessionStateChanged()
-            | SessionDraining()
-            | SessionClosed()
-        ):
-            return _ENTRY_BYTES
-        case _:
-            assert_never(entry)
-
-
-def _size_of_outcome(outcome: Outcome) -> int:
-    return _size(outcome.text, len(outcome.token_ids), outcome.logprobs) + _size(
-        "", 0, outcome.prompt_logprobs
-    )
-
-
-def _size(text: str, num_tokens: int, logprobs: tuple[TokenLogprob, ...]) -> int:
-    num_tops = sum(len(logprob.top) for logprob in logprobs)
-    return (
-        _ENTRY_BYTES
-        + _CHAR_BYTES * len(text)
-        + _TOKEN_BYTES * num_tokens
-        + _LOGPROB_BYTES * (len(logprobs) + num_tops)
-    )

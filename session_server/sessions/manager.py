@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from typing import Final
 
 from session_server.core.commands import CloseSession
@@ -20,7 +19,6 @@ from session_server.core.errors import (
     TurnConflict,
     TurnNotActive,
     TurnNotFound,
-    UnsupportedOperation,
 )
 from session_server.core.events import (
     EngineDied,
@@ -44,12 +42,13 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 from session_server.sessions.engine_link import EngineLink
+from session_server.sessions.footprint import message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
+from session_server.sessions.opening import new_session
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.salts import TenantSalts
-from session_server.sessions.session import CloseReason, Session, SessionSettings
-from session_server.sessions.transcript import Transcript
+from session_server.sessions.session import CloseReason, Session
 from session_server.sessions.turn import (
     CancelAccepted,
     CancelReason,
@@ -60,7 +59,6 @@ from session_server.sessions.turn import (
 from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.validation import check_metadata, check_open, check_ttl, check_turn
 from session_server.sessions.views import (
-    HistoryMode,
     ManagerStats,
     OpenRequest,
     SessionSnapshot,
@@ -137,8 +135,25 @@ class SessionManager:
         """Stop the engine; after `drain`."""
         await self._link.stop()
 
+    async def create(self, owner: Owner, request: OpenRequest) -> SessionView:
+        """Open a session as a client asks for it: its first messages are measured before.
+
+        Raises:
+            ContextTooLong: no turn behind the messages could ever fit the context.
+            TokenizeFailed: the tokenizer refused them. And whatever `open` raises.
+        """
+        session = self._begin(owner, request)
+        if request.messages and self._link.ready is not None:
+            state, max_len = session.transcript.state(), self._link.ready.max_turn_len
+            await self._flow.tokenising.check_opening(state, max_len=max_len)
+            # Meanwhile the id, the place or the room may have gone to others.
+            self._check_open(owner, request)
+        return self._add(session)
+
     def open(self, owner: Owner, request: OpenRequest) -> SessionView:
-        """Make a session. Nothing is computed before its first turn.
+        """Open a session whose first messages, if there are any, need not be measured.
+
+        Nothing is computed before its first turn.
 
         Raises:
             InvalidRequest: a bound is exceeded, or the session id is malformed.
@@ -148,16 +163,7 @@ class SessionManager:
             QuotaExceeded, ServerBusy: too many sessions.
             ServerDraining: the server shuts down.
         """
-        if self._is_draining:
-            raise ServerDraining("the server is shutting down")
-        check_open(request, self._limits)
-        mode = self._history_mode(request)
-        if request.session_id is not None:
-            self._sessions.check_free(owner, request.session_id)
-        self._quotas.take_session(owner)
-        session = self._new_session(owner, request, mode)
-        self._sessions.add(session)
-        return session.view()
+        return self._add(self._begin(owner, request))
 
     def id_for_key(self, owner: Owner, key: str) -> str:
         """The session id that a client's idempotency key stands for; nobody else can guess it."""
@@ -199,10 +205,12 @@ class SessionManager:
             check_ttl(ttl_s, self._limits)
         if metadata is not None:
             check_metadata(metadata, self._limits)
+            self._quotas.history_bytes.check(owner, metadata_bytes(metadata))
         settings = session.settings
         settings.ttl_s = settings.ttl_s if ttl_s is None else ttl_s
         settings.metadata = settings.metadata if metadata is None else dict(metadata)
         session.last_active_s = self._clock()
+        self._quotas.recount(session)
         session.journal.append(SessionUpdated(settings.ttl_s, dict(settings.metadata)))
         return session.view()
 
@@ -230,9 +238,8 @@ class SessionManager:
         """Accept a turn, or refuse it by raising with nothing changed.
 
         Returns as soon as the turn waits in line or was sent to the engine. Turns run in the
-        order of these calls. A turn id seen before gives the same turn again (the last
-        `max_kept_turns` ended ones are remembered). Cancelling the caller does not cancel the
-        turn.
+        order of these calls. A turn id seen before in this session gives the same turn again,
+        however long ago it ended. Cancelling the caller does not cancel the turn.
 
         Raises:
             SessionNotFound, SessionClosing: no session to run it in.
@@ -244,10 +251,10 @@ class SessionManager:
         """
         session = self._sessions.get(owner, session_id)
         mark = fingerprint(request)
-        if request.turn_id in session.ended:
-            known, view = session.ended[request.turn_id]
-            _check_same(known, mark)
-            return view
+        ended = session.ended.find(request.turn_id)
+        if ended is not None:
+            _check_same(ended.fingerprint, mark)
+            return session.ended_view(request.turn_id, ended)
         turn = session.find(request.turn_id)
         if turn is None:
             turn = self._new_turn(session, request, mark)
@@ -284,7 +291,7 @@ class SessionManager:
         return self._view_of(session, turn.request.turn_id)
 
     def turn(self, owner: Owner, session_id: str, turn_id: str) -> TurnView:
-        """A turn that waits, runs, or ended recently. Raises SessionNotFound, TurnNotFound."""
+        """A turn that waits, runs or has ended. Raises SessionNotFound, TurnNotFound."""
         return self._view_of(self._sessions.get(owner, session_id), turn_id)
 
     def journal(self, owner: Owner, session_id: str) -> Journal:
@@ -378,7 +385,7 @@ class SessionManager:
                 self._close(session, "expired")
             else:
                 session.journal.forget_old(now_s)
-        self._quotas.forget_idle(now_s)
+        self._quotas.input_rate.forget_paid(now_s)
 
     async def drain(self, deadline_s: float) -> None:
         """Refuse new work, end what waits, give running turns `deadline_s`, close everything.
@@ -404,35 +411,23 @@ class SessionManager:
 
     # -- sessions
 
-    def _new_session(self, owner: Owner, request: OpenRequest, mode: HistoryMode) -> Session:
-        session = Session(
-            owner=owner,
-            session_id="",
-            settings=SessionSettings(
-                ttl_s=self._limits.default_ttl_s if request.ttl_s is None else request.ttl_s,
-                metadata=dict(request.metadata),
-                is_pinned=request.pinned,
-                is_single_turn=request.single_turn,
-                created_s=time.time(),
-            ),
-            journal=Journal(self._limits.journal, clock=self._clock),
-            transcript=Transcript(mode, request.messages, now=datetime.now().astimezone()),
-            last_active_s=self._clock(),
-        )
-        session.session_id = request.session_id or session.copy.session_id
-        return session
+    def _check_open(self, owner: Owner, request: OpenRequest) -> None:
+        """Refuse what can be refused without looking into the texts."""
+        if self._is_draining:
+            raise ServerDraining("the server is shutting down")
+        check_open(request, self._limits)
+        if request.session_id is not None:
+            self._sessions.check_free(owner, request.session_id)
+        self._quotas.check_session(owner, sum(map(message_bytes, request.messages)))
 
-    def _history_mode(self, request: OpenRequest) -> HistoryMode:
-        chat = self._text.chat
-        if chat is None and request.messages:
-            raise UnsupportedOperation("this model has no chat template", param="messages")
-        if request.history == "append" and chat is not None and not chat.can_append:
-            raise UnsupportedOperation(
-                "this model's chat template rewrites its history: use template", param="history"
-            )
-        if request.history is not None:
-            return request.history
-        return "append" if chat is None or chat.can_append else "template"
+    def _begin(self, owner: Owner, request: OpenRequest) -> Session:
+        self._check_open(owner, request)
+        return new_session(owner, request, self._text, limits=self._limits, clock=self._clock)
+
+    def _add(self, session: Session) -> SessionView:
+        self._quotas.take_session(session)
+        self._sessions.add(session)
+        return session.view()
 
     def _close(self, session: Session, reason: CloseReason) -> None:
         if session.closing is not None:
@@ -453,7 +448,7 @@ class SessionManager:
         if session.copy.known_len is not None:
             self._link.tell(CloseSession(session_id=session.copy.session_id))
         self._sessions.remove(session)
-        self._quotas.give_session(session.owner)
+        self._quotas.give_session(session)
         session.journal.append(SessionClosed(session.closing))
 
     # -- turns
@@ -474,20 +469,23 @@ class SessionManager:
             if len(session.queue) >= self._limits.max_queued_turns:
                 waiting = f"{len(session.queue)} wait behind it, as many as may"
                 raise SessionBusy(f"a turn of this session has not ended, and {waiting}")
-        self._quotas.take_turn(session.owner)
-        return Turn(
+        self._quotas.check_turn(session.owner, request)
+        turn = Turn(
             request=request,
             fingerprint=mark,
             item_id=session.transcript.new_item_id(),
             accepted=asyncio.get_running_loop().create_future(),
         )
+        self._quotas.take_turn(session.owner, turn)
+        return turn
 
     def _view_of(self, session: Session, turn_id: str) -> TurnView:
         turn = session.find(turn_id)
         if turn is not None and turn.is_accepted:
             return session.turn_view(turn)
-        if turn_id in session.ended:
-            return session.ended[turn_id][1]
+        ended = session.ended.find(turn_id)
+        if ended is not None:
+            return session.ended_view(turn_id, ended)
         raise TurnNotFound("no such turn in this session")
 
     def _turn_to_cancel(self, session: Session, turn_id: str | None) -> Turn:
@@ -497,7 +495,7 @@ class SessionManager:
                 raise TurnNotActive("no turn of this session runs")
         else:
             turn = session.find(turn_id)
-            if turn is None and turn_id not in session.ended:
+            if turn is None and session.ended.find(turn_id) is None:
                 raise TurnNotFound("no such turn in this session")
         is_over = turn is None or (
             turn.phase is TurnPhase.ENDING

@@ -98,20 +98,42 @@ def fit_sampling(sampling: SamplingParams, prompt: Prompt, max_len: int) -> Samp
         ContextTooLong: not even one token fits behind it.
     """
     num_needed = 1 if prompt.generate else 0
-    room = max_len - prompt.context_len
-    if room < num_needed:
-        raise ContextTooLong(
-            f"Input length ({prompt.context_len} tokens) exceeds the maximum allowed length "
-            f"({max_len - num_needed} tokens).",
-            param="input",
-        )
-    max_tokens = min(sampling.max_tokens, room)
+    check_length(prompt.context_len, max_len - num_needed, param="input")
+    max_tokens = min(sampling.max_tokens, max_len - prompt.context_len)
     return msgspec.structs.replace(
         sampling,
         max_tokens=max_tokens,
         min_tokens=min(sampling.min_tokens, max_tokens),
         seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
     )
+
+
+def opening_len(text: ModelText, state: PromptState) -> Rendering[int]:
+    """Measure the first messages of a session, tokens: what every turn behind them takes at least.
+
+    They are rendered alone. Where the template wants more than they are (a user's message behind
+    the system's), their contents are what is measured.
+
+    Raises:
+        TokenizeFailed: the tokenizer refused a text.
+    """
+    chat, messages = _chat_of(text), state.open_messages
+    frame = RenderFrame(state.now, add_generation_prompt=False)
+    try:
+        return len((yield from chat.encode_all(messages, frame)))
+    except TokenizeFailed:
+        contents = (text.tokenizer.encode_content(each.content.strip()) for each in messages)
+        return sum(map(len, contents))
+
+
+def check_length(num_tokens: int, max_tokens: int, *, param: str) -> None:
+    """Refuse an input of more than `max_tokens`. Raises ContextTooLong with both numbers."""
+    if num_tokens > max_tokens:
+        raise ContextTooLong(
+            f"Input length ({num_tokens} tokens) exceeds the maximum allowed length "
+            f"({max_tokens} tokens).",
+            param=param,
+        )
 
 
 def _chat_prompt(

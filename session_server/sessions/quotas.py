@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
-from session_server.core.errors import QuotaExceeded, ServerBusy
+from session_server.core.errors import QuotaExceeded
 from session_server.core.owner import Owner
+from session_server.core.session_events import TurnRequest
+from session_server.sessions.budget import Budget
+from session_server.sessions.ended_turns import RECORD_BYTES
+from session_server.sessions.footprint import input_bytes, request_bytes, token_bytes
 from session_server.sessions.journal import JournalLimits
+from session_server.sessions.prompt import Prompt
+from session_server.sessions.session import Session
+from session_server.sessions.turn import Turn
 from session_server.text.tokenizer import LONG_TEXT_CHARS
 
 _MINUTE_S = 60.0
@@ -16,15 +24,13 @@ _MINUTE_S = 60.0
 class SessionLimits:
     """What one session may hold. Times in seconds, sizes in characters.
 
-    `max_queued_turns` wait behind a running turn. `max_kept_turns` ended turns answer for their
-    id again. Inputs above `inline_input_chars` are tokenised off the event loop, for at most
-    `tokenize_deadline_s`.
+    `max_queued_turns` wait behind a running turn. Inputs above `inline_input_chars` are tokenized
+    off the event loop, for at most `tokenize_deadline_s`.
     """
 
     default_ttl_s: float = 900.0
     max_ttl_s: float = 7 * 86_400.0
     max_queued_turns: int = 4
-    max_kept_turns: int = 16
     max_input_chars: int = 4 << 20
     max_messages: int = 1024
     max_metadata: int = 16
@@ -37,85 +43,141 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """What the server and one owner may hold. None means without bound of its own.
+    """What the server holds at most, and each owner besides its share of that.
 
-    `owner_turns` counts turns that have not ended. `owner_input_tokens_per_min` counts new input
-    tokens of accepted turns, as a bucket that refills steadily and holds one minute's worth.
+    `turns` counts unfinished turns. `history_bytes` bounds conversations: tokens, texts, metadata,
+    records of ended turns. `turn_bytes` bounds unfinished turns: inputs, prompts, answers, scores.
+    `owner_input_tokens_per_min` counts new input tokens of accepted turns, as a bucket that refills
+    steadily and holds one minute's worth; None does not limit the rate.
     """
 
     sessions: int = 10_000
     turns: int = 4096
-    owner_sessions: int = 1024
-    owner_turns: int = 1024
+    history_bytes: int = 2 << 30
+    turn_bytes: int = 1 << 30
+    owner_sessions: int | None = 1024
+    owner_turns: int | None = 1024
     owner_input_tokens_per_min: int | None = None
 
 
-@dataclass(slots=True)
-class _Share:
-    """What one owner uses now. `debt`: input tokens not yet refilled at `paid_at_s`."""
+class Quotas:
+    """Everything that is counted per owner."""
 
-    sessions: int = 0
-    turns: int = 0
-    debt: float = 0.0
+    def __init__(self, limits: QuotaLimits) -> None:
+        self.sessions = Budget("sessions", limits.sessions, owner_limit=limits.owner_sessions)
+        self.turns = Budget("unfinished turns", limits.turns, owner_limit=limits.owner_turns)
+        self.history_bytes = Budget("bytes of conversations", limits.history_bytes)
+        self.turn_bytes = Budget("bytes of unfinished turns", limits.turn_bytes)
+        self.input_rate = InputRate(limits.owner_input_tokens_per_min)
+
+    def check_session(self, owner: Owner, num_bytes: int) -> None:
+        """Refuse a session too many, or one that begins with more bytes than there is room for.
+
+        Raises:
+            QuotaExceeded, ServerBusy
+        """
+        self.sessions.check(owner, 1)
+        self.history_bytes.check(owner, num_bytes)
+
+    def take_session(self, session: Session) -> None:
+        """Count a session that is to be open, and what it keeps.
+
+        Raises:
+            QuotaExceeded, ServerBusy: nothing was counted.
+        """
+        self.check_session(session.owner, session.num_bytes)
+        self.sessions.take(session.owner)
+        self.recount(session)
+
+    def recount(self, session: Session) -> None:
+        """Count what an open session keeps now."""
+        num_bytes = session.num_bytes
+        self.history_bytes.add(session.owner, num_bytes - session.counted_bytes)
+        session.counted_bytes = num_bytes
+
+    def give_session(self, session: Session) -> None:
+        """Count a session no more that has closed."""
+        self.sessions.add(session.owner, -1)
+        self.history_bytes.add(session.owner, -session.counted_bytes)
+        session.counted_bytes = 0
+
+    def check_turn(self, owner: Owner, request: TurnRequest) -> None:
+        """Refuse a turn too many, or one whose input is too large besides all others.
+
+        Raises:
+            QuotaExceeded, ServerBusy
+        """
+        self.turns.check(owner, 1)
+        self.turn_bytes.check(owner, request_bytes(request))
+        self.history_bytes.check(owner, input_bytes(request.input) + RECORD_BYTES)
+
+    def take_turn(self, owner: Owner, turn: Turn) -> None:
+        """Count a turn that `check_turn` allows: it waits or runs from here on."""
+        self.turns.take(owner)
+        self.hold(owner, turn, request_bytes(turn.request))
+
+    def hold(self, owner: Owner, turn: Turn, num_bytes: int) -> None:
+        """Count what a turn that has not ended keeps besides: its prompt, answer or scores."""
+        self.turn_bytes.add(owner, num_bytes)
+        turn.held_bytes += num_bytes
+
+    def reserve(self, session: Session, turn: Turn, prompt: Prompt) -> None:
+        """Count the prompt of a turn that is to run, and what its input and record will add to
+        the conversation.
+
+        Raises:
+            QuotaExceeded, ServerBusy: nothing was counted.
+        """
+        num_bytes = token_bytes(len(prompt.tokens))
+        self.turn_bytes.check(session.owner, num_bytes)
+        growth = session.transcript.growth(prompt, turn.request.turn_id) + RECORD_BYTES
+        self.history_bytes.take(session.owner, growth)
+        turn.reserved_bytes = growth
+        self.hold(session.owner, turn, num_bytes)
+
+    def release(self, session: Session, turn: Turn, prompt: Prompt) -> None:
+        """Take back a `reserve`: the turn waits again."""
+        self.hold(session.owner, turn, -token_bytes(len(prompt.tokens)))
+        self.history_bytes.add(session.owner, -turn.reserved_bytes)
+        turn.reserved_bytes = 0
+
+    def give_turn(self, owner: Owner, turn: Turn) -> None:
+        """Count a turn no more that has ended or was refused."""
+        self.turns.add(owner, -1)
+        self.turn_bytes.add(owner, -turn.held_bytes)
+        self.history_bytes.add(owner, -turn.reserved_bytes)
+        turn.held_bytes = turn.reserved_bytes = 0
+
+    @property
+    def owners(self) -> frozenset[Owner]:
+        """Return the owners for whom anything is counted."""
+        budgets = (self.sessions, self.turns, self.history_bytes, self.turn_bytes)
+        return self.input_rate.owners.union(*(budget.owners for budget in budgets))
+
+
+@dataclass(slots=True)
+class _Debt:
+    """Input tokens of one owner that were not yet refilled at `paid_at_s`."""
+
+    tokens: float = 0.0
     paid_at_s: float = 0.0
 
 
-class Quotas:
-    """Counts per owner: `take_*` counts or refuses, `give_*` undoes. Unused owners cost nothing."""
+class InputRate:
+    """New input tokens per owner and minute, in a bucket that refills steadily."""
 
-    def __init__(self, limits: QuotaLimits) -> None:
-        self._limits = limits
-        self._shares: dict[Owner, _Share] = {}
-        self._sessions = 0
-        self._turns = 0
+    def __init__(self, tokens_per_min: int | None) -> None:
+        self._rate = tokens_per_min
+        self._debts: dict[Owner, _Debt] = {}
+        self._full_at: list[tuple[float, str, Owner]] = []
+        """A heap with one entry per debt: not later than the moment at which it is paid."""
 
-    def take_session(self, owner: Owner) -> None:
-        """Count one more session.
+    @property
+    def owners(self) -> frozenset[Owner]:
+        """Return the owners whose bucket is not full."""
+        return frozenset(self._debts)
 
-        Raises:
-            ServerBusy: the server holds as many as it may.
-            QuotaExceeded: the owner does.
-        """
-        if self._sessions >= self._limits.sessions:
-            raise ServerBusy(f"the server holds {self._sessions} sessions, its maximum")
-        share = self._shares.setdefault(owner, _Share())
-        if share.sessions >= self._limits.owner_sessions:
-            raise QuotaExceeded(f"{share.sessions} sessions are open, the maximum")
-        share.sessions += 1
-        self._sessions += 1
-
-    def give_session(self, owner: Owner) -> None:
-        """Count one session less."""
-        share = self._shares[owner]
-        assert share.sessions > 0, "a session was given back twice"
-        share.sessions -= 1
-        self._sessions -= 1
-        self._forget_unused(owner)
-
-    def take_turn(self, owner: Owner) -> None:
-        """Count one more unfinished turn.
-
-        Raises:
-            ServerBusy: the server holds as many as it may.
-            QuotaExceeded: the owner does.
-        """
-        if self._turns >= self._limits.turns:
-            raise ServerBusy(f"{self._turns} turns are waiting or running, the maximum")
-        share = self._shares.setdefault(owner, _Share())
-        if share.turns >= self._limits.owner_turns:
-            raise QuotaExceeded(f"{share.turns} turns are waiting or running, the maximum")
-        share.turns += 1
-        self._turns += 1
-
-    def give_turn(self, owner: Owner) -> None:
-        """Count one unfinished turn less."""
-        share = self._shares[owner]
-        assert share.turns > 0, "a turn was given back twice"
-        share.turns -= 1
-        self._turns -= 1
-        self._forget_unused(owner)
-
-    def charge_input(self, owner: Owner, num_tokens: int, *, now_s: float) -> None:
+    def charge(self, owner: Owner, num_tokens: int, *, now_s: float) -> None:
         """Count new input tokens against the owner's rate.
 
         A full bucket lets one turn of any size through, so that a turn larger than a minute's
@@ -124,28 +186,37 @@ class Quotas:
         Raises:
             QuotaExceeded: earlier turns have used up the rate; nothing was counted.
         """
-        rate = self._limits.owner_input_tokens_per_min
-        if rate is None:
+        if self._rate is None:
             return
-        share = self._shares.setdefault(owner, _Share())
-        self._refill(share, rate, now_s)
-        if share.debt > 0 and share.debt + num_tokens > rate:
-            raise QuotaExceeded(f"{rate} input tokens per minute are used up")
-        share.debt += num_tokens
+        debt = self._debts.get(owner) or _Debt()
+        self._refill(debt, now_s)
+        if debt.tokens > 0 and debt.tokens + num_tokens > self._rate:
+            raise QuotaExceeded(f"{self._rate} input tokens per minute are used up")
+        debt.tokens += num_tokens
+        if owner not in self._debts:
+            self._debts[owner] = debt
+            self._expect(owner, debt)
 
-    def forget_idle(self, now_s: float) -> None:
-        """Drop owners that hold nothing and whose rate is whole again."""
-        rate = self._limits.owner_input_tokens_per_min or 0
-        for owner, share in list(self._shares.items()):
-            self._refill(share, rate, now_s)
-            self._forget_unused(owner)
+    def forget_paid(self, now_s: float) -> None:
+        """Drop owners whose bucket is full again; looks only at those that may be."""
+        due: list[Owner] = []
+        while self._full_at and self._full_at[0][0] <= now_s:
+            due.append(heapq.heappop(self._full_at)[-1])
+        for owner in due:
+            debt = self._debts[owner]
+            self._refill(debt, now_s)
+            if debt.tokens > 0.0:
+                self._expect(owner, debt)
+            else:
+                del self._debts[owner]
 
-    def _refill(self, share: _Share, rate: int, now_s: float) -> None:
-        elapsed_s = max(0.0, now_s - share.paid_at_s)
-        share.debt = max(0.0, share.debt - elapsed_s * rate / _MINUTE_S)
-        share.paid_at_s = now_s
+    def _refill(self, debt: _Debt, now_s: float) -> None:
+        assert self._rate is not None, "only a rate makes debts"
+        elapsed_s = max(0.0, now_s - debt.paid_at_s)
+        debt.tokens = max(0.0, debt.tokens - elapsed_s * self._rate / _MINUTE_S)
+        debt.paid_at_s = now_s
 
-    def _forget_unused(self, owner: Owner) -> None:
-        share = self._shares[owner]
-        if share.sessions == 0 and share.turns == 0 and share.debt == 0.0:
-            del self._shares[owner]
+    def _expect(self, owner: Owner, debt: _Debt) -> None:
+        assert self._rate is not None, "only a rate makes debts"
+        full_at_s = debt.paid_at_s + debt.tokens * _MINUTE_S / self._rate
+        heapq.heappush(self._full_at, (full_at_s, owner.owner_id, owner))

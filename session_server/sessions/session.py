@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
 from session_server.core.ids import SessionId, new_session_id
 from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
+from session_server.sessions.ended_turns import EndedTurn, EndedTurns
+from session_server.sessions.footprint import SESSION_BYTES, metadata_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import Turn, TurnPhase
-from session_server.sessions.views import SessionState, SessionView, TurnStatus, TurnView
+from session_server.sessions.views import SessionState, SessionView, TurnView
 
 CloseReason = Literal["client", "expired", "draining"]
 
@@ -44,7 +46,10 @@ class EngineCopy:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A conversation and its owner. At most one turn is live; the rest wait in order."""
+    """A conversation and its owner. At most one turn is live; the rest wait in order.
+
+    `counted_bytes` is what `Quotas` counts for it.
+    """
 
     owner: Owner
     session_id: str
@@ -55,14 +60,21 @@ class Session:
     copy: EngineCopy = field(default_factory=EngineCopy)
     live: Turn | None = None
     queue: deque[Turn] = field(default_factory=deque)
-    ended: OrderedDict[str, tuple[bytes, TurnView]] = field(default_factory=OrderedDict)
-    num_turns: int = 0
+    ended: EndedTurns = field(default_factory=EndedTurns)
     closing: CloseReason | None = None
+    counted_bytes: int = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether no turn runs or waits."""
         return self.live is None and not self.queue
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the host memory of the conversation and all that is kept with it but the journal
+        and turns that have not ended, which are counted by themselves."""
+        kept = self.transcript.num_bytes + self.ended.num_bytes
+        return SESSION_BYTES + metadata_bytes(self.settings.metadata) + kept
 
     def turns(self) -> list[Turn]:
         """Turns that have not ended, in order."""
@@ -87,7 +99,7 @@ class Session:
             seq=self.journal.last_seq,
             state=self._state(),
             num_tokens=len(self.transcript),
-            num_turns=self.num_turns,
+            num_turns=len(self.ended),
             running_turn=self.live.request.turn_id if self.live else None,
             queued_turns=len(self.queue),
             ttl_s=self.settings.ttl_s,
@@ -109,20 +121,27 @@ class Session:
             end=None,
         )
 
-    def keep_ended(self, turn: Turn, end: TurnEnd, status: TurnStatus, *, max_kept: int) -> None:
-        """Remember how a turn ended, for whoever sends or asks for its id again."""
-        view = TurnView(
-            turn_id=turn.request.turn_id,
+    def ended_view(self, turn_id: str, ended: EndedTurn) -> TurnView:
+        """Return a turn that has ended: its whole end while the journal has it, else what is left
+        (see `EndedTurn.short_end`)."""
+        found = self.journal.find(ended.end_seq)
+        if not isinstance(found, TurnEnd):
+            found = self._short_end(turn_id, ended)
+        return TurnView(
+            turn_id=turn_id,
             session_id=self.session_id,
-            status=status,
+            status=ended.status,
             position=0,
-            created_seq=turn.created_seq,
-            text=end.outcome.text,
-            end=end,
+            created_seq=ended.created_seq,
+            text=found.outcome.text,
+            end=found,
         )
-        self.ended[turn.request.turn_id] = (turn.fingerprint, view)
-        while len(self.ended) > max_kept:
-            self.ended.popitem(last=False)
+
+    def _short_end(self, turn_id: str, ended: EndedTurn) -> TurnEnd:
+        if not ended.has_answer:
+            return ended.short_end(turn_id, f"i_{ended.item}", "")
+        item = self.transcript.item(ended.item)
+        return ended.short_end(turn_id, item.item_id, item.text)
 
     def _state(self) -> SessionState:
         if self.closing is not None:

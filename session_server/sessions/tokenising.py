@@ -6,12 +6,18 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Final, TypeVar, assert_never
+from typing import Final, Generic, TypeVar, assert_never
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
 from session_server.core.session_events import ChatInput, TextInput, TokenInput, TurnRequest
 from session_server.sessions.daemon_threads import DaemonThreads
-from session_server.sessions.prompt import Prompt, PromptState, build_prompt
+from session_server.sessions.prompt import (
+    Prompt,
+    PromptState,
+    build_prompt,
+    check_length,
+    opening_len,
+)
 from session_server.sessions.quotas import SessionLimits
 from session_server.text.chat_template import RenderJob
 from session_server.text.model_text import ModelText
@@ -28,24 +34,26 @@ PromptOutcome = Prompt | SessionServerError
 
 _T = TypeVar("_T")
 
+_BYTES_PER_CHAR: Final = 4
+
 _FAILED: Final = "the input could not be tokenised"
 _TOO_LONG: Final = "the input takes too long to tokenise"
 
 _logger: Final = logging.getLogger("session_server.sessions")
 
 
-class _Building:
-    """One prompt under way. The steps are begun by the first `advance`, on whatever thread."""
+class _Building(Generic[_T]):
+    """One result under way. The steps are begun by the first `advance`, on whatever thread."""
 
     def __init__(
-        self, begin: Callable[[], Rendering[Prompt]], renderer: TemplateRenderer | None
+        self, begin: Callable[[], Rendering[_T]], renderer: TemplateRenderer | None
     ) -> None:
         self._begin = begin
         self._renderer = renderer
-        self._steps: Rendering[Prompt] | None = None
+        self._steps: Rendering[_T] | None = None
 
-    def advance(self, answer: list[str] | TokenizeFailed | None = None) -> RenderJob | Prompt:
-        """Go on with what was rendered, to the prompt or to the next job."""
+    def advance(self, answer: list[str] | TokenizeFailed | None = None) -> RenderJob | _T:
+        """Go on with what was rendered, to the result or to the next job."""
         if self._steps is None:
             self._steps = self._begin()
         return advance(self._steps, self._renderer, answer)
@@ -101,25 +109,54 @@ class Tokenising:
             raise outcome
         return tuple(outcome)
 
+    async def check_opening(self, state: PromptState, *, max_len: int) -> None:
+        """Refuse the first messages of a session that no turn could follow within `max_len`.
+
+        Raises:
+            ContextTooLong, TokenizeFailed, ServerBusy
+        """
+        num_chars = sum(len(message.content) for message in state.open_messages)
+        # No tokenizer makes more tokens of a text than it has bytes, so what is this short is not
+        # worth being tokenized twice. The other half is for what the template writes.
+        if num_chars * _BYTES_PER_CHAR <= max_len // 2:
+            return
+        building = _Building(partial(opening_len, self._text, state), self._renderer)
+        is_large = num_chars > self._limits.inline_input_chars
+        stage = None if is_large else _outcome_of(building.advance)
+        outcome = await self._complete(building, stage, is_large=is_large)
+        if isinstance(outcome, SessionServerError):
+            raise outcome
+        # Every turn has one token more.
+        check_length(outcome, max_len - 1, param="messages")
+
     async def _finish(
         self,
-        building: _Building,
+        building: _Building[Prompt],
         stage: RenderJob | PromptOutcome | None,
         later: Callable[[PromptOutcome], None],
         *,
         is_large: bool,
     ) -> None:
-        """Bring a prompt to its end from a job that waits, or from the beginning (None)."""
         outcome: PromptOutcome = TokenizeFailed(_FAILED)
         try:
-            if stage is None:
-                stage = await self._aside(building.advance)
-            while isinstance(stage, RenderJob):
-                work = partial(building.advance, await self._rendered(stage))
-                stage = await self._aside(work) if is_large else _outcome_of(work)
-            outcome = stage
+            outcome = await self._complete(building, stage, is_large=is_large)
         finally:
             later(outcome)
+
+    async def _complete(
+        self,
+        building: _Building[_T],
+        stage: RenderJob | _T | SessionServerError | None,
+        *,
+        is_large: bool,
+    ) -> _T | SessionServerError:
+        """Bring a result to its end from a job that waits, or from the beginning (None)."""
+        if stage is None:
+            stage = await self._aside(building.advance)
+        while isinstance(stage, RenderJob):
+            work = partial(building.advance, await self._rendered(stage))
+            stage = await self._aside(work) if is_large else _outcome_of(work)
+        return stage
 
     async def _rendered(self, job: RenderJob) -> list[str] | TokenizeFailed:
         assert self._renderer is not None, "only a chat template asks for renders"

@@ -6,6 +6,7 @@ leaves no trace, so undoing one is doing nothing.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from datetime import datetime
@@ -13,6 +14,7 @@ from datetime import datetime
 import numpy as np
 
 from session_server.core.session_events import Message
+from session_server.sessions.footprint import MESSAGE_BYTES, item_bytes
 from session_server.sessions.prompt import Prompt, PromptState
 from session_server.sessions.views import HistoryMode, ItemView
 
@@ -30,6 +32,7 @@ class Transcript:
         self._messages: list[Message] | None = list(messages)
         self._items: list[ItemView] = []
         self._num_items = 0
+        self._item_bytes = 0
         for message in messages:
             self._add_item("", message.role, message.content)
 
@@ -38,9 +41,30 @@ class Transcript:
         return len(self._tokens)
 
     @property
+    def num_bytes(self) -> int:
+        """Return the host memory of tokens, items and messages."""
+        return sys.getsizeof(self._tokens) + self._item_bytes
+
+    @property
+    def num_items(self) -> int:
+        """Return how many items the conversation has."""
+        return len(self._items)
+
+    @property
     def items(self) -> tuple[ItemView, ...]:
         """The conversation so far, oldest first."""
         return tuple(self._items)
+
+    def item(self, index: int) -> ItemView:
+        """Return one item, the oldest of which is 0."""
+        return self._items[index]
+
+    def growth(self, prompt: Prompt, turn_id: str) -> int:
+        """Return the bytes by which the input of a turn makes the conversation grow."""
+        num_bytes = self._tokens.itemsize * len(prompt.tokens)
+        if prompt.raw_text is not None:
+            num_bytes += _item_bytes(turn_id, prompt.raw_text)
+        return num_bytes + sum(_item_bytes(turn_id, m.content) for m in prompt.messages)
 
     def tokens(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
         """Token ids of positions [start, end)."""
@@ -120,3 +144,9 @@ class Transcript:
     def _add_item(self, turn_id: str, role: str, text: str, *, item_id: str | None = None) -> None:
         item = ItemView(item_id or self.new_item_id(), turn_id, role, text, len(self._tokens))
         self._items.append(item)
+        self._item_bytes += _item_bytes(turn_id, text)
+
+
+def _item_bytes(turn_id: str, text: str) -> int:
+    """Return the bytes of an item and the message beside it, which shares its text."""
+    return item_bytes(turn_id, text) + MESSAGE_BYTES

@@ -65,7 +65,8 @@ class Turn:
     """A turn that has not ended. `engine_id` is what the engine knows it by.
 
     `accepted` resolves once the turn is certain to get a terminal entry (None), or was refused
-    and leaves no trace (the error).
+    and leaves no trace (the error). `held_bytes` and `reserved_bytes` are counted for it by
+    `Quotas`, as its own and as growth of the conversation.
     """
 
     request: TurnRequest
@@ -76,6 +77,8 @@ class Turn:
     phase: TurnPhase = TurnPhase.WAITING
     created_seq: int = 0
     is_charged: bool = False
+    held_bytes: int = 0
+    reserved_bytes: int = 0
     running: Running | None = None
 
     @property

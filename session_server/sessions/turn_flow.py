@@ -45,6 +45,7 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.answer import Answer
 from session_server.sessions.engine_link import EngineLink
+from session_server.sessions.footprint import entry_bytes, logprob_bytes
 from session_server.sessions.prompt import Prompt, fit_sampling
 from session_server.sessions.quotas import Quotas, SessionLimits
 from session_server.sessions.salts import TenantSalts
@@ -156,6 +157,7 @@ class TurnFlow:
                     session.journal.append(TurnProgress(turn_id, computed, cached, total))
             case PromptScored(logprobs=logprobs):
                 _running(turn).prompt_logprobs.extend(logprobs)
+                self._quotas.hold(session.owner, turn, logprob_bytes(logprobs))
             case TokensProduced():
                 self._on_tokens(session, turn, event)
             case TurnFinished():
@@ -225,7 +227,7 @@ class TurnFlow:
         turn.phase = TurnPhase.ENDED
         turn.accepted.set_result(error)
         session.take_out(turn)
-        self._quotas.give_turn(session.owner)
+        self._quotas.give_turn(session.owner, turn)
 
     def _prepare(self, session: Session, turn: Turn) -> None:
         def later(outcome: PromptOutcome) -> None:
@@ -255,6 +257,7 @@ class TurnFlow:
         try:
             sampling = fit_sampling(turn.request.sampling, prompt, max_len)
             self._charge(session, turn, prompt)
+            self._quotas.reserve(session, turn, prompt)
         except SessionServerError as error:
             self._refuse(session, turn, error)
             return
@@ -271,11 +274,13 @@ class TurnFlow:
             turn.running = None
             turn.phase = TurnPhase.WAITING
             session.queue.appendleft(turn)
+            self._quotas.release(session, turn, prompt)
 
     def _charge(self, session: Session, turn: Turn, prompt: Prompt) -> None:
         """Count the input once, however often the engine cannot take the turn."""
         if not turn.is_charged:
-            self._quotas.charge_input(session.owner, len(prompt.tokens), now_s=self._clock())
+            num_tokens = len(prompt.tokens)
+            self._quotas.input_rate.charge(session.owner, num_tokens, now_s=self._clock())
             turn.is_charged = True
 
     def _running_for(
@@ -342,15 +347,15 @@ class TurnFlow:
             return
         running = _running(turn)
         text, num_taken = running.answer.feed(event.token_ids, event.logprobs)
-        session.journal.append(
-            TurnDelta(
-                turn.request.turn_id,
-                turn.item_id,
-                text,
-                event.token_ids[:num_taken],
-                event.logprobs[:num_taken],
-            )
+        delta = TurnDelta(
+            turn.request.turn_id,
+            turn.item_id,
+            text,
+            event.token_ids[:num_taken],
+            event.logprobs[:num_taken],
         )
+        session.journal.append(delta)
+        self._quotas.hold(session.owner, turn, entry_bytes(delta))
         stop = running.answer.matched
         if stop is not None:
             running.verdict = StopFound(stop)
@@ -462,11 +467,11 @@ class TurnFlow:
         if turn.running is not None:
             self._commit(session, turn, turn.running, kept=kept)
         session.take_out(turn)
-        session.num_turns += 1
         session.last_active_s = self._clock()
-        session.keep_ended(turn, end, status, max_kept=self._limits.max_kept_turns)
-        self._quotas.give_turn(session.owner)
-        session.journal.append(end)
+        end_seq = session.journal.append(end)
+        session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
+        self._quotas.give_turn(session.owner, turn)
+        self._quotas.recount(session)
 
     def _commit(self, session: Session, turn: Turn, running: Running, *, kept: bool) -> None:
         """Bring history and the engine's copy of it to what stays."""

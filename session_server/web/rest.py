@@ -62,7 +62,7 @@ async def open_session(request: Request, caller: Caller) -> Response:
             raise InvalidRequest("The Idempotency-Key is too long or empty.", param=IDEMPOTENCY_KEY)
         session_id, is_repeatable = caller.sessions.id_for_key(caller.owner, key), True
     try:
-        view = caller.sessions.open(caller.owner, _open_request(body, session_id))
+        view = await caller.sessions.create(caller.owner, _open_request(body, session_id))
     except SessionExists:
         if not is_repeatable or session_id is None:
             raise
@@ -163,7 +163,7 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
 
 @router.get("/{session_id}/turns/{turn_id}", responses=answers(TurnResult, "The turn now."))
 async def get_turn(session_id: str, turn_id: str, caller: Caller) -> Response:
-    """Show a turn that waits, runs, or ended recently."""
+    """Show a turn that waits, runs or has ended."""
     return JsonResponse(turn_body(caller.sessions.turn(caller.owner, session_id, turn_id)))
 
 

@@ -195,10 +195,22 @@ SESSIONS = (
         "refused: `server_busy` or `quota_exceeded`",
     ),
     _constant(
-        "sessions.quotas:SessionLimits.max_kept_turns",
-        "ended turns that answer for their id",
-        "turns",
-        "the oldest is forgotten",
+        "sessions.ended_turns:RECORD_BYTES",
+        "what is kept of each ended turn while its session lives, so that it never runs again",
+        "bytes",
+        "counts as bytes of the conversation",
+    ),
+    _constant(
+        "sessions.budget:RESERVED_PART",
+        "part of all sessions and bytes that only keys with few of them may take",
+        "",
+        "refused to others: `quota_exceeded`",
+    ),
+    _constant(
+        "sessions.budget:FEW_PART",
+        "part of all sessions and bytes that counts as few",
+        "",
+        "no more is given from the reserve: `quota_exceeded`",
     ),
     _constant(
         "sessions.journal:JournalLimits.max_entries",

@@ -25,6 +25,7 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.manager import SessionManager
 from tests.cache.headroom import headroom
+from tests.sessions.recount import recount
 from tests.sim.echo import replay
 from tests.sim.hand_engine import HandEngine
 
@@ -88,7 +89,8 @@ def all_is_back(manager: SessionManager, hand: HandEngine) -> None:
     """
     stats = manager.stats()
     assert (stats.sessions, stats.live_turns, stats.queued_turns) == (0, 0, 0)
-    assert not manager._quotas._shares, "a quota was not given back"
+    assert not manager._quotas.owners, "a quota was not given back"
+    recount(manager)
     assert not manager._flow._sent, "the manager waits for turns that are no more"
     assert not manager._link._unsent, "commands wait for an engine that has nothing to do"
     audit(hand.cache)

@@ -308,7 +308,7 @@ CLOSING_ID_IS_FREE = Mutant(
     "A session may be opened under the id of one that has not closed yet.",
     "sglang#40250 (R6)",
     Edit(
-        "session_server.sessions.manager:SessionManager.open",
+        "session_server.sessions.manager:SessionManager._check_open",
         "self._sessions.check_free(owner, request.session_id)",
         "pass",
     ),
@@ -443,7 +443,7 @@ TOKENS_WITHOUT_END = Mutant(
     "CVE-2026-34756 (E3)",
     Edit(
         "session_server.sessions.prompt:fit_sampling",
-        "max_tokens = min(sampling.max_tokens, room)",
+        "max_tokens = min(sampling.max_tokens, max_len - prompt.context_len)",
         "max_tokens = sampling.max_tokens",
     ),
 )
@@ -452,8 +452,8 @@ OWNERS_OPEN_WITHOUT_END = Mutant(
     "An owner may open as many sessions as the server holds.",
     "sglang#27024 (E4)",
     Edit(
-        "session_server.sessions.quotas:Quotas.take_session",
-        "if share.sessions >= self._limits.owner_sessions:",
+        "session_server.sessions.budget:Budget.check",
+        "if held > allowed:",
         "if False:",
     ),
 )

@@ -95,7 +95,7 @@ ENDED_TURN_HOLDS_QUOTA = Mutant(
     "lmdeploy#1788 (L8)",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow._end",
-        "self._quotas.give_turn(session.owner)",
+        "self._quotas.give_turn(session.owner, turn)",
         "pass",
     ),
 )
@@ -105,7 +105,7 @@ REFUSED_TURN_HOLDS_QUOTA = Mutant(
     "systematic",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow._refuse",
-        "self._quotas.give_turn(session.owner)",
+        "self._quotas.give_turn(session.owner, turn)",
         "pass",
     ),
 )
@@ -115,7 +115,7 @@ CLOSED_SESSION_HOLDS_QUOTA = Mutant(
     "sglang#27024 (E4)",
     Edit(
         "session_server.sessions.manager:SessionManager._on_idle",
-        "self._quotas.give_session(session.owner)",
+        "self._quotas.give_session(session)",
         "pass",
     ),
 )
@@ -155,7 +155,7 @@ SAME_TURN_RUNS_AGAIN = Mutant(
     "vllm#27987 (R4)",
     Edit(
         "session_server.sessions.manager:SessionManager.submit",
-        "if request.turn_id in session.ended:",
+        "if ended is not None:",
         "if False:",
     ),
 )
@@ -251,8 +251,8 @@ JOURNAL_TELLS_TWICE = Mutant(
     "vllm#53861 (R9)",
     Edit(
         "session_server.sessions.journal:Journal.read",
-        "return [self._entries[i][0] for i in range(start, start + num_new)]",
-        "return [self._entries[max(i - 1, 0)][0] for i in range(start, start + num_new)]",
+        "return [self._entries[i] for i in range(start, start + num_new)]",
+        "return [self._entries[max(i - 1, 0)] for i in range(start, start + num_new)]",
     ),
 )
 
@@ -291,8 +291,8 @@ JOURNAL_BYTES_DRIFT = Mutant(
     "llama.cpp#25740 (L12)",
     Edit(
         "session_server.sessions.journal:Journal._drop_oldest",
-        "self._num_bytes -= size",
-        "pass",
+        "self._num_bytes -= self._entries.popleft().num_bytes",
+        "self._entries.popleft()",
     ),
 )
 
@@ -327,12 +327,32 @@ JOURNAL_IS_UNBOUNDED = Mutant(
     ),
 )
 
-ENDED_TURNS_PILE_UP = Mutant(
-    "A session remembers every turn that ended.",
+ENDED_TURNS_ARE_NOT_COUNTED = Mutant(
+    "What ended turns leave with their session is counted nowhere.",
     "llama.cpp#25740 (L12)",
     Edit(
-        "session_server.sessions.session:Session.keep_ended",
-        "while len(self.ended) > max_kept:",
-        "while False:",
+        "session_server.sessions.turn_flow:TurnFlow._end",
+        "self._quotas.recount(session)",
+        "pass",
+    ),
+)
+
+ENDED_TURN_IS_FORGOTTEN = Mutant(
+    "A turn runs again when it is sent again after many others.",
+    "vllm#27987 (R4)",
+    Edit(
+        "session_server.sessions.ended_turns:EndedTurns.find",
+        "self._records.get(_key(turn_id))",
+        "dict(list(self._records.items())[-8:]).get(_key(turn_id))",
+    ),
+)
+
+SCORES_STAY_COUNTED = Mutant(
+    "What a turn held while it ran stays counted when it has ended.",
+    "systematic",
+    Edit(
+        "session_server.sessions.quotas:Quotas.give_turn",
+        "self.turn_bytes.add(owner, -turn.held_bytes)",
+        "pass",
     ),
 )

@@ -54,7 +54,7 @@ def test_metadata_counts_too() -> None:
     """At the price of an empty entry, a journal of 1 MiB would be one of 40 MB."""
     journal = Journal(JournalLimits(max_bytes=100_000))
     for number in range(1000):
-        metadata = {f"{number}/{key}": "x" * 512 for key in range(16)}
+        metadata = {f"{number}/{key}": "\N{OWL}" * 512 for key in range(16)}
         journal.append(SessionUpdated(60.0, metadata))
     assert 1 <= len(seqs(journal, journal.first_seq - 1)) <= 4
 

@@ -1,63 +1,208 @@
+"""What is counted per owner: sessions, turns, bytes, and input tokens per minute."""
+
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from session_server.core.errors import QuotaExceeded, ServerBusy
+from session_server.core.errors import QuotaExceeded, ServerBusy, SessionServerError
 from session_server.core.owner import Owner
-from session_server.sessions.quotas import QuotaLimits, Quotas
+from session_server.core.session_events import ChatInput, Message, TextInput
+from session_server.sessions.ended_turns import RECORD_BYTES
+from session_server.sessions.footprint import TURN_BYTES, request_bytes
+from session_server.sessions.quotas import InputRate, QuotaLimits
+from tests.sessions.recount import recount
+from tests.sessions.world import OWNER, World, completed, failed, turn
+
+A, B = Owner("a"), Owner("b")
+MIB = 1 << 20
 
 
-def test_sessions_are_bounded_per_owner_and_in_all() -> None:
-    quotas = Quotas(QuotaLimits(sessions=3, owner_sessions=2))
-    for _ in range(2):
-        quotas.take_session(Owner("a"))
-    with pytest.raises(QuotaExceeded):
-        quotas.take_session(Owner("a"))
-    quotas.take_session(Owner("b"))
-    with pytest.raises(ServerBusy):
-        quotas.take_session(Owner("b"))
-    quotas.give_session(Owner("a"))
-    quotas.take_session(Owner("b"))
+def refused(action: Callable[[], object]) -> str | None:
+    """The class of the refusal, None when there was none."""
+    try:
+        action()
+    except SessionServerError as error:
+        return type(error).__name__
+    return None
 
 
-def test_turns_are_bounded_per_owner_and_in_all() -> None:
-    quotas = Quotas(QuotaLimits(turns=3, owner_turns=2))
-    for _ in range(2):
-        quotas.take_turn(Owner("a"))
-    with pytest.raises(QuotaExceeded):
-        quotas.take_turn(Owner("a"))
-    quotas.take_turn(Owner("b"))
-    with pytest.raises(ServerBusy):
-        quotas.take_turn(Owner("c"))
-    quotas.give_turn(Owner("a"))
-    quotas.take_turn(Owner("c"))
+def opening(world: World) -> Callable[[], object]:
+    return lambda: world.open(messages=(Message("system", "x" * 1000),))
 
 
 def test_a_rate_refills_steadily_and_one_large_turn_is_slow_not_impossible() -> None:
-    quotas = Quotas(QuotaLimits(owner_input_tokens_per_min=60))
-    quotas.charge_input(Owner("a"), 600, now_s=0.0)
+    rate = InputRate(60)
+    rate.charge(A, 600, now_s=0.0)
     for now_s in (0.0, 300.0, 540.0):
         with pytest.raises(QuotaExceeded):
-            quotas.charge_input(Owner("a"), 1, now_s=now_s)
-    quotas.charge_input(Owner("a"), 1, now_s=541.0)
-    quotas.charge_input(Owner("b"), 60, now_s=541.0)
+            rate.charge(A, 1, now_s=now_s)
+    rate.charge(A, 1, now_s=541.0)
+    rate.charge(B, 60, now_s=541.0)
 
 
 def test_a_clock_that_steps_back_charges_nobody() -> None:
-    quotas = Quotas(QuotaLimits(owner_input_tokens_per_min=60))
-    quotas.charge_input(Owner("a"), 30, now_s=1000.0)
-    quotas.charge_input(Owner("a"), 30, now_s=0.0)
+    rate = InputRate(60)
+    rate.charge(A, 30, now_s=1000.0)
+    rate.charge(A, 30, now_s=0.0)
 
 
-def test_an_owner_that_holds_nothing_costs_nothing() -> None:
-    quotas = Quotas(QuotaLimits(owner_input_tokens_per_min=60))
+def test_an_owner_whose_bucket_is_full_again_costs_nothing() -> None:
+    rate = InputRate(60)
     for index in range(100):
-        owner = Owner(str(index))
-        quotas.take_session(owner)
-        quotas.take_turn(owner)
-        quotas.charge_input(owner, 30, now_s=0.0)
-        quotas.give_turn(owner)
-        quotas.give_session(owner)
-    assert len(quotas._shares) == 100
-    quotas.forget_idle(31.0)
-    assert len(quotas._shares) == 0
+        rate.charge(Owner(str(index)), 30, now_s=0.0)
+    rate.charge(Owner("0"), 10, now_s=20.0)
+    assert len(rate.owners) == 100
+    rate.forget_paid(29.0)
+    assert len(rate.owners) == 100
+    rate.forget_paid(31.0)
+    assert rate.owners == {Owner("0")}
+    rate.forget_paid(41.0)
+    assert not rate.owners
+
+
+class TestHistoryBytes:
+    """Every byte that a conversation keeps is counted, and given back when it closes."""
+
+    def test_what_is_counted_is_what_is_there(self, world: World) -> None:
+        for index in range(3):
+            session = world.open(
+                messages=(Message("system", "Be brief. " * index),), metadata={"a": "b" * index}
+            )
+            for number in range(index + 1):
+                world.run(session, turn(str(number), "word " * number))
+            world.submit(session, turn("live", max_tokens=50, ignore_eos=True))
+            world.submit(session, turn("waits"))
+            recount(world.manager)
+        world.engine.step()
+        world.engine.deliver()
+        recount(world.manager)
+        world.manager.update(OWNER, session, metadata={"key": "value" * 20})
+        recount(world.manager)
+        world.engine.run()
+        recount(world.manager)
+        for view in world.manager.list(OWNER):
+            world.manager.close(OWNER, view.session_id)
+        recount(world.manager)
+        assert not world.manager._quotas.owners
+
+    def test_an_open_is_refused_at_the_limit_and_leaves_nothing(self) -> None:
+        with World() as probe:
+            opening(probe)()
+            wanted = probe.manager._quotas.history_bytes.total
+        for limit, error in ((wanted - 1, "ServerBusy"), (wanted, None), (wanted + 1, None)):
+            with World(quotas=QuotaLimits(history_bytes=limit)) as world:
+                assert refused(opening(world)) == error
+                assert world.manager.stats().sessions == (error is None)
+                recount(world.manager)
+
+    def test_an_owner_keeps_its_share_and_others_theirs(self) -> None:
+        hog, other = Owner("hog", share=0.5), Owner("other", share=0.5)
+        with World(quotas=QuotaLimits(history_bytes=MIB)) as world:
+            text = Message("system", "x" * 100_000)
+            sessions = [world.open(owner=hog, messages=(text,)) for _ in range(4)]
+            world.open(owner=hog, messages=(text,))
+            with pytest.raises(QuotaExceeded, match="bytes of conversations"):
+                world.open(owner=hog, messages=(text,))
+            world.open(owner=other, messages=(text,))
+            world.manager.close(hog, sessions[0])
+            world.open(owner=hog, messages=(text,))
+
+    def test_a_turn_whose_input_has_no_room_is_refused_before_it_is_tokenized(self) -> None:
+        with World(quotas=QuotaLimits(history_bytes=MIB)) as world:
+            session = world.open(messages=(Message("system", "x" * (MIB - 20_000)),))
+            with pytest.raises(ServerBusy, match="bytes of conversations"):
+                world.submit(session, turn("1", TextInput("x" * 20_000)))
+            assert world.history(session) == ()
+            recount(world.manager)
+
+    def test_a_turn_that_waited_and_has_no_room_any_more_fails(self) -> None:
+        with World() as probe:
+            session = probe.open()
+            probe.run(session, turn("1", "word " * 100, max_tokens=1))
+            wanted = probe.manager._quotas.history_bytes.total
+        with World(quotas=QuotaLimits(history_bytes=wanted + 1000)) as world:
+            session = world.open()
+            for name in ("1", "2", "3"):
+                world.submit(session, turn(name, "word " * 100, max_tokens=1))
+            world.engine.run()
+            completed(world.end_of(session, "1"))
+            end = failed(world.end_of(session, "3"))
+            assert (end.code, end.retryable) == ("server_busy", True)
+            recount(world.manager)
+
+    def test_metadata_is_refused_at_the_limit_and_stays_as_it_was(self) -> None:
+        with World(quotas=QuotaLimits(history_bytes=8192)) as world:
+            session = world.open(metadata={"a": "b"})
+            with pytest.raises(ServerBusy):
+                world.manager.update(OWNER, session, metadata={str(n): "x" * 512 for n in range(9)})
+            assert world.manager.get(OWNER, session).metadata == {"a": "b"}
+            recount(world.manager)
+
+
+class TestTurnBytes:
+    """What turns hold that have not ended: inputs, prompts, answers, scores."""
+
+    def test_a_turn_is_refused_at_the_limit_and_leaves_nothing(self) -> None:
+        request = turn("1", ChatInput((Message("user", "x" * 1000),)))
+        with World() as probe:
+            probe.submit(probe.open(), request)
+            wanted = probe.manager._quotas.turn_bytes.total
+        assert wanted > request_bytes(request)
+        for limit, error in ((wanted - 1, "ServerBusy"), (wanted, None), (wanted + 1, None)):
+            with World(quotas=QuotaLimits(turn_bytes=limit)) as world:
+                submit = partial(world.submit, world.open(), request)
+                assert refused(submit) == error
+                world.engine.run()
+                recount(world.manager)
+                assert world.manager._quotas.turn_bytes.total == 0
+
+    def test_a_prompt_without_room_is_refused_when_it_is_known(self) -> None:
+        """Its tokens take forty times the bytes of its text."""
+        quotas = QuotaLimits(turn_bytes=MIB)
+        with World(quotas=quotas, max_turn_len=1 << 20) as world:
+            session = world.open()
+            with pytest.raises(ServerBusy, match="bytes of unfinished turns"):
+                world.submit(session, turn("1", TextInput("x" * 30_000)))
+            recount(world.manager)
+            world.submit(session, turn("2", TextInput("x" * 20_000)))
+
+    def test_answers_and_scores_count_while_their_turn_runs(self, world: World) -> None:
+        session = world.open()
+        world.submit(session, turn("1", max_tokens=50, ignore_eos=True, logprobs=True))
+        held = world.manager._quotas.turn_bytes.total
+        assert held > TURN_BYTES
+        for _ in range(10):
+            world.engine.step()
+        world.engine.deliver()
+        assert world.manager._quotas.turn_bytes.total > held + 10 * 144
+        world.engine.run()
+        assert world.manager._quotas.turn_bytes.total == 0
+
+    def test_waiting_turns_of_one_owner_leave_room_for_others(self) -> None:
+        hog, other = Owner("hog", share=0.5), Owner("other", share=0.5)
+        with World(quotas=QuotaLimits(turn_bytes=MIB)) as world:
+            session = world.open(owner=hog)
+            text = TextInput("x" * 200_000)
+            world.submit(session, turn("live"), owner=hog)
+            for name in ("1", "2"):
+                world.submit(session, turn(name, text), owner=hog)
+            with pytest.raises(QuotaExceeded, match="bytes of unfinished turns"):
+                world.submit(session, turn("3", text), owner=hog)
+            theirs = world.open(owner=other)
+            for name in ("live", "1"):
+                world.submit(theirs, turn(name, text if name == "1" else "Hello"), owner=other)
+
+
+def test_a_record_of_an_ended_turn_counts_and_stays(world: World) -> None:
+    session = world.open()
+    before = world.manager._quotas.history_bytes.total
+    for index in range(10):
+        world.submit(session, turn("live", max_tokens=9)) if index == 0 else None
+        world.submit(session, turn(f"t{index}"))
+        world.manager.cancel(OWNER, session, f"t{index}")
+    world.manager.cancel(OWNER, session, "live", keep_partial=False)
+    world.engine.run()
+    assert world.manager._quotas.history_bytes.total == before + 11 * RECORD_BYTES

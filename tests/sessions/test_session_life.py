@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 
 from session_server.core.errors import (
+    ContextTooLong,
     InvalidRequest,
     QuotaExceeded,
     ServerBusy,
@@ -14,14 +17,17 @@ from session_server.core.errors import (
 )
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
+    Message,
     SessionClosed,
     SessionUpdated,
     TokenInput,
     TurnCancelled,
     TurnDelta,
 )
-from session_server.sessions.quotas import QuotaLimits
-from tests.sessions.world import OWNER, World, completed, turn
+from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.text.chat_template import RenderFrame
+from session_server.text.rendering import finish
+from tests.sessions.world import OWNER, World, completed, model_text, turn
 
 
 class TestLife:
@@ -49,6 +55,33 @@ class TestLife:
         with pytest.raises(SessionNotFound):
             world.manager.get(OWNER, session)
         assert not world.engine.slots
+
+    @pytest.mark.parametrize("is_long", [False, True])
+    def test_first_messages_that_can_never_fit_are_refused_and_nothing_is_kept(
+        self, is_long: bool
+    ) -> None:
+        limits = SessionLimits(inline_input_chars=8 if is_long else 1 << 20)
+        message = Message("system", "word " * 20)
+        chat = model_text().chat
+        assert chat is not None
+        frame = RenderFrame(datetime.now().astimezone(), add_generation_prompt=False)
+        length = len(finish(chat.encode_all((message,), frame), chat.renderer))
+        for max_len in (length - 1, length, length + 1):
+            with World(max_turn_len=max_len, limits=limits) as world:
+                if max_len == length + 1:
+                    world.create(messages=(message,))
+                    continue
+                with pytest.raises(ContextTooLong, match=rf"\({length} tokens\).*{max_len - 1}"):
+                    world.create(messages=(message,))
+                assert not world.manager._quotas.owners
+                assert world.manager.list(OWNER) == ()
+
+    def test_messages_that_the_template_refuses_alone_are_measured_by_their_contents(self) -> None:
+        with World("alternating", max_turn_len=128) as world:
+            begun = tuple(Message("user", "word " * 10) for _ in range(2))
+            world.create(messages=begun)
+            with pytest.raises(ContextTooLong):
+                world.create(messages=begun * 10)
 
     def test_another_owner_s_session_looks_like_none(self, world: World) -> None:
         session = world.open(session_id="mine")

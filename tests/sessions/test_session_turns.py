@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -22,16 +23,33 @@ from session_server.core.session_events import (
     Message,
     TextInput,
     TokenInput,
+    TurnCompleted,
     TurnCreated,
     TurnDelta,
     TurnEnd,
+    TurnFailedEntry,
 )
+from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import SessionLimits
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, turn
 
 
 def user(text: str, *, after: str = "") -> str:
     return f"{after}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def short(end: TurnEnd | None) -> TurnEnd:
+    """What is left of a turn's end once the journal has dropped it."""
+    assert end is not None
+    rest = replace(end, outcome=replace(end.outcome, token_ids=(), timings=None))
+    match rest:
+        case TurnCompleted():
+            return replace(rest, matched=None)
+        case TurnFailedEntry():
+            text = "The turn failed. What was said about it then is no longer kept."
+            return replace(rest, message=text)
+        case _:
+            return rest
 
 
 class TestHistory:
@@ -321,13 +339,37 @@ class TestOrder:
             world.submit(session, turn("1", ChatInput(())))
         completed(world.run(session, turn("1")))
 
-    def test_the_last_sixteen_turns_are_remembered(self, world: World) -> None:
-        session = world.open()
-        for index in range(17):
-            world.run(session, turn(str(index), max_tokens=1))
-        with pytest.raises(TurnNotFound):
-            world.manager.turn(OWNER, session, "0")
-        assert world.manager.turn(OWNER, session, "1").end is not None
+    def test_a_turn_sent_again_never_runs_again_however_many_have_ended_since(self) -> None:
+        """Its answer is its whole end while the journal has it, and a short one afterwards."""
+        limits = SessionLimits(journal=JournalLimits(max_entries=40))
+        with World(limits=limits) as world:
+            session = world.open()
+            asked = {name: turn(name, max_tokens=9, ignore_eos=True) for name in "abcd"}
+            for name, request in asked.items():
+                world.submit(session, request)
+                for _ in range(0 if name == "b" else 3):
+                    world.engine.step()
+                    world.engine.deliver()
+                if name in "bc":
+                    world.manager.cancel(OWNER, session, name, keep_partial=name == "c")
+                elif name == "d":
+                    world.engine.fail(next(iter(world.engine.slots)), "numerical_error")
+                world.engine.run()
+            whole = {name: world.submit(session, request) for name, request in asked.items()}
+            for index in range(100):
+                world.run(session, turn(str(index), max_tokens=1))
+            num_sent = len(world.engine.seen)
+            for name, request in asked.items():
+                view = world.submit(session, request)
+                assert view == world.manager.turn(OWNER, session, name)
+                assert view.end is not None
+                assert view.end == short(whole[name].end)
+                with pytest.raises(TurnConflict):
+                    world.submit(session, replace(request, priority=1))
+                with pytest.raises(TurnNotActive):
+                    world.manager.cancel(OWNER, session, name)
+            assert len(world.engine.seen) == num_sent
+            assert world.manager.get(OWNER, session).num_turns == 104
 
     def test_a_long_input_is_tokenised_aside_and_keeps_its_place(self) -> None:
         with World(limits=SessionLimits(inline_input_chars=64)) as world:

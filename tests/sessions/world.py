@@ -110,6 +110,11 @@ class World:
     def open(self, *, owner: Owner | str = OWNER, **options: Any) -> str:
         return self.manager.open(named(owner), OpenRequest(**options)).session_id
 
+    def create(self, *, owner: Owner | str = OWNER, **options: Any) -> str:
+        """Open a session as a client does."""
+        request = OpenRequest(**options)
+        return self.do(self.manager.create(named(owner), request)).session_id
+
     def submit(
         self, session_id: str, request: TurnRequest, *, owner: Owner | str = OWNER
     ) -> TurnView:

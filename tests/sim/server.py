@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Final
 
 from session_server.config import Settings, model_directory
+from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
+from session_server.core.session_events import TurnEnd, Usage
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
@@ -17,6 +19,7 @@ from session_server.sessions.salts import TenantSalts
 from session_server.text.model_text import ModelText, load_local_text
 from session_server.web.app import create_app
 from session_server.web.services import AppServices, ModelCard, WebSettings, digest_of
+from tests.sessions.recount import recount
 from tests.sim.config import Habits
 from tests.sim.context import SimContext
 from tests.sim.echo import EchoModel
@@ -31,8 +34,7 @@ LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDE"
 SEND_TIMEOUT_S: Final = 10.0
 TOKENIZE_DEADLINE_S: Final = 5.0
 MAX_QUEUED_TURNS: Final = 2
-MAX_KEPT_TURNS: Final = 8
-BYTES_PER_ENTRY: Final = 300
+BYTES_PER_ENTRY: Final = 500
 """A little more than most entries take: the journal meets both of its bounds."""
 
 _SECRET: Final = b"a simulated secret"
@@ -115,6 +117,19 @@ class SimServer:
         self.do(self.sessions.tick)
         self.run()
 
+    def check_counts(self) -> None:
+        """Every byte that is counted for an owner is there, and every one that is there counts."""
+        try:
+            recount(self.sessions)
+        except AssertionError as error:
+            raise Broken(Layer.AUDIT, f"counted and there: {error}") from error
+
+    def check_remembered(self, owner: Owner, session_id: str, told: TurnEnd) -> None:
+        """A turn that has ended is remembered for as long as its session lives."""
+        end = self.sessions.turn(owner, session_id, told.turn_id).end
+        if end is None or short_of(end) != short_of(told):
+            raise Broken(Layer.SHADOW, f"{told.turn_id} ended as {told}, remembered is {end}")
+
     def check_empty(self) -> None:
         """Nothing is left of all that clients did: sessions, turns, tasks, timers, connections."""
         self.sockets = [socket for socket in self.sockets if not socket.is_over]
@@ -123,6 +138,7 @@ class SimServer:
             "sessions": stats.sessions,
             "live turns": stats.live_turns,
             "queued turns": stats.queued_turns,
+            "owners": len(self.sessions._quotas.owners),
             "connections": len(self.sockets),
             "tasks": self.num_tasks,
         }
@@ -170,11 +186,15 @@ class SimServer:
         )
 
 
+def short_of(end: TurnEnd) -> tuple[type[TurnEnd], Usage, str]:
+    """What an end says for as long as its session lives."""
+    return type(end), end.outcome.usage, end.outcome.text
+
+
 def _session_limits(habits: Habits) -> SessionLimits:
     return SessionLimits(
         default_ttl_s=120.0,
         max_queued_turns=MAX_QUEUED_TURNS,
-        max_kept_turns=MAX_KEPT_TURNS,
         inline_input_chars=habits.inline_chars,
         tokenize_deadline_s=TOKENIZE_DEADLINE_S,
         journal=JournalLimits(

@@ -18,7 +18,6 @@ from session_server.core.errors import (
     EngineUnavailable,
     SessionNotFound,
     SessionServerError,
-    TurnNotFound,
 )
 from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
@@ -261,12 +260,11 @@ class WireWorld:
         is_over |= journal.num_bytes > limits.journal.max_bytes
         if is_over:
             raise Broken(Layer.SHADOW, f"{num_entries} entries of {journal.num_bytes} bytes kept")
-        ended, num_kept = each.shadow.ended, limits.max_kept_turns
-        if len(ended) > num_kept:
-            forgotten = ended[-1 - num_kept]
-            with contextlib.suppress(TurnNotFound):
-                self.server.sessions.turn(each.owner, each.session_id, forgotten)
-                raise Broken(Layer.SHADOW, f"{forgotten} is remembered after {num_kept} others")
+        self.server.check_counts()
+        if each.shadow.ended:
+            oldest = each.shadow.asked[each.shadow.ended[0]].end
+            assert oldest is not None
+            self.server.check_remembered(each.owner, each.session_id, oldest)
 
     def _check_line(self, each: OpenSession) -> None:
         """A closing session has nobody who waits."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from session_server.core.session_events import TurnCancelled, TurnEnd
+from session_server.core.session_events import Message, TurnCancelled, TurnEnd
 from session_server.sessions import tokenising
 from session_server.sessions.prompt import Prompt, build_prompt
+from session_server.sessions.views import OpenRequest
 from session_server.text.rendering import Rendering
 from session_server.web import http_guard
 from session_server.web.auth import ANONYMOUS
@@ -78,7 +79,8 @@ def test_a_stalled_http_reader_is_let_go_with_its_socket(
 
     @served()
     async def test(this: Served) -> None:
-        session_id = await this.open(instructions="x" * 900_000)
+        begun = OpenRequest(messages=(Message("system", "x" * 900_000),))
+        session_id = this.sessions.open(ANONYMOUS, begun).session_id
         await this.http.aclose()
         narrow = await narrow_socket(this.port)
         request = f"GET /v1/sessions/{session_id}/{path} HTTP/1.1\r\nHost: localhost\r\n\r\n"

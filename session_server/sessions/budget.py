@@ -1,0 +1,82 @@
+"""Counts of what owners hold (sessions, turns, bytes), against limits per owner and in all."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from session_server.core.errors import QuotaExceeded, ServerBusy
+from session_server.core.owner import Owner
+
+RESERVED_PART: Final = 0.1
+"""Part of a limit that only owners take from who hold no more than `FEW_PART` of it."""
+
+FEW_PART: Final = 0.01
+
+
+class Budget:
+    """Count one kind of thing per owner and in all; an owner that holds nothing costs nothing.
+
+    `limit` bounds the total. An owner whose share is a part of the whole holds at most that part
+    of it, and takes from the reserve (the last tenth) only while it holds at most a hundredth:
+    owners that hold much cannot keep out those that hold little. An owner whose share is the
+    whole is bounded by `limit` alone. `owner_limit` bounds each owner besides.
+    """
+
+    def __init__(self, noun: str, limit: int, *, owner_limit: int | None = None) -> None:
+        """`noun` is what is counted, in the plural, as clients read it in a refusal."""
+        self._noun = noun
+        self._limit = limit
+        self._owner_limit = limit if owner_limit is None else owner_limit
+        self._held: dict[Owner, int] = {}
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        """Return what all owners hold together."""
+        return self._total
+
+    @property
+    def owners(self) -> frozenset[Owner]:
+        """Return the owners that hold anything."""
+        return frozenset(self._held)
+
+    def held_by(self, owner: Owner) -> int:
+        """Return what one owner holds."""
+        return self._held.get(owner, 0)
+
+    def check(self, owner: Owner, amount: int) -> None:
+        """Refuse what would exceed a limit; count nothing.
+
+        Raises:
+            ServerBusy: the server would hold more than `limit`.
+            QuotaExceeded: the owner would hold more than it may.
+        """
+        total, held = self._total + amount, self.held_by(owner) + amount
+        if total > self._limit:
+            raise ServerBusy(f"the server would hold {total:,} {self._noun} of {self._limit:,}")
+        allowed = self._allowed(owner, total)
+        if held > allowed:
+            raise QuotaExceeded(f"you would hold {held:,} {self._noun}, and may hold {allowed:,}")
+
+    def take(self, owner: Owner, amount: int = 1) -> None:
+        """Count what `check` allows. Raises like `check`, with nothing counted."""
+        self.check(owner, amount)
+        self.add(owner, amount)
+
+    def add(self, owner: Owner, amount: int) -> None:
+        """Count something that is there already; a negative amount gives it back."""
+        held = self.held_by(owner) + amount
+        assert held >= 0, f"{self._noun} were given back twice"
+        self._total += amount
+        if held:
+            self._held[owner] = held
+        else:
+            self._held.pop(owner, None)
+
+    def _allowed(self, owner: Owner, total: int) -> int:
+        """Return what `owner` may hold when all hold `total`."""
+        if owner.share == 1.0:
+            return self._owner_limit
+        if total > self._limit - int(self._limit * RESERVED_PART):
+            return min(self._owner_limit, max(1, int(self._limit * FEW_PART)))
+        return min(self._owner_limit, max(1, int(self._limit * owner.share)))

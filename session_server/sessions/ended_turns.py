@@ -1,0 +1,147 @@
+"""What a session remembers of every turn that has ended: enough to never run one twice.
+
+While the journal still holds a turn's end, that end is the answer to a repeated turn. Afterwards a
+record of at most `RECORD_BYTES` is: whether the request was the same, how the turn ended, and what
+it counted. Records are dropped with their session, and counted as bytes of its conversation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from struct import Struct
+from typing import Final, Literal, assert_never
+
+from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
+from session_server.core.session_events import (
+    Outcome,
+    TurnCancelled,
+    TurnCompleted,
+    TurnEnd,
+    TurnFailedEntry,
+    Usage,
+)
+from session_server.sessions.turn import CancelReason, Turn
+
+RECORD_BYTES: Final = 192
+"""Host memory of one record at most, its place in the table included."""
+
+_RECORD: Final = Struct("<16sBBQIIIII")
+"""Fingerprint, kind, reason or code, sequence number of the end, entries since the beginning,
+item, tokens of the context, of it cached, generated. Packed, because a session keeps every one."""
+
+_KINDS: Final = ("stop", "length", "kept", "dropped", "failed")
+_REASONS: Final[tuple[CancelReason, ...]] = (
+    "client_cancelled",
+    "disconnected",
+    "session_closed",
+    "draining",
+)
+_FORMS: Final = {wire.code: wire for wire in (*WIRE_ERRORS.values(), INTERNAL_ERROR)}
+_CODES: Final = tuple(sorted(_FORMS))
+_FAILED: Final = "The turn failed. What was said about it then is no longer kept."
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTurn:
+    """One record. `item` is the index of the answer among the conversation's items where the
+    conversation has one with tokens, and the number of its item id otherwise."""
+
+    fingerprint: bytes
+    kind: str
+    detail: int
+    end_seq: int
+    created_seq: int
+    item: int
+    usage: Usage
+
+    @property
+    def status(self) -> Literal["completed", "cancelled", "failed"]:
+        """Return how the turn ended."""
+        match self.kind:
+            case "stop" | "length":
+                return "completed"
+            case "failed":
+                return "failed"
+            case _:
+                return "cancelled"
+
+    @property
+    def has_answer(self) -> bool:
+        """Return whether the conversation holds tokens of the answer."""
+        return self.usage.output_tokens > 0
+
+    def short_end(self, turn_id: str, item_id: str, text: str) -> TurnEnd:
+        """Return the turn's end without what is no longer kept: token ids, scores, timings, the
+        stop token or string that matched, the words of an error."""
+        outcome = Outcome(item_id, text, (), self.usage, None)
+        match self.kind:
+            case "stop" | "length" as reason:
+                return TurnCompleted(turn_id, reason, None, outcome)
+            case "kept" | "dropped":
+                return TurnCancelled(turn_id, self.kind == "kept", _REASONS[self.detail], outcome)
+            case _:
+                code = _CODES[self.detail]
+                return TurnFailedEntry(turn_id, code, _FAILED, _FORMS[code].retryable, outcome)
+
+
+class EndedTurns:
+    """The records of one session, found by the client's turn id."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the host memory of all records."""
+        return RECORD_BYTES * len(self._records)
+
+    def add(self, turn: Turn, end: TurnEnd, *, end_seq: int, num_items: int) -> None:
+        """Remember a turn whose end is journal entry `end_seq`.
+
+        `num_items`: items of the conversation; an answer that was kept is the last of them.
+        """
+        kind, detail = _kind_of(end)
+        usage = end.outcome.usage
+        item = num_items - 1 if usage.output_tokens else int(turn.item_id.removeprefix("i_"))
+        self._records[_key(turn.request.turn_id)] = _RECORD.pack(
+            turn.fingerprint,
+            _KINDS.index(kind),
+            detail,
+            end_seq,
+            end_seq - turn.created_seq,
+            item,
+            usage.input_tokens,
+            usage.cached_tokens,
+            usage.output_tokens,
+        )
+
+    def find(self, turn_id: str) -> EndedTurn | None:
+        """Return what is remembered of a turn, None if none of that id has ended."""
+        record = self._records.get(_key(turn_id))
+        if record is None:
+            return None
+        mark, kind, detail, end_seq, length, item, *tokens = _RECORD.unpack(record)
+        created_seq, usage = end_seq - length, Usage(*tokens)
+        return EndedTurn(mark, _KINDS[kind], detail, end_seq, created_seq, item, usage)
+
+
+def _key(turn_id: str) -> int:
+    """Return 64 bits of a digest, so that a record's size does not depend on its id's."""
+    encoded = turn_id.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+def _kind_of(end: TurnEnd) -> tuple[str, int]:
+    match end:
+        case TurnCompleted(reason=reason):
+            return reason, 0
+        case TurnCancelled(kept_partial=kept, reason=reason):
+            return "kept" if kept else "dropped", _REASONS.index(reason)
+        case TurnFailedEntry(code=code):
+            return "failed", _CODES.index(code if code in _FORMS else INTERNAL_ERROR.code)
+        case _:
+            assert_never(end)

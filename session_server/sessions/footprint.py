@@ -1,0 +1,142 @@
+"""Bytes of host memory that sessions take: what every limit in bytes counts.
+
+The constants are what CPython keeps for one thing of each kind, its allocator's rounding included,
+measured and held against the interpreter by `tests/sessions/test_footprint.py`. Each estimate is a
+function of the thing alone, so that what is given back is what was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, assert_never
+
+from session_server.core.sampling import SamplingParams, TokenLogprob
+from session_server.core.session_events import (
+    ChatInput,
+    Message,
+    Outcome,
+    SessionClosed,
+    SessionDraining,
+    SessionEntry,
+    SessionStateChanged,
+    SessionUpdated,
+    TextInput,
+    TokenInput,
+    TurnCancelled,
+    TurnCompleted,
+    TurnCreated,
+    TurnDelta,
+    TurnFailedEntry,
+    TurnInput,
+    TurnProgress,
+    TurnRequest,
+)
+
+SESSION_BYTES: Final = 3072
+"""A session without turns: identity, settings, an empty journal and an empty transcript."""
+
+TURN_BYTES: Final = 2560
+"""A turn that has not ended, without its input and its answer."""
+
+ENTRY_BYTES: Final = 288
+OUTCOME_BYTES: Final = 704
+ITEM_BYTES: Final = 192
+MESSAGE_BYTES: Final = 64
+METADATA_ENTRY_BYTES: Final = 40
+BIAS_BYTES: Final = 136
+TOKEN_BYTES: Final = 40
+"""One token id in a tuple or a list. An array takes four, and is asked for its size."""
+
+LOGPROB_BYTES: Final = 144
+TOP_LOGPROB_BYTES: Final = 136
+
+
+TEXT_BYTES: Final = 56
+WIDE_CHAR_BYTES: Final = 6
+"""A character of a text that is not ASCII alone: its code point, and the UTF-8 that the interpreter
+keeps beside it once the text was written to a socket."""
+
+
+def text_bytes(text: str) -> int:
+    """Return the bytes of one text."""
+    return TEXT_BYTES + len(text) * (1 if text.isascii() else WIDE_CHAR_BYTES)
+
+
+def message_bytes(message: Message) -> int:
+    """Return the bytes of one chat message."""
+    return MESSAGE_BYTES + text_bytes(message.content)
+
+
+def item_bytes(turn_id: str, text: str) -> int:
+    """Return the bytes of one item of a conversation."""
+    return ITEM_BYTES + text_bytes(turn_id) + text_bytes(text)
+
+
+def metadata_bytes(metadata: Mapping[str, str]) -> int:
+    """Return the bytes of a session's metadata."""
+    texts = (*metadata.keys(), *metadata.values())
+    return METADATA_ENTRY_BYTES * len(metadata) + sum(map(text_bytes, texts))
+
+
+def logprob_bytes(logprobs: Sequence[TokenLogprob]) -> int:
+    """Return the bytes of scored positions."""
+    num_tops = sum(len(logprob.top) for logprob in logprobs)
+    return LOGPROB_BYTES * len(logprobs) + TOP_LOGPROB_BYTES * num_tops
+
+
+def input_bytes(turn_input: TurnInput) -> int:
+    """Return the bytes of a turn's input."""
+    match turn_input:
+        case ChatInput(messages=messages):
+            return sum(map(message_bytes, messages))
+        case TextInput(text=text):
+            return text_bytes(text)
+        case TokenInput(token_ids=token_ids):
+            return TOKEN_BYTES * len(token_ids)
+        case _:
+            assert_never(turn_input)
+
+
+def token_bytes(num_tokens: int) -> int:
+    """Return the bytes of token ids in a tuple or a list."""
+    return TOKEN_BYTES * num_tokens
+
+
+def request_bytes(request: TurnRequest) -> int:
+    """Return the bytes of a turn's request, `TURN_BYTES` included."""
+    num_bytes = TURN_BYTES + input_bytes(request.input) + _sampling_bytes(request.sampling)
+    return num_bytes + sum(map(text_bytes, request.text.stop))
+
+
+def entry_bytes(entry: SessionEntry) -> int:
+    """Return the bytes of one journal entry."""
+    match entry:
+        case TurnDelta(text=text, token_ids=token_ids, logprobs=logprobs):
+            num_bytes = text_bytes(text) + TOKEN_BYTES * len(token_ids)
+            return ENTRY_BYTES + num_bytes + logprob_bytes(logprobs)
+        case TurnCompleted(outcome=outcome) | TurnCancelled(outcome=outcome):
+            return ENTRY_BYTES + _outcome_bytes(outcome)
+        case TurnFailedEntry(message=message, outcome=outcome):
+            return ENTRY_BYTES + text_bytes(message) + _outcome_bytes(outcome)
+        case SessionUpdated(metadata=metadata):
+            return ENTRY_BYTES + metadata_bytes(metadata)
+        case (
+            TurnCreated()
+            | TurnProgress()
+            | SessionStateChanged()
+            | SessionDraining()
+            | SessionClosed()
+        ):
+            return ENTRY_BYTES
+        case _:
+            assert_never(entry)
+
+
+def _outcome_bytes(outcome: Outcome) -> int:
+    num_bytes = OUTCOME_BYTES + text_bytes(outcome.text) + TOKEN_BYTES * len(outcome.token_ids)
+    return num_bytes + logprob_bytes(outcome.logprobs) + logprob_bytes(outcome.prompt_logprobs)
+
+
+def _sampling_bytes(sampling: SamplingParams) -> int:
+    num_ids = len(sampling.stop_token_ids)
+    return TOKEN_BYTES * num_ids + BIAS_BYTES * len(sampling.logit_bias)

@@ -1,0 +1,62 @@
+"""A session as a client's request makes it, before anybody knows of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+
+from session_server.core.errors import UnsupportedOperation
+from session_server.core.owner import Owner
+from session_server.sessions.journal import Journal
+from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.session import Session, SessionSettings
+from session_server.sessions.transcript import Transcript
+from session_server.sessions.views import HistoryMode, OpenRequest
+from session_server.text.model_text import ModelText
+
+
+def new_session(
+    owner: Owner,
+    request: OpenRequest,
+    text: ModelText,
+    *,
+    limits: SessionLimits,
+    clock: Callable[[], float],
+) -> Session:
+    """Make a session that is registered and counted nowhere.
+
+    Raises:
+        UnsupportedOperation: messages without a chat template, or `history` "append" with a
+            template that rewrites its history.
+    """
+    mode = _history_mode(request, text)
+    session = Session(
+        owner=owner,
+        session_id="",
+        settings=SessionSettings(
+            ttl_s=limits.default_ttl_s if request.ttl_s is None else request.ttl_s,
+            metadata=dict(request.metadata),
+            is_pinned=request.pinned,
+            is_single_turn=request.single_turn,
+            created_s=time.time(),
+        ),
+        journal=Journal(limits.journal, clock=clock),
+        transcript=Transcript(mode, request.messages, now=datetime.now().astimezone()),
+        last_active_s=clock(),
+    )
+    session.session_id = request.session_id or session.copy.session_id
+    return session
+
+
+def _history_mode(request: OpenRequest, text: ModelText) -> HistoryMode:
+    chat = text.chat
+    if chat is None and request.messages:
+        raise UnsupportedOperation("this model has no chat template", param="messages")
+    if request.history == "append" and chat is not None and not chat.can_append:
+        raise UnsupportedOperation(
+            "this model's chat template rewrites its history: use template", param="history"
+        )
+    if request.history is not None:
+        return request.history
+    return "append" if chat is None or chat.can_append else "template"

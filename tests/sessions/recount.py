@@ -1,0 +1,38 @@
+"""Everything that is counted in bytes, counted again from what is really kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from session_server.core.owner import Owner
+from session_server.sessions.manager import SessionManager
+
+
+def recount(manager: SessionManager) -> None:
+    """Compare every budget with the sessions and turns there are.
+
+    Raises:
+        AssertionError: one of them disagrees.
+    """
+    quotas = manager._quotas
+    sessions: Counter[Owner] = Counter()
+    turns: Counter[Owner] = Counter()
+    history_bytes: Counter[Owner] = Counter()
+    turn_bytes: Counter[Owner] = Counter()
+    for session in manager._sessions:
+        sessions[session.owner] += 1
+        assert session.counted_bytes == session.num_bytes, session.session_id
+        history_bytes[session.owner] += session.num_bytes
+        for turn in session.turns():
+            turns[session.owner] += 1
+            history_bytes[session.owner] += turn.reserved_bytes
+            turn_bytes[session.owner] += turn.held_bytes
+    for budget, wanted in (
+        (quotas.sessions, sessions),
+        (quotas.turns, turns),
+        (quotas.history_bytes, history_bytes),
+        (quotas.turn_bytes, turn_bytes),
+    ):
+        counted = {owner: budget.held_by(owner) for owner in budget.owners}
+        assert counted == dict(wanted), (counted, wanted)
+        assert budget.total == wanted.total()
