@@ -13,6 +13,7 @@ from cache.checker import find_violations
 from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
 from cache.types import SlotState
+from cache.views import SlotView
 from session_server.core.commands import CloseSession, ReportMemory
 from session_server.core.events import (
     EngineStats,
@@ -231,6 +232,23 @@ def test_books_that_go_wrong_again_and_again_end_the_engine() -> None:
     damage.lose_a_free_page(stage.bench.cache)
     with pytest.raises(AuditFailed, match="times"):
         stage.bench.step()
+
+
+def test_books_that_beginning_them_again_does_not_mend_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Repair().bench
+    rebuild = bench.cache.rebuild
+
+    def rebuild_and_damage() -> list[SlotView]:
+        resident = rebuild()
+        damage.lose_a_free_page(bench.cache)
+        return resident
+
+    monkeypatch.setattr(bench.cache, "rebuild", rebuild_and_damage)
+    damage.lose_a_free_page(bench.cache)
+    with pytest.raises(AuditFailed, match="nobody holds anything"):
+        bench.step()
 
 
 # What is told

@@ -128,6 +128,51 @@ def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps(
     asyncio.run(scenario())
 
 
+def test_a_full_inbox_refuses_a_command_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ReportMemory` is answered once each, so a command that is lost is an answer that is."""
+    is_stepping, may_go_on = threading.Event(), threading.Event()
+
+    class Held:
+        """Hold the first step that has a command until the test lets it go."""
+
+        def __init__(self, engine: Engine) -> None:
+            self._engine = engine
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+        def step(self, now_s: float, commands: Any, results: Any) -> StepOutcome:
+            if commands:
+                is_stepping.set()
+                may_go_on.wait()
+            return self._engine.step(now_s, commands, results)
+
+    def build() -> EngineAssembly:
+        assembly = assemble(msgspec.msgpack.encode(LiveStage()))
+        return replace(assembly, engine=cast(Engine, Held(assembly.engine)))
+
+    monkeypatch.setattr(loop, "MAX_INBOX", 2)
+
+    async def scenario() -> None:
+        server, client = ServerSide(), InlineEngine(build)
+        await client.start(server.hear)
+        client.send(ReportMemory(request_id=0))
+        await asyncio.to_thread(is_stepping.wait)
+        for request_id in (1, 2):
+            client.send(ReportMemory(request_id=request_id))
+        with pytest.raises(EngineUnavailable, match="inbox is full"):
+            client.send(ReportMemory(request_id=3))
+        may_go_on.set()
+        await server.until(lambda e: isinstance(e, MemoryReported) and e.request_id == 2)
+        client.send(ReportMemory(request_id=4))
+        await server.until(lambda e: isinstance(e, MemoryReported) and e.request_id == 4)
+        answered = [e.request_id for e in server.events if isinstance(e, MemoryReported)]
+        assert answered == [0, 1, 2, 4]
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_bug_ends_the_engine_and_the_server_is_told() -> None:
     async def scenario() -> None:
         server, client = ServerSide(), engine(LiveStage())
