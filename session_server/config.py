@@ -269,6 +269,16 @@ class HttpSettings(_Part):
     ] = "info"
 
 
+class DebugSettings(_Part):
+    """Switches for tests; a server that serves people leaves them alone."""
+
+    retract_interval: Annotated[
+        int,
+        Field(ge=0, le=1 << 20, description="launches between two forced retractions; 0: none"),
+        Bound("launches", "the youngest of several running turns waits again, with its tokens"),
+    ] = 0
+
+
 class Settings(_Part):
     """All of them."""
 
@@ -277,6 +287,7 @@ class Settings(_Part):
     engine: EngineSettings = EngineSettings()
     sessions: SessionSettings = SessionSettings()
     http: HttpSettings = HttpSettings()
+    debug: DebugSettings = DebugSettings()
 
 
 def model_directory(model: ModelSettings) -> Path:

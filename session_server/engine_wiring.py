@@ -149,6 +149,7 @@ def _make_engine(
             chunk_tokens=settings.engine.chunked_prefill_size,
             num_in_flight=2 if settings.engine.overlap else 1,
             speculation=_speculation(settings),
+            retract_interval=settings.debug.retract_interval,
             memory=MemoryPolicy(settings.cache.memory_check, settings.cache.probe_interval_s),
         ),
         stopwatch=time.perf_counter,

@@ -70,6 +70,7 @@ FLAGS: Final = (
     Flag(("--max-input-bytes",), "http", "max_input_bytes"),
     Flag(("--drain-timeout",), "http", "drain_s"),
     Flag(("--log-level",), "http", "log_level"),
+    Flag(("--debug-retract-interval",), "debug", "retract_interval"),
 )
 
 MEANINGLESS_SWITCHES: Final = (

@@ -21,6 +21,7 @@ from session_server.core.errors import ServerBusy
 from session_server.core.events import EngineEvent
 from session_server.engine.drafting import Drafting
 from session_server.engine.flight import Flight
+from session_server.engine.forced_retraction import force_retraction
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.intake import Intake
 from session_server.engine.memory import MemoryWatch
@@ -73,6 +74,7 @@ class Engine:
             stopwatch: seconds, to report what the memory checks take; nothing is decided by it.
         """
         self._cache = cache
+        self._retract_interval = settings.retract_interval
         self._limits = Limits(
             num_tokens=settings.chunk_tokens,
             num_turns=settings.max_running,
@@ -83,7 +85,7 @@ class Engine:
         self._scheduler = Scheduler(cache, self._outbox, self.counters)
         self._drafting = Drafting(cache, settings.speculation)
         self._flight = Flight(settings.num_in_flight)
-        self._watch = watch = MemoryWatch(cache, settings.memory, stopwatch)
+        watch = MemoryWatch(cache, settings.memory, stopwatch)
         self._settler = Settler(
             settings,
             cache=cache,
@@ -171,7 +173,12 @@ class Engine:
     def inspect(self) -> EngineParts:
         """Return the parts of this engine, for tests; nothing that serves calls it."""
         return EngineParts(
-            self._cache, self._scheduler, self._settler, self._flight, self._watch, self._guard
+            self._cache,
+            self._scheduler,
+            self._settler,
+            self._flight,
+            self._guard.watch,
+            self._guard,
         )
 
     def _settle(self, result: StepResult, now_s: float) -> None:
@@ -213,6 +220,8 @@ class Engine:
         most_pages = self._intake.room.most_pages
         view = LiveView(self._cache, running, waiting, self.is_in_flight, most_pages)
         plan = plan_step(view, self._limits)
+        if self._retract_interval and self._flight.num_launches % self._retract_interval == 0:
+            plan = force_retraction(plan, [turn.turn_id for turn in running])
         try:
             rows = self._apply(plan, now_s)
         except AuditFailed as error:

@@ -61,7 +61,7 @@ class MemoryGuard:
         counters: Counters,
     ) -> None:
         self._cache = cache
-        self._watch = watch
+        self.watch = watch
         self._scheduler = scheduler
         self._settler = settler
         self._outbox = outbox
@@ -74,15 +74,15 @@ class MemoryGuard:
     @property
     def is_audit_due(self) -> bool:
         """Whether a recount should begin or go on; see `MemoryWatch.is_audit_due`."""
-        return self._watch.is_audit_due
+        return self.watch.is_audit_due
 
     def touch(self, session_id: SessionId) -> None:
         """See `MemoryWatch.touch`."""
-        self._watch.touch(session_id)
+        self.watch.touch(session_id)
 
     def audit_all(self) -> None:
         """See `MemoryWatch.audit_all`; what it finds is acted on at the end of the step."""
-        self._watch.audit_all()
+        self.watch.audit_all()
 
     def audit_slice(self) -> bool:
         """Recount some more in a moment of rest, and have the device look at a page afterwards.
@@ -90,7 +90,7 @@ class MemoryGuard:
         Returns:
             Whether the recount is complete; what it found is acted on at the end of the next step.
         """
-        is_complete = self._watch.audit_slice()
+        is_complete = self.watch.audit_slice()
         if is_complete:
             self.prober.owe()
         return is_complete
@@ -99,7 +99,7 @@ class MemoryGuard:
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
     ) -> None:
         """Begin the record of a step."""
-        self._watch.trace.begin_step(now_s, commands, results)
+        self.watch.trace.begin_step(now_s, commands, results)
 
     def end_step(self, plan: StepPlan | None, batch: Batch | None) -> bool:
         """End its record, check what it has touched, and repair what is in doubt.
@@ -110,7 +110,7 @@ class MemoryGuard:
         Raises:
             AuditFailed: STRICT, or the books cannot be made right.
         """
-        watch = self._watch
+        watch = self.watch
         if watch.mode is not MemoryCheck.OFF:
             began_s = watch.stopwatch()
             watch.trace.end_step(plan, batch)
@@ -127,10 +127,10 @@ class MemoryGuard:
         Raises:
             AuditFailed: `error` itself unless violations are to be survived.
         """
-        if self._watch.mode is not MemoryCheck.WARN:
+        if self.watch.mode is not MemoryCheck.WARN:
             raise error
-        self._watch.note_failure(error)
-        self._watch.take_doubts()
+        self.watch.note_failure(error)
+        self.watch.take_doubts()
         self._rebuild(are_turns_whole=False)
 
     def report(self, request_id: int, now_s: float, *, with_trace: bool) -> MemoryReported:
@@ -146,11 +146,11 @@ class MemoryGuard:
             rows_free=rows.num_free,
             sessions=tuple(session_pages(slot) for slot in self._cache.slots()),
             checks=self._checks(now_s),
-            trace=self._watch.trace.frozen() if with_trace else (),
+            trace=self.watch.trace.frozen() if with_trace else (),
         )
 
     def _checks(self, now_s: float) -> CheckerReport:
-        watch, prober, counters = self._watch, self.prober, self._counters
+        watch, prober, counters = self.watch, self.prober, self._counters
         engine_s = counters.host_s + counters.forward_s + prober.forward_s
         return CheckerReport(
             runs={str(level): num_runs for level, num_runs in enumerate(watch.runs)},
@@ -167,16 +167,16 @@ class MemoryGuard:
         )
 
     def _repair(self) -> None:
-        doubts = self._watch.take_doubts()
+        doubts = self.watch.take_doubts()
         if doubts.session_ids:
             try:
                 for session_id in doubts.session_ids:
                     self._quarantine(session_id)
             except AuditFailed as error:
-                self._watch.note_failure(error)
+                self.watch.note_failure(error)
             else:
-                self._watch.audit_all()
-            if not self._watch.take_doubts() and not doubts.are_books_lost:
+                self.watch.audit_all()
+            if not self.watch.take_doubts() and not doubts.are_books_lost:
                 return
         self._rebuild(are_turns_whole=True)
 
@@ -209,6 +209,6 @@ class MemoryGuard:
             else:
                 error = InternalInconsistency("the books of the memory were found wrong")
                 self._settler.forget(turn, error)
-        self._watch.audit_all()
-        if self._watch.take_doubts():
+        self.watch.audit_all()
+        if self.watch.take_doubts():
             raise AuditFailed("the books are wrong although nobody holds anything")

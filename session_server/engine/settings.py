@@ -66,6 +66,7 @@ class EngineSettings:
     needs a single position gets it on top, so a forward never exceeds `chunk_tokens +
     max_running`. `num_in_flight`: launches that may be unsettled, 2 is overlap and 1 lockstep.
     `priority_step_s`: how much waiting one level of priority is worth, so that no turn starves.
+    `retract_interval`: for tests, launches between two forced retractions; 0 forces none.
     """
 
     model_fingerprint: str
@@ -79,6 +80,7 @@ class EngineSettings:
     memory: MemoryPolicy = MemoryPolicy()
     priority_step_s: float = 10.0
     speculation: Speculation = Speculation()
+    retract_interval: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_running", "max_waiting", "max_sessions", "chunk_tokens"):

@@ -56,6 +56,7 @@ class Sizes:
     allocation: Allocation = "extent"
     memory_check: MemoryCheck = MemoryCheck.STRICT
     share_prefixes: bool = True
+    retract_interval: int = 0
 
     @property
     def capacity(self) -> Capacity:
@@ -81,6 +82,7 @@ class Sizes:
             num_in_flight=self.num_in_flight,
             memory=MemoryPolicy(self.memory_check, probe_interval_s),
             speculation=Speculation(self.num_drafts, self.drafter),
+            retract_interval=self.retract_interval,
         )
 
     def device(
