@@ -13,10 +13,19 @@ from typing import Literal
 from session_server.core.events import TurnTimings
 from session_server.core.sampling import SamplingParams, TokenLogprob
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+"""Roles a client may use. Templates write the role beside control tokens (`<|` + role + `|>`), so
+any other string could spell one."""
+
+SessionState = Literal["resident", "cold", "closing"]
+StateReason = Literal["turn", "pressure", "flush", "engine_restart"]
+CancelReason = Literal["client_cancelled", "disconnected", "session_closed", "draining"]
+CloseReason = Literal["client", "expired", "draining"]
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message; `role` is one the chat template knows."""
+    """One chat message; `role` is a `Role`, which is checked where messages come in."""
 
     role: str
     content: str
@@ -153,7 +162,7 @@ class TurnCancelled:
 
     turn_id: str
     kept_partial: bool
-    reason: Literal["client_cancelled", "disconnected", "session_closed", "draining"]
+    reason: CancelReason
     outcome: Outcome
 
 
@@ -173,7 +182,7 @@ class SessionStateChanged:
     """KV moved: resident, or cold because of pressure, a flush or an engine restart."""
 
     state: Literal["resident", "cold"]
-    reason: str
+    reason: StateReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +204,7 @@ class SessionDraining:
 class SessionClosed:
     """The last entry of a journal."""
 
-    reason: Literal["client", "expired", "draining"]
+    reason: CloseReason
 
 
 TurnEnd = TurnCompleted | TurnCancelled | TurnFailedEntry

@@ -8,7 +8,7 @@ that shows one stays one line.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -18,9 +18,11 @@ from session_server.core.errors import (
     SessionServerError,
     wire_error,
 )
+from session_server.protocol.schema import values_at
 
 MAX_MESSAGE_CHARS: Final = 512
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+_WRONG_VALUE: Final = re.compile(r"(?s)Invalid (?:enum )?value (.*)")
 _MSGSPEC_PATH: Final = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$?\.?(.*)`$")
 
 
@@ -67,13 +69,21 @@ def internal_error_body() -> ErrorBody:
     )
 
 
-def malformed(error: Exception) -> InvalidRequest:
-    """The refusal for what a decoder raised; names the field where the decoder did."""
+def malformed(error: Exception, kind: Any) -> InvalidRequest:
+    """Make the refusal for what a decoder raised; names the field where the decoder did.
+
+    Args:
+        error: of `msgspec`.
+        kind: what was decoded; where a field takes one of a few values, they are named.
+    """
     if isinstance(error, RecursionError):
         return InvalidRequest("The JSON is nested too deeply.")
     if isinstance(error, msgspec.ValidationError):
         match = _MSGSPEC_PATH.match(str(error))
         if match is None:
             return InvalidRequest(clean(str(error)))
-        return InvalidRequest(clean(match[1]), param=clean(match[2]) or None)
+        text, path = match[1], match[2]
+        if (wrong := _WRONG_VALUE.match(text)) and (values := values_at(kind, path)):
+            text = f"{path} must be one of {', '.join(values)}; it is {wrong[1]}"
+        return InvalidRequest(clean(text), param=clean(path) or None)
     return InvalidRequest("The message is not valid JSON in UTF-8.")

@@ -18,12 +18,16 @@ from session_server.core.errors import WIRE_ERRORS
 from session_server.core.events import TurnTimings
 from session_server.core.sampling import TokenLogprob
 from session_server.core.session_events import (
+    CancelReason,
+    CloseReason,
     Outcome,
     SessionClosed,
     SessionDraining,
     SessionEntry,
+    SessionState,
     SessionStateChanged,
     SessionUpdated,
+    StateReason,
     TurnCancelled,
     TurnCompleted,
     TurnCreated,
@@ -90,7 +94,7 @@ class OpenedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.opened"):
     session_id: str
     epoch: str
     resumed: bool
-    state: str
+    state: SessionState
     tokens: int
     model: str
     limits: LimitsBody
@@ -124,7 +128,7 @@ class SnapshotFrame(ServerFrame, frozen=True, kw_only=True, tag="session.snapsho
     """The state of the session at `seq`, in place of the frames before it."""
 
     seq: int
-    state: str
+    state: SessionState
     tokens: int
     items: tuple[ConversationItem, ...]
     turn: SnapshotTurn | None
@@ -178,7 +182,7 @@ class CancelledFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.cancelled
 
     seq: int | None = None
     turn_id: str
-    reason: str
+    reason: CancelReason
     kept_partial: bool
     item: ItemBody
     usage: UsageBody
@@ -200,8 +204,8 @@ class StateFrame(ServerFrame, frozen=True, kw_only=True, tag="session.state"):
     """The session's KV moved."""
 
     seq: int
-    state: str
-    reason: str
+    state: Literal["resident", "cold"]
+    reason: StateReason
 
 
 class UpdatedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.updated"):
@@ -223,7 +227,7 @@ class ClosedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.closed"):
     """The last frame of a session."""
 
     seq: int
-    reason: str
+    reason: CloseReason
 
 
 class ErrorFrame(ServerFrame, frozen=True, kw_only=True, tag="error"):

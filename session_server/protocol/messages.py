@@ -24,6 +24,7 @@ from session_server.core.sampling import (
 from session_server.core.session_events import (
     ChatInput,
     Message,
+    Role,
     TextInput,
     TextOptions,
     TokenInput,
@@ -34,6 +35,7 @@ from session_server.protocol.errors import malformed
 
 MAX_MESSAGES: Final = 256
 MAX_CONTENT_CHARS: Final = 1 << 20
+MAX_PARTS: Final = 64
 MAX_INPUT_IDS: Final = 1 << 20
 MAX_TOKEN_ID: Final = (1 << 31) - 1
 MAX_STOP_STRINGS: Final = 16
@@ -43,10 +45,15 @@ MIN_TTL_S: Final = 1.0
 MAX_TTL_S: Final = 7 * 86_400.0
 MAX_SEQ: Final = (1 << 53) - 1
 
+
+def _about(text: str) -> Meta:
+    """Describe a field for the published schemas and the documentation."""
+    return Meta(description=text)
+
+
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:\-]{1,64}$(?!\n)", description="client-chosen id")]
-TokenIds = Annotated[
-    list[Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]], Meta(max_length=MAX_INPUT_IDS)
-]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_INPUT_IDS)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(min_length=1, max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=MAX_METADATA),
@@ -57,7 +64,10 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+Content = Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)]
+NumTokens = Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
 OnDisconnect = Literal["detach", "cancel"]
+_KEEP_PARTIAL: Final = "keep what was said so far; false: as before the turn"
 
 BodyT = TypeVar("BodyT")
 
@@ -70,71 +80,123 @@ class ClientFrame(Body, frozen=True, kw_only=True, tag_field="type"):
     """Name a frame of a client by its `type`."""
 
 
+class TextPart(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """A part of a message. Parts are put together with nothing between them."""
+
+    text: Content
+
+
 class MessageBody(Body, frozen=True, kw_only=True):
     """One chat message."""
 
-    role: Annotated[str, Meta(pattern=r"^[a-z_]{1,32}$(?!\n)")]
-    content: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)]
+    role: Role
+    content: Content | Annotated[list[TextPart], Meta(min_length=1, max_length=MAX_PARTS)]
 
 
 class SamplingBody(Body, frozen=True, kw_only=True):
-    """How the answer is chosen; what is absent or null is the server's default.
+    """How the answer is chosen; what is absent or null is the server's default."""
 
-    `temperature` 0 is greedy and exact. `top_k` 0 or -1 means all. `stop` strings are cut from the
-    text unless `keep_stop`. `prompt_logprobs_from` asks for the logprobs of context positions from
-    that one on.
-    """
-
-    max_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    min_p: Fraction | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    max_tokens: Annotated[NumTokens, _about("of the answer, at most")] | None = None
+    min_tokens: Annotated[NumTokens, _about("before the answer may end by itself")] | None = None
+    temperature: (
+        Annotated[float, Meta(ge=0.0, le=100.0, description="0 is greedy and exact")] | None
+    ) = None
+    top_k: (
+        Annotated[
+            int, Meta(ge=-1, le=1 << 30, description="most likely tokens kept; 0 and -1: all")
+        ]
+        | None
+    ) = None
+    top_p: (
+        Annotated[
+            float, Meta(gt=0.0, le=1.0, description="probability kept, from the most likely on")
+        ]
+        | None
+    ) = None
+    min_p: (
+        Annotated[Fraction, _about("least probability kept, relative to the most likely")] | None
+    ) = None
+    repetition_penalty: (
+        Annotated[
+            float, Meta(gt=0.0, le=10.0, description="on tokens of context and answer; 1: none")
+        ]
+        | None
+    ) = None
+    presence_penalty: Annotated[Penalty, _about("once per token of the answer")] | None = None
+    frequency_penalty: Annotated[Penalty, _about("each time a token is in the answer")] | None = (
+        None
+    )
+    seed: (
+        Annotated[
+            int,
+            Meta(
+                ge=0, le=(1 << 63) - 1, description="makes the text a function of seed and context"
+            ),
+        ]
+        | None
+    ) = None
     logit_bias: (
         Annotated[
             dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$(?!\n)")], Bias],
-            Meta(max_length=MAX_LOGIT_BIAS),
+            Meta(max_length=MAX_LOGIT_BIAS, description="added to the logits of token ids"),
         ]
         | None
     ) = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: (
+        Annotated[StopString, _about("texts that end the answer")]
+        | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
+        | None
+    ) = None
     stop_token_ids: (
         Annotated[
-            list[Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
+            list[TokenId],
+            Meta(max_length=MAX_STOP_TOKEN_IDS, description="token ids that end the answer"),
         ]
         | None
     ) = None
-    ignore_eos: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    prompt_logprobs_from: Annotated[int, Meta(ge=0, le=MAX_INPUT_IDS)] | None = None
-    keep_stop: bool | None = None
-    skip_special_tokens: bool | None = None
+    ignore_eos: Annotated[bool, _about("do not end at the model's end tokens")] | None = None
+    logprobs: Annotated[bool, _about("of the answer's tokens")] | None = None
+    top_logprobs: (
+        Annotated[
+            int, Meta(ge=0, le=MAX_TOP_LOGPROBS, description="alternatives beside each logprob")
+        ]
+        | None
+    ) = None
+    prompt_logprobs_from: (
+        Annotated[
+            int,
+            Meta(ge=0, le=MAX_INPUT_IDS, description="logprobs of context positions from here on"),
+        ]
+        | None
+    ) = None
+    keep_stop: Annotated[bool, _about("leave the stop string in the text")] | None = None
+    skip_special_tokens: Annotated[bool, _about("leave control tokens out of the text")] | None = (
+        None
+    )
 
 
 class TurnFields(Body, frozen=True, kw_only=True):
-    """One turn. Exactly one of `input`, `text` and `input_ids` is given.
+    """One turn. Exactly one of `input`, `text` and `input_ids` is given."""
 
-    `turn_id` is the idempotency key: the same id with the same body is the same turn, with another
-    body a conflict. `generate` false computes the prompt and answers nothing. `queue` false refuses
-    instead of waiting behind a running turn. `on_disconnect` says what happens when the last reader
-    goes; sockets default to `detach`, plain HTTP to `cancel`.
-    """
-
-    turn_id: Id | None = None
-    input: Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    text: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] | None = None
-    input_ids: TokenIds | None = None
-    sampling: SamplingBody | None = None
-    generate: bool = True
-    queue: bool = True
-    priority: Priority = 0
-    on_disconnect: OnDisconnect | None = None
+    turn_id: Annotated[Id, _about("yours; sent again, it is the same turn")] | None = None
+    input: (
+        Annotated[Content, _about("new messages; a string is one message of the user")]
+        | Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)]
+        | None
+    ) = None
+    text: Annotated[Content, _about("new raw text, without the chat template")] | None = None
+    input_ids: Annotated[TokenIds, _about("new token ids")] | None = None
+    sampling: Annotated[SamplingBody, _about("see below")] | None = None
+    generate: Annotated[bool, _about("false: compute the input, answer nothing")] = True
+    queue: Annotated[bool, _about("false: refuse instead of waiting behind a running turn")] = True
+    priority: Annotated[Priority, _about("each level is worth ten seconds of waiting")] = 0
+    on_disconnect: (
+        Annotated[
+            OnDisconnect,
+            _about("when the last reader goes; sockets `detach`, plain HTTP `cancel`"),
+        ]
+        | None
+    ) = None
 
 
 class TurnBody(TurnFields, frozen=True, kw_only=True):
@@ -142,33 +204,44 @@ class TurnBody(TurnFields, frozen=True, kw_only=True):
 
 
 class OpenBody(Body, frozen=True, kw_only=True):
-    """Body of `POST /v1/sessions`. `instructions` become the system message before `messages`;
-    both are context of the first turn. `pinned` asks that pressure never takes the session's KV.
-    `history`: "append" renders new messages only, "template" the whole conversation each turn and
-    recomputes from where it differs; absent, append wherever the chat template allows it.
-    """
+    """Body of `POST /v1/sessions`."""
 
-    id: Id | None = None
-    model: Annotated[str, Meta(max_length=256)] | None = None
-    instructions: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] | None = None
-    messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)] | None = None
+    id: Annotated[Id, _about("none: made by the server")] | None = None
+    model: Annotated[str, Meta(max_length=256, description="must be the one served")] | None = None
+    instructions: Annotated[Content, _about("the system message before `messages`")] | None = None
+    messages: (
+        Annotated[
+            list[MessageBody],
+            Meta(max_length=MAX_MESSAGES, description="the beginning; context of the first turn"),
+        ]
+        | None
+    ) = None
     ttl_s: TtlS | None = None
-    metadata: Metadata | None = None
-    pinned: bool = False
-    history: Literal["append", "template"] | None = None
+    metadata: Annotated[Metadata, _about("yours; shown with the session")] | None = None
+    pinned: Annotated[bool, _about("pressure never takes the session's KV")] = False
+    history: (
+        Annotated[
+            Literal["append", "template"],
+            _about(
+                "render new messages only, or the whole conversation each turn; none: append "
+                "wherever the chat template allows it"
+            ),
+        ]
+        | None
+    ) = None
 
 
 class UpdateBody(Body, frozen=True, kw_only=True):
     """Body of `PATCH /v1/sessions/{id}`; what is absent stays."""
 
     ttl_s: TtlS | None = None
-    metadata: Metadata | None = None
+    metadata: Annotated[Metadata, _about("replaces what there is")] | None = None
 
 
 class CancelBody(Body, frozen=True, kw_only=True):
     """Body of a cancel. `keep_partial` false leaves the session as it was before the turn."""
 
-    keep_partial: bool = True
+    keep_partial: Annotated[bool, _about(_KEEP_PARTIAL)] = True
 
 
 class SessionAuth(ClientFrame, frozen=True, kw_only=True, tag="session.auth"):
@@ -184,8 +257,8 @@ class TurnCreate(TurnFields, frozen=True, kw_only=True, tag_field="type", tag="t
 class TurnCancel(ClientFrame, frozen=True, kw_only=True, tag="turn.cancel"):
     """Cancel one turn; without an id, the running one."""
 
-    turn_id: Id | None = None
-    keep_partial: bool = True
+    turn_id: Annotated[Id, _about("none: the running one")] | None = None
+    keep_partial: Annotated[bool, _about(_KEEP_PARTIAL)] = True
 
 
 class SessionUpdate(UpdateBody, frozen=True, kw_only=True, tag_field="type", tag="session.update"):
@@ -220,7 +293,7 @@ def decode(payload: bytes | str, kind: type[BodyT]) -> BodyT:
     try:
         return msgspec.json.decode(payload, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise malformed(error) from None
+        raise malformed(error, kind) from None
 
 
 def turn_request(
@@ -270,8 +343,8 @@ def sampling_params(body: SamplingBody, *, defaults: SamplingParams) -> Sampling
 
 
 def chat_messages(bodies: Sequence[MessageBody]) -> tuple[Message, ...]:
-    """Messages as `core` knows them."""
-    return tuple(Message(role=body.role, content=body.content) for body in bodies)
+    """Messages as `core` knows them: a content in parts is put together."""
+    return tuple(Message(role=body.role, content=_text_of(body.content)) for body in bodies)
 
 
 _PLAIN_FIELDS: Final = (
@@ -291,10 +364,16 @@ _PLAIN_FIELDS: Final = (
 )
 
 
+def _text_of(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 def _turn_input(fields: TurnFields) -> TurnInput:
     given = [name for name in ("input", "text", "input_ids") if getattr(fields, name) is not None]
     if len(given) != 1:
         raise InvalidRequest("Give exactly one of input, text and input_ids.", param="input")
+    if isinstance(fields.input, str):
+        return ChatInput((Message(role="user", content=fields.input),))
     if fields.input is not None:
         return ChatInput(chat_messages(fields.input))
     if fields.text is not None:

@@ -13,6 +13,7 @@ from session_server.core.events import (
     TracedStep,
     TurnTimings,
 )
+from session_server.core.session_events import SessionState
 from session_server.protocol.errors import ErrorBody
 from session_server.protocol.frames import ConversationItem, ItemBody, UsageBody
 
@@ -24,7 +25,7 @@ class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["session"]
     model: str
-    state: str
+    state: SessionState
     epoch: str
     seq: int
     tokens: int
@@ -33,7 +34,7 @@ class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
     queued_turns: int
     ttl_s: float
     metadata: dict[str, str]
-    history: str
+    history: Literal["append", "template"]
     created: float
 
 
@@ -52,9 +53,9 @@ class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["turn"]
     session_id: str
-    status: str
+    status: Literal["queued", "running", "completed", "cancelled", "failed"]
     text: str
-    finish_reason: str | None = None
+    finish_reason: Literal["stop", "length"] | None = None
     matched: int | str | None = None
     item: ItemBody | None = None
     usage: UsageBody | None = None

@@ -65,7 +65,6 @@ class CloseCode(enum.IntEnum):
     OVERLOADED = 1013
     BAD_FIRST_MESSAGE = 4400
     UNAUTHORIZED = 4401
-    FORBIDDEN_ORIGIN = 4403
     NO_SUCH_SESSION = 4404
     IDLE = 4408
     SUPERSEDED = 4409
@@ -207,7 +206,7 @@ class SessionProtocol:
         try:
             return msgspec.json.decode(frame, type=ClientMessage)  # type: ignore[no-any-return]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            self.refuse(malformed(error), turn_id=_turn_id_in(frame))
+            self.refuse(malformed(error, ClientMessage), turn_id=_turn_id_in(frame))
             return None
 
     def _first_message(self, message: ClientMessage | None) -> Command | None:

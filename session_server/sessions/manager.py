@@ -356,8 +356,8 @@ class SessionManager:
             case SessionCooled(session_id=session_id):
                 session = self._sessions.of_copy(session_id)
                 if session is not None:
-                    reason = "flush" if self._link.is_flushing else "pressure"
-                    self._flow.mark_cold(session, reason=reason)
+                    is_flush = self._link.is_flushing
+                    self._flow.mark_cold(session, reason="flush" if is_flush else "pressure")
             case SessionRefused(session_id=session_id, code=code, message=message):
                 session = self._sessions.of_copy(session_id)
                 if session is not None:

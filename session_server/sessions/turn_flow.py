@@ -34,6 +34,7 @@ from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
     Outcome,
     SessionStateChanged,
+    StateReason,
     TurnCancelled,
     TurnCompleted,
     TurnCreated,
@@ -196,7 +197,7 @@ class TurnFlow:
             self._end_failed(session, turn, code=code, message=message, timings=None)
         self.advance(session)
 
-    def mark_cold(self, session: Session, *, reason: str) -> None:
+    def mark_cold(self, session: Session, *, reason: StateReason) -> None:
         """Tell readers that the KV is gone, once."""
         if session.copy.state == "resident":
             session.copy.state = "cold"

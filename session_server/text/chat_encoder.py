@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Final
+from typing import Final, get_args
 
 from session_server.core.errors import InvalidRequest, TokenizeFailed
-from session_server.core.session_events import Message
+from session_server.core.session_events import Message, Role
 from session_server.text.chat_template import RenderFrame, RenderJob
 from session_server.text.rendering import Rendering, TemplateRenderer
 from session_server.text.tokenizer import SpecialToken, Tokenizer
 
-ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles a client may use. Templates write the role beside control tokens (`<|` + role + `|>`), so
-any other string could spell one."""
+ROLES: Final = frozenset(get_args(Role))
 
 _ANSWER: Final = "zq5Answer7Stand9In3qz"
 _HISTORY: Final = (Message("user", "Hello."),)

@@ -21,7 +21,13 @@ from session_server.protocol.frames import (
     usage_body,
 )
 from session_server.protocol.resources import SessionBody, TurnResult
-from session_server.sessions.views import ItemView, SessionSnapshot, SessionView, TurnView
+from session_server.sessions.views import (
+    ItemView,
+    SessionSnapshot,
+    SessionView,
+    TurnStatus,
+    TurnView,
+)
 from session_server.web.services import AppServices, ModelCard
 
 
@@ -125,7 +131,7 @@ def item_view_body(item: ItemView) -> ConversationItem:
     )
 
 
-def _status(end: TurnEnd) -> str:
+def _status(end: TurnEnd) -> TurnStatus:
     match end:
         case TurnCompleted():
             return "completed"

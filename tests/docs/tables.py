@@ -10,7 +10,7 @@ from session_server.config import Settings
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
 from session_server.metrics.prometheus import ServerMetrics
-from tests.docs import limits
+from tests.docs import limits, protocol_tables
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import recorded
@@ -149,6 +149,12 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("limits.md", "constants"): limits.constant_table,
     ("models.md", "worst"): error_of_families_table,
     ("protocol.md", "errors"): error_table,
+    ("protocol.md", "frames"): protocol_tables.frame_table,
+    ("protocol.md", "message"): protocol_tables.message_table,
+    ("protocol.md", "objects"): protocol_tables.object_table,
+    ("protocol.md", "sampling"): protocol_tables.sampling_table,
+    ("protocol.md", "session"): protocol_tables.session_table,
+    ("protocol.md", "turn"): protocol_tables.turn_table,
     ("runbook.md", "flags"): flag_table,
     ("runbook.md", "metrics"): metric_table,
     ("scenarios.md", "scenarios"): scenario_table,

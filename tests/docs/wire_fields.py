@@ -18,13 +18,16 @@ NAMED_PATTERNS = {
 
 @dataclass(frozen=True)
 class WireField:
-    """One field of a body. `is_bounded`: its type says a range, a length or a pattern."""
+    """One field of a body. `is_bounded`: its type says a range, a length or a pattern. `default` is
+    None where there is none. `about`: what its type says of it. `is_choice`: of a few values."""
 
     name: str
     kind: str
     is_required: bool
     default: Any
     is_bounded: bool
+    about: str
+    is_choice: bool
 
 
 def fields_of(struct: type[msgspec.Struct]) -> Iterator[WireField]:
@@ -38,6 +41,8 @@ def fields_of(struct: type[msgspec.Struct]) -> Iterator[WireField]:
             is_required=field.required,
             default=None if field.default is msgspec.NODEFAULT else field.default,
             is_bounded=_is_bounded(field.type),
+            about=_about(field.type),
+            is_choice=_is_choice(field.type),
         )
 
 
@@ -51,13 +56,37 @@ def kind_of(described: inspect.Type) -> str:
             return ", or ".join(kinds)
         case inspect.ListType(item_type=item, min_length=least, max_length=most):
             return f"list{length_text(least, most, 'entries')}; each {kind_of(item)}"
+        case inspect.VarTupleType(item_type=item):
+            return f"list; each {kind_of(item)}"
+        case inspect.TupleType(item_types=items):
+            return f"[{', '.join(map(kind_of, items))}]"
         case inspect.DictType(key_type=key, value_type=value, max_length=most):
             entries = length_text(None, most, "entries")
             return f"object{entries}; keys {kind_of(key)}; values {kind_of(value)}"
         case inspect.StructType(cls=cls):
-            return f"object ({cls.__name__})"
+            return f"object ({cls.__name__.removesuffix('Body')})"
         case _:
             return _scalar_kind(described)
+
+
+def _is_choice(described: inspect.Type) -> bool:
+    match described:
+        case inspect.Metadata(type=inner):
+            return _is_choice(inner)
+        case inspect.UnionType(types=types):
+            return any(map(_is_choice, types))
+        case _:
+            return isinstance(described, inspect.LiteralType)
+
+
+def _about(described: inspect.Type) -> str:
+    match described:
+        case inspect.Metadata(type=inner, extra_json_schema=extra):
+            return str((extra or {}).get("description") or _about(inner))
+        case inspect.UnionType(types=types):
+            return next(filter(None, map(_about, types)), "")
+        case _:
+            return ""
 
 
 def _scalar_kind(described: inspect.Type) -> str:

@@ -16,10 +16,12 @@ from session_server.core.sampling import (
     MAX_TOP_LOGPROBS,
     SamplingParams,
 )
-from session_server.protocol.errors import MAX_MESSAGE_CHARS, clean, error_body
+from session_server.core.session_events import ChatInput, Message
+from session_server.protocol.errors import MAX_MESSAGE_CHARS, clean, error_body, malformed
 from session_server.protocol.messages import (
     MAX_MESSAGES,
     MAX_METADATA,
+    MAX_PARTS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_TTL_S,
@@ -31,9 +33,12 @@ from session_server.protocol.messages import (
     OpenBody,
     SamplingBody,
     TurnBody,
+    TurnCreate,
+    TurnFields,
     UpdateBody,
     decode,
     sampling_params,
+    turn_request,
 )
 
 NUMBERS: list[tuple[str, object, object]] = [
@@ -141,3 +146,74 @@ def test_messages_to_clients_are_one_bounded_line() -> None:
     assert len(clean("a" * 10_000)) == MAX_MESSAGE_CHARS
     body = error_body(InvalidRequest("a\nb", param="p"), turn_id="t")
     assert (body.message, body.param, body.turn_id) == ("a b", "p", "t")
+
+
+ON_BOTH_SURFACES = pytest.mark.parametrize("kind", [TurnBody, TurnCreate])
+
+
+def turn(kind: type[TurnFields], **fields: object) -> TurnFields:
+    """A turn as it comes over REST or over a socket."""
+    tag = {"type": "turn.create"} if kind is TurnCreate else {}
+    return decode(json.dumps(tag | fields), kind)
+
+
+def chat_of(body: TurnFields) -> tuple[Message, ...]:
+    """The messages of a turn."""
+    request = turn_request(body, defaults=SamplingParams(), on_disconnect="detach")
+    assert isinstance(request.input, ChatInput)
+    return request.input.messages
+
+
+@ON_BOTH_SURFACES
+def test_a_content_in_parts_is_their_texts_put_together(kind: type[TurnFields]) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    body = turn(kind, input=[{"role": "user", "content": parts}])
+    assert chat_of(body) == (Message("user", "Hello"),)
+    most = [{"type": "text", "text": ""}] * MAX_PARTS
+    assert chat_of(turn(kind, input=[{"role": "user", "content": most}]))
+    for wrong in ([], [*most, most[0]]):
+        with pytest.raises(InvalidRequest):
+            turn(kind, input=[{"role": "user", "content": wrong}])
+
+
+@ON_BOTH_SURFACES
+def test_a_string_as_input_is_one_message_of_the_user(kind: type[TurnFields]) -> None:
+    assert chat_of(turn(kind, input="Hi")) == (Message("user", "Hi"),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        (
+            {"input": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]},
+            "input[0].content[0].type",
+            "input[0].content[0].type must be one of text; it is 'image_url'",
+        ),
+        (
+            {"input": [{"role": "boss", "content": "a"}]},
+            "input[0].role",
+            "input[0].role must be one of assistant, developer, system, tool, user; it is 'boss'",
+        ),
+        (
+            {"on_disconnect": "stay"},
+            "on_disconnect",
+            "on_disconnect must be one of cancel, detach; it is 'stay'",
+        ),
+    ],
+)
+@ON_BOTH_SURFACES
+def test_one_of_a_few_values_is_refused_with_the_field_and_the_values(
+    kind: type[TurnFields], fields: dict[str, object], param: str, text: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        turn(kind, **fields)
+    assert (refused.value.param, refused.value.message) == (param, text)
+
+
+def test_a_frame_of_an_unknown_type_is_told_which_there_are() -> None:
+    with pytest.raises(msgspec.ValidationError) as error:
+        msgspec.json.decode(b'{"type": "turn.creat"}', type=ClientMessage)
+    refusal = malformed(error.value, ClientMessage)
+    assert refusal.param == "type"
+    assert "turn.create, turn.cancel" in refusal.message
+    assert refusal.message.endswith("it is 'turn.creat'")
