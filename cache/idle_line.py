@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+from cache.lease import KVLease
+from cache.lock_owners import Tally
 from cache.pinned_quota import PinnedQuota
 from cache.session_slot import SessionSlot
-from cache.types import Retention, SessionId
+from cache.stores import KVStores
+from cache.types import PoolName, Retention, SessionId
 from cache.views import IdleSession
+
+
+class _Part:
+    """Sessions of one retention, and what cooling each of them gives back, in sum."""
+
+    __slots__ = ("_num_private", "_stores", "_tally", "slots")
+
+    def __init__(self, stores: KVStores) -> None:
+        self._stores = stores
+        self._tally = Tally()
+        self._num_private: Counter[PoolName] = Counter()
+        self.slots: OrderedDict[SessionId, SessionSlot] = OrderedDict()
+
+    def count(self, slot: SessionSlot) -> None:
+        lease = _lease(slot)
+        self._stores.tree.tally(lease.receipt, self._tally)
+        for pool in self._stores.paged:
+            self._num_private[pool] += lease.num_private(pool)
+
+    def uncount(self, slot: SessionSlot) -> None:
+        lease = _lease(slot)
+        self._stores.tree.tally(lease.receipt, None)
+        for pool in self._stores.paged:
+            self._num_private[pool] -= lease.num_private(pool)
+
+    def freed_pages(self) -> dict[PoolName, int]:
+        published = self._stores.tree.tallied_pages(self._tally)
+        return {pool: published[pool] + self._num_private[pool] for pool in self._stores.paged}
 
 
 class IdleLine:
@@ -20,39 +52,75 @@ class IdleLine:
 
     __slots__ = ("_pinned", "_quota", "_reclaimable")
 
-    def __init__(self, quota: PinnedQuota) -> None:
+    def __init__(self, stores: KVStores, quota: PinnedQuota) -> None:
         self._quota = quota
-        self._reclaimable: OrderedDict[SessionId, SessionSlot] = OrderedDict()
-        self._pinned: OrderedDict[SessionId, SessionSlot] = OrderedDict()
+        self._reclaimable = _Part(stores)
+        self._pinned = _Part(stores)
 
     def enter(self, slot: SessionSlot) -> None:
         """Put a session at the end."""
-        self._part(slot)[slot.session_id] = slot
+        part = self._part(slot)
+        part.slots[slot.session_id] = slot
+        part.count(slot)
 
     def leave(self, slot: SessionSlot) -> None:
         """Take a session out; one that is not in the line stays out."""
-        self._part(slot).pop(slot.session_id, None)
+        part = self._part(slot)
+        if part.slots.pop(slot.session_id, None) is not None:
+            part.uncount(slot)
+
+    @contextmanager
+    def changing(self, slot: SessionSlot) -> Iterator[None]:
+        """Let the lease of a session change that keeps its place."""
+        part = self._part(slot)
+        part.uncount(slot)
+        yield
+        part.count(slot)
 
     def __iter__(self) -> Iterator[IdleSession]:
         """Those to cool, in order; lazy. Do not change the cache while iterating."""
-        for slot in self._reclaimable.values():
-            yield _idle_session(slot)
+        yield from map(_idle_session, self._reclaimable.slots.values())
+        yield from map(_idle_session, self._pinned_beyond_quota())
+
+    def count(self) -> tuple[int, Mapping[PoolName, int]]:
+        """Return how many sessions there are to cool, and what they report to give back, in sum.
+
+        O(pools), and O(pinned sessions to cool) while those are beyond their quota.
+        """
+        num_sessions = len(self._reclaimable.slots)
+        freed_pages = self._reclaimable.freed_pages()
+        for slot in self._pinned_beyond_quota():
+            num_sessions += 1
+            for pool, num_pages in _lease(slot).freed_pages().items():
+                freed_pages[pool] += num_pages
+        return num_sessions, freed_pages
+
+    def reclaimable(self, session_id: SessionId) -> IdleSession | None:
+        """Return one session as it is in the line; None if it is not, or is PINNED."""
+        slot = self._reclaimable.slots.get(session_id)
+        return None if slot is None else _idle_session(slot)
+
+    def session_ids(self) -> list[SessionId]:
+        """All sessions that rest, those that may not be cooled too."""
+        return [*self._reclaimable.slots, *self._pinned.slots]
+
+    def _pinned_beyond_quota(self) -> Iterator[SessionSlot]:
         excess = self._quota.excess_pages
-        for slot in self._pinned.values():
+        for slot in self._pinned.slots.values():
             if max(excess) <= 0:
                 return
             held = self._quota.pages_of(slot.session_id)
             excess = tuple(a - b for a, b in zip(excess, held, strict=True))
-            yield _idle_session(slot)
+            yield slot
 
-    def session_ids(self) -> list[SessionId]:
-        """All sessions that rest, those that may not be cooled too."""
-        return [*self._reclaimable, *self._pinned]
-
-    def _part(self, slot: SessionSlot) -> OrderedDict[SessionId, SessionSlot]:
+    def _part(self, slot: SessionSlot) -> _Part:
         return self._pinned if slot.retention is Retention.PINNED else self._reclaimable
 
 
 def _idle_session(slot: SessionSlot) -> IdleSession:
+    return IdleSession(slot.session_id, _lease(slot).freed_pages())
+
+
+def _lease(slot: SessionSlot) -> KVLease:
     assert slot.lease is not None, "idle slots hold a lease"
-    return IdleSession(slot.session_id, slot.lease.freed_pages())
+    return slot.lease

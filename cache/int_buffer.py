@@ -51,6 +51,11 @@ class IntBuffer:
         values = self._data[start : min(end, self._length)]
         values += amount
 
+    def exclusive_or(self, start: int, end: int, value: int) -> None:
+        """Combine every value of [start, end) with this one."""
+        values = self._data[start : min(end, self._length)]
+        values ^= value
+
     def view(self, start: int = 0, end: int | None = None) -> NDArray[np.int32]:
         """[start, end) without a copy, read-only.
 

@@ -23,6 +23,7 @@ from cache.errors import AuditFailed
 from cache.eviction_order import EvictionOrder
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
+from cache.lock_owners import LockOwners
 from cache.radix_node import LockReceipt, RadixNode
 from cache.types import NULL_PAGE, Pages, PoolName
 
@@ -33,17 +34,20 @@ GONE: Final = 1 << 20
 class PageLocks:
     """The pages that receipts hold in pools that forget, and the order in which others go."""
 
-    __slots__ = ("_changes", "_components", "_ledgers", "_orders", "_page_size")
+    __slots__ = ("_changes", "_components", "_ledgers", "_orders", "_owners", "_page_size")
 
     def __init__(
         self,
         page_size: int,
         ledgers: Mapping[PoolName, Ledger],
         components: Sequence[Component],
+        *,
         changes: Changes,
+        owners: LockOwners,
     ) -> None:
         """`components`: those that forget. `changes`: is told which edges change."""
         self._changes = changes
+        self._owners = owners
         self._page_size = page_size
         self._ledgers = ledgers
         self._components = tuple(components)
@@ -71,13 +75,6 @@ class PageLocks:
             self._hold(receipt)
             for node in left:
                 self.offer(node)
-
-    def num_sole(self, receipt: LockReceipt) -> dict[PoolName, int]:
-        """Pages, per pool, that nobody else has locked."""
-        counts = dict.fromkeys(self._orders, 0)
-        for pool, node, start, end in self._held(receipt):
-            counts[pool] += int(np.count_nonzero(node.page_locks[pool].view(start, end) == 1))
-        return counts
 
     def continuable(self, receipt: LockReceipt | None, nodes: Sequence[RadixNode], end: int) -> int:
         """How much of a path a forward can go on from, in whole pages.
@@ -123,15 +120,18 @@ class PageLocks:
         self._changes.note_node(node)
         node.pages[pool].put(index, page)
         node.page_locks[pool].add(index, index + 1, -GONE)
-        if node.page_locks[pool].view()[index]:
+        num_locks = int(node.page_locks[pool].view()[index])
+        if num_locks:
             self._ledgers[pool].protect(1)
+            self._pass_on(node, pool, (index, index + 1), +1)
         else:
+            node.num_idle[pool] += 1
             self.offer(node)
 
     def offer(self, node: RadixNode) -> None:
         """Note that pages of an edge may go."""
         for pool, order in self._orders.items():
-            if _num_idle(node, pool):
+            if node.num_idle[pool]:
                 order.offer(node)
 
     def take_oldest(self, pool: PoolName, num_pages: int) -> tuple[RadixNode, list[int]]:
@@ -151,14 +151,20 @@ class PageLocks:
         for index in idle:
             node.pages[pool].put(index, NULL_PAGE)
             node.page_locks[pool].add(index, index + 1, GONE)
+        node.num_idle[pool] -= len(idle)
         self.offer(node)
         return node, pages
 
     def _hold(self, receipt: LockReceipt) -> None:
         for pool, node, start, end in self._held(receipt):
             self._changes.note_node(node)
-            self._ledgers[pool].protect(_num_idle(node, pool, start, end))
+            num_idle = _num_idle(node, pool, start, end)
+            self._ledgers[pool].protect(num_idle)
+            node.num_idle[pool] -= num_idle
+            self._owners.add_pages(receipt._number, pool, num_idle)
+            self._pass_on(node, pool, (start, end), -1)
             node.page_locks[pool].add(start, end, 1)
+            node.page_owners[pool].exclusive_or(start, end, receipt._number)
 
     def _let_go(self, receipt: LockReceipt) -> list[RadixNode]:
         """Returns the edges that may have pages now which can go."""
@@ -168,9 +174,22 @@ class PageLocks:
                 raise AuditFailed(f"{pool}: a page was unlocked that was not locked")
             self._changes.note_node(node)
             node.page_locks[pool].add(start, end, -1)
-            self._ledgers[pool].expose(_num_idle(node, pool, start, end))
+            node.page_owners[pool].exclusive_or(start, end, receipt._number)
+            num_idle = _num_idle(node, pool, start, end)
+            self._ledgers[pool].expose(num_idle)
+            node.num_idle[pool] += num_idle
+            self._owners.add_pages(receipt._number, pool, -num_idle)
+            self._pass_on(node, pool, (start, end), +1)
             left.append(node)
         return left
+
+    def _pass_on(self, node: RadixNode, pool: PoolName, span: tuple[int, int], sign: int) -> None:
+        """Pages of a slice that have one lock begin to be its owner's alone, or cease to be."""
+        is_alone = node.page_locks[pool].view(*span) == 1
+        if is_alone.any():
+            numbers = node.page_owners[pool].view(*span)[is_alone]
+            for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
+                self._owners.add_pages(int(number), pool, sign * int(count))
 
     def _held(self, receipt: LockReceipt) -> Iterator[tuple[PoolName, RadixNode, int, int]]:
         """Every page the receipt holds, once, as slices of edges."""
@@ -201,7 +220,36 @@ class PageLocks:
 def begin_locks(node: RadixNode, pools: Sequence[PoolName]) -> None:
     """A new edge: nobody has locked a page of it."""
     for pool in pools:
-        node.page_locks[pool] = IntBuffer(no_locks(node.pages[pool].view()))
+        node.page_locks[pool], node.page_owners[pool] = IntBuffer(), IntBuffer()
+        node.num_idle[pool] = 0
+        grow_locks(node, pool, node.pages[pool].view())
+
+
+def grow_locks(node: RadixNode, pool: PoolName, pages: Pages) -> None:
+    """An edge has these pages more, which nobody has locked."""
+    node.page_locks[pool].append(no_locks(pages))
+    node.page_owners[pool].append(np.zeros(len(pages), np.int32))
+    node.num_idle[pool] += int(np.count_nonzero(pages))
+
+
+def cut_locks(node: RadixNode, num_kept: int) -> None:
+    """An edge has its first pages only."""
+    for pool, locks in node.page_locks.items():
+        node.num_idle[pool] -= _num_idle(node, pool, num_kept)
+        locks.truncate(num_kept)
+        node.page_owners[pool].truncate(num_kept)
+
+
+def split_locks(upper: RadixNode, lower: RadixNode, num_pages: int) -> None:
+    """The first pages of an edge are another one now, with their locks."""
+    for pool, locks in lower.page_locks.items():
+        owners = lower.page_owners[pool]
+        upper.page_locks[pool] = IntBuffer(locks.view(0, num_pages))
+        upper.page_owners[pool] = IntBuffer(owners.view(0, num_pages))
+        upper.num_idle[pool] = _num_idle(upper, pool)
+        lower.page_locks[pool] = IntBuffer(locks.view(num_pages))
+        lower.page_owners[pool] = IntBuffer(owners.view(num_pages))
+        lower.num_idle[pool] -= upper.num_idle[pool]
 
 
 def no_locks(pages: Pages) -> Pages:
@@ -213,7 +261,7 @@ def no_locks(pages: Pages) -> Pages:
 
 
 def _has_idle(node: RadixNode, pool: PoolName) -> bool:
-    return _num_idle(node, pool) > 0
+    return node.num_idle[pool] > 0
 
 
 def _num_idle(node: RadixNode, pool: PoolName, start: int = 0, end: int | None = None) -> int:

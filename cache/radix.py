@@ -28,7 +28,8 @@ from cache.errors import AuditFailed
 from cache.eviction_order import EvictionOrder
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
-from cache.page_locks import PageLocks, begin_locks, no_locks
+from cache.lock_owners import LockOwners, Tally
+from cache.page_locks import PageLocks, begin_locks, cut_locks, grow_locks, split_locks
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Root
 from cache.types import NULL_PAGE, Holder, Namespace, Pages, PoolName, Tokens
 
@@ -43,6 +44,7 @@ class RadixCache:
         "_leaves",
         "_ledgers",
         "_locks",
+        "_owners",
         "_page_size",
         "_roots",
         "_version",
@@ -61,7 +63,10 @@ class RadixCache:
         self._ledgers = ledgers
         self._changes = changes if changes is not None else Changes()
         forgetful = [c for c in components if c.forgets]
-        self._locks = PageLocks(page_size, ledgers, forgetful, self._changes)
+        self._owners = LockOwners()
+        self._locks = PageLocks(
+            page_size, ledgers, forgetful, changes=self._changes, owners=self._owners
+        )
         self._kept = {pool: ledgers[pool] for pool in ledgers if pool not in self._locks.pools}
         self._roots: dict[Namespace, Root] = {}
         self._leaves = EvictionOrder(_is_evictable_leaf)
@@ -85,7 +90,9 @@ class RadixCache:
             root = self._roots[namespace] = Root(namespace)
         root.lock_count += 1
         self._changes.note_node(root)
-        return LockReceipt(namespace, root)
+        receipt = LockReceipt(namespace, root)
+        self._owners.enter(receipt)
+        return receipt
 
     def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
         """Extend a receipt over a match that began where it ends.
@@ -175,6 +182,7 @@ class RadixCache:
                     self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)
                     taken[pool] = ids + taken[pool]
                 receipt._length -= num_pages * self._page_size
+                self._owners.add_tokens(receipt._number, -num_pages * self._page_size)
                 if not len(node.tokens):
                     assert node.parent is not None, "a root has no pages to take"
                     receipt._node = node.parent
@@ -191,6 +199,7 @@ class RadixCache:
             raise AuditFailed("a lock receipt was released twice")
         self.shorten(receipt, 0)
         receipt._is_released = True
+        self._owners.leave(receipt)
         root = receipt._node
         assert isinstance(root, Root), "a receipt of length 0 ends at its root"
         root.lock_count -= 1
@@ -234,8 +243,7 @@ class RadixCache:
             for pool, ids in node.pages.items():
                 condemned[pool] += filter(None, ids.view().tolist())
                 ids.truncate(0)
-            for locks in node.page_locks.values():
-                locks.truncate(0)
+            cut_locks(node, 0)
             node.tokens.truncate(0)
             node.parent = None
             self._changes.note_node(node)
@@ -256,13 +264,18 @@ class RadixCache:
         return nodes[::-1]
 
     def sole_pages(self, receipt: LockReceipt) -> dict[PoolName, int]:
-        """Pages, per pool, that would become evictable if this receipt were given back."""
-        num_tokens, node = 0, receipt._node
-        while node.parent is not None and node.lock_count == 1:
-            num_tokens += len(node.tokens)
-            node = node.parent
-        kept = dict.fromkeys(self._kept, num_tokens // self._page_size)
-        return kept | self._locks.num_sole(receipt)
+        """Pages per pool that would become evictable if this receipt were given back. O(pools)."""
+        kept = dict.fromkeys(self._kept, receipt.sole_tokens // self._page_size)
+        return kept | {pool: receipt.sole_pages[pool] for pool in self._locks.pools}
+
+    def tally(self, receipt: LockReceipt, tally: Tally | None) -> None:
+        """Count what a receipt alone has locked in a tally from now on; in none with None."""
+        self._owners.join(receipt, tally)
+
+    def tallied_pages(self, tally: Tally) -> dict[PoolName, int]:
+        """The sum of `sole_pages` over the receipts of a tally. O(pools)."""
+        kept = dict.fromkeys(self._kept, tally.num_tokens // self._page_size)
+        return kept | {pool: tally.num_pages[pool] for pool in self._locks.pools}
 
     def is_root(self, node: RadixNode) -> bool:
         """Whether a namespace begins at this node."""
@@ -353,7 +366,11 @@ class RadixCache:
         self._changes.note_node(node)
         if node.lock_count == 0:
             self._protect(len(node.tokens))
+            self._owners.add_tokens(receipt._number, len(node.tokens))
+        elif node.lock_count == 1:
+            self._owners.add_tokens(node.lock_owners, -len(node.tokens))
         node.lock_count += 1
+        node.lock_owners ^= receipt._number
         receipt._node = node
         receipt._length += len(node.tokens)
 
@@ -363,13 +380,17 @@ class RadixCache:
         if node.lock_count < 1 or node.parent is None:
             raise AuditFailed("a lock was released that was not held")
         node.lock_count -= 1
+        node.lock_owners ^= receipt._number
         node.last_used = self._clock
         receipt._node = node.parent
         receipt._length -= len(node.tokens)
         if node.lock_count == 0:
             for ledger in self._kept.values():
                 ledger.expose(self._num_pages(node))
+            self._owners.add_tokens(receipt._number, -len(node.tokens))
             self._push_leaf(node)
+        elif node.lock_count == 1:
+            self._owners.add_tokens(node.lock_owners, len(node.tokens))
         self._locks.offer(node)
 
     # Shape
@@ -393,8 +414,9 @@ class RadixCache:
         node.tokens.append(tokens)
         for pool, ids in pages.items():
             node.pages[pool].append(ids)
-        for pool, locks in node.page_locks.items():
-            locks.append(no_locks(pages[pool]))
+        for pool in node.page_locks:
+            grow_locks(node, pool, pages[pool])
+        self._owners.add_tokens(receipt._number, len(tokens))
         self._protect(len(tokens))
         receipt._length += len(tokens)
 
@@ -412,15 +434,14 @@ class RadixCache:
             {pool: ids.view(0, num_pages) for pool, ids in node.pages.items()},
         )
         upper.lock_count, upper.last_used = node.lock_count, node.last_used
+        upper.lock_owners = node.lock_owners
         node.parent.children[node.key] = upper
         node.parent = upper
         node.tokens = IntBuffer(node.tokens.view(length))
         node.key = self._key(node.tokens.view())
         node.pages = {pool: IntBuffer(ids.view(num_pages)) for pool, ids in node.pages.items()}
         upper.children[node.key] = node
-        for pool, locks in node.page_locks.items():
-            upper.page_locks[pool] = IntBuffer(locks.view(0, num_pages))
-            node.page_locks[pool] = IntBuffer(locks.view(num_pages))
+        split_locks(upper, node, num_pages)
         self._locks.offer(upper)
         return upper
 
@@ -434,8 +455,7 @@ class RadixCache:
         for pool, ids in node.pages.items():
             cut[pool] = ids.view(keep).tolist()
             ids.truncate(keep)
-        for locks in node.page_locks.values():
-            locks.truncate(keep)
+        cut_locks(node, keep)
         node.tokens.truncate(keep * self._page_size)
         return cut
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -19,7 +20,9 @@ class RadixNode:
 
     `tokens`: the edge, a multiple of the page size (0 for a root); `key`: the bytes of its first
     page; `pages`: per pool, one entry per page of the edge; `lock_count`: receipts whose path has
-    it; `page_locks`: in pools that forget, how often each page is locked, see `cache.page_locks`.
+    it; `lock_owners`: the exclusive or of their numbers, see `cache.lock_owners`. In pools that
+    forget, `page_locks` and `page_owners` are the same by the page, and `num_idle` says how many
+    pages are there and unlocked, see `cache.page_locks`.
     """
 
     __slots__ = (
@@ -27,7 +30,10 @@ class RadixNode:
         "key",
         "last_used",
         "lock_count",
+        "lock_owners",
+        "num_idle",
         "page_locks",
+        "page_owners",
         "pages",
         "parent",
         "tokens",
@@ -41,8 +47,11 @@ class RadixNode:
         self.tokens = IntBuffer(tokens)
         self.pages = {pool: IntBuffer(ids) for pool, ids in pages.items()}
         self.page_locks: dict[PoolName, IntBuffer] = {}
+        self.page_owners: dict[PoolName, IntBuffer] = {}
+        self.num_idle: dict[PoolName, int] = {}
         self.children: dict[bytes, RadixNode] = {}
         self.lock_count = 0
+        self.lock_owners = 0
         self.last_used = 0
 
     def below(self) -> Iterator[RadixNode]:
@@ -69,16 +78,31 @@ class LockReceipt:
 
     In pools that forget, the pages a forward at `length` reads are locked, and those a forward at
     `mark` reads: where a rollback leads to.
+
+    `sole_tokens`: tokens of edges that only this receipt has locked; `sole_pages`: pages that only
+    it has locked, per pool that forgets. Both follow what others lock and unlock.
     """
 
-    __slots__ = ("_is_released", "_length", "_mark", "_node", "namespace")
+    __slots__ = (
+        "_is_released",
+        "_length",
+        "_mark",
+        "_node",
+        "_number",
+        "namespace",
+        "sole_pages",
+        "sole_tokens",
+    )
 
     def __init__(self, namespace: Namespace, root: RadixNode) -> None:
         self.namespace = namespace
         self._node = root
         self._length = 0
         self._mark: int | None = None
+        self._number = -1
         self._is_released = False
+        self.sole_tokens = 0
+        self.sole_pages: Counter[PoolName] = Counter()
 
     @property
     def length(self) -> int:

@@ -211,6 +211,7 @@ class Recount:
         for slot in self._cache.inspect_slots(session_id):
             self.violations += slot_violations(slot, self._stores, whole=was is None)
             if slot.lease is not None:
+                self._check_sole(slot.lease)
                 held = self._read_lease(slot.lease, is_lent=slot.is_active)
                 self._held[session_id] = held
                 self._add_held(held, +1)
@@ -227,9 +228,19 @@ class Recount:
             locks={p: self._page_locks(lease, c) for p, c in stores.forgetful.items()},
         )
 
+    def _check_sole(self, lease: KVLease) -> None:
+        """What cooling a session would give back, which plans rely on, counted from the locks."""
+        num_tokens, node = 0, lease.receipt._node
+        while node.parent is not None and node.lock_count == 1:
+            num_tokens += len(node.tokens)
+            node = node.parent
+        if num_tokens != lease.receipt.sole_tokens:
+            known = lease.receipt.sole_tokens
+            self._note(f"row {lease.row} alone has locked {num_tokens} tokens, not {known}")
+
     def _page_locks(self, lease: KVLease, component: Component) -> _Locks:
         """The locks of a lease in a pool that forgets; each of them is on a page of its path."""
-        num_locks = positions = 0
+        num_locks = positions = num_sole = 0
         pool, page_size = component.pool, self._stores.page_size
         for start, end in lease.locked_spans(component):
             if start >= end:
@@ -238,10 +249,13 @@ class Recount:
             positions += _sum_of_range(start, end)
             at = lease.receipt.length // page_size
             for node in reversed(self._stores.tree.path(lease.receipt, start * page_size)):
-                locks = node.page_locks[pool].view()
-                at -= len(locks)
-                if not (locks[max(0, start - at) : max(0, end - at)] % GONE).all():
+                at -= len(node.page_locks[pool])
+                locks = node.page_locks[pool].view(max(0, start - at), max(0, end - at))
+                num_sole += int(np.count_nonzero(locks == 1))
+                if not (locks % GONE).all():
                     self._note(f"{pool}: row {lease.row} reads a page that is not locked")
+        if num_sole != (known := lease.receipt.sole_pages[pool]):
+            self._note(f"{pool}: row {lease.row} alone has locked {num_sole} pages, not {known}")
         return _Locks(num_locks, positions)
 
     def _add_held(self, held: _Held, sign: int) -> None:

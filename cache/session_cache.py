@@ -26,12 +26,11 @@ from cache.errors import (
 from cache.idle_line import IdleLine
 from cache.lease import KVLease
 from cache.ledger import Accounts
-from cache.pages import Extents, FreeList
 from cache.pinned_quota import PinnedQuota
 from cache.radix_node import MatchResult
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
-from cache.stores import KVStores
+from cache.stores import PARTS, KVStores, StoreParts
 from cache.types import (
     Holder,
     Namespace,
@@ -45,7 +44,7 @@ from cache.types import (
     TurnId,
     pages_for,
 )
-from cache.views import IdleSession, SlotView, TurnLoan
+from cache.views import SlotView, TurnLoan
 
 _LOW_WATER: Final = 32
 _HIGH_WATER: Final = 16
@@ -78,7 +77,7 @@ class SessionAwareCache:
         capacity: Capacity,
         *,
         pinned_quota_pages: int = 0,
-        free_list: FreeList = Extents,
+        parts: StoreParts = PARTS,
     ) -> None:
         """
         Args:
@@ -86,9 +85,9 @@ class SessionAwareCache:
             capacity: pages per pool and rows.
             pinned_quota_pages: pages of the largest pool that PINNED sessions may keep from being
                 reclaimed, and as large a part of the others.
-            free_list: which free page of a pool goes next.
+            parts: what the stores are made of.
         """
-        self._empty_stores = partial(KVStores.empty, spec, capacity, free_list)
+        self._empty_stores = partial(KVStores.empty, spec, capacity, parts)
         self.stores = self._empty_stores()
         self.spec = spec
         self.max_context_len = capacity.max_context_len
@@ -96,7 +95,7 @@ class SessionAwareCache:
         self._pinned = self._empty_quota(self.stores)
         self._slots: dict[SessionId, SessionSlot] = {}
         self._turns: dict[TurnId, _Turn] = {}
-        self._idle = IdleLine(self._pinned)
+        self.idle = IdleLine(self.stores, self._pinned)
 
     # Sessions
 
@@ -156,7 +155,8 @@ class SessionAwareCache:
         slot.refuse_beyond(to_len)
         self.stores.changes.note_session(session_id)
         if slot.lease is not None:
-            slot.lease.rewind(to_len)
+            with self.idle.changing(slot):
+                slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
         self._count_pinned(slot)
         if slot.kv_allocated_len == 0:
@@ -176,7 +176,7 @@ class SessionAwareCache:
             "a parked lease has published its whole pages"
         )
         self.stores.changes.note_session(session_id)
-        self._idle.leave(slot)
+        self.idle.leave(slot)
         slot.lease.release()
         slot.lease = None
         slot.move_to(SlotState.COLD)
@@ -241,7 +241,7 @@ class SessionAwareCache:
         if slot.lease is None:
             slot.lease = KVLease(self.stores, slot.namespace)
         else:
-            self._idle.leave(slot)
+            self.idle.leave(slot)
         lease = slot.restore_to_req(turn_id)
         # A forward needs a query, so the last token is never reused.
         reuse_len = min(context_len - 1, context_len if max_reuse_len is None else max_reuse_len)
@@ -360,13 +360,13 @@ class SessionAwareCache:
         if slot.lease is None:
             return
         self.stores.changes.note_session(session_id)
+        self.idle.leave(slot)
         slot.lease.quarantine()
         slot.lease = None
         if slot.borrower is not None:
             slot.tokens.truncate(self._turns[slot.borrower].base_len)
             self._finish(slot.borrower)
             return
-        self._idle.leave(slot)
         slot.move_to(SlotState.COLD)
         self._count_pinned(slot)
 
@@ -390,7 +390,7 @@ class SessionAwareCache:
             slot.forget_kv()
         self.stores = self._empty_stores(self.stores.quarantined)
         self._pinned = self._empty_quota(self.stores)
-        self._idle = IdleLine(self._pinned)
+        self.idle = IdleLine(self.stores, self._pinned)
         return resident
 
     # Answers
@@ -425,17 +425,6 @@ class SessionAwareCache:
     def accounts(self) -> dict[PoolName, Accounts]:
         """The ledger of every pool, for reports."""
         return {pool: ledger.snapshot() for pool, ledger in self.stores.ledgers.items()}
-
-    def idle_sessions(self) -> Iterator[IdleSession]:
-        """Parked sessions that may be cooled, the least recently used first; lazy.
-
-        Do not change the cache while iterating.
-        """
-        return iter(self._idle)
-
-    def parked_sessions(self) -> list[SessionId]:
-        """Sessions whose KV rests, those that may not be cooled too."""
-        return self._idle.session_ids()
 
     def slot(self, session_id: SessionId) -> SlotView:
         """One session as it is now.
@@ -508,13 +497,13 @@ class SessionAwareCache:
             slot.lease = None
         slot.take_back()
         if slot.lease is not None:
-            self._idle.enter(slot)
+            self.idle.enter(slot)
         self._count_pinned(slot)
 
     def _forget(self, slot: SessionSlot) -> None:
         self.stores.changes.note_session(slot.session_id)
         if slot.lease is not None:
-            self._idle.leave(slot)
+            self.idle.leave(slot)
             slot.lease.release()
             slot.lease = None
         self._count_pinned(slot)

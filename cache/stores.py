@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 from cache.changes import Changes
 from cache.components import Component, RecurrentState, components_of
 from cache.ledger import Ledger
-from cache.pages import FreeList, PageAllocator
+from cache.pages import Extents, FreeList, PageAllocator
 from cache.radix import RadixCache
 from cache.req_to_token import ReqToTokenPool
 from cache.spec import CacheSpec, Capacity
 from cache.types import NULL_PAGE, Holder, PoolName, pages_for
+
+
+class TreeFactory(Protocol):
+    """Make the tree of empty stores."""
+
+    def __call__(
+        self,
+        page_size: int,
+        ledgers: Mapping[PoolName, Ledger],
+        components: Sequence[Component],
+        changes: Changes,
+    ) -> RadixCache: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreParts:
+    """What stores are made of; provers bring their own.
+
+    `free_list`: which free page of a pool goes next.
+    """
+
+    free_list: FreeList = Extents
+    tree: TreeFactory = RadixCache
+
+
+PARTS: Final = StoreParts()
+"""Those that serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +67,7 @@ class KVStores:
         cls,
         spec: CacheSpec,
         capacity: Capacity,
-        free_list: FreeList,
+        parts: StoreParts,
         condemned: Mapping[PoolName, Iterable[int]] | None = None,
     ) -> KVStores:
         """Stores in which nobody holds anything.
@@ -47,7 +75,7 @@ class KVStores:
         Args:
             spec: what layers store; decides page size and pools.
             capacity: pages per pool and rows.
-            free_list: which free page of a pool goes next.
+            parts: what they are made of.
             condemned: pages that are in quarantine from the start. Taken from books that may be
                 wrong: ids that are no page of the pool, or come twice, are passed over.
         """
@@ -60,7 +88,7 @@ class KVStores:
         pools = [component.pool for component in components]
         num_pages = capacity.pool_pages(spec)
         ledgers = {pool: Ledger(pool, num_pages[pool]) for pool in pools}
-        allocators = {pool: PageAllocator(ledgers[pool], free_list) for pool in pools}
+        allocators = {pool: PageAllocator(ledgers[pool], parts.free_list) for pool in pools}
         row_pages = pages_for(capacity.max_context_len, spec.page_size)
         quarantined = {
             pool: _withhold(allocators[pool], (condemned or {}).get(pool, ())) for pool in pools
@@ -75,7 +103,7 @@ class KVStores:
             paged={c.pool: ledgers[c.pool] for c in components if c not in recurrent},
             allocators=allocators,
             rows=ReqToTokenPool(capacity.num_rows, row_pages, pools),
-            tree=RadixCache(spec.page_size, ledgers, components, changes),
+            tree=parts.tree(spec.page_size, ledgers, components, changes),
             quarantined=quarantined,
             changes=changes,
         )

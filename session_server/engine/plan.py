@@ -20,7 +20,14 @@ import msgspec
 
 from cache.types import SessionId, TurnId, pages_for
 from session_server.engine.shares import fair_shares, share_len
-from session_server.engine.shortage import IdleSession, PoolPages, Shortage, total
+from session_server.engine.shortage import (
+    IdleSession,
+    IdleTotal,
+    PoolPages,
+    Shortage,
+    less,
+    total,
+)
 
 MAX_OVERTAKINGS: Final = 64
 """Short turns that may pass a turn that waits for pages, before nobody does."""
@@ -64,12 +71,14 @@ class AdmissionQuote(msgspec.Struct, frozen=True, gc=False):
 
     `num_uncomputed`: positions to compute before its next token. `context_pages`: what it needs
     before long, but never past its last position: pages it will take, and evictable pages that its
-    match would lock, which is headroom spent.
+    match would lock, which is headroom spent. `own_pages`: what cooling its own idle session would
+    give back, which is no help to it; None if that is not counted in `SchedulerView.idle_total`.
     """
 
     num_uncomputed: int
     context_pages: PoolPages
     needs_row: bool
+    own_pages: PoolPages | None = None
 
 
 class WaitingTurn(Protocol):
@@ -107,6 +116,11 @@ class SchedulerView(Protocol):
     @property
     def idle(self) -> Iterator[IdleSession]:
         """Least recently used first; consumed only as far as needed."""
+        ...
+
+    @property
+    def idle_total(self) -> IdleTotal:
+        """What all of `idle` would give back, without asking each of them."""
         ...
 
     @property
@@ -217,7 +231,7 @@ class _Planner:
         self._candidates: list[_Candidate] = []
         self._work: dict[TurnId, int] = {}
         self._drafts: dict[TurnId, int] = {}
-        self._plan = _PlanParts()
+        self._plan = _PlanParts(num_pools=len(self._pages))
 
     def share_tokens(self) -> None:
         """Give every turn its number of tokens, pages aside."""
@@ -409,7 +423,7 @@ class _Planner:
         needed = quote.context_pages
         if quote.num_uncomputed > self._limits.num_tokens:
             needed = total(needed, self._promised_pages())
-        if not self._reclaim_for_admission(needed, turn.session_id, needs_row=quote.needs_row):
+        if not self._reclaim_for_admission(candidate, needed):
             return BlockReason.PAGES
         self._take(quote.context_pages)
         self._rows -= quote.needs_row
@@ -429,8 +443,14 @@ class _Planner:
         if num_pages <= min(self._pages):
             return True
         shortage = Shortage(self._pages, (num_pages,) * len(self._pages))
-        self._ask_idle(shortage, own=None)
         younger = self._running[:index:-1]
+        if index > 0:
+            # Asking everybody in vain, in every step, would cost what there are of them.
+            num_idle, idle_pages = self._idle_left()
+            give = total(idle_pages, (turn.held_pages for turn in younger))
+            if not shortage.can_be_met(num_idle + len(younger), give):
+                return False
+        self._ask_idle(shortage, own=None)
         retracted = [t for t in younger if shortage and shortage.ask_pages(t.held_pages)]
         cooled, is_enough = shortage.cooled, not shortage
         if is_enough:
@@ -445,8 +465,15 @@ class _Planner:
         self._retract(retracted)
         return is_enough
 
-    def _reclaim_for_admission(self, needed: PoolPages, own: SessionId, *, needs_row: bool) -> bool:
-        shortage = Shortage(self._pages, needed, needs_row - self._rows)
+    def _reclaim_for_admission(self, candidate: _Candidate, needed: PoolPages) -> bool:
+        quote, own = candidate.quote, candidate.turn.session_id
+        shortage = Shortage(self._pages, needed, quote.needs_row - self._rows)
+        if shortage and (self._running or self._work):
+            num_idle, idle_pages = self._idle_left()
+            if quote.own_pages is not None:
+                num_idle, idle_pages = num_idle - 1, less(idle_pages, quote.own_pages)
+            if not shortage.can_be_met(num_idle, idle_pages):
+                return False
         own_session = self._ask_idle(shortage, own)
         if not shortage:
             self._idle = itertools.chain(shortage.spared, self._idle)
@@ -474,7 +501,16 @@ class _Planner:
                 shortage.ask(session)
         return own_session
 
+    def _idle_left(self) -> tuple[int, PoolPages]:
+        """How many idle sessions are not cooled by this plan yet, and what they would give back."""
+        idle = self._view.idle_total
+        return idle.num_sessions - len(self._plan.cool), less(
+            idle.freed_pages, self._plan.cooled_pages
+        )
+
     def _cool(self, sessions: Sequence[IdleSession]) -> None:
+        freed = (session.freed_pages for session in sessions)
+        self._plan.cooled_pages = total(self._plan.cooled_pages, freed)
         self._pages = total(self._pages, (session.freed_pages for session in sessions))
         self._rows += len(sessions)
         self._plan.cool += [session.session_id for session in sessions]
@@ -507,8 +543,9 @@ class _Planner:
 
 
 class _PlanParts:
-    def __init__(self) -> None:
+    def __init__(self, num_pools: int) -> None:
         self.cool: list[SessionId] = []
+        self.cooled_pages: PoolPages = (0,) * num_pools
         self.retract: list[TurnId] = []
         self.admit: list[TurnId] = []
         self.is_oldest_short = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from cache.types import SessionId
 
 PoolPages = tuple[int, ...]
@@ -22,6 +24,13 @@ class IdleSession(Protocol):
         """Pages that cooling it makes free or evictable; a lower bound, since sessions that
         share a prefix each report it as not theirs to give."""
         ...
+
+
+class IdleTotal(msgspec.Struct, frozen=True, gc=False):
+    """How many idle sessions there are, and the sum of their `freed_pages`."""
+
+    num_sessions: int
+    freed_pages: PoolPages
 
 
 class Shortage:
@@ -42,6 +51,11 @@ class Shortage:
     def __bool__(self) -> bool:
         """Whether anything is still lacking."""
         return self._num_rows > 0 or max(self._missing) > 0
+
+    def can_be_met(self, num_rows: int, pages: PoolPages) -> bool:
+        """Whether so many rows and pages would be enough."""
+        enough = all(lack <= num for lack, num in zip(self._missing, pages, strict=True))
+        return enough and self._num_rows <= num_rows
 
     def ask(self, session: IdleSession) -> None:
         """Let an idle session give what it has, if that helps; cooling frees its row too."""
@@ -68,6 +82,11 @@ class Shortage:
 
     def _take(self, pages: PoolPages) -> None:
         self._missing = [lack - num for lack, num in zip(self._missing, pages, strict=True)]
+
+
+def less(pages: PoolPages, taken: PoolPages) -> PoolPages:
+    """The difference, pool by pool."""
+    return tuple(have - num for have, num in zip(pages, taken, strict=True))
 
 
 def total(first: PoolPages, rest: Iterable[PoolPages]) -> PoolPages:

@@ -11,7 +11,7 @@ from cache.session_cache import SessionAwareCache
 from cache.types import SessionId, SlotState, TurnId, pages_for
 from cache.views import SlotView
 from session_server.engine.plan import AdmissionQuote
-from session_server.engine.shortage import PoolPages, total
+from session_server.engine.shortage import IdleTotal, PoolPages, total
 from session_server.engine.turn import Turn
 
 
@@ -47,8 +47,14 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def idle(self) -> Iterator[LiveIdle]:
         """See `SchedulerView`."""
-        for session in self.cache.idle_sessions():
+        for session in self.cache.idle:
             yield LiveIdle(session.session_id, tuple(session.freed_pages.values()))
+
+    @property
+    def idle_total(self) -> IdleTotal:
+        """See `SchedulerView`. O(pools)."""
+        num_sessions, freed_pages = self.cache.idle.count()
+        return IdleTotal(num_sessions, tuple(freed_pages.values()))
 
     @property
     def headroom_pages(self) -> PoolPages:
@@ -146,10 +152,12 @@ class LiveWaiting(msgspec.Struct, gc=False):
         soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.last_len))
         num_pages = pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)
         pages = tuple([min(num_pages, most) for most in self.view.most_pages])
+        own = self.view.cache.idle.reclaimable(self.session_id)
         return AdmissionQuote(
             num_uncomputed=turn.known_len - reuse_len,
             context_pages=pages if match_pages is None else total(pages, [tuple(match_pages)]),
             needs_row=match_pages is not None,
+            own_pages=None if own is None else tuple(own.freed_pages.values()),
         )
 
 

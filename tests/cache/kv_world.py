@@ -39,6 +39,7 @@ from cache import (
 )
 from cache.components import Component
 from cache.radix_node import RadixNode
+from cache.stores import StoreParts
 from cache.types import PoolName, RowId
 from tests.cache.free_lists import FREE_LISTS, Allocation
 from tests.cache.headroom import headroom
@@ -100,7 +101,7 @@ def make_cache(
         spec,
         capacity,
         pinned_quota_pages=pinned_quota_pages,
-        free_list=FREE_LISTS[allocation],
+        parts=StoreParts(FREE_LISTS[allocation]),
     )
 
 
@@ -346,7 +347,7 @@ class World:
                     self._mark("tombstone", self._has_tombstone(WINDOW_POOL))
                 self._mark("snapshot gone", self._num_snapshots() < num_snapshots)
                 return True
-            idle = next(self.cache.idle_sessions(), None)
+            idle = next(iter(self.cache.idle), None)
             if idle is not None:
                 self._cool_for_pages(idle.session_id, dict(idle.freed_pages))
                 continue
@@ -360,6 +361,7 @@ class World:
     def check(self) -> None:
         """The full audit, the histories, and the content of every cell anybody may read."""
         audit(self.cache)
+        self._check_idle_line()
         for session_id, history in self.histories.items():
             turn = self.turns.get(session_id)
             expected = turn.tokens if turn else history
@@ -444,6 +446,13 @@ class World:
                 tokens = slot.tokens.view(0, length).tolist()
                 namespace = self.namespaces[slot.session_id]
                 self._check_cells(component.pool, row, chain(namespace, tokens))
+
+    def _check_idle_line(self) -> None:
+        """Sums that are kept are those of what each session reports."""
+        idle = list(self.cache.idle)
+        num_sessions, freed = self.cache.idle.count()
+        assert num_sessions == len(idle)
+        assert freed == {pool: sum(each.freed_pages[pool] for each in idle) for pool in freed}
 
     def _check_states(self) -> None:
         """What slots keep, and the books' own word for what they may keep."""

@@ -206,7 +206,7 @@ class Player:
         if len(self.world.turns) == self.world.cache.stores.rows.num_rows:
             return
         while headroom(self.world.cache).free_rows == 0:
-            idle = next(self.world.cache.idle_sessions(), None)
+            idle = next(iter(self.world.cache.idle), None)
             if idle is None:
                 return
             self.world.cool(idle.session_id)

@@ -76,7 +76,7 @@ def test_one_choice_looks_at_a_few_sessions_and_the_next_goes_on_from_there() ->
     last = SessionId(f"s{2 * MAX_PASSED_OVER + 2}")
     world.cache.close(SessionId("s0"))
     assert look(rotation, world).session_id == "s1"
-    for session_id in list(world.cache.parked_sessions()):
+    for session_id in list(world.cache.idle.session_ids()):
         if session_id != last:
             world.begin(session_id, [1])
     assert rotation.next(world.cache) is None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cache.types import SessionId, TurnId, pages_for
 from session_server.engine.plan import AdmissionQuote, Limits, StepPlan
-from session_server.engine.shortage import PoolPages
+from session_server.engine.shortage import IdleTotal, PoolPages, total
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,12 @@ class FakeView:
     headroom_pages: PoolPages = (0,)
     num_free_rows: int = 8
     is_in_flight: bool = False
+
+    @property
+    def idle_total(self) -> IdleTotal:
+        nothing = (0,) * len(self.headroom_pages)
+        freed = (session.freed_pages for session in self.idle_sessions)
+        return IdleTotal(len(self.idle_sessions), total(nothing, freed))
 
     @property
     def idle(self) -> Iterator[FakeIdle]:

@@ -105,7 +105,7 @@ WINDOW_LOCK_IS_NOT_BOOKED = Mutant(
     "systematic",
     Edit(
         "cache.page_locks:PageLocks._hold",
-        "self._ledgers[pool].protect(_num_idle(node, pool, start, end))",
+        "self._ledgers[pool].protect(num_idle)",
         "pass",
     ),
 )
@@ -115,7 +115,7 @@ WINDOW_UNLOCK_IS_NOT_BOOKED = Mutant(
     "systematic",
     Edit(
         "cache.page_locks:PageLocks._let_go",
-        "self._ledgers[pool].expose(_num_idle(node, pool, start, end))",
+        "self._ledgers[pool].expose(num_idle)",
         "pass",
     ),
 )
@@ -125,7 +125,7 @@ SHARED_WINDOW_IS_UNLOCKED = Mutant(
     "systematic",
     Edit(
         "cache.page_locks:PageLocks._let_go",
-        "expose(_num_idle(node, pool, start, end))",
+        "expose(num_idle)",
         "expose(np.count_nonzero(node.page_locks[pool].view(start, end) <= 1))",
     ),
 )
@@ -200,7 +200,7 @@ SPLIT_LOSES_PAGE_LOCKS = Mutant(
     "The upper half of a split does not inherit the locks of its pages.",
     "systematic",
     Edit(
-        "cache.radix:RadixCache._split",
+        "cache.page_locks:split_locks",
         "upper.page_locks[pool] = IntBuffer(locks.view(0, num_pages))",
         "upper.page_locks[pool] = IntBuffer([0] * num_pages)",
     ),
@@ -210,9 +210,9 @@ GROWN_EDGE_IS_LOCKED = Mutant(
     "Pages that an edge grows by begin with a lock that nobody gives back.",
     "systematic",
     Edit(
-        "cache.radix:RadixCache._append",
-        "locks.append(no_locks(pages[pool]))",
-        "locks.append(no_locks(pages[pool]) + 1)",
+        "cache.page_locks:grow_locks",
+        "node.page_locks[pool].append(no_locks(pages))",
+        "node.page_locks[pool].append(no_locks(pages) + bool(len(node.page_locks[pool])))",
     ),
 )
 

@@ -199,7 +199,7 @@ BUSY_SESSION_IS_IDLE = Mutant(
     "tt-inference-server#2907 (R5)",
     Edit(
         "cache.session_cache:SessionAwareCache.begin_turn",
-        "self._idle.leave(slot)",
+        "self.idle.leave(slot)",
         "pass",
     ),
 )
@@ -209,7 +209,7 @@ IDLE_SESSION_IS_NOT_OFFERED = Mutant(
     "sglang#27024 (X1)",
     Edit(
         "cache.session_cache:SessionAwareCache._finish",
-        "self._idle.enter(slot)",
+        "self.idle.enter(slot)",
         "pass",
     ),
 )

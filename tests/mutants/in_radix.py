@@ -192,3 +192,21 @@ APPEND_IGNORES_NEIGHBOURS = Mutant(
         "node.parent is None or node.children",
     ),
 )
+
+SHARED_EDGE_COUNTS_AS_OWN = Mutant(
+    "An edge that a second session locks still counts as what cooling the first would give back.",
+    "systematic",
+    Edit("cache.radix:RadixCache._step_down", "elif node.lock_count == 1:", "elif False:"),
+)
+
+SHARED_WINDOW_COUNTS_AS_OWN = Mutant(
+    "Pages that a second session locks still count as what cooling the first would give back.",
+    "systematic",
+    Edit("cache.page_locks:PageLocks._pass_on", "if is_alone.any():", "if sign > 0:"),
+)
+
+LEFT_EDGE_IS_NOBODYS = Mutant(
+    "An edge that all sessions but one let go of does not count as what the last gives back.",
+    "systematic",
+    Edit("cache.radix:RadixCache._step_up", "elif node.lock_count == 1:", "elif False:"),
+)

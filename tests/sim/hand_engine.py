@@ -13,6 +13,7 @@ from typing import Protocol, Self
 
 from cache.session_cache import SessionAwareCache
 from cache.spec import Capacity
+from cache.stores import StoreParts
 from cache.types import SessionId, TurnId
 from session_server.core.batch import Batch, Runner, StepResult
 from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
@@ -178,7 +179,7 @@ class HandEngine:
             sizes.layers.spec(sizes.page_size),
             sizes.capacity,
             pinned_quota_pages=sizes.pinned_quota_pages,
-            free_list=FREE_LISTS[sizes.allocation],
+            parts=StoreParts(FREE_LISTS[sizes.allocation]),
         )
         settings = sizes.settings(model, probe_interval_s=probe_interval_s)
         return cls(cache, settings, lambda this: sizes.device(model, this.salt_of))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
+from cache.changes import Changes
+from cache.components import Component, RecurrentState
 from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
+from cache.ledger import Ledger
 from cache.pages import FreeList
 from cache.radix import RadixCache
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode
 from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity
-from cache.stores import KVStores
+from cache.stores import KVStores, StoreParts
 from cache.types import (
     NULL_PAGE,
     Holder,
@@ -39,11 +42,20 @@ class WatchedTree(RadixCache):
 
     __slots__ = ("_states", "_windows", "reached")
 
-    def __init__(self, stores: KVStores, reached: Counter[str]) -> None:
-        super().__init__(stores.page_size, stores.ledgers, stores.components, stores.changes)
+    def __init__(
+        self,
+        page_size: int,
+        ledgers: Mapping[PoolName, Ledger],
+        components: Sequence[Component],
+        changes: Changes,
+        *,
+        reached: Counter[str],
+    ) -> None:
+        super().__init__(page_size, ledgers, components, changes)
         self.reached = reached
-        self._states = stores.recurrent.pool if stores.recurrent is not None else None
-        self._windows = frozenset(window_pools(stores))
+        states = [c.pool for c in components if isinstance(c, RecurrentState)]
+        self._states = states[0] if states else None
+        self._windows = frozenset(c.pool for c in components if c.forgets) - {*states}
 
     def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
         """See `RadixCache`."""
@@ -125,7 +137,8 @@ class WatchedCache(SessionAwareCache):
         strikes: Strikes,
         reached: Counter[str],
     ) -> None:
-        super().__init__(spec, capacity, pinned_quota_pages=pinned_quota_pages, free_list=free_list)
+        parts = StoreParts(free_list, partial(WatchedTree, reached=reached))
+        super().__init__(spec, capacity, pinned_quota_pages=pinned_quota_pages, parts=parts)
         self.reached = reached
         self.touched: dict[SessionId, None] = {}
         self._strikes = strikes
@@ -133,8 +146,6 @@ class WatchedCache(SessionAwareCache):
         self._way_back: dict[TurnId, int] = {}
         self._pinned_quota_pages = pinned_quota_pages
         self._windows = tuple(self.stores.ledgers[pool] for pool in window_pools(self.stores))
-        tree = WatchedTree(self.stores, reached)
-        self.stores = dataclasses.replace(self.stores, tree=tree)
 
     def open(
         self,

@@ -1,0 +1,88 @@
+"""`LockOwners`: who alone keeps a page from being evicted, known without asking anybody.
+
+Cooling a session makes the pages evictable that nobody else has locked. Which those are changes
+whenever somebody else locks or unlocks a page that they share. So an edge (and where layers forget,
+a page) keeps the exclusive or of the numbers of the receipts that have locked it: where one lock is
+left, that is the number of its owner, and a change of a lock costs O(1), whoever shares the page.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cache.errors import AuditFailed
+from cache.radix_node import LockReceipt
+from cache.types import PoolName
+
+
+class Tally:
+    """What some receipts alone keep from being evicted, each by itself, in all of them.
+
+    `num_tokens`: of edges, in pools that keep every page. `num_pages`: per pool that forgets.
+    """
+
+    __slots__ = ("num_pages", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_pages: Counter[PoolName] = Counter()
+
+
+class LockOwners:
+    """Receipts by their numbers, and what each alone has locked."""
+
+    __slots__ = ("_free_numbers", "_receipts", "_tallies")
+
+    def __init__(self) -> None:
+        self._receipts: list[LockReceipt | None] = []
+        self._tallies: list[Tally | None] = []
+        self._free_numbers: list[int] = []
+
+    def enter(self, receipt: LockReceipt) -> None:
+        """Give a new receipt its number."""
+        if not self._free_numbers:
+            self._free_numbers.append(len(self._receipts))
+            self._receipts.append(None)
+            self._tallies.append(None)
+        receipt._number = self._free_numbers.pop()
+        self._receipts[receipt._number] = receipt
+
+    def leave(self, receipt: LockReceipt) -> None:
+        """Take back the number of a receipt that has unlocked everything.
+
+        Raises:
+            AuditFailed: some page still counts as locked by it alone.
+        """
+        if receipt.sole_tokens or any(receipt.sole_pages.values()):
+            raise AuditFailed("a receipt was given back that alone keeps pages locked")
+        self.join(receipt, None)
+        self._receipts[receipt._number] = None
+        self._free_numbers.append(receipt._number)
+
+    def join(self, receipt: LockReceipt, tally: Tally | None) -> None:
+        """Count what a receipt alone has locked in this tally from now on, and in no other."""
+        before = self._tallies[receipt._number]
+        self._tallies[receipt._number] = tally
+        for each, sign in ((before, -1), (tally, +1)):
+            if each is not None:
+                each.num_tokens += sign * receipt.sole_tokens
+                for pool, num_pages in receipt.sole_pages.items():
+                    each.num_pages[pool] += sign * num_pages
+
+    def add_tokens(self, number: int, num_tokens: int) -> None:
+        """The receipt of that number alone has locked so many tokens of edges more, or fewer."""
+        self._receipt(number).sole_tokens += num_tokens
+        if (tally := self._tallies[number]) is not None:
+            tally.num_tokens += num_tokens
+
+    def add_pages(self, number: int, pool: PoolName, num_pages: int) -> None:
+        """The same, in pages of a pool that forgets."""
+        self._receipt(number).sole_pages[pool] += num_pages
+        if (tally := self._tallies[number]) is not None:
+            tally.num_pages[pool] += num_pages
+
+    def _receipt(self, number: int) -> LockReceipt:
+        receipt = self._receipts[number] if 0 <= number < len(self._receipts) else None
+        if receipt is None:
+            raise AuditFailed(f"a page is locked by receipt {number}, which does not exist")
+        return receipt
