@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 KEY_ADVICE: Final = "this server asks for a key: give it with --api-key"
 """What a command says to whom a server has refused."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Say what is wrong first, then how to go on: argparse would begin with every flag there is."""
+
+    @property
+    def flags(self) -> list[str]:
+        """Every flag, in all its spellings."""
+        return list(self._option_string_actions)
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with status 2."""
+        advice = f"`{self.prog} --help` explains every flag and shows examples"
+        self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}{advice}\n")
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -26,6 +40,9 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def add_api_key(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that `KEY_ADVICE` speaks of."""
-    parser.add_argument("--api-key", help="shown to the server")
+def add_server(parser: argparse.ArgumentParser, *, about: str, default: str | None = None) -> None:
+    """Add the flags that say which server is meant, and the one that `KEY_ADVICE` speaks of."""
+    group = parser.add_argument_group("server", "Which server, and who asks.")
+    shown = f"{about} (default: {default})" if default else about
+    group.add_argument("--url", default=default, help=shown)
+    group.add_argument("--api-key", metavar="KEY", help="shown to the server")

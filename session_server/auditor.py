@@ -1,4 +1,12 @@
-"""`session-server audit`: what a running server holds, and whether its books balance."""
+"""Show what a running server holds, and whether its memory books balance.
+
+The exit status is 1 when they do not, or when the server does not answer.
+
+examples:
+  session-server audit
+  session-server audit --full                          recount every page first
+  session-server audit --full --trace --json > books.json     for a bug report
+"""
 
 from __future__ import annotations
 
@@ -13,23 +21,28 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from session_server.arguments import KEY_ADVICE, add_api_key, whole_number
+from session_server.arguments import KEY_ADVICE, add_server, whole_number
 from session_server.client import BadAddress, key_header, server_address
 from session_server.core.events import ACCOUNTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `audit`."""
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="(default: %(default)s)")
-    add_api_key(parser)
-    parser.add_argument("--full", action="store_true", help="recount every page first")
-    parser.add_argument(
-        "--limit", type=whole_number(0), default=20, help="sessions listed (default: 20)"
+    add_server(parser, about="of the server", default="http://127.0.0.1:30000")
+    check = parser.add_argument_group("check", "What is counted.")
+    check.add_argument("--full", action="store_true", help="recount every page first")
+    output = parser.add_argument_group("output", "What is shown.")
+    output.add_argument(
+        "--limit",
+        type=whole_number(0),
+        metavar="N",
+        default=20,
+        help="sessions listed (default: 20)",
     )
-    parser.add_argument(
+    output.add_argument(
         "--trace", action="store_true", help="with --json: the steps before the first violation"
     )
-    parser.add_argument("--json", action="store_true", help="the server's answers, unformatted")
+    output.add_argument("--json", action="store_true", help="the server's answers, unformatted")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,13 @@
-"""`session-server chat`: a conversation in the terminal.
+"""Talk to a server in the terminal.
 
-Ctrl-C while an answer streams cancels that turn and keeps what was said; at the prompt it leaves.
-Each answer is followed by what it cost, so that a growing `cached` shows the session at work.
+Ctrl-C while an answer streams cancels that turn and keeps what was said; at the
+prompt it leaves. Each answer is followed by what it cost, so that a growing
+`cached` shows the session at work. Several lines that are pasted are one turn.
+
+examples:
+  session-server chat                with a server of its own, embedded model
+  session-server chat --url http://127.0.0.1:30000
+  session-server chat --url http://127.0.0.1:30000 --session ID    come back
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from session_server.arguments import KEY_ADVICE, add_api_key
+from session_server.arguments import KEY_ADVICE, add_server, whole_number
 from session_server.client import (
     ClientError,
     ClientOptions,
@@ -33,6 +39,7 @@ from session_server.client import (
     TurnText,
     connect,
 )
+from session_server.core.sampling import MAX_OUTPUT_TOKENS
 from session_server.core.session_events import ChatInput, Message
 from session_server.local_server import LocalServer, ServerFailed
 
@@ -50,12 +57,20 @@ Ctrl-C while an answer streams cancels the turn and keeps what was said."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `chat`."""
-    parser.add_argument("--url", help="a running server (none: start one on this machine)")
-    parser.add_argument("--session", help="come back to this session instead of opening one")
-    parser.add_argument("--system", default="", help="system prompt of the first session")
-    add_api_key(parser)
-    parser.add_argument("--max-tokens", type=int, default=256, help="of one answer (default: 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="(default: 0, greedy)")
+    add_server(parser, about="a running server (none: start one on this machine)")
+    talk = parser.add_argument_group("conversation", "Which session, and how it answers.")
+    talk.add_argument("--session", metavar="ID", help="come back to this one; none: a new one")
+    talk.add_argument("--system", metavar="TEXT", default="", help="its system prompt")
+    talk.add_argument(
+        "--max-tokens",
+        type=whole_number(0, MAX_OUTPUT_TOKENS),
+        metavar="N",
+        default=256,
+        help="of one answer (default: 256)",
+    )
+    talk.add_argument(
+        "--temperature", type=float, metavar="X", default=0.0, help="(default: 0, greedy)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,6 +15,9 @@ from importlib.metadata import version
 from types import MappingProxyType
 from typing import Final
 
+from session_server.arguments import CommandParser
+from session_server.foreign_flags import complaint
+
 _EPILOG: Final = """\
 first steps:
   session-server demo                     many conversations at once, every answer checked
@@ -27,10 +30,14 @@ first steps:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command: the module with `add_arguments(parser)` and `run(args) -> int`."""
+    """One command: the module with `add_arguments(parser)` and `run(args) -> int`.
+
+    `positional`: what is given without a flag, as its usage shows it.
+    """
 
     module: str
     summary: str
+    positional: str = ""
 
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
@@ -38,9 +45,13 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "serve": Command("session_server.serve", "serve a model: REST, WebSocket, SGLang's routes"),
         "chat": Command("session_server.chat", "talk to a server in the terminal"),
         "demo": Command("session_server.demo.command", "show and check what this server does"),
-        "bench": Command("session_server.bench.command", "measure what a session costs"),
+        "bench": Command(
+            "session_server.bench.command", "measure what a session costs", "BENCHMARK "
+        ),
         "inspect": Command(
-            "session_server.inspector.command", "what a checkpoint is, and what its sessions take"
+            "session_server.inspector.command",
+            "what a checkpoint is, and what its sessions take",
+            "[MODEL] ",
         ),
         "audit": Command("session_server.auditor", "sessions and memory of a running server"),
         "doctor": Command("session_server.doctor", "what this machine has, and what is wrong"),
@@ -56,15 +67,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["_template"]:
         return _template(arguments[1:])
     asked = next((word for word in arguments if not word.startswith("-")), None)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="session-server",
+        usage="session-server COMMAND [flags]",
         description="A streaming-session LLM server: a turn costs what its new tokens cost.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=version("session-server"))
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    commands = parser.add_subparsers(
+        dest="command",
+        metavar="COMMAND",
+        required=True,
+        prog="session-server",
+        parser_class=CommandParser,
+    )
     run: Callable[[argparse.Namespace], int] | None = None
     for name, command in COMMANDS.items():
         module = importlib.import_module(command.module) if name == asked else None
@@ -72,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = commands.add_parser(
             name,
             help=command.summary,
+            usage=f"session-server {name} {command.positional}[flags]",
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -82,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, surplus = parser.parse_known_args(arguments)
     assert run is not None, "argparse refuses what names no command"
     if surplus:
-        # Of the command: its usage helps, that of the program would not.
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(surplus)}")
+        chosen = commands.choices[args.command]
+        chosen.error(complaint(surplus, chosen.flags, is_server=args.command == "serve"))
     try:
         return run(args)
     except KeyboardInterrupt:

@@ -52,18 +52,18 @@ class ModelSettings(_Part):
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="of weights and KV; auto: float32 on a CPU, bfloat16 on a GPU"),
+        Field(description="dtype of weights and KV; auto: float32 on a CPU, bfloat16 on a GPU"),
     ] = "auto"
     kv_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="what KV is stored in; auto: what the model computes in"),
+        Field(description="dtype that KV is stored in; auto: the one the model computes in"),
     ] = "auto"
     device: Annotated[
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
     ] = "auto"
     context_length: Annotated[
         int | None,
-        Field(ge=16, le=1 << 22, description="tokens; none: what the model says"),
+        Field(ge=16, le=1 << 22, description="tokens a context may have; none: the model's own"),
         Bound("tokens", "a turn whose context cannot fit is refused: `context_too_long`"),
     ] = None
     attention_backend: Annotated[
@@ -79,7 +79,7 @@ class ModelSettings(_Part):
     ] = None
     random_seed: Annotated[
         int | None,
-        Field(ge=0, le=(1 << 63) - 1, description="of turns that name no seed; none: random"),
+        Field(ge=0, le=(1 << 63) - 1, description="seed of turns that name none; none: random"),
         Bound("", "limits nothing"),
     ] = None
 
@@ -94,12 +94,16 @@ class CacheSettings(_Part):
     ] = 16
     memory_fraction: Annotated[
         float | None,
-        Field(gt=0, lt=1, description="of free memory, for KV; none: 0.85 on a GPU, 0.25 on a CPU"),
+        Field(
+            gt=0,
+            lt=1,
+            description="share of free memory for KV; none: 0.85 on a GPU, 0.25 on a CPU",
+        ),
         Bound("of free memory", _POOL_IS_FULL),
     ] = None
     max_total_tokens: Annotated[
         int | None,
-        Field(ge=16, le=1 << 31, description="KV tokens held at most; none: as fit"),
+        Field(ge=16, le=1 << 31, description="KV tokens held at most; none: as many as fit"),
         Bound("tokens", _POOL_IS_FULL),
     ] = None
     window_ratio: Annotated[
@@ -114,7 +118,7 @@ class CacheSettings(_Part):
     ] = 1024
     pinned_fraction: Annotated[
         float,
-        Field(ge=0, le=0.9, description="of all pages, that pinned sessions may hold"),
+        Field(ge=0, le=0.9, description="share of all pages that pinned sessions may hold"),
         Bound("of all pages", "a turn of a pinned session that would exceed it: `quota_exceeded`"),
     ] = 0.25
     share_prefixes: Annotated[
@@ -216,7 +220,9 @@ class HttpSettings(_Part):
 
     host: Annotated[str, Field(max_length=255, description="address to bind")] = "127.0.0.1"
     port: Annotated[
-        int, Field(ge=0, le=65535, description="0: any free port"), Bound("", "limits nothing")
+        int,
+        Field(ge=0, le=65535, description="port to listen on; 0: any free one"),
+        Bound("", "limits nothing"),
     ] = 30000
     api_key: Annotated[
         SecretStr | None, Field(description="clients must show it; none: open to who can connect")

@@ -1,4 +1,12 @@
-"""`session-server doctor`: what this machine offers a server, what is wrong, and what to do."""
+"""Show what this machine offers a server, what is wrong, and what to do.
+
+The exit status is 1 when something would keep the server from serving.
+
+examples:
+  session-server doctor
+  session-server doctor --model-path DIR             with a checkpoint of yours
+  session-server doctor --port 8000 --json | jq .ok
+"""
 
 from __future__ import annotations
 
@@ -62,12 +70,20 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `doctor`."""
-    parser.add_argument("--model-path", help="a checkpoint directory to look into")
-    parser.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
-    parser.add_argument(
-        "--port", type=whole_number(0, 65_535), default=30000, help="(default: %(default)s)"
+    serving = parser.add_argument_group("serving", "What `serve` would be asked for.")
+    serving.add_argument(
+        "--model-path", metavar="DIR", help="a checkpoint (default: the embedded model)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    serving.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
+    serving.add_argument(
+        "--port",
+        type=whole_number(0, 65_535),
+        metavar="N",
+        default=30000,
+        help="(default: %(default)s)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object, not a table")
 
 
 def run(args: argparse.Namespace) -> int:

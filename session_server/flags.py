@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from session_server.config import Settings
 
@@ -158,11 +159,30 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, defaults: BaseModel) -
         )
         return
     default = getattr(defaults, flag.field)
-    suffix = "" if default in (None, ()) else f" (default: {default})"
     if flag.field in _REPEATED:
         options["action"] = "append"
-    metavar = _choices(type(defaults), flag.field) or flag.field.upper()
-    group.add_argument(*flag.names, metavar=metavar, help=description + suffix, **options)
+    shown = "" if default in (None, ()) else f"default: {getattr(default, 'value', default)}"
+    facts = "; ".join(filter(None, (shown, range_text(type(defaults).model_fields[flag.field]))))
+    text = f"{description} ({facts})" if facts else description
+    metavar = _choices(type(defaults), flag.field) or _metavar(type(defaults), flag.field)
+    group.add_argument(*flag.names, metavar=metavar, help=text.replace("%", "%%"), **options)
+
+
+def range_text(field: FieldInfo) -> str:
+    """Describe the range of a setting: "1 to 256", "above 0 to 1"; nothing where it has none."""
+
+    def bound(name: str) -> str:
+        found = (getattr(item, name, None) for item in field.metadata)
+        return next((f"{value}" for value in found if value is not None), "")
+
+    low = bound("ge") or ("above " + bound("gt") if bound("gt") else "")
+    high = bound("le") or ("below " + bound("lt") if bound("lt") else "")
+    return f"{low} to {high}" if low and high else ""
+
+
+def _metavar(part: type[BaseModel], field: str) -> str:
+    kinds = {part.model_fields[field].annotation, *get_args(part.model_fields[field].annotation)}
+    return "N" if int in kinds else "X" if float in kinds else field.upper()
 
 
 def _choices(part: type[BaseModel], field: str) -> str | None:

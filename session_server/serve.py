@@ -1,7 +1,14 @@
 """Serve a model over REST and WebSocket until SIGTERM or Ctrl-C, then drain.
 
-Without --model-path the embedded model is served. Flags have the names SGLang users know; one of
-SGLang's that means nothing here is accepted with a warning line.
+Without --model-path the embedded model is served. Flags have the names that
+SGLang users know; one of SGLang's that means nothing here is accepted with a
+warning line. docs/limits.md says what happens at each limit.
+
+examples:
+  session-server serve                            the embedded model, port 30000
+  session-server serve --model-path DIR --port 8000       a checkpoint of yours
+  session-server serve --model-path DIR --context-length 8192 \\
+      --max-total-tokens 200000                                in less memory
 """
 
 from __future__ import annotations

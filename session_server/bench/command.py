@@ -1,13 +1,18 @@
-"""Measure what a session costs: ratios taken in one run, as tables, JSON and plots.
+"""Measure what a session costs, as ratios taken in one run.
 
-  sessions     does a turn's overhead stay flat, are idle sessions free, is admission flat
-  kept         the next turn on a kept session against resending the conversation
-  speculation  answers with guesses from the session's own text against those without
-  memory-check what the memory checker adds to a step, beside idle sessions
-  mla          a decode step of latent attention while the history grows, absorbed and expanded
-  kv-dtype     a decode step with KV stored in halves, over one with KV in fp32
+  sessions      whether a turn's overhead, idle sessions and admission stay flat
+  kept          the next turn on a kept session against resending all of it
+  speculation   answers with guesses from the session's own text, and without
+  memory-check  what the memory checker adds to a step, beside idle sessions
+  mla           a decode step of latent attention while the history grows
+  kv-dtype      a decode step with KV stored in halves, over one with KV in fp32
 
-Shared machines are noisy: quote ratios of one run, and run twice before believing one.
+Shared machines are noisy: quote ratios of one run, and run twice before
+believing one.
+
+examples:
+  session-server bench kept
+  session-server bench sessions --turns 100 --plot growth.png
 """
 
 from __future__ import annotations
@@ -52,15 +57,20 @@ class Benchmark:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `session-server bench`."""
-    parser.add_argument("benchmark", choices=sorted(BENCHMARKS), help="what to measure")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw `sessions` (matplotlib)")
     parser.add_argument(
+        "benchmark", choices=sorted(BENCHMARKS), metavar="BENCHMARK", help="one of the above"
+    )
+    sessions = parser.add_argument_group("sessions", "Flags of the benchmark `sessions`.")
+    sessions.add_argument(
         "--turns",
         type=whole_number(22, 10_000),
+        metavar="N",
         default=300,
-        help="turns of `sessions` (default: 300)",
+        help="turns of the session (default: 300)",
     )
+    sessions.add_argument("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,14 @@
-"""`session-server demo`: many conversations at once against a real server, every answer checked.
+"""Hold many conversations at once with a real server and check every answer.
 
-It starts `session-server serve` as a separate process, opens sessions over WebSockets, lets each
-hold a dialogue whose later turns ask for what earlier turns told, and reads the memory ledger
-before, during and after. The exit status says whether everything held.
+It starts `session-server serve` as a separate process, opens sessions over
+WebSockets, lets each hold a dialogue whose later turns ask for what earlier
+turns told, and reads the memory ledger before, during and after. The exit
+status says whether everything held.
+
+examples:
+  session-server demo                                8 conversations of 12 turns
+  session-server demo --sessions 64 --turns 40
+  session-server demo --url http://127.0.0.1:30000 --json
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from session_server.arguments import KEY_ADVICE, add_api_key, whole_number
+from session_server.arguments import KEY_ADVICE, add_server, whole_number
 from session_server.client import (
     ClientError,
     ClientOptions,
@@ -122,12 +128,19 @@ class DemoReport:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `session-server demo`."""
-    parser.add_argument("--sessions", type=_COUNT, default=8, help="conversations (default: 8)")
-    parser.add_argument("--turns", type=_COUNT, default=12, help="turns of each (default: 12)")
-    parser.add_argument("--seed", type=int, default=2026, help="of the dialogues (default: 2026)")
-    parser.add_argument("--url", help="of a running server; none: start one, and stop it again")
-    add_api_key(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    load = parser.add_argument_group("load", "How much is said.")
+    load.add_argument(
+        "--sessions", type=_COUNT, metavar="N", default=8, help="conversations (default: 8)"
+    )
+    load.add_argument(
+        "--turns", type=_COUNT, metavar="N", default=12, help="turns of each (default: 12)"
+    )
+    load.add_argument(
+        "--seed", type=int, metavar="N", default=2026, help="of the dialogues (default: 2026)"
+    )
+    add_server(parser, about="of a running server; none: start one, and stop it again")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: argparse.Namespace) -> int:

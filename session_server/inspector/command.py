@@ -1,14 +1,14 @@
-"""What a checkpoint is, what its sessions take in memory, and how many of them fit.
+"""Show what a checkpoint is, and how many of its sessions fit into memory.
 
-Reads the configuration and the headers of the weights: nothing is loaded, and what `serve` would
-refuse is refused here, at once and by name. The figures are those that `serve` works with, under
-the same flags.
+Reads the configuration and the headers of the weights: nothing is loaded, and
+what `serve` would refuse is refused here, at once and by name. The figures are
+those that `serve` works with, under the same flags.
 
 examples:
-  session-server inspect                                    the embedded model
-  session-server inspect DIR --lengths 1024,32768           what sessions of these lengths take
-  session-server inspect DIR --memory 16GiB --page-size 64  how many fit in so much KV memory
-  session-server inspect DIR --json | jq .pools             the same figures for a program
+  session-server inspect                                     the embedded model
+  session-server inspect DIR --lengths 1024,32768     sessions of these lengths
+  session-server inspect DIR --memory 16GiB      how many fit in so much memory
+  session-server inspect DIR --json | jq .pools          figures for a program
 
 A server that runs is asked with `session-server audit`.
 """
@@ -85,20 +85,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="directory of a Hugging Face checkpoint, or a hub id (none: the embedded model)",
     )
-    parser.add_argument(
+    shown = parser.add_argument_group("figures", "What is worked out and shown.")
+    shown.add_argument(
         "--lengths",
         type=_lengths,
         default=(),
         metavar="N,N,...",
         help="tokens of the sessions to show (default: some, up to the context)",
     )
-    parser.add_argument(
+    shown.add_argument(
         "--memory",
         type=_num_bytes,
         metavar="SIZE",
         help="for KV, as in 16GiB (default: what `serve` takes of what the weights leave)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object; sizes are bytes")
+    shown.add_argument("--json", action="store_true", help="one JSON object; sizes are bytes")
     flags.add_flags(parser, [flag for flag in flags.FLAGS if flag.names[0] in MEMORY_FLAGS])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from session_server.config import Settings
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
+from session_server.foreign_flags import CALLED_HERE, NOT_SUPPORTED
 from session_server.metrics.prometheus import ServerMetrics
 from tests.docs import limits, protocol_tables
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
@@ -55,6 +56,23 @@ def flag_table() -> str:
         ignored = ", ".join(f"`{name}`" for name in (*MEANINGLESS_SWITCHES, *MEANINGLESS_VALUES))
         yield ""
         yield f"Accepted and ignored: {ignored}."
+
+    return "\n".join(rows())
+
+
+def foreign_flag_table() -> str:
+    """Flags of other servers: what they are called here, and why some are not here."""
+    reasons: dict[str, list[str]] = {}
+    for flag, reason in NOT_SUPPORTED.items():
+        reasons.setdefault(reason, []).append(f"`{flag}`")
+
+    def rows() -> Iterator[str]:
+        yield "| flag | |"
+        yield "|---|---|"
+        for flag, ours in CALLED_HERE.items():
+            yield f"| `{flag}` | `{ours}` |"
+        for reason, flags in reasons.items():
+            yield f"| {', '.join(flags)} | not supported, because {reason} |"
 
     return "\n".join(rows())
 
@@ -156,6 +174,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("protocol.md", "session"): protocol_tables.session_table,
     ("protocol.md", "turn"): protocol_tables.turn_table,
     ("runbook.md", "flags"): flag_table,
+    ("runbook.md", "foreign"): foreign_flag_table,
     ("runbook.md", "metrics"): metric_table,
     ("scenarios.md", "scenarios"): scenario_table,
     ("testing.md", "faults"): fault_table,

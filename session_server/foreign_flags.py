@@ -1,0 +1,133 @@
+"""Flags that people know from SGLang and vLLM: what they are called here, or why they are not here.
+
+`flags` has those that are accepted, with or without effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Final
+
+_ONE_DEVICE: Final = "a model runs on one device here"
+_ONE_MACHINE: Final = "a server runs on one machine"
+_AS_STORED: Final = (
+    "weights are served as the checkpoint has them; FP8 of deepseek_v3 and MXFP4 of gpt_oss are "
+    "dequantized when they are loaded"
+)
+_NO_ADAPTERS: Final = "adapters are not implemented"
+_TEXT_ONLY: Final = "models take text and give text"
+_NOT_PARSED: Final = "answers are text, in which nothing is looked for"
+_NOT_CONSTRAINED: Final = "answers are not constrained by a grammar or schema"
+_NO_TIERS: Final = "KV that leaves the device is computed again, not stored elsewhere"
+_PLAIN_HTTP: Final = "the server speaks plain HTTP; put TLS in front of it"
+_OWN_FILES: Final = "it comes with the checkpoint; put the file into the checkpoint's directory"
+
+
+def _alike(text: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), text)
+
+
+NOT_SUPPORTED: Final[Mapping[str, str]] = MappingProxyType(
+    _alike(
+        _ONE_DEVICE,
+        "--tp --tp-size --tensor-parallel-size --pp --pp-size --pipeline-parallel-size --dp "
+        "--dp-size --data-parallel-size --ep --ep-size --expert-parallel-size "
+        "--enable-expert-parallel --enable-dp-attention --base-gpu-id --gpu-id-step",
+    )
+    | _alike(
+        _ONE_MACHINE,
+        "--nnodes --node-rank --dist-init-addr --dist-timeout --distributed-executor-backend "
+        "--disaggregation-mode --load-balance-method",
+    )
+    | _alike(
+        _AS_STORED, "--quantization -q --torchao-config --load-format --quantization-param-path"
+    )
+    | _alike(
+        _NO_ADAPTERS,
+        "--lora-paths --enable-lora --lora-modules --max-lora-rank --max-loras "
+        "--max-loras-per-batch --lora-backend",
+    )
+    | _alike(
+        _TEXT_ONLY,
+        "--enable-multimodal --limit-mm-per-prompt --mm-processor-kwargs --is-embedding --task "
+        "--runner --reward-model",
+    )
+    | _alike(
+        _NOT_PARSED,
+        "--tool-call-parser --reasoning-parser --enable-auto-tool-choice --tool-server",
+    )
+    | _alike(
+        _NOT_CONSTRAINED,
+        "--grammar-backend --guided-decoding-backend --structured-outputs-config",
+    )
+    | _alike(
+        _NO_TIERS,
+        "--enable-hierarchical-cache --hicache-ratio --hicache-size --hicache-write-policy "
+        "--swap-space --cpu-offload-gb --kv-transfer-config",
+    )
+    | _alike(
+        _PLAIN_HTTP,
+        "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-keyfile-password",
+    )
+    | _alike(
+        _OWN_FILES,
+        "--chat-template --tokenizer --tokenizer-path --tokenizer-mode --completion-template "
+        "--hf-overrides --generation-config --json-model-override-args",
+    )
+    | _alike(
+        "the hub's cache and its HF_HOME decide where a model lies",
+        "--download-dir --revision --code-revision --tokenizer-revision --hf-token",
+    )
+)
+"""Why a flag is not supported here."""
+
+CALLED_HERE: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "--max-model-len": "--context-length",
+        "--gpu-memory-utilization": "--mem-fraction-static",
+        "--max-num-seqs": "--max-running-requests",
+        "--max-num-batched-tokens": "--chunked-prefill-size",
+        "--long-prefill-token-threshold": "--chunked-prefill-size",
+        "--block-size": "--page-size",
+        "--kv-cache-memory-bytes": "--max-total-tokens",
+        "--no-enable-prefix-caching": "--disable-radix-cache",
+        "--seed": "--random-seed",
+        "--allowed-origins": "--allowed-origin",
+        "--api-keys": "--api-key",
+        "--uvicorn-log-level": "--log-level",
+        "--speculative-config": "--speculative-algorithm",
+        "--speculative-draft-model": "--speculative-draft-model-path",
+        "--speculative-draft": "--speculative-draft-model-path",
+        "--speculative-num-steps": "--speculative-num-draft-tokens",
+        "--num-speculative-tokens": "--speculative-num-draft-tokens",
+    }
+)
+"""What a flag is called here."""
+
+
+def complaint(surplus: Iterable[str], known: Iterable[str], *, is_server: bool) -> str:
+    """Say what is wrong with arguments that a command does not take.
+
+    Args:
+        surplus: the arguments, values of unknown flags among them.
+        known: the flags of the command, among which near matches are looked for.
+        is_server: whether flags of other servers have answers of their own.
+    """
+    words = list(surplus)
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if not flags:
+        return f"unrecognized arguments: {' '.join(words)}"
+    known = list(known)
+    return "\n  ".join(_about(flag, known, is_server=is_server) for flag in flags)
+
+
+def _about(flag: str, known: list[str], *, is_server: bool) -> str:
+    if is_server and flag in CALLED_HERE:
+        return f"{flag} is called {CALLED_HERE[flag]} here"
+    if is_server and flag in NOT_SUPPORTED:
+        return f"{flag} is not supported, because {NOT_SUPPORTED[flag]}"
+    near = get_close_matches(flag, known, n=1, cutoff=0.7)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unrecognized argument {flag}{hint}"
