@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
 
 from session_server import cli, wiring
+from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.local_server import LocalServer
-from tests.chaos.in_process import mortal_engine
 from tests.engine_host.live_echo import LiveStage
 
 PROGRAM = (sys.executable, "-m", "tests.chaos.echo_server", "serve")
@@ -22,6 +25,20 @@ def echo_server(
 ) -> LocalServer:
     """A server process whose answers `replay` can tell."""
     return LocalServer(["--log-level", "warning", *flags], program=PROGRAM, on_line=on_line)
+
+
+def mortal_engine(stage: LiveStage) -> EngineProcess:
+    """An echo engine in a child process, which is started again at once whenever it dies."""
+    argv = (sys.executable, str(Path(__file__).parents[1] / "engine_host" / "echo_child.py"))
+    return EngineProcess(
+        ProcessSettings(
+            argv,
+            msgspec.msgpack.encode(stage),
+            backoff_first_s=0.01,
+            backoff_max_s=0.05,
+            max_failures=1_000_000,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from tests.chaos.audit import audit
 from tests.chaos.history import SessionLog
 from tests.chaos.library_client import LibraryClient
 from tests.chaos.proxy import ChaosProxy, Weather
-from tests.chaos.rest_client import RestClient, http_client
+from tests.chaos.rest_client import RestClient
 from tests.chaos.scene import Scene
 from tests.chaos.socket_client import SocketClient
-from tests.wire.conftest import engine_pid
+from tests.web.wire_client import http_client
+from tests.wire.processes import engine_pid, memory_mib
 
 FLAGS = (
     *("--threads", "1", "--log-level", "warning", "--memory-check", "warn"),
@@ -156,12 +157,6 @@ async def settled(server: LocalServer) -> Holdings:
             await asyncio.sleep(0.25)
             recent.append(await holdings(server, http))
     return recent[-1]
-
-
-def memory_mib(pid: int) -> float:
-    """Resident memory of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return round(pages * 4096 / 2**20, 1)
 
 
 async def _live(scene: Scene, client: Client) -> None:

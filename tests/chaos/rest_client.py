@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import ssl
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -13,14 +12,9 @@ import httpx
 
 from tests.chaos.history import ENDS, Ask, End, SessionLog
 from tests.chaos.scene import QUIET_S, Scene, long_turn, some_turn
+from tests.web.wire_client import http_client
 
 LOST = (httpx.TransportError,)
-_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # never used; making one per client is slow
-
-
-def http_client(url: str) -> httpx.AsyncClient:
-    """A client of our server: no proxy, no TLS, a bounded patience."""
-    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=QUIET_S, verify=_TLS)
 
 
 class RestClient:
@@ -36,7 +30,7 @@ class RestClient:
     async def run(self) -> None:
         """The whole life of the client."""
         deeds = (self.ask, self.stream, self.hang_up, self.cancel)
-        async with http_client(self.scene.url) as self._http:
+        async with http_client(self.scene.url, timeout_s=QUIET_S) as self._http:
             key = {"idempotency-key": f"{self.scene.seed}-{self._number}"}
             answer = await self._insist("POST", "/v1/sessions", json={}, headers=key)
             self.log.session_id = answer.json()["id"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,9 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from tests.chaos.history import ENDS, Ask, End, SessionLog
 from tests.chaos.scene import MAX_TURNS, QUIET_S, Scene, long_turn, some_turn
-from tests.web.wire_client import SUBPROTOCOL
+from tests.web.wire_client import SUBPROTOCOL, narrow_socket
 
 LOST = (OSError, TimeoutError, ConnectionClosed, InvalidHandshake, EOFError)
-SMALL_BUFFER = 4096
 
 
 class SocketClient:
@@ -235,9 +233,10 @@ class SocketClient:
 
     async def _greeted(self) -> ClientConnection:
         base, query = self.scene.url.replace("http://", "ws://"), ""
+        port = int(base.rpartition(":")[2])
         if self.log.session_id:
             query = f"?after={self._last_seq}&epoch={self.log.epoch}"
-        narrow = await self._narrow() if self._is_slow else None
+        narrow = await narrow_socket(port) if self._is_slow else None
         own: dict[str, Any] = {"sock": narrow} if narrow is not None else {}
         try:
             connection = await connect(
@@ -265,15 +264,6 @@ class SocketClient:
         self.log.session_id, self.log.epoch = hello["session_id"], hello["epoch"]
         self._last_seq = hello["seq"]
         return connection
-
-    async def _narrow(self) -> socket.socket:
-        """A socket that takes next to nothing before it is read."""
-        narrow = socket.socket()
-        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
-        narrow.setblocking(False)
-        port = int(self.scene.url.rpartition(":")[2])
-        await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", port))
-        return narrow
 
     def drop(self) -> None:
         """Lose the connection as a cable would."""

@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from session_server.core.batch import Batch, PendingStep, Runner
+from session_server.core.commands import CancelTurn, EngineCommand
+from session_server.core.engine_client import EventListener
+from session_server.core.events import EngineEvent, EngineReady, TurnFinished
 from session_server.core.ids import TurnId
 from session_server.engine.settings import MemoryCheck
+from session_server.engine_host.inline import InlineEngine
+from session_server.engine_host.loop import EngineAssembly
 from tests.chaos.decisions import Decisions
-from tests.chaos.in_process import InProcess, WatchedEngine, in_process, watched_engine
-from tests.engine_host.live_echo import LiveStage
+from tests.engine_host.live_echo import LiveStage, assemble
+from tests.web.serving import Served, serving_live
 from tests.web.wire_client import Wire, open_wire
 
 MAX_LATE_LAUNCHES = 2
@@ -22,7 +30,66 @@ NUM_ABORTS = 12
 SAMPLING = {"temperature": 0, "max_tokens": 380, "ignore_eos": True}
 SGLANG_SAMPLING = {"temperature": 0, "max_new_tokens": 380, "ignore_eos": True}
 
-Way = Callable[[InProcess, str, Decisions], Awaitable[None]]
+Way = Callable[[Served, str, Decisions], Awaitable[None]]
+
+
+@dataclass
+class LaunchCounter:
+    """A `Runner` that counts the forwards each turn had a row in."""
+
+    runner: Runner
+    launches: Counter[TurnId]
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """See `Runner.launch`."""
+        self.launches.update(row.turn_id for row in batch.rows)
+        return self.runner.launch(batch)
+
+
+@dataclass
+class WatchedEngine:
+    """An `EngineClient` that notes, once a cancel is in the engine's inbox, how many forwards the
+    turn has been in so far."""
+
+    inner: InlineEngine
+    launches: Counter[TurnId]
+    cancelled_after: dict[TurnId, int] = field(default_factory=dict)
+    ended: set[TurnId] = field(default_factory=set)
+
+    async def start(self, listener: EventListener) -> EngineReady:
+        """See `EngineClient.start`."""
+
+        def hear(event: EngineEvent) -> None:
+            if isinstance(event, TurnFinished):
+                self.ended.add(event.turn_id)
+            listener(event)
+
+        return await self.inner.start(hear)
+
+    def send(self, command: EngineCommand) -> None:
+        """See `EngineClient.send`."""
+        self.inner.send(command)
+        if isinstance(command, CancelTurn):
+            self.cancelled_after[command.turn_id] = self.launches[command.turn_id]
+
+    async def stop(self) -> None:
+        """See `EngineClient.stop`."""
+        await self.inner.stop()
+
+    def late_launches(self, turn_id: TurnId) -> int:
+        """Forwards with a row of the turn that began after its cancel was in the inbox."""
+        return self.launches[turn_id] - self.cancelled_after[turn_id]
+
+
+def watched_engine(stage: LiveStage) -> WatchedEngine:
+    """An engine on a thread, over the fake device that `stage` describes."""
+    launches: Counter[TurnId] = Counter()
+
+    def build() -> EngineAssembly:
+        assembly = assemble(msgspec.msgpack.encode(stage))
+        return replace(assembly, runner=LaunchCounter(assembly.runner, launches))
+
+    return WatchedEngine(InlineEngine(build), launches)
 
 
 def words(chance: Decisions) -> list[int]:
@@ -39,45 +106,45 @@ async def running(wire: Wire, chance: Decisions, **fields: Any) -> None:
         await wire.receive()
 
 
-async def by_message(this: InProcess, session_id: str, chance: Decisions) -> None:
+async def by_message(this: Served, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance)
         await wire.send("turn.cancel", turn_id="t", keep_partial=chance.happens(0.5))
         await wire.until("turn.cancelled")
 
 
-async def by_closing_over_the_socket(this: InProcess, session_id: str, chance: Decisions) -> None:
+async def by_closing_over_the_socket(this: Served, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance)
         await wire.send("session.close")
         assert await wire.close_code() == 4410
 
 
-async def by_a_lost_socket(this: InProcess, session_id: str, chance: Decisions) -> None:
+async def by_a_lost_socket(this: Served, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance, on_disconnect="cancel")
         wire.socket.transport.abort()
 
 
-async def by_rest(this: InProcess, session_id: str, chance: Decisions) -> None:
+async def by_rest(this: Served, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance)
         path = f"/v1/sessions/{session_id}/turns/t/cancel"
         assert (await this.http.post(path, json={})).status_code == 200
 
 
-async def by_deleting_the_session(this: InProcess, session_id: str, chance: Decisions) -> None:
+async def by_deleting_the_session(this: Served, session_id: str, chance: Decisions) -> None:
     async with open_wire(this.url, session_id) as wire:
         await running(wire, chance)
         assert (await this.http.delete(f"/v1/sessions/{session_id}")).status_code == 200
 
 
-async def by_leaving_an_event_stream(this: InProcess, session_id: str, chance: Decisions) -> None:
+async def by_leaving_an_event_stream(this: Served, session_id: str, chance: Decisions) -> None:
     body = {"input_ids": words(chance), "sampling": SAMPLING}
     await leave_stream(this, f"/v1/sessions/{session_id}/turns", body, chance)
 
 
-async def by_leaving_a_request(this: InProcess, session_id: str, chance: Decisions) -> None:
+async def by_leaving_a_request(this: Served, session_id: str, chance: Decisions) -> None:
     body = {"input_ids": words(chance), "sampling": SAMPLING}
     request = asyncio.create_task(this.http.post(f"/v1/sessions/{session_id}/turns", json=body))
     while (await this.http.get(f"/v1/sessions/{session_id}")).json()["running_turn"] is None:
@@ -86,7 +153,7 @@ async def by_leaving_a_request(this: InProcess, session_id: str, chance: Decisio
     await asyncio.gather(request, return_exceptions=True)
 
 
-async def by_aborting_a_rid(this: InProcess, session_id: str, chance: Decisions) -> None:
+async def by_aborting_a_rid(this: Served, session_id: str, chance: Decisions) -> None:
     body = generation(session_id, chance) | {"rid": "mine", "stream": False}
     request = asyncio.create_task(this.http.post("/generate", json=body))
     while (await this.http.get(f"/v1/sessions/{session_id}")).json()["running_turn"] is None:
@@ -96,7 +163,7 @@ async def by_aborting_a_rid(this: InProcess, session_id: str, chance: Decisions)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def by_leaving_sglangs_stream(this: InProcess, session_id: str, chance: Decisions) -> None:
+async def by_leaving_sglangs_stream(this: Served, session_id: str, chance: Decisions) -> None:
     await leave_stream(this, "/generate", generation(session_id, chance), chance)
 
 
@@ -106,7 +173,7 @@ def generation(session_id: str, chance: Decisions) -> dict[str, Any]:
     return {"input_ids": words(chance), "sampling_params": SGLANG_SAMPLING, **params}
 
 
-async def leave_stream(this: InProcess, path: str, body: dict[str, Any], chance: Decisions) -> None:
+async def leave_stream(this: Served, path: str, body: dict[str, Any], chance: Decisions) -> None:
     """Read a few events, and hang up."""
     wanted = chance.between(1, 12)
     headers = {"accept": "text/event-stream"}
@@ -139,7 +206,7 @@ def test_an_abort_reaches_the_scheduler_within_two_steps(way: Way, is_device: bo
         nonlocal launched_before
         stage = LiveStage(0.001, is_device=is_device, memory_check=MemoryCheck.WARN)
         engine = watched_engine(stage)
-        async with in_process(engine) as this:
+        async with serving_live(engine) as this:
             others = [asyncio.create_task(bystander(this, n)) for n in range(NUM_BYSTANDERS)]
             for number in range(NUM_ABORTS):
                 turn_id = await abort(this, engine, way, Decisions(1, way.__name__, number))
@@ -156,7 +223,7 @@ def test_an_abort_reaches_the_scheduler_within_two_steps(way: Way, is_device: bo
     assert launched_before >= NUM_ABORTS // 4, "turns ran when they were aborted"
 
 
-async def abort(this: InProcess, engine: WatchedEngine, way: Way, chance: Decisions) -> TurnId:
+async def abort(this: Served, engine: WatchedEngine, way: Way, chance: Decisions) -> TurnId:
     """Abort a turn of a session of its own; the engine's name of the turn, once it has ended."""
     session_id = (await this.http.post("/v1/sessions", json={})).json()["id"]
     before = set(engine.cancelled_after)
@@ -170,7 +237,7 @@ async def abort(this: InProcess, engine: WatchedEngine, way: Way, chance: Decisi
     return turn_id
 
 
-async def bystander(this: InProcess, number: int) -> None:
+async def bystander(this: Served, number: int) -> None:
     """Runs turns beside the aborted ones; none of them is disturbed."""
     chance, count = Decisions(2, number), 0
     async with open_wire(this.url) as wire:

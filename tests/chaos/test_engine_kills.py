@@ -6,17 +6,18 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from session_server.sessions.turn import TurnPhase
 from tests.chaos.decisions import Decisions
-from tests.chaos.in_process import InProcess, in_process, mortal_engine
+from tests.chaos.echo_server import mortal_engine
 from tests.chaos.reckoning import ENDS, Reckoning, echo_turn
 from tests.engine_host.live_echo import LiveStage
+from tests.web.serving import Served, serving_live
 from tests.web.wire_client import Wire, open_wire
+from tests.wire.processes import ECHO_ENGINE, engines_of
 
 NUM_KILLS = 24
 NUM_TALKERS = 10
@@ -27,7 +28,7 @@ MAX_TOKENS = 400
 class Talker:
     """Talks without pause, and knows every token of its session by its own reckoning."""
 
-    def __init__(self, this: InProcess, number: int, saw: Counter[str]) -> None:
+    def __init__(self, this: Served, number: int, saw: Counter[str]) -> None:
         self.this = this
         self.chance = Decisions(3, number)
         self.saw = saw
@@ -89,7 +90,7 @@ class Talker:
         return echo_turn(self.chance, f"t{self._count}", max_tokens=self.chance.between(1, 30))
 
 
-def phases(this: InProcess) -> Counter[str]:
+def phases(this: Served) -> Counter[str]:
     """How many turns are in which phase now."""
     found: Counter[str] = Counter()
     for session in this.sessions._sessions:
@@ -102,17 +103,6 @@ def phases(this: InProcess) -> Counter[str]:
     return found
 
 
-def engine_pids() -> list[int]:
-    """Engines of this process, the one that is still starting among them."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    children = [int(pid) for task in tasks for pid in task.read_text().split()]
-    engines = []
-    for pid in children:
-        line = Path(f"/proc/{pid}/cmdline").read_bytes()
-        engines += [pid] if b"echo_child" in line else []
-    return engines
-
-
 @pytest.mark.timeout(600)
 def test_an_engine_killed_at_any_moment_costs_its_running_turns_and_nothing_else() -> None:
     saw: Counter[str] = Counter()
@@ -120,7 +110,7 @@ def test_an_engine_killed_at_any_moment_costs_its_running_turns_and_nothing_else
 
     async def test() -> None:
         engine = mortal_engine(LiveStage(forward_s=0.004, is_device=True))
-        async with in_process(engine) as this:
+        async with serving_live(engine) as this:
             talkers = [Talker(this, number, saw) for number in range(NUM_TALKERS)]
             talks = [asyncio.create_task(talker.run()) for talker in talkers]
             chance = Decisions(4)
@@ -137,7 +127,7 @@ def test_an_engine_killed_at_any_moment_costs_its_running_turns_and_nothing_else
                 else:
                     await asyncio.sleep(chance.share() / 2)
                 struck.update(phases(this))
-                for pid in engine_pids():
+                for pid in engines_of(os.getpid(), ECHO_ENGINE):
                     struck["kills"] += 1
                     struck["kills of a starting engine"] += pid != engine.pid
                     os.kill(pid, signal.SIGKILL)

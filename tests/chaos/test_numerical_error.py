@@ -16,8 +16,7 @@ from safetensors.numpy import load_file, save_file
 from session_server.demo import MODEL_DIR
 from session_server.local_server import LocalServer
 from tests.chaos.decisions import Decisions
-from tests.chaos.rest_client import http_client
-from tests.web.wire_client import open_wire
+from tests.web.wire_client import http_client, open_wire
 from tests.wire.conftest import SMALL, assert_books_balance
 
 POISON = 700

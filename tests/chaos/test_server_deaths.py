@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,19 +18,11 @@ from session_server.local_server import LocalServer
 from tests.chaos.decisions import Decisions
 from tests.chaos.echo_server import PROGRAM, echo_server
 from tests.chaos.reckoning import ENDS, echo_turn
-from tests.chaos.rest_client import http_client
-from tests.engine_host.test_process import is_alive
-from tests.web.wire_client import Wire, open_wire
+from tests.web.wire_client import Wire, http_client, open_wire
+from tests.wire.processes import ECHO_ENGINE, assert_gone, engines_of
 
 NUM_CLIENTS = 12
 EVENTS = {"accept": "text/event-stream"}
-
-
-def engine_pids(server_pid: int) -> list[int]:
-    """The engine processes of a server; children are listed with the thread that made them."""
-    tasks = Path(f"/proc/{server_pid}/task").glob("*/children")
-    children = [int(pid) for task in tasks for pid in task.read_text().split()]
-    return [p for p in children if b"echo_child" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 async def socket_client(url: str, number: int, saw: Counter[str], ready: asyncio.Event) -> None:
@@ -188,7 +179,7 @@ def test_a_signal_while_the_engine_is_away_ends_the_server_all_the_same() -> Non
         async with open_wire(server.url) as wire:
             await wire.send("turn.create", **echo_turn(Decisions(8), "t", max_tokens=400))
             await wire.until("turn.delta")
-            for pid in engine_pids(server.pid):
+            for pid in engines_of(server.pid, ECHO_ENGINE):
                 os.kill(pid, signal.SIGKILL)
             os.kill(server.pid, signal.SIGTERM)
             assert await wire.close_code() == 1012
@@ -205,7 +196,7 @@ def test_a_killed_server_leaves_no_engine_behind() -> None:
         ready = asyncio.Event()
         clients = asyncio.create_task(endless_turns(server.url, ready))
         await ready.wait()
-        engines = engine_pids(server.pid)
+        engines = engines_of(server.pid, ECHO_ENGINE)
         os.kill(server.pid, signal.SIGKILL)
         await clients
         return engines
@@ -221,16 +212,8 @@ def test_a_server_killed_while_its_engine_starts_leaves_no_engine_behind() -> No
     argv = [*PROGRAM, "--port", "0"]
     for number in (signal.SIGKILL, signal.SIGTERM):
         with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as server:
-            while not (engines := engine_pids(server.pid)):
+            while not (engines := engines_of(server.pid, ECHO_ENGINE)):
                 time.sleep(0.002)
             server.send_signal(number)
             assert server.wait(60) in (-number, 0)
         assert_gone(engines)
-
-
-def assert_gone(pids: list[int]) -> None:
-    """The processes end, if not at once."""
-    deadline_s = time.monotonic() + 60
-    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert not any(is_alive(pid) for pid in pids)

@@ -15,11 +15,9 @@ import httpx
 from session_server.local_server import LocalServer
 from tests.chaos.decisions import Decisions
 from tests.chaos.echo_server import echo_server
-from tests.chaos.load import memory_mib
 from tests.chaos.reckoning import ENDS, Reckoning, echo_turn
-from tests.chaos.rest_client import http_client
-from tests.web.test_websocket import narrow_socket
-from tests.web.wire_client import open_wire
+from tests.web.wire_client import http_client, narrow_socket, open_wire
+from tests.wire.processes import memory_mib
 
 NUM_STALLED = 12
 NUM_OTHERS = 4

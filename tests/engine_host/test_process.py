@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -33,6 +32,7 @@ from session_server.engine_host.transport import (
 from tests.engine_host.live_echo import BUG_TOKEN, GRIP_TOKEN, HANG_TOKEN, LiveStage
 from tests.engine_host.server_side import ServerSide, submit
 from tests.sim.echo import replay
+from tests.wire.processes import assert_gone, is_alive
 
 CHILD = str(Path(__file__).with_name("echo_child.py"))
 
@@ -44,16 +44,6 @@ def engine(stage: LiveStage | None = None, **changes: object) -> EngineProcess:
     return EngineProcess(
         ProcessSettings(argv, settings, **options)  # type: ignore[arg-type]
     )
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has reaped does not."""
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-    return state != "Z"
 
 
 # Frames
@@ -355,7 +345,4 @@ def test_an_engine_does_not_outlive_a_server_that_was_killed() -> None:
         pid = int(parent.stdout.readline())
         assert is_alive(pid)
         parent.kill()
-    deadline = time.monotonic() + 60
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(pid)
+    assert_gone([pid])

@@ -37,7 +37,8 @@ from tests.scenarios.test_races_on_the_wire import OWNER, SOON_S, ended, posted
 from tests.sessions.paper_engine import PaperEngine
 from tests.sessions.test_session_engine import sample
 from tests.web.serving import WORD, Served, Wire, served, turn
-from tests.web.test_websocket import flood, narrow_socket
+from tests.web.test_websocket import flood
+from tests.web.wire_client import narrow_socket
 
 
 async def answer_to(wire: Wire, frame: str) -> dict[str, Any]:

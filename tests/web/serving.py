@@ -1,4 +1,4 @@
-"""The real application on a real port, over real sessions, with an engine on paper behind it."""
+"""The real application on a real port of this process, over real sessions and any engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import httpx
 from fastapi import FastAPI
 
-from session_server.config import ModelSettings, model_directory
+from session_server.config import Settings, model_directory
 from session_server.core.engine_client import EngineClient
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.journal import JournalLimits
@@ -26,8 +26,9 @@ from session_server.web.listener import bind
 from session_server.web.server import DrainingServer, config_for
 from session_server.web.services import AppServices, ModelCard, WebSettings
 from session_server.web.sockets import Sockets
+from session_server.wiring import make_manager, make_services
 from tests.sessions.paper_engine import PaperEngine
-from tests.web.wire_client import SUBPROTOCOL, Wire, open_wire, turn
+from tests.web.wire_client import SUBPROTOCOL, Wire, http_client, open_wire, turn
 
 WORD = 474
 """A token id with a text of its own that ends nothing."""
@@ -40,7 +41,7 @@ __all__ = ["SUBPROTOCOL", "WORD", "Served", "Wire", "served", "serving", "small_
 @functools.cache
 def model_text() -> ModelText:
     """The embedded model's tokenizer and template."""
-    return load_local_text(model_directory(ModelSettings()))
+    return load_local_text(model_directory(Settings().model))
 
 
 class SteppedEngine(EngineClient, Protocol):
@@ -54,15 +55,16 @@ class SteppedEngine(EngineClient, Protocol):
     def deliver(self) -> object: ...
 
 
+LiveT = TypeVar("LiveT", bound=EngineClient)
 EngineT = TypeVar("EngineT", bound=SteppedEngine)
 
 
 @dataclass
-class Served(Generic[EngineT]):
+class Served(Generic[LiveT]):
     """One running server and its levers. With `is_held` the engine takes no steps."""
 
     url: str
-    engine: EngineT
+    engine: LiveT
     sessions: SessionManager
     services: AppServices
     server: DrainingServer
@@ -174,12 +176,11 @@ async def serving(
 async def serving_over(
     engine: EngineT, manager: SessionManager, **settings: Any
 ) -> AsyncIterator[Served[EngineT]]:
-    """A server of these sessions over this engine inside the block."""
-    metrics = ServerMetrics(now_s=time.monotonic)
+    """A server of these sessions over an engine that takes its steps on this loop."""
     ready = await manager.start()
     services = AppServices(
         sessions=manager,
-        metrics=metrics,
+        metrics=ServerMetrics(now_s=time.monotonic),
         model=ModelCard(
             name="paper",
             path="paper",
@@ -190,24 +191,43 @@ async def serving_over(
         ),
         settings=replace(WebSettings(port=0), **settings),
     )
-    listener = bind("127.0.0.1", 0)
-    listening = asyncio.Event()
-    app = create_app(services)
-    server = DrainingServer(config_for(app, services), listening.set)
-    serve = asyncio.create_task(server.serve(sockets=[listener]))
-    await listening.wait()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=DEADLINE_S) as http:
-        this = Served(url, engine, manager, services, server, app, http)
+    async with _listening(engine, services) as this:
         pump = asyncio.create_task(this.pump())
         try:
             yield this
         finally:
-            server.should_exit = True
             pump.cancel()
             await asyncio.gather(pump, return_exceptions=True)
-            await serve
-            await manager.stop()
+
+
+@contextlib.asynccontextmanager
+async def serving_live(engine: LiveT) -> AsyncIterator[Served[LiveT]]:
+    """A server wired as `session-server serve` wires it, over an engine that steps by itself."""
+    settings = Settings()
+    manager = make_manager(settings, engine, model_text())
+    ready, metrics = await manager.start(), ServerMetrics(now_s=time.monotonic)
+    directory = model_directory(settings.model)
+    services = make_services(settings, manager, metrics, directory=directory, ready=ready)
+    async with _listening(engine, services) as this:
+        yield this
+
+
+@contextlib.asynccontextmanager
+async def _listening(engine: LiveT, services: AppServices) -> AsyncIterator[Served[LiveT]]:
+    """The application on a port of its own."""
+    listener, is_listening = bind("127.0.0.1", 0), asyncio.Event()
+    app = create_app(services)
+    server = DrainingServer(config_for(app, services), is_listening.set)
+    serve = asyncio.create_task(server.serve(sockets=[listener]))
+    await is_listening.wait()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        async with http_client(url) as http:
+            yield Served(url, engine, services.sessions, services, server, app, http)
+    finally:
+        server.should_exit = True
+        await serve
+        await services.sessions.stop()
 
 
 def small_journal(max_entries: int) -> SessionLimits:

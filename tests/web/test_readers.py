@@ -16,7 +16,8 @@ from session_server.text.rendering import Rendering
 from session_server.web import http_guard
 from session_server.web.auth import ANONYMOUS
 from tests.web.serving import Served, served, turn
-from tests.web.test_websocket import flood, narrow_socket
+from tests.web.test_websocket import flood
+from tests.web.wire_client import narrow_socket
 
 
 @served()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from websockets.frames import Opcode
 from session_server.web.auth import ANONYMOUS
 from session_server.web.services import digest_of
 from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
-from tests.web.wire_client import Wire
+from tests.web.wire_client import Wire, narrow_socket
 
 KEYS = (digest_of("secret"), digest_of("other"))
 
@@ -288,15 +287,6 @@ async def far_behind() -> AsyncIterator[tuple[Served, str, Wire]]:
             await this.until(lambda: this.sockets.num_attached == 1)
             await flood(this, session_id)
             yield this, session_id, wire
-
-
-async def narrow_socket(port: int) -> socket.socket:
-    """A connection whose receive buffer holds next to nothing."""
-    narrow = socket.socket()
-    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    narrow.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", port))
-    return narrow
 
 
 async def flood(this: Served, session_id: str) -> None:

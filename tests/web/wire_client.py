@@ -1,13 +1,17 @@
-"""The client's end of a WebSocket, with nothing between the test and the frames."""
+"""The client's end of a connection, with nothing between the test and what is said."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import socket
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
@@ -16,6 +20,15 @@ from websockets.typing import Subprotocol
 from session_server.protocol.frames import AnyServerFrame
 
 SUBPROTOCOL = Subprotocol("kvsession.v1")
+
+
+DEADLINE_S = 60.0
+_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # never used; making one per client is slow
+
+
+def http_client(url: str, *, timeout_s: float = DEADLINE_S) -> httpx.AsyncClient:
+    """A client of plain HTTP: no proxy, no TLS, a bounded patience."""
+    return httpx.AsyncClient(base_url=url, trust_env=False, timeout=timeout_s, verify=_TLS)
 
 
 @dataclass
@@ -64,6 +77,15 @@ def turn(text: str = "Hello", *, max_tokens: int = 4, **fields: object) -> dict[
     sampling = {"temperature": 0, "max_tokens": max_tokens}
     content = {} if {"text", "input", "input_ids"} & set(fields) else {"text": text}
     return {"sampling": sampling, **content, **fields}
+
+
+async def narrow_socket(port: int, *, receive_buffer: int = 4096) -> socket.socket:
+    """A connection whose receive buffer holds next to nothing."""
+    narrow = socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    narrow.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(narrow, ("127.0.0.1", port))
+    return narrow
 
 
 @contextlib.asynccontextmanager

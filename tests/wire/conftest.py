@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -40,12 +39,3 @@ def assert_books_balance(url: str) -> None:
     for pool in report["pools"].values():
         assert sum(pool[account] for account in ACCOUNTS) == pool["pages"], pool
         assert pool["quarantine"] == 0
-
-
-def engine_pid(server: LocalServer) -> int:
-    """The process of the server's engine; children are listed with the thread that made them."""
-    tasks = Path(f"/proc/{server.pid}/task").glob("*/children")
-    children = [pid for task in tasks for pid in task.read_text().split()]
-    engines = [pid for pid in children if b"_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(engines) == 1, children
-    return int(engines[0])

@@ -18,7 +18,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from session_server.demo import MODEL_DIR
 from session_server.local_server import LocalServer
 from tests.web.wire_client import Wire, greeted, open_wire
-from tests.wire.conftest import FLAGS, SMALL, assert_books_balance, engine_pid
+from tests.wire.conftest import FLAGS, SMALL, assert_books_balance
+from tests.wire.processes import engine_pid
 
 CANARY = "plover-7731-xyzzy"
 

@@ -23,7 +23,7 @@ from session_server.engine_host.loop import EngineAssembly
 from session_server.engine_wiring import build_engine
 from session_server.models.config import FULL_POOL
 from session_server.runner.model_runner import ModelRunner
-from tests.chaos.in_process import InProcess, in_process
+from tests.web.serving import Served, serving_live
 
 GREEDY = {"temperature": 0, "max_tokens": 32}
 LONG = {"temperature": 0, "max_tokens": 120, "ignore_eos": True}
@@ -37,7 +37,7 @@ Damage = Callable[[EngineAssembly], None]
 class Patient:
     """A served engine, and what is to be done to it between two of its steps."""
 
-    server: InProcess
+    server: Served[InlineEngine]
     assembly: EngineAssembly
     operations: list[Damage] = field(default_factory=list)
 
@@ -92,7 +92,7 @@ async def patient() -> AsyncIterator[Patient]:
         assemblies.append(assembly)
         return assembly
 
-    async with in_process(InlineEngine(build)) as server:
+    async with serving_live(InlineEngine(build)) as server:
         yield Patient(server, assemblies[0], operations)
 
 
