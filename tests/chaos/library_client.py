@@ -14,8 +14,8 @@ from session_server.client import (
     connect,
 )
 from session_server.core.session_events import TokenInput
-from tests.chaos.history import Ask, End, SessionLog
-from tests.chaos.scene import Scene, long_turn, some_turn
+from tests.chaos.history import Ask, End
+from tests.chaos.scene import Client, Scene, long_turn, some_turn
 
 OPTIONS = ClientOptions(
     connect_timeout_s=5.0,
@@ -27,14 +27,11 @@ OPTIONS = ClientOptions(
 WORDS = ("My name is Ada.", "What is my name?", "Count to five.", "Tell me something.")
 
 
-class LibraryClient:
+class LibraryClient(Client):
     """Holds a conversation through the library and cuts its cable now and then."""
 
     def __init__(self, scene: Scene, number: int) -> None:
-        self.scene = scene
-        self.name = f"library {number}"
-        self.chance = scene.chance(number)
-        self.log = SessionLog()
+        super().__init__(scene, number)
         self._session: SessionClient | None = None
 
     async def run(self) -> None:
@@ -85,7 +82,7 @@ class LibraryClient:
     async def _start(self, content: str | dict[str, Any]) -> tuple[Ask, TurnHandle]:
         session = await self._connected()
         body: dict[str, Any] = {"input": content} if isinstance(content, str) else content
-        ask = self.log.ask(f"t{len(self.log.asks)}", body)
+        ask = self.new_ask(body)
         sampling = body.get("sampling", {"temperature": 0, "max_tokens": 24})
         words = content if isinstance(content, str) else TokenInput(tuple(content["input_ids"]))
         try:
@@ -108,8 +105,7 @@ class LibraryClient:
             raise
         usage = result.usage
         end = End(result.status, result.text, usage.input_tokens, usage.output_tokens)
-        for contradiction in self.log.hear(ask.turn_id, end):
-            self.problem(contradiction)
+        self.hear_end(ask, end)
         rest = "".join([event.text async for event in turn if isinstance(event, TurnText)])
         if not turn.text.endswith(rest) or (result.text and turn.text != result.text):
             self.problem(f"{ask.turn_id}: heard {turn.text!r}, told {result.text!r}")
@@ -125,7 +121,3 @@ class LibraryClient:
         """For good, as far as this object knows: somebody repeated our words and took over."""
         self.scene.saw["library lost its session"] += 1
         self._session = None
-
-    def problem(self, text: str) -> None:
-        """Write down what must not be."""
-        self.scene.problems.append(f"{self.name}: {text}")

@@ -7,17 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
 from session_server.local_server import LocalServer
 from tests.chaos.audit import audit
-from tests.chaos.history import SessionLog
 from tests.chaos.library_client import LibraryClient
 from tests.chaos.proxy import ChaosProxy, Weather
 from tests.chaos.rest_client import RestClient
-from tests.chaos.scene import Scene
+from tests.chaos.scene import Client, Scene
 from tests.chaos.socket_client import SocketClient
 from tests.web.wire_client import http_client
 from tests.wire.processes import engine_pid, memory_mib
@@ -35,17 +34,6 @@ CLIENT_BOUND_S = 240.0
 WAVE = 200
 NUM_AUDITORS = 24
 HELD = ("tree_protected", "session_held", "active", "fenced", "spill", "quarantine")
-
-
-class Client(Protocol):
-    """One of the clients."""
-
-    name: str
-    log: SessionLog
-
-    async def run(self) -> None:
-        """Its whole life."""
-        ...
 
 
 def client_of(scene: Scene, number: int) -> Client:

@@ -10,21 +10,18 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.history import ENDS, Ask, End, SessionLog
-from tests.chaos.scene import QUIET_S, Scene, long_turn, some_turn
+from tests.chaos.history import Ask, End
+from tests.chaos.scene import QUIET_S, Client, Scene, long_turn, some_turn
 from tests.web.wire_client import http_client
 
 LOST = (httpx.TransportError,)
 
 
-class RestClient:
+class RestClient(Client):
     """Opens with an idempotency key, runs turns as JSON and as events, cancels over REST."""
 
     def __init__(self, scene: Scene, number: int) -> None:
-        self.scene = scene
-        self.name = f"rest {number}"
-        self.chance = scene.chance(number)
-        self.log = SessionLog()
+        super().__init__(scene, number)
         self._number = number
 
     async def run(self) -> None:
@@ -49,7 +46,7 @@ class RestClient:
         ask = self._new_ask(some_turn(self.chance, on_disconnect=self._on_disconnect()))
         with contextlib.suppress(*LOST):
             async for frame in self._events(ask):
-                self._hear_frame(ask, frame)
+                self.hear_turn(ask, frame)
         await self._know(ask)
 
     async def hang_up(self) -> None:
@@ -59,7 +56,7 @@ class RestClient:
         with contextlib.suppress(*LOST):
             async with contextlib.aclosing(self._events(ask)) as events:
                 async for frame in events:
-                    self._hear_frame(ask, frame)
+                    self.hear_turn(ask, frame)
                     wanted -= 1
                     if wanted < 0:
                         break
@@ -123,17 +120,4 @@ class RestClient:
     def _hear(self, ask: Ask, result: dict[str, Any]) -> None:
         usage, text = result["usage"], result["item"]["content"]
         end = End(result["status"], text, usage["input_tokens"], usage["output_tokens"])
-        for contradiction in self.log.hear(ask.turn_id, end):
-            self.problem(contradiction)
-
-    def _hear_frame(self, ask: Ask, frame: dict[str, Any]) -> None:
-        if frame["type"] == "turn.delta":
-            ask.pieces[frame["seq"]] = frame["text"]
-        elif frame["type"] in ENDS:
-            for contradiction in self.log.hear(ask.turn_id, End.of_frame(frame)):
-                self.problem(contradiction)
-            self.log.ends_heard[frame["seq"]] = (frame["type"], ask.turn_id)
-
-    def problem(self, text: str) -> None:
-        """Write down what must not be."""
-        self.scene.problems.append(f"{self.name}: {text}")
+        self.hear_end(ask, end)

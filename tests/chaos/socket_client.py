@@ -11,21 +11,18 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from tests.chaos.history import ENDS, Ask, End, SessionLog
-from tests.chaos.scene import MAX_TURNS, QUIET_S, Scene, long_turn, some_turn
+from tests.chaos.history import Ask
+from tests.chaos.scene import MAX_TURNS, QUIET_S, Client, Scene, long_turn, some_turn
 from tests.web.wire_client import SUBPROTOCOL, narrow_socket
 
 LOST = (OSError, TimeoutError, ConnectionClosed, InvalidHandshake, EOFError)
 
 
-class SocketClient:
+class SocketClient(Client):
     """Opens a session, does random things to it, and in the end knows how every turn ended."""
 
     def __init__(self, scene: Scene, number: int) -> None:
-        self.scene = scene
-        self.name = f"socket {number}"
-        self.chance = scene.chance(number)
-        self.log = SessionLog()
+        super().__init__(scene, number)
         self._socket: ClientConnection | None = None
         self._last_seq = 0
         self._is_slow = self.chance.happens(0.1)
@@ -134,7 +131,7 @@ class SocketClient:
 
     async def ask(self, body: dict[str, Any]) -> Ask:
         """Ask for a turn of these words."""
-        ask = self.log.ask(f"t{len(self.log.asks)}", body)
+        ask = self.new_ask(body)
         await self.say("turn.create", turn_id=ask.turn_id, **body)
         return ask
 
@@ -190,14 +187,9 @@ class SocketClient:
             if not is_next:
                 self.problem(f"{kind} {seq} heard after {self._last_seq}")
             self._last_seq = seq
-        if kind == "turn.delta" and ask is not None:
-            ask.pieces[frame["seq"]] = frame["text"]
-        elif kind in ENDS and ask is not None:
-            for contradiction in self.log.hear(ask.turn_id, End.of_frame(frame)):
-                self.problem(contradiction)
-            if seq is not None:
-                self.log.ends_heard[seq] = (kind, ask.turn_id)
-        elif kind == "error":
+        if ask is not None:
+            self.hear_turn(ask, frame)
+        if kind == "error":
             self.hear_refusal(frame["error"])
         elif kind == "session.closed":
             self.problem("the session closed by itself")
@@ -207,10 +199,6 @@ class SocketClient:
         self.scene.saw[f"refused {error['code']}"] += 1
         if error["code"] not in {"turn_not_active", "turn_not_found", "invalid_request"}:
             self.problem(f"refused: {error}")
-
-    def problem(self, text: str) -> None:
-        """Write down what must not be."""
-        self.scene.problems.append(f"{self.name}: {text}")
 
     # How it connects
 

@@ -13,8 +13,10 @@ import pytest
 from session_server.sessions.turn import TurnPhase
 from tests.chaos.decisions import Decisions
 from tests.chaos.echo_server import mortal_engine
-from tests.chaos.reckoning import ENDS, Reckoning, echo_turn
+from tests.chaos.history import ENDS
+from tests.chaos.scene import echo_turn
 from tests.engine_host.live_echo import LiveStage
+from tests.faults.recovery import Reckoning, assert_books_balance
 from tests.web.serving import Served, serving_live
 from tests.web.wire_client import Wire, open_wire
 from tests.wire.processes import ECHO_ENGINE, engines_of
@@ -83,7 +85,7 @@ class Talker:
         if end["type"] == "turn.failed":
             assert end["error"]["code"] == "engine_restarting", end
             assert end["retryable"] is True
-        self.known.learn(body, end)
+        self.known.hear(body, end)
 
     def _body(self) -> dict[str, Any]:
         self._count += 1
@@ -135,10 +137,7 @@ def test_an_engine_killed_at_any_moment_costs_its_running_turns_and_nothing_else
                 talker.is_leaving = True
             await asyncio.gather(*talks)
             assert this.sessions.stats().live_turns == this.sessions.stats().sessions == 0
-            report = (await this.http.get("/v1/admin/memory", params={"full": 1})).json()
-            assert report["checks"]["violations"] == 0
-            assert report["sessions"] == []
-            assert all(pool["active"] == 0 for pool in report["pools"].values())
+            await asyncio.to_thread(assert_books_balance, this.url, is_running=False, is_open=False)
 
     asyncio.run(asyncio.wait_for(test(), 550))
     print(dict(struck), dict(saw))

@@ -14,6 +14,7 @@ from typing import Any
 
 from session_server.web.auth import ANONYMOUS
 from tests.chaos.decisions import Decisions
+from tests.chaos.history import ENDS
 from tests.chaos.proxy import CALM, ChaosProxy, Direction, Fate, Fault
 from tests.chaos.socket_client import LOST
 from tests.sessions.paper_engine import PaperEngine
@@ -28,7 +29,6 @@ UP_STEP, DOWN_STEP = 2, 5
 """Between two bytes that are struck, of the words and of the longer answer."""
 
 PAST_END = 16
-ENDS = ("turn.completed", "turn.cancelled", "turn.failed", "error")
 PATIENCE_S = 0.03
 """Of a client that hears nothing; it then comes back on another line, and the server still believes
 in the first."""
@@ -84,7 +84,7 @@ async def after_it(this: Served[PaperEngine], session_id: str, kind: str) -> str
     async with this.socket(session_id) as wire:
         end = await wire.turn("next", **NEXT)
         while end["turn_id"] == "struck":  # what the lost connection left may end only now
-            end = await wire.until(*ENDS)
+            end = await wire.until(*ENDS, "error")
     view = this.sessions.get(ANONYMOUS, session_id)
     items = this.sessions.snapshot(ANONYMOUS, session_id).items
     ran = [item.turn_id for item in items if item.role == "assistant"]

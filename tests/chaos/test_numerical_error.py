@@ -16,8 +16,10 @@ from safetensors.numpy import load_file, save_file
 from session_server.demo import MODEL_DIR
 from session_server.local_server import LocalServer
 from tests.chaos.decisions import Decisions
+from tests.chaos.history import ENDS
+from tests.faults.recovery import assert_books_balance
 from tests.web.wire_client import http_client, open_wire
-from tests.wire.conftest import SMALL, assert_books_balance
+from tests.wire.conftest import SMALL
 
 POISON = 700
 """A token whose embedding is NaN; it is in prompts only when a test puts it there."""
@@ -25,7 +27,6 @@ POISON = 700
 NUM_GOOD = 6
 NUM_BAD = 3
 NUM_TURNS = 12
-ENDS = ("turn.completed", "turn.cancelled", "turn.failed")
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -116,8 +117,5 @@ def test_A13_NaN_in_one_row_fails_that_turn_and_is_in_nobody_elses_way(server: L
             metrics = (await http.get("/metrics")).text
             failures = f'turn_failures_total{{code="numerical_error"}} {NUM_BAD * NUM_TURNS}.0'
             assert failures in metrics
-            report = (await http.get("/v1/admin/memory", params={"full": 1})).json()
-            assert report["checks"]["violations"] == 0
-            assert all(pool["quarantine"] == 0 for pool in report["pools"].values())
 
     asyncio.run(asyncio.wait_for(scenario(), 280))

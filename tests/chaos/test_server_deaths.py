@@ -17,7 +17,8 @@ import pytest
 from session_server.local_server import LocalServer
 from tests.chaos.decisions import Decisions
 from tests.chaos.echo_server import PROGRAM, echo_server
-from tests.chaos.reckoning import ENDS, echo_turn
+from tests.chaos.history import ENDS
+from tests.chaos.scene import echo_turn
 from tests.web.wire_client import Wire, http_client, open_wire
 from tests.wire.processes import ECHO_ENGINE, assert_gone, engines_of
 

@@ -15,7 +15,9 @@ import httpx
 from session_server.local_server import LocalServer
 from tests.chaos.decisions import Decisions
 from tests.chaos.echo_server import echo_server
-from tests.chaos.reckoning import ENDS, Reckoning, echo_turn
+from tests.chaos.history import ENDS
+from tests.chaos.scene import echo_turn
+from tests.faults.recovery import Reckoning
 from tests.web.wire_client import http_client, narrow_socket, open_wire
 from tests.wire.processes import memory_mib
 
@@ -106,7 +108,7 @@ async def other(url: str, number: int, turns: list[int], is_over: asyncio.Event)
             await wire.send("turn.create", **body)
             end = await wire.until(*ENDS, "error")
             assert end["type"] == "turn.completed", end
-            known.learn(body, end)
+            known.hear(body, end)
             turns.append(number)
     if not is_over.is_set():
         await other(url, number, turns, is_over)

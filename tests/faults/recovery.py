@@ -1,15 +1,19 @@
-"""What must hold after every fault: nobody waits, the history is exact, every page is back.
+"""What must hold after a fault or chaos: nobody waits, histories are exact, pages are back.
 
-Histories are folded from what the journal told and compared with the manager's; every token of
-every answer is compared with what a lone turn on an infinite machine would say, so that a page
-that was mixed up anywhere changes the comparison.
+Histories are folded from how turns ended, as the journal or a client heard it; every token of every
+answer is compared with what a lone turn on an infinite machine would say, so that a page that was
+mixed up anywhere changes the comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import httpx
 
 from cache.checker import audit
+from session_server.core.events import ACCOUNTS
 from session_server.core.session_events import (
     Outcome,
     SessionEntry,
@@ -32,6 +36,38 @@ from tests.sim.hand_engine import HandEngine
 History = tuple[int, ...]
 
 
+class Reckoning:
+    """The history that a session must have, from how its turns ended, one after the other."""
+
+    def __init__(self, salt: str = "a") -> None:
+        self.tokens: History = ()
+        self._salt = salt
+
+    def end(
+        self, context: Sequence[int], answer: Sequence[int], *, seed: int | None, is_kept: bool
+    ) -> None:
+        """Learn the end of a turn on this context; every token of its answer follows from it."""
+        assert seed is not None, "turns of these tests name their seed"
+        expected = replay(self._salt, context, seed=seed, max_new=len(answer))
+        assert list(answer) == expected, "it was computed from another history"
+        if is_kept:
+            self.tokens = (*context, *answer)
+
+    def hear(self, body: Mapping[str, Any], end: Mapping[str, Any]) -> None:
+        """Learn the terminal frame of a turn of token ids, as its client asked for it."""
+        if end["type"] == "turn.failed":
+            return
+        sampling, answer = body["sampling"], end["item"]["token_ids"]
+        context = (*self.tokens, *body["input_ids"])
+        is_kept = end["type"] == "turn.completed" or end["kept_partial"]
+        self.end(context, answer, seed=sampling["seed"], is_kept=is_kept)
+        # A turn cancelled in line has read nothing.
+        num_read = end["usage"]["input_tokens"]
+        assert num_read == len(context) or (num_read == 0 and not answer)
+        if end["type"] == "turn.completed":
+            assert len(answer) == sampling["max_tokens"]
+
+
 def folded(
     entries: Iterable[SessionEntry],
     requests: Mapping[str, TurnRequest],
@@ -43,7 +79,7 @@ def folded(
 
     Of inputs that are no token ids, `truth` (the manager's history) says what became of them.
     """
-    history: History = ()
+    known = Reckoning(salt)
     created: dict[str, list[int]] = {}
     ended: set[str] = set()
     for entry in entries:
@@ -63,15 +99,15 @@ def folded(
                 ended.add(turn_id)
                 request = requests[turn_id]
                 if isinstance(request.input, TokenInput):
-                    prompt = history + request.input.token_ids
+                    prompt = known.tokens + request.input.token_ids
                 elif _is_kept(entry):
                     prompt = truth[: entry.outcome.usage.input_tokens]
                 else:
                     continue
-                _check_answer(created[turn_id], prompt, request, salt)
+                outputs, seed = created[turn_id], request.sampling.seed
+                known.end(prompt, outputs, seed=seed, is_kept=_is_kept(entry))
                 if _is_kept(entry):
-                    _check_outcome(entry.outcome, created[turn_id], prompt)
-                    history = prompt + entry.outcome.token_ids
+                    _check_outcome(entry.outcome, outputs, prompt)
                 else:
                     assert entry.outcome.token_ids == ()
             case SessionStateChanged(state=state):
@@ -79,7 +115,7 @@ def folded(
             case _:
                 pass
     assert created.keys() == ended, f"turns without an end: {created.keys() - ended}"
-    return history
+    return known.tokens
 
 
 def all_is_back(manager: SessionManager, hand: HandEngine) -> None:
@@ -101,16 +137,25 @@ def all_is_back(manager: SessionManager, hand: HandEngine) -> None:
     assert len(hand.cache) == 0, "the engine holds a session that the server forgot"
 
 
+def assert_books_balance(url: str, *, is_running: bool = True, is_open: bool = True) -> None:
+    """Over HTTP: a full recount finds nothing wrong, and the accounts of each pool add up.
+
+    `is_running`, `is_open`: whether a turn may run, whether a session may be open.
+    """
+    report = httpx.get(f"{url}/v1/admin/memory", params={"full": 1}, timeout=60.0).json()
+    assert report["checks"]["runs"] > 0
+    assert report["checks"]["violations"] == 0, report["checks"]
+    for pool in report["pools"].values():
+        assert sum(pool[account] for account in ACCOUNTS) == pool["pages"], pool
+        assert pool["quarantine"] == 0
+        assert is_running or pool["active"] == 0
+    assert is_open or report["sessions"] == []
+
+
 def _is_kept(entry: TurnCompleted | TurnCancelled | TurnFailedEntry) -> bool:
     if isinstance(entry, TurnCancelled):
         return entry.kept_partial
     return isinstance(entry, TurnCompleted)
-
-
-def _check_answer(outputs: list[int], prompt: History, request: TurnRequest, salt: str) -> None:
-    seed = request.sampling.seed
-    assert seed is not None, "turns of these tests name their seed"
-    assert outputs == replay(salt, prompt, seed=seed, max_new=len(outputs)), request.turn_id
 
 
 def _check_outcome(outcome: Outcome, outputs: list[int], prompt: History) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from session_server.core.events import ACCOUNTS
 from session_server.local_server import LocalServer
+from tests.faults.recovery import assert_books_balance
 
 FLAGS = ["--threads", "1", "--log-level", "warning", "--memory-check", "warn"]
 CONTEXT_LEN = 2048
@@ -29,13 +29,3 @@ def http(server: LocalServer) -> Iterator[httpx.Client]:
     """A client of that server."""
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60.0) as client:
         yield client
-
-
-def assert_books_balance(url: str) -> None:
-    """A full recount finds nothing wrong, and the accounts of each pool add up."""
-    report = httpx.get(f"{url}/v1/admin/memory", params={"full": 1}, timeout=60.0).json()
-    assert report["checks"]["runs"] > 0
-    assert report["checks"]["violations"] == 0, report["checks"]
-    for pool in report["pools"].values():
-        assert sum(pool[account] for account in ACCOUNTS) == pool["pages"], pool
-        assert pool["quarantine"] == 0

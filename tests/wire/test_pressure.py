@@ -11,6 +11,7 @@ import pytest
 from session_server.client import Refused, connect
 from session_server.demo.corpus import dialogue, is_right
 from session_server.local_server import LocalServer
+from tests.faults.recovery import assert_books_balance
 
 NUM_SESSIONS = 200
 SESSIONS_THAT_FIT = 20
@@ -60,11 +61,7 @@ def test_X1_two_hundred_sessions_on_a_pool_for_twenty_all_get_right_answers(
     num_right = sum(is_right(got, expected) for expected, got in outcomes)
     assert num_right >= 0.97 * len(outcomes)
 
-    report = httpx.get(f"{small_server.url}/v1/admin/memory", params={"full": 1}).json()
-    assert report["checks"]["runs"] > 0
-    assert report["checks"]["violations"] == 0
-    for pool in report["pools"].values():
-        assert pool["free"] + pool["reserved"] + pool["tree_evictable"] == pool["pages"]
+    assert_books_balance(small_server.url, is_running=False, is_open=False)
     metrics = httpx.get(f"{small_server.url}/metrics").text
     coolings = [line for line in metrics.splitlines() if "cooling" in line and line[0] != "#"]
     assert any(float(line.split()[-1]) > 0 for line in coolings), "the pool was never short"
