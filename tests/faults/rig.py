@@ -8,27 +8,23 @@ for each of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from session_server.core.errors import SessionServerError
-from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
-from session_server.core.session_events import SessionEntry, TextOptions, TokenInput, TurnRequest
-from session_server.sessions.manager import SessionManager
+from session_server.core.session_events import TextOptions, TokenInput, TurnRequest
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.sessions.views import OpenRequest, TurnView
+from session_server.sessions.views import TurnView
 from session_server.text.model_text import ModelText
 from tests.faults.recovery import History, all_is_back, folded
-from tests.sessions.world import model_text
+from tests.sessions.world import OWNER, HeldManager, model_text
 from tests.sim.echo import EchoModel
 from tests.sim.hand_engine import HandEngine, Sizes
 from tests.sim.hosted_engine import HostedEngine
 
-T = TypeVar("T")
-OWNER = Owner("owner")
 MAX_MOMENTS = 5000
 SEED = 7
 
@@ -43,8 +39,10 @@ class JumpingLoop(asyncio.SelectorEventLoop):
         return super().time() + self.skipped_s
 
 
-class Rig:
-    """Everything on one event loop that only runs when asked to."""
+class Rig(HeldManager[HostedEngine[HandEngine]]):
+    """Everything on one event loop that only runs when asked to; `requests` are remembered."""
+
+    loop: JumpingLoop
 
     def __init__(
         self,
@@ -56,40 +54,21 @@ class Rig:
         quotas: QuotaLimits | None = None,
         text: ModelText | None = None,
     ) -> None:
-        self.now_s = 100.0
-        self.loop = JumpingLoop()
-        self.limits = limits or SessionLimits()
         echo = partial(HandEngine.of, sizes or Sizes(), model=model)
-        self.engine = HostedEngine(make_engine or echo)
-        self.manager = SessionManager(
-            self.engine,
+        self.limits = limits or SessionLimits()
+        self.requests: dict[str, dict[str, TurnRequest]] = {}
+        self._is_step_next = True
+        self._num_names = 0
+        super().__init__(
+            HostedEngine(make_engine or echo),
             text or model_text(),
             salts=TenantSalts(bytes(range(16))),
             limits=self.limits,
             quotas=quotas,
-            clock=lambda: self.now_s,
+            loop=JumpingLoop(),
         )
-        self.requests: dict[str, dict[str, TurnRequest]] = {}
-        self._is_step_next = True
-        self._num_names = 0
-        self.do(self.manager.start())
-
-    def __enter__(self) -> Rig:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.do(self.manager.stop())
-        self.loop.close()
 
     # -- time
-
-    def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run one coroutine to its end."""
-        return self.loop.run_until_complete(coroutine)
-
-    def spin(self) -> None:
-        """Let callbacks run that are ready."""
-        self.do(_two_rounds())
 
     def moment(self) -> None:
         """Half a step."""
@@ -115,15 +94,15 @@ class Rig:
 
     # -- verbs
 
-    def open(self, *, owner: Owner = OWNER, **options: Any) -> str:
+    def open(self, **options: Any) -> str:
         """A session, whose turns are remembered."""
-        session_id = self.manager.open(owner, OpenRequest(**options)).session_id
+        session_id = super().open(**options)
         self.requests[session_id] = {}
         return session_id
 
-    def submit(self, session_id: str, request: TurnRequest) -> TurnView:
+    def submit(self, session_id: str, request: TurnRequest, **options: Any) -> TurnView:
         """Submit; what the server takes in is remembered."""
-        view = self.do(self.manager.submit(OWNER, session_id, request))
+        view = super().submit(session_id, request, **options)
         self.requests[session_id].setdefault(request.turn_id, request)
         return view
 
@@ -131,11 +110,7 @@ class Rig:
         """A turn to its end; the history behind it."""
         self.submit(session_id, request)
         self.rest()
-        return self.manager.history(OWNER, session_id)
-
-    def entries(self, session_id: str) -> list[SessionEntry]:
-        """The whole journal."""
-        return [found.entry for found in self.manager.journal(OWNER, session_id).read(0)]
+        return self.history(session_id)
 
     def new_turn(self, *tokens: int, max_tokens: int = 4, **sampling: Any) -> TurnRequest:
         """A turn of a name of its own."""
@@ -151,7 +126,7 @@ class Rig:
     def check_histories(self) -> None:
         """Every open session's history is what its journal told."""
         for session_id, requests in self.requests.items():
-            history = self.manager.history(OWNER, session_id)
+            history = self.history(session_id)
             salt = self.salt(session_id)
             assert history == folded(self.entries(session_id), requests, salt, truth=history)
 
@@ -168,7 +143,7 @@ class Rig:
         self.rest()
         self.check_histories()
         for session_id in self.requests:
-            before = self.manager.history(OWNER, session_id)
+            before = self.history(session_id)
             after = self.run(session_id, self.new_turn(3, 4))
             assert after[: len(before)] == before
             assert len(after) == len(before) + 2 + 4, "the session does not go on"
@@ -186,11 +161,6 @@ class Rig:
         self.rest()
         assert self.do(flush) is True
         all_is_back(self.manager, self.engine.hand)
-
-
-async def _two_rounds() -> None:
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
 
 
 def turn(

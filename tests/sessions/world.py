@@ -8,8 +8,9 @@ import zlib
 from collections.abc import Coroutine
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
+from session_server.core.engine_client import EngineClient
 from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
@@ -34,6 +35,7 @@ from tests.sessions.paper_engine import PaperEngine
 from tests.text.tiny_models import write_model
 
 T = TypeVar("T")
+EngineT = TypeVar("EngineT", bound=EngineClient)
 OWNER = Owner("owner")
 
 
@@ -51,42 +53,25 @@ def named(owner: Owner | str) -> Owner:
     return Owner(owner) if isinstance(owner, str) else owner
 
 
-class World:
-    """Everything on one event loop that only runs when asked to."""
+class HeldManager(Generic[EngineT]):
+    """A session manager over an engine, on one event loop that only runs when asked to."""
 
     def __init__(
         self,
-        kind: str = "chatml",
+        engine: EngineT,
+        text: ModelText,
         *,
+        salts: TenantSalts,
         limits: SessionLimits | None = None,
         quotas: QuotaLimits | None = None,
-        max_turn_len: int = 4096,
-        share_prefixes: bool = True,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self.text = model_text(kind)
+        self.engine = engine
+        self.text = text
         self.now_s = 100.0
-        self.loop = asyncio.new_event_loop()
-        alphabet = letters(self.text)
-        ends = sorted(self.text.eos_token_ids)
-
-        def next_token(context: list[int]) -> int:
-            draw = zlib.crc32(",".join(map(str, context)).encode())
-            return ends[draw % 2] if draw % 23 == 0 else alphabet[draw % len(alphabet)]
-
-        self.next_token = next_token
-        self.engine = PaperEngine(
-            vocab_size=len(self.text.tokenizer.vocabulary),
-            eos_ids=tuple(sorted(self.text.eos_token_ids)),
-            max_turn_len=max_turn_len,
-            next_token=next_token,
-        )
+        self.loop = loop or asyncio.new_event_loop()
         self.manager = SessionManager(
-            self.engine,
-            self.text,
-            salts=TenantSalts(b"0123456789abcdef", share_prefixes=share_prefixes),
-            limits=limits,
-            quotas=quotas,
-            clock=lambda: self.now_s,
+            engine, text, salts=salts, limits=limits, quotas=quotas, clock=lambda: self.now_s
         )
         self.do(self.manager.start())
 
@@ -94,16 +79,18 @@ class World:
         self.do(self.manager.stop())
         self.loop.close()
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.finish()
 
     def do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run one coroutine to its end."""
         return self.loop.run_until_complete(coroutine)
 
     def spin(self, times: int = 3) -> None:
+        """Let callbacks run that are ready."""
         for _ in range(times):
             self.do(asyncio.sleep(0))
 
@@ -120,6 +107,45 @@ class World:
     ) -> TurnView:
         return self.do(self.manager.submit(named(owner), session_id, request))
 
+    def history(self, session_id: str) -> tuple[int, ...]:
+        return self.manager.history(OWNER, session_id)
+
+    def entries(self, session_id: str) -> list[SessionEntry]:
+        """All that the journal still has."""
+        journal = self.manager.journal(OWNER, session_id)
+        return [found.entry for found in journal.read(journal.first_seq - 1)]
+
+
+class World(HeldManager[PaperEngine]):
+    """Sessions of a small model over an engine on paper."""
+
+    def __init__(
+        self,
+        kind: str = "chatml",
+        *,
+        limits: SessionLimits | None = None,
+        quotas: QuotaLimits | None = None,
+        max_turn_len: int = 4096,
+        share_prefixes: bool = True,
+    ) -> None:
+        text = model_text(kind)
+        alphabet = letters(text)
+        ends = tuple(sorted(text.eos_token_ids))
+
+        def next_token(context: list[int]) -> int:
+            draw = zlib.crc32(",".join(map(str, context)).encode())
+            return ends[draw % 2] if draw % 23 == 0 else alphabet[draw % len(alphabet)]
+
+        self.next_token = next_token
+        engine = PaperEngine(
+            vocab_size=len(text.tokenizer.vocabulary),
+            eos_ids=ends,
+            max_turn_len=max_turn_len,
+            next_token=next_token,
+        )
+        salts = TenantSalts(b"0123456789abcdef", share_prefixes=share_prefixes)
+        super().__init__(engine, text, salts=salts, limits=limits, quotas=quotas)
+
     def run(self, session_id: str, request: TurnRequest) -> TurnEnd:
         """Submit a turn and play it to its end."""
         self.submit(session_id, request)
@@ -130,13 +156,6 @@ class World:
         end = self.manager.turn(OWNER, session_id, turn_id).end
         assert end is not None, "the turn has not ended"
         return end
-
-    def history(self, session_id: str) -> tuple[int, ...]:
-        return self.manager.history(OWNER, session_id)
-
-    def entries(self, session_id: str) -> list[SessionEntry]:
-        journal = self.manager.journal(OWNER, session_id)
-        return [found.entry for found in journal.read(journal.first_seq - 1)]
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
         return self.text.tokenizer.decode(token_ids, skip_special_tokens=False)
