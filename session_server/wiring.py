@@ -29,6 +29,7 @@ from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineEvent, EngineReady
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.process import EngineProcess, ProcessSettings
+from session_server.engine_host.restarts import RestartPolicy
 from session_server.metrics.logging import LOGGER_NAME, EventLog, configure_logging
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.models.errors import ModelError
@@ -168,7 +169,7 @@ def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
         ProcessSettings(
             argv=(sys.executable, "-m", "session_server", "_engine"),
             settings=frame,
-            max_failures=settings.engine.max_restarts,
+            restarts=RestartPolicy(max_failures=settings.engine.max_restarts),
         )
     )
 

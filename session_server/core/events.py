@@ -67,6 +67,27 @@ class EngineDied(Event, frozen=True, tag=True, kw_only=True):
     will_restart: bool
 
 
+class EnginePulse(Event, frozen=True, tag=True, kw_only=True):
+    """Sent by an engine several times a second, busy or idle; the client side keeps it to itself.
+
+    `stalled_s`: seconds without a completed step, if that is longer than steps of that size take;
+    0 otherwise.
+    """
+
+    stalled_s: float
+
+
+class EngineStalled(Event, frozen=True, tag=True, kw_only=True):
+    """Made by the client side: for `stalled_s` seconds the engine completes no step, or says
+    nothing at all. Told once; `EngineResumed` or `EngineDied` follows."""
+
+    stalled_s: float
+
+
+class EngineResumed(Event, frozen=True, tag=True, kw_only=True):
+    """Made by the client side: an engine that had stalled completes steps again."""
+
+
 class SessionRefused(Event, frozen=True, tag=True, kw_only=True):
     """`OpenSession` could not be obeyed (duplicate id, pin quota)."""
 
@@ -292,6 +313,9 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
 EngineEvent = (
     EngineReady
     | EngineDied
+    | EnginePulse
+    | EngineStalled
+    | EngineResumed
     | SessionRefused
     | SessionCooled
     | SessionGone

@@ -23,6 +23,7 @@ from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.events import EngineDied, EngineEvent
 from session_server.engine_host.loop import EngineAssembly, EngineLoop
 from session_server.engine_host.transport import Codec, FrameBuffer
+from session_server.engine_host.watchdog import PULSE_INTERVAL_S
 
 READ_BYTES: Final = 1 << 18
 
@@ -65,6 +66,7 @@ class _Child:
         self._codec = Codec()
         self._buffer = FrameBuffer()
         self._loop: EngineLoop | None = None
+        self._sending = threading.Lock()
 
     def serve(self, build: EngineFactory) -> int:
         settings = self._read_settings()
@@ -76,6 +78,9 @@ class _Child:
             assembly = build(settings)
             self._loop = EngineLoop(assembly, self._emit)
             self._emit([assembly.ready])
+            threading.Thread(
+                target=self._send_pulses, args=(self._loop,), name="engine-pulse", daemon=True
+            ).start()
             self._loop.run()
         except (BrokenPipeError, ConnectionResetError):
             return EXIT_ORPHANED
@@ -113,8 +118,19 @@ class _Child:
         assert self._loop is not None, "the server sends commands after EngineReady"
         self._loop.post(command)
 
+    def _send_pulses(self, loop: EngineLoop) -> None:
+        """Tell the server several times a second whether steps are completed.
+
+        Silence tells it that this process is stopped, or that something holds the interpreter.
+        """
+        with contextlib.suppress(OSError):
+            while True:
+                time.sleep(PULSE_INTERVAL_S)
+                self._emit([loop.pulse()])
+
     def _emit(self, events: list[EngineEvent]) -> None:
-        self._socket.sendall(self._codec.events_frame(events))
+        with self._sending:
+            self._socket.sendall(self._codec.events_frame(events))
 
     def _last_words(self, message: str) -> None:
         try:

@@ -17,7 +17,7 @@ from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
 from session_server.engine_host.loop import EngineAssembly, EngineLoop
-from session_server.engine_host.watchdog import STALL_LIMIT_S, Watchdog
+from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
 
 STOP_TIMEOUT_S: Final = 10.0
 """How long the step in flight may take to finish at the end."""
@@ -31,16 +31,16 @@ class InlineEngine:
     """An `EngineClient` whose engine shares this process.
 
     It is not restarted: a bug that ended the thread may have damaged the process around it, and a
-    thread that hangs cannot be ended (`stall_limit_s`: how long no turn may move).
+    thread that hangs cannot be ended (`hang_limit_s`: how long no turn may move).
     `failed` then resolves with the reason, and the server should leave with an error.
     """
 
     def __init__(
-        self, build: Callable[[], EngineAssembly], *, stall_limit_s: float = STALL_LIMIT_S
+        self, build: Callable[[], EngineAssembly], *, hang_limit_s: float = HANG_LIMIT_S
     ) -> None:
         self._build = build
-        self._stall_limit_s = stall_limit_s
-        self._watchdog = Watchdog()
+        self._hang_limit_s = hang_limit_s
+        self._watchdog: Watchdog | None = None
         self._watch: asyncio.Task[None] | None = None
         self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
@@ -54,6 +54,7 @@ class InlineEngine:
         self._server = asyncio.get_running_loop()
         self.failed = self._server.create_future()
         self._listener = listener
+        self._watchdog = Watchdog(listener)
         try:
             assembly = await asyncio.to_thread(self._build)
         except Exception as error:
@@ -61,7 +62,8 @@ class InlineEngine:
         self._loop = EngineLoop(assembly, self._emit)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        self._watch = asyncio.create_task(self._give_up_when_stalled(), name="engine-watchdog")
+        watching = self._give_up_when_hung(self._watchdog, self._loop)
+        self._watch = asyncio.create_task(watching, name="engine-watchdog")
         return assembly.ready
 
     def send(self, command: EngineCommand) -> None:
@@ -73,6 +75,7 @@ class InlineEngine:
             self._loop.post(command, block=False)
         except queue.Full as error:
             raise EngineUnavailable("the engine's inbox is full") from error
+        assert self._watchdog is not None, "a loop has a watchdog"
         self._watchdog.sent(command)
 
     async def stop(self) -> None:
@@ -99,6 +102,7 @@ class InlineEngine:
 
     def _deliver(self, events: list[EngineEvent]) -> None:
         assert self._listener is not None
+        assert self._watchdog is not None
         if self._is_given_up:
             return
         try:
@@ -109,10 +113,10 @@ class InlineEngine:
             _LOG.exception("what the engine said was not understood")
             self._die(f"{type(error).__name__}: {error}")
 
-    async def _give_up_when_stalled(self) -> None:
-        await self._watchdog.stalled(self._stall_limit_s)
+    async def _give_up_when_hung(self, watchdog: Watchdog, loop: EngineLoop) -> None:
+        await watchdog.hung(self._hang_limit_s, pulse=loop.pulse)
         faulthandler.dump_traceback(sys.stderr)
-        self._die(f"the engine moved no turn for {self._stall_limit_s:g} s")
+        self._die(f"the engine moved no turn for {self._hang_limit_s:g} s")
 
     @property
     def _is_given_up(self) -> bool:

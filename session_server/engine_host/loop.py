@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from session_server.core.batch import Runner, StepResult
-from session_server.core.commands import EngineCommand
-from session_server.core.events import EngineEvent, EngineReady
+from session_server.core.commands import EngineCommand, ReportMemory
+from session_server.core.events import EngineEvent, EnginePulse, EngineReady
 from session_server.engine.engine import Engine
 from session_server.engine_host.audit_pace import AuditPace
 from session_server.engine_host.device import DeviceCrash, DeviceThreads
+from session_server.engine_host.progress import Progress
 
 MAX_INBOX: Final = 1 << 16
 """Commands that may wait for the next step."""
@@ -56,6 +57,11 @@ class EngineLoop:
         self._clock = clock
         self._inbox: queue.Queue[EngineCommand | StepResult | DeviceCrash] = queue.Queue(MAX_INBOX)
         self._audit_pace = AuditPace(clock())
+        self._progress = Progress()
+
+    def pulse(self) -> EnginePulse:
+        """Return whether steps are completed. Any thread may call it."""
+        return self._progress.pulse(self._clock())
 
     def post(self, command: EngineCommand, *, block: bool = True) -> None:
         """Queue one command, from any thread.
@@ -72,18 +78,24 @@ class EngineLoop:
             BaseException: whatever escapes the engine or the runner. It is a bug, and the state
                 behind it cannot be trusted: the caller ends the process.
         """
-        device = DeviceThreads(self._runner, self._inbox.put)
+        device, progress = DeviceThreads(self._runner, self._inbox.put), self._progress
         is_blocked = True
         while not self._engine.has_left:
             commands, results = self._drain(is_blocked=is_blocked)
             started_s = self._clock()
+            progress.begin_step(started_s, is_recount=any(map(_is_recount, commands)))
+            for result in results:
+                progress.land(result, started_s)
             outcome = self._engine.step(started_s, commands, results)
             if outcome.batch is not None:
                 device.launch(outcome.batch)
+                progress.launch(outcome.batch, self._clock())
             if outcome.events:
                 self._emit(outcome.events)
             is_blocked = outcome.is_blocked
-            self._engine.counters.host_s += self._clock() - started_s
+            ended_s = self._clock()
+            progress.end_step(ended_s)
+            self._engine.counters.host_s += ended_s - started_s
         device.stop()
 
     def _drain(self, *, is_blocked: bool) -> tuple[list[EngineCommand], list[StepResult]]:
@@ -105,6 +117,7 @@ class EngineLoop:
         An audit runs in slices, and only while the inbox is empty: whatever comes waits for the
         rest of one slice at most.
         """
+        self._progress.wait(has_work=not self._engine.is_at_rest)
         idle_since_s = self._clock()
         while self._engine.is_audit_due:
             wait_s = self._audit_pace.wait_s(
@@ -137,3 +150,7 @@ class EngineLoop:
                 results.append(item)
             case _:
                 commands.append(item)
+
+
+def _is_recount(command: EngineCommand) -> bool:
+    return isinstance(command, ReportMemory) and command.full

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -21,9 +21,10 @@ import msgspec
 from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
-from session_server.core.events import EngineDied, EngineReady
+from session_server.core.events import EngineDied, EnginePulse, EngineReady
+from session_server.engine_host.restarts import RestartPolicy, Restarts
 from session_server.engine_host.transport import Codec, FrameBuffer, TransportError, frame
-from session_server.engine_host.watchdog import STALL_LIMIT_S, Watchdog
+from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
 
 MAX_UNSENT_BYTES: Final = 256 << 20
 """Commands an engine may leave unread before it counts as unavailable."""
@@ -40,20 +41,16 @@ class ProcessSettings:
     """How to run the child.
 
     `argv`: its command line, to which the number of the inherited socket is appended; it must
-    call `serve_engine` with that number. `settings`: the first frame, opaque here. A failure is
-    a death within `stable_s` of the last start; after `max_failures` in a row it is given up. An
-    engine that has turns and moves none of them for `stall_limit_s` is ended.
+    call `serve_engine` with that number. `settings`: the first frame, opaque here. An engine that
+    has turns and moves none of them for `hang_limit_s` is ended.
     """
 
     argv: tuple[str, ...]
     settings: bytes
     ready_timeout_s: float = 600.0
     stop_timeout_s: float = 10.0
-    backoff_first_s: float = 0.5
-    backoff_max_s: float = 30.0
-    stable_s: float = 60.0
-    stall_limit_s: float = STALL_LIMIT_S
-    max_failures: int = 5
+    hang_limit_s: float = HANG_LIMIT_S
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 class EngineProcess:
@@ -70,7 +67,7 @@ class EngineProcess:
         self._life: _Life | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._epoch = 0
-        self._num_failures = 0
+        self._restarts = Restarts(settings.restarts)
         self._is_stopping = False
         self.failed: asyncio.Future[str] | None = None
 
@@ -127,7 +124,7 @@ class EngineProcess:
         clock = asyncio.get_running_loop().time
         while self._life is not None:
             started_s = clock()
-            watch = asyncio.create_task(self._life.watch(self._settings.stall_limit_s))
+            watch = asyncio.create_task(self._life.watch(self._settings.hang_limit_s))
             try:
                 reason = await self._life.lost
             finally:
@@ -137,18 +134,18 @@ class EngineProcess:
             if self._is_stopping:
                 return
             lived_s = clock() - started_s
-            self._num_failures = self._num_failures + 1 if lived_s < self._settings.stable_s else 1
+            self._restarts.note_death(lived_s, has_finished_turn=life.has_finished_turn)
             self._report_death(f"{reason} (exit code {life.process.returncode})")
             await self._restart()
 
     async def _restart(self) -> None:
         assert self._listener is not None
-        while self._num_failures <= self._settings.max_failures:
-            await asyncio.sleep(self._backoff_s())
+        while not self._restarts.is_given_up:
+            await asyncio.sleep(self._restarts.pause_s)
             try:
                 ready = await self._spawn()
             except EngineUnavailable as error:
-                self._num_failures += 1
+                self._restarts.note_failed_start()
                 self._report_death(error.message)
             else:
                 self._listener(ready)
@@ -157,7 +154,7 @@ class EngineProcess:
     def _report_death(self, message: str) -> None:
         assert self._listener is not None
         assert self.failed is not None
-        will_restart = self._num_failures <= self._settings.max_failures
+        will_restart = not self._restarts.is_given_up
         self._listener(EngineDied(message=message, will_restart=will_restart))
         if not will_restart and not self.failed.done():
             self.failed.set_result(message)
@@ -169,10 +166,6 @@ class EngineProcess:
         if error is not None and not self.failed.done():
             _LOG.error("the engine's supervisor broke", exc_info=error)
             self.failed.set_result(f"its supervisor broke: {type(error).__name__}: {error}")
-
-    def _backoff_s(self) -> float:
-        exponent = min(self._num_failures - 1, 32)
-        return min(self._settings.backoff_first_s * 2.0**exponent, self._settings.backoff_max_s)
 
 
 class _Life(asyncio.Protocol):
@@ -187,7 +180,7 @@ class _Life(asyncio.Protocol):
         self._codec = Codec()
         self._buffer = FrameBuffer()
         self._transport: asyncio.WriteTransport | None = None
-        self._watchdog = Watchdog()
+        self._watchdog = Watchdog(listener)
         self._last_words = "the engine process ended without a word"
 
     @classmethod
@@ -207,6 +200,11 @@ class _Life(asyncio.Protocol):
         life._transport.write(frame(settings.settings))
         return life
 
+    @property
+    def has_finished_turn(self) -> bool:
+        """Whether a turn ended well in this life."""
+        return self._watchdog.has_finished_turn
+
     def send(self, command: EngineCommand) -> None:
         """See `EngineClient.send`."""
         transport = self._transport
@@ -217,10 +215,10 @@ class _Life(asyncio.Protocol):
         transport.write(self._codec.command_frame(command))
         self._watchdog.sent(command)
 
-    async def watch(self, stall_limit_s: float) -> None:
+    async def watch(self, hang_limit_s: float) -> None:
         """End the child once it makes no progress: it first says where its threads are."""
-        await self._watchdog.stalled(stall_limit_s)
-        self._last_words = f"the engine moved no turn for {stall_limit_s:g} s"
+        await self._watchdog.hung(hang_limit_s)
+        self._last_words = f"the engine moved no turn for {hang_limit_s:g} s"
         self.process.send_signal(signal.SIGABRT)
         await asyncio.sleep(DEATH_PATIENCE_S)
         self.process.kill()  # one that is stopped hears nothing else
@@ -251,6 +249,8 @@ class _Life(asyncio.Protocol):
                                 self.ready.set_result(event)
                         case EngineDied(message=message):
                             self._last_words = message
+                        case EnginePulse():
+                            self._watchdog.heard(event)
                         case _:
                             self._watchdog.heard(event)
                             self._listener(event)

@@ -1,13 +1,18 @@
-"""Whether an engine that has turns still moves any of them: progress from outside, not a ping."""
+"""`Watchdog`: whether an engine makes progress, seen from outside."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from session_server.core.commands import EngineCommand, SubmitTurn
+from session_server.core.engine_client import EventListener
 from session_server.core.events import (
     EngineEvent,
+    EnginePulse,
+    EngineResumed,
+    EngineStalled,
     PrefillProgressed,
     PromptScored,
     TokensProduced,
@@ -17,46 +22,87 @@ from session_server.core.events import (
 )
 from session_server.core.ids import TurnId
 
-STALL_LIMIT_S: Final = 300.0
-"""No forward takes so long."""
+PULSE_INTERVAL_S: Final = 0.25
+"""Time between two pulses of an engine, and between two ticks of its watchdog."""
+
+SILENCE_LIMIT_S: Final = 1.5
+"""An engine that sends nothing for so long was stopped, or something holds its interpreter."""
+
+HANG_LIMIT_S: Final = 300.0
+"""An engine that has turns and moves none of them for so long is ended."""
 
 
 class Watchdog:
-    """Sees what is sent to one engine and what it says.
+    """Watch one engine by what is sent to it and what it says.
 
-    An engine that answers questions, runs its loop or keeps its socket open may still hang where
-    it matters: what counts is that of the turns it has, some is told something.
+    An engine that completes no step is stalled: `tell` is called with `EngineStalled`, and with
+    `EngineResumed` at the next step. An engine that has turns and sends none of them anything for
+    minutes hangs, whatever else it still answers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: EventListener) -> None:
+        self._tell = tell
         self._turns: set[TurnId] = set()
+        self._is_heard = False
         self._has_moved = False
+        self._quiet_s = 0.0
+        self.unmoved_s = 0.0
+        self._is_stalled = False
+        self.has_finished_turn = False
 
     def sent(self, command: EngineCommand) -> None:
-        """The engine was sent this."""
+        """Note a command that was sent to the engine."""
         if isinstance(command, SubmitTurn):
             self._turns.add(command.turn_id)
 
     def heard(self, event: EngineEvent) -> None:
-        """The engine said this."""
+        """Note an event that came from the engine."""
+        self._is_heard = True
         match event:
+            case EnginePulse(stalled_s=stalled_s):
+                self._judge(stalled_s)
             case TurnFinished(turn_id=turn_id) | TurnFailed(turn_id=turn_id):
-                self._has_moved = True
                 self._turns.discard(turn_id)
+                self.has_finished_turn |= isinstance(event, TurnFinished)
+                self._move()
             case TurnStarted() | PrefillProgressed() | PromptScored() | TokensProduced():
-                self._has_moved = True
+                self._move()
             case _:
                 pass
 
-    async def stalled(self, limit_s: float) -> None:
+    def tick(self, elapsed_s: float) -> None:
+        """Count time in which the engine was silent.
+
+        Time is counted in ticks of the event loop, so that a server that was itself asleep does not
+        blame its engine.
+        """
+        self._quiet_s = 0.0 if self._is_heard else self._quiet_s + elapsed_s
+        is_unmoved = bool(self._turns) and not self._has_moved
+        self.unmoved_s = self.unmoved_s + elapsed_s if is_unmoved else 0.0
+        self._is_heard = self._has_moved = False
+        if self._quiet_s >= SILENCE_LIMIT_S:
+            self._judge(self._quiet_s)
+
+    async def hung(self, limit_s: float, *, pulse: Callable[[], EnginePulse] | None = None) -> None:
         """Return once the engine has had turns and moved none of them for `limit_s`.
 
-        Counted in ticks of the event loop: a server that was itself asleep, or whose clock jumps,
-        does not blame its engine.
+        `pulse`: returns a pulse at each tick, for an engine that sends none.
         """
-        tick_s, silent_s = min(1.0, limit_s / 8), 0.0
-        while silent_s < limit_s:
-            self._has_moved = False
+        tick_s = min(PULSE_INTERVAL_S, limit_s / 8)
+        while self.unmoved_s < limit_s:
             await asyncio.sleep(tick_s)
-            is_silent = bool(self._turns) and not self._has_moved
-            silent_s = silent_s + tick_s if is_silent else 0.0
+            if pulse is not None:
+                self.heard(pulse())
+            self.tick(tick_s)
+
+    def _move(self) -> None:
+        self._has_moved = True
+        self._judge(0.0)
+
+    def _judge(self, stalled_s: float) -> None:
+        """Tell the listener when the engine stalls and when it resumes."""
+        if stalled_s and not self._is_stalled:
+            self._tell(EngineStalled(stalled_s=stalled_s))
+        elif self._is_stalled and not stalled_s:
+            self._tell(EngineResumed())
+        self._is_stalled = bool(stalled_s)

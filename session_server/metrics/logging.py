@@ -16,6 +16,8 @@ from session_server.core.events import (
     EngineDied,
     EngineEvent,
     EngineReady,
+    EngineResumed,
+    EngineStalled,
     SessionCooled,
     TurnFailed,
     TurnFinished,
@@ -57,6 +59,10 @@ class EventLog:
                 self._logger.error(
                     "engine died restart=%s message=%s", event.will_restart, event.message
                 )
+            case EngineStalled():
+                self._logger.warning("engine stalled seconds=%.1f", event.stalled_s)
+            case EngineResumed():
+                self._logger.warning("engine resumed")
             case TurnFinished():
                 self._finished(event)
             case TurnFailed():

@@ -17,6 +17,7 @@ from session_server.core.events import (
     ACCOUNTS,
     EngineDied,
     EngineEvent,
+    EngineStalled,
     EngineStats,
     MemoryReported,
     TokensProduced,
@@ -77,6 +78,8 @@ class ServerMetrics:
                 self._engine.sampled(event)
             case MemoryReported():
                 self._engine.reported(event)
+            case EngineStalled():
+                self._engine.stalls.inc()
             case EngineDied():
                 self._last_token_s.clear()
                 self._engine.died()
@@ -203,6 +206,11 @@ class _Engine:
         )
         self.deaths = Counter(
             "session_server_engine_deaths", "Times the engine died.", registry=registry
+        )
+        self.stalls = Counter(
+            "session_server_engine_stalls",
+            "Times the engine completed no step for longer than steps take.",
+            registry=registry,
         )
 
     def sampled(self, event: EngineStats) -> None:

@@ -118,9 +118,10 @@ class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of the probes."""
+    """Answer of the probes. `stalled_s`: seconds for which the engine has completed no step."""
 
     status: str
+    stalled_s: float | msgspec.UnsetType = msgspec.UNSET
 
 
 def memory_body(report: MemoryReported) -> MemoryBody:

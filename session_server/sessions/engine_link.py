@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -18,6 +19,8 @@ from session_server.core.events import (
     EngineDied,
     EngineEvent,
     EngineReady,
+    EngineResumed,
+    EngineStalled,
     EngineStats,
     MemoryReported,
 )
@@ -25,14 +28,20 @@ from session_server.core.events import (
 ANSWER_DEADLINE_S: Final = 60.0
 """A full audit of a large pool takes seconds; an engine that needs longer than this hangs."""
 
+STALLED_ANSWER_DEADLINE_S: Final = 1.0
+"""An engine that completes no step may still answer; nobody waits longer for it to do so."""
+
 _Answer = TypeVar("_Answer", MemoryReported, CacheFlushed)
 
 
 class EngineLink:
     """One engine as the server sees it: up, restarting, or gone for good."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(
+        self, client: EngineClient, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._client = client
+        self._clock = clock
         self._request_ids = itertools.count(1)
         self._memory: dict[int, asyncio.Future[MemoryReported]] = {}
         self._flushes: dict[int, asyncio.Future[CacheFlushed]] = {}
@@ -42,6 +51,13 @@ class EngineLink:
         self.stats: EngineStats | None = None
         self.is_up = False
         self.is_gone = False
+        self._stalled_since_s: float | None = None
+
+    @property
+    def stalled_s(self) -> float | None:
+        """Seconds for which the engine has completed no step; None while it makes progress."""
+        since_s = self._stalled_since_s
+        return None if since_s is None else self._clock() - since_s
 
     async def start(self, listener: EventListener) -> EngineReady:
         """Bring the engine up; its `EngineReady` may or may not also reach the listener."""
@@ -122,6 +138,11 @@ class EngineLink:
             case EngineDied(message=message, will_restart=will_restart):
                 self._lose(message)
                 self.is_gone = not will_restart
+            case EngineStalled(stalled_s=stalled_s):
+                self._stalled_since_s = self._clock() - stalled_s
+                self._fail_questions("the engine completes no step")
+            case EngineResumed():
+                self._stalled_since_s = None
             case EngineStats():
                 self.stats = event
             case MemoryReported(request_id=request_id):
@@ -151,7 +172,9 @@ class EngineLink:
         waiting[request_id] = future
         try:
             self.send(command(request_id))
-            return await asyncio.wait_for(future, ANSWER_DEADLINE_S)
+            is_stalled = self._stalled_since_s is not None
+            deadline_s = STALLED_ANSWER_DEADLINE_S if is_stalled else ANSWER_DEADLINE_S
+            return await asyncio.wait_for(future, deadline_s)
         except TimeoutError as error:
             raise EngineUnavailable("the engine did not answer") from error
         finally:
@@ -160,7 +183,11 @@ class EngineLink:
     def _lose(self, message: str) -> None:
         self.is_up = False
         self.stats = None  # of an engine that is no more
+        self._stalled_since_s = None
         self._unsent.clear()
+        self._fail_questions(message)
+
+    def _fail_questions(self, message: str) -> None:
         for memory in self._memory.values():
             _fail(memory, message)
         for flush in self._flushes.values():

@@ -95,7 +95,7 @@ class SessionManager:
         self._limits = limits or SessionLimits()
         self._quotas = Quotas(quotas or QuotaLimits())
         self._sessions = SessionRegistry()
-        self._link = EngineLink(engine)
+        self._link = EngineLink(engine, clock=clock)
         self._is_draining = False
         self._became_idle = asyncio.Event()
         self._flow = TurnFlow(
@@ -117,6 +117,11 @@ class SessionManager:
     def engine_ready(self) -> EngineReady | None:
         """What the engine said when it last came up; None while there is no engine."""
         return self._link.ready if self._link.is_up else None
+
+    @property
+    def engine_stalled_s(self) -> float | None:
+        """Seconds for which the engine has completed no step; None while it makes progress."""
+        return self._link.stalled_s
 
     @property
     def is_draining(self) -> bool:

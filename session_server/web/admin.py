@@ -40,12 +40,16 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", responses=answers(StatusBody, "The server takes sessions and turns."))
 async def ready(request: Request) -> Response:
-    """Readiness: 503 while the engine is away or the server drains."""
+    """Readiness: 503 while the server drains, and while the engine is away or completes no step."""
     sessions = services_of(request).sessions
     if sessions.is_draining:
         return _status("draining", is_good=False)
-    is_up = sessions.engine_ready is not None
-    return _status("ready" if is_up else "engine_unavailable", is_good=is_up)
+    if sessions.engine_ready is None:
+        return _status("engine_unavailable", is_good=False)
+    if (stalled_s := sessions.engine_stalled_s) is not None:
+        body = StatusBody(status="engine_stalled", stalled_s=round(stalled_s, 3))
+        return JsonResponse(body, 503)
+    return _status("ready", is_good=True)
 
 
 @router.get("/metrics", responses=answers(None, "Prometheus text format."))

@@ -13,6 +13,7 @@ import msgspec
 
 from session_server import cli, wiring
 from session_server.engine_host.process import EngineProcess, ProcessSettings
+from session_server.engine_host.restarts import RestartPolicy
 from session_server.local_server import LocalServer
 from tests.engine_host.live_echo import LiveStage
 
@@ -34,9 +35,7 @@ def mortal_engine(stage: LiveStage) -> EngineProcess:
         ProcessSettings(
             argv,
             msgspec.msgpack.encode(stage),
-            backoff_first_s=0.01,
-            backoff_max_s=0.05,
-            max_failures=1_000_000,
+            restarts=RestartPolicy(0.01, 0.05, max_failures=1_000_000),
         )
     )
 

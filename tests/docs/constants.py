@@ -44,6 +44,7 @@ _431 = "431 `headers_too_large`, and the connection is closed"
 _CLOSED = "the connection is closed"
 _UNUSABLE = "the model is refused: exit status 2"
 _DIES = "the engine is ended and started again; running turns fail: `engine_restarting`"
+_STALLS = "`/ready` answers 503, `engine_stalled`, until the next step is completed"
 
 CONNECTIONS = (
     _constant("web.http_guard:MAX_URL_BYTES", "request target", "bytes", _431),
@@ -255,6 +256,12 @@ SESSIONS = (
         "`engine_unavailable`",
     ),
     _constant(
+        "sessions.engine_link:STALLED_ANSWER_DEADLINE_S",
+        "answer of an engine that completes no step",
+        "s",
+        "`engine_unavailable`",
+    ),
+    _constant(
         "sessions.manager:_CANCEL_GRACE_S",
         "time for the engine to confirm the last cancels of a drain",
         "s",
@@ -384,7 +391,26 @@ ENGINE = (
         "the rest comes with the next step",
     ),
     _constant(
-        "engine_host.watchdog:STALL_LIMIT_S", "time in which no turn is told anything", "s", _DIES
+        "engine_host.progress:STEP_LIMIT_S",
+        "one step, or four times the slowest recent one of its size if that is more",
+        "s",
+        _STALLS,
+    ),
+    _constant("engine_host.progress:FIRST_FORWARD_LIMIT_S", "the first forward", "s", _STALLS),
+    _constant(
+        "engine_host.progress:RECOUNT_LIMIT_S",
+        "a step that recounts all memory on demand",
+        "s",
+        _STALLS,
+    ),
+    _constant(
+        "engine_host.watchdog:SILENCE_LIMIT_S",
+        "time in which nothing is heard of the engine's process",
+        "s",
+        _STALLS,
+    ),
+    _constant(
+        "engine_host.watchdog:HANG_LIMIT_S", "time in which no turn is told anything", "s", _DIES
     ),
     _constant(
         "engine_host.process:DEATH_PATIENCE_S",

@@ -18,6 +18,8 @@ from session_server.core.errors import EngineUnavailable
 from session_server.core.events import (
     EngineDied,
     EngineEvent,
+    EngineResumed,
+    EngineStalled,
     FinishReason,
     MemoryReported,
     TokensProduced,
@@ -25,7 +27,7 @@ from session_server.core.events import (
 )
 from session_server.engine import memory
 from session_server.engine.engine import Engine, StepOutcome
-from session_server.engine_host import audit_pace, loop
+from session_server.engine_host import audit_pace, loop, progress
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.loop import EngineAssembly
 from tests.engine_host import live_echo
@@ -197,7 +199,7 @@ def test_a_device_that_hangs_is_given_up_and_what_it_says_later_is_not_heard(
     monkeypatch.setattr(live_echo, "time", SimpleNamespace(sleep=lambda s: s and way_out.wait()))
 
     async def scenario() -> None:
-        server, client = ServerSide(), engine(LiveStage(), stall_limit_s=0.2)
+        server, client = ServerSide(), engine(LiveStage(), hang_limit_s=0.2)
         await client.start(server.hear)
         submit(client, "t", (HANG_TOKEN, 1))
         death = await server.death()
@@ -208,6 +210,29 @@ def test_a_device_that_hangs_is_given_up_and_what_it_says_later_is_not_heard(
         way_out.set()
         await client.stop()
         assert isinstance(server.events[-1], EngineDied)
+
+    asyncio.run(scenario())
+
+
+def test_a_forward_that_takes_too_long_is_told_and_so_is_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    way_out = threading.Event()
+    monkeypatch.setattr(live_echo, "time", SimpleNamespace(sleep=lambda s: s and way_out.wait()))
+    monkeypatch.setattr(progress, "STEP_LIMIT_S", 0.05)
+
+    async def scenario() -> None:
+        server, client = ServerSide(), engine(LiveStage())
+        await client.start(server.hear)
+        await server.turn(client, "quick", (1, 2))
+        submit(client, "slow", (HANG_TOKEN, 1))
+        stall = await server.until(lambda e: isinstance(e, EngineStalled))
+        assert isinstance(stall, EngineStalled)
+        assert stall.stalled_s > 0.05
+        way_out.set()
+        await server.until(lambda e: isinstance(e, EngineResumed))
+        await server.until(lambda e: isinstance(e, TurnFinished) and e.turn_id == "slow")
+        await client.stop()
 
     asyncio.run(scenario())
 

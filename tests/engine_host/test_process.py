@@ -20,8 +20,16 @@ from hypothesis import strategies as st
 from cache.types import SessionId, TurnId
 from session_server.core.commands import CancelTurn, CloseSession, ReportMemory
 from session_server.core.errors import EngineUnavailable
-from session_server.core.events import EngineDied, EngineReady, MemoryReported, SessionGone
+from session_server.core.events import (
+    EngineDied,
+    EngineReady,
+    EngineResumed,
+    EngineStalled,
+    MemoryReported,
+    SessionGone,
+)
 from session_server.engine_host.process import EngineProcess, ProcessSettings
+from session_server.engine_host.restarts import RestartPolicy
 from session_server.engine_host.transport import (
     MAX_FRAME_BYTES,
     Codec,
@@ -29,6 +37,7 @@ from session_server.engine_host.transport import (
     TransportError,
     frame,
 )
+from session_server.engine_host.watchdog import HANG_LIMIT_S, SILENCE_LIMIT_S
 from tests.engine_host.live_echo import BUG_TOKEN, GRIP_TOKEN, HANG_TOKEN, LiveStage
 from tests.engine_host.server_side import ServerSide, submit
 from tests.sim.echo import replay
@@ -37,12 +46,20 @@ from tests.wire.processes import assert_gone, is_alive
 CHILD = str(Path(__file__).with_name("echo_child.py"))
 
 
-def engine(stage: LiveStage | None = None, **changes: object) -> EngineProcess:
+def engine(
+    stage: LiveStage | None = None,
+    *,
+    pause_s: float = 0.05,
+    max_failures: int = 5,
+    hang_limit_s: float = HANG_LIMIT_S,
+) -> EngineProcess:
     argv = (sys.executable, CHILD)
     settings = msgspec.msgpack.encode(stage or LiveStage())
-    options = {"backoff_first_s": 0.05, "stop_timeout_s": 5.0} | changes
+    restarts = RestartPolicy(backoff_first_s=pause_s, max_failures=max_failures)
     return EngineProcess(
-        ProcessSettings(argv, settings, **options)  # type: ignore[arg-type]
+        ProcessSettings(
+            argv, settings, stop_timeout_s=5.0, hang_limit_s=hang_limit_s, restarts=restarts
+        )
     )
 
 
@@ -110,7 +127,7 @@ def test_turns_in_a_child_say_what_they_would_say_alone_and_the_child_leaves_whe
 
 def test_a_killed_engine_is_replaced_by_one_that_knows_no_session() -> None:
     async def scenario() -> None:
-        server, client = ServerSide(), engine(LiveStage(forward_s=0.01))
+        server, client = ServerSide(), engine(LiveStage(forward_s=0.01), max_failures=1)
         await client.start(server.hear)
         submit(client, "lost", (1, 2, 3), max_tokens=300)
         assert client.pid is not None
@@ -125,6 +142,12 @@ def test_a_killed_engine_is_replaced_by_one_that_knows_no_session() -> None:
         assert isinstance(report, MemoryReported)
         assert report.sessions == ()
         assert await server.turn(client, "t", (4, 5)) == replay("a", (4, 5), seed=1, max_new=5)
+        # One that served a turn in between does not count as failing in a row.
+        start = len(server.events)
+        os.kill(client.pid, signal.SIGKILL)
+        death_of_the_second = await server.until(lambda e: isinstance(e, EngineDied), start=start)
+        assert isinstance(death_of_the_second, EngineDied)
+        assert death_of_the_second.will_restart
         await client.stop()
 
     asyncio.run(scenario())
@@ -132,7 +155,7 @@ def test_a_killed_engine_is_replaced_by_one_that_knows_no_session() -> None:
 
 def test_while_there_is_no_engine_commands_are_refused_and_not_lost_in_silence() -> None:
     async def scenario() -> None:
-        server, client = ServerSide(), engine(backoff_first_s=5.0)
+        server, client = ServerSide(), engine(pause_s=5.0)
         await client.start(server.hear)
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
@@ -158,14 +181,14 @@ def test_a_bug_in_the_engine_ends_its_process_with_its_last_words() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("token", [HANG_TOKEN, GRIP_TOKEN])
+@pytest.mark.parametrize(("token", "hang_limit_s"), [(HANG_TOKEN, 2.5), (GRIP_TOKEN, 1.0)])
 def test_a_device_that_hangs_ends_the_engine_though_it_is_still_asked_and_answers(
-    token: int, capfd: pytest.CaptureFixture[str]
+    token: int, hang_limit_s: float, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What counts is turns that move: a loop that runs, or answers, is no progress."""
 
     async def scenario() -> None:
-        server, client = ServerSide(), engine(stall_limit_s=1.0)
+        server, client = ServerSide(), engine(hang_limit_s=hang_limit_s)
         await client.start(server.hear)
         assert await server.turn(client, "before", (1, 2))
         submit(client, "t", (token, 1))
@@ -178,7 +201,9 @@ def test_a_device_that_hangs_ends_the_engine_though_it_is_still_asked_and_answer
 
         asking = asyncio.create_task(ask())
         death = await server.death()
-        assert "moved no turn for 1 s" in death.message
+        assert f"moved no turn for {hang_limit_s:g} s" in death.message
+        stalls = [e for e in server.events if isinstance(e, EngineStalled)]
+        assert len(stalls) == (hang_limit_s > SILENCE_LIMIT_S)
         await server.revival()
         asking.cancel()
         assert await server.turn(client, "after", (1, 2))
@@ -189,9 +214,28 @@ def test_a_device_that_hangs_ends_the_engine_though_it_is_still_asked_and_answer
     assert "live_echo.py" in capfd.readouterr().err
 
 
+def test_an_engine_that_is_stopped_says_so_by_its_silence_and_goes_on_when_it_may() -> None:
+    async def scenario() -> None:
+        server, client = ServerSide(), engine()
+        await client.start(server.hear)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        stall = await server.until(lambda e: isinstance(e, EngineStalled))
+        assert isinstance(stall, EngineStalled)
+        assert stall.stalled_s >= SILENCE_LIMIT_S
+        os.kill(client.pid, signal.SIGCONT)
+        await server.until(lambda e: isinstance(e, EngineResumed))
+        assert await server.turn(client, "t", (1, 2))
+        await client.stop()
+        told = [e for e in server.events if isinstance(e, EngineStalled | EngineResumed)]
+        assert len(told) == 2, "once each"
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_is_stopped_while_it_has_turns_is_replaced() -> None:
     async def scenario() -> None:
-        server, client = ServerSide(), engine(LiveStage(forward_s=0.01), stall_limit_s=1.0)
+        server, client = ServerSide(), engine(LiveStage(forward_s=0.01), hang_limit_s=1.0)
         await client.start(server.hear)
         submit(client, "t", (1, 2), max_tokens=300)
         assert client.pid is not None

@@ -1,77 +1,98 @@
-"""When an engine is blamed for making no progress, counted in ticks and not in time."""
+"""Whether an engine makes progress, seen from outside."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Mapping
 
 import pytest
 
 from cache.types import SessionId, TurnId
-from session_server.core.commands import FlushCache, SubmitTurn
-from session_server.core.events import EngineEvent, PrefillProgressed, TurnFailed
+from session_server.core.commands import SubmitTurn
+from session_server.core.events import (
+    EngineEvent,
+    EnginePulse,
+    EngineResumed,
+    EngineStalled,
+    PrefillProgressed,
+    SessionGone,
+)
 from session_server.core.sampling import SamplingParams
-from session_server.engine_host.watchdog import Watchdog
+from session_server.engine_host.watchdog import PULSE_INTERVAL_S, SILENCE_LIMIT_S, Watchdog
 
-LIMIT_S = 8.0
-MAX_TICKS = 100
-
-SUBMITTED = SubmitTurn(
-    session_id=SessionId("s"),
-    turn_id=TurnId("t"),
-    base_len=0,
-    tokens=(1,),
-    sampling=SamplingParams(),
-)
 MOVED = PrefillProgressed(turn_id=TurnId("t"), computed=1, total=2)
-ENDED = TurnFailed(
-    turn_id=TurnId("t"), session_id=SessionId("s"), code="device_failed", message="", history_len=0
-)
+NUM_SILENT = int(SILENCE_LIMIT_S / PULSE_INTERVAL_S)
 
 
-def ticks_until_blamed(
-    monkeypatch: pytest.MonkeyPatch, said: Mapping[int, SubmitTurn | FlushCache | EngineEvent]
-) -> int | None:
-    """Play what is sent and heard in each tick; None when the engine is never blamed."""
-    dog, num_ticks = Watchdog(), 0
+class Heard:
+    """A watchdog, and what it told the server."""
 
-    async def tick(seconds: float) -> None:
-        nonlocal num_ticks
-        assert seconds == 1.0
-        num_ticks += 1
-        if num_ticks > MAX_TICKS:
-            raise asyncio.CancelledError
-        match said.get(num_ticks):
-            case None:
-                pass
-            case SubmitTurn() | FlushCache() as command:
-                dog.sent(command)
-            case event:
-                dog.heard(event)
+    def __init__(self) -> None:
+        self.events: list[EngineEvent] = []
+        self.watchdog = Watchdog(self.events.append)
 
-    monkeypatch.setattr(asyncio, "sleep", tick)
-    try:
-        asyncio.run(dog.stalled(LIMIT_S))
-    except asyncio.CancelledError:
-        return None
-    return num_ticks
+    def tick(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.watchdog.tick(PULSE_INTERVAL_S)
+
+    def take(self) -> list[EngineEvent]:
+        told, self.events[:] = list(self.events), []
+        return told
 
 
-@pytest.mark.parametrize(
-    ("said", "ticks"),
-    [
-        pytest.param({}, None, id="idle"),
-        pytest.param({3: FlushCache(request_id=1)}, None, id="asked, but without turns"),
-        pytest.param({1: SUBMITTED}, 8, id="a turn that never moves"),
-        pytest.param({20: SUBMITTED}, 27, id="rest before a turn does not count"),
-        pytest.param({1: SUBMITTED, 7: MOVED}, 15, id="a turn that moved once, just in time"),
-        pytest.param({1: SUBMITTED, **dict.fromkeys(range(5, 200, 5), MOVED)}, None, id="slow"),
-        pytest.param({1: SUBMITTED, 5: ENDED}, None, id="a turn that has ended"),
-    ],
-)
-def test_an_engine_is_blamed_when_it_has_turns_and_moves_none_of_them(
-    said: Mapping[int, SubmitTurn | FlushCache | EngineEvent],
-    ticks: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert ticks_until_blamed(monkeypatch, said) == ticks
+def test_silence_is_a_stall_after_its_limit_and_any_word_ends_it() -> None:
+    heard = Heard()
+    heard.watchdog.heard(EnginePulse(stalled_s=0.0))
+    heard.tick(1 + NUM_SILENT - 1)
+    assert heard.take() == []
+    heard.tick()
+    assert heard.take() == [EngineStalled(stalled_s=SILENCE_LIMIT_S)]
+    heard.tick(100)
+    assert heard.take() == [], "told once"
+    heard.watchdog.heard(EnginePulse(stalled_s=0.0))
+    assert heard.take() == [EngineResumed()]
+
+
+def test_an_engine_that_speaks_is_not_silent() -> None:
+    heard = Heard()
+    for _ in range(100):
+        heard.watchdog.heard(SessionGone(session_id=SessionId("s")))
+        heard.tick()
+    assert heard.take() == []
+
+
+def test_an_engine_that_says_it_has_stalled_is_believed_until_a_turn_moves() -> None:
+    heard = Heard()
+    heard.watchdog.heard(EnginePulse(stalled_s=1.6))
+    assert heard.take() == [EngineStalled(stalled_s=1.6)]
+    heard.watchdog.heard(SessionGone(session_id=SessionId("s")))
+    heard.watchdog.heard(EnginePulse(stalled_s=1.9))
+    assert heard.take() == [], "an answer is no step"
+    heard.watchdog.heard(MOVED)
+    assert heard.take() == [EngineResumed()]
+
+
+def test_a_silent_engine_that_speaks_again_must_also_complete_a_step() -> None:
+    heard = Heard()
+    heard.tick(NUM_SILENT)
+    assert heard.take() == [EngineStalled(stalled_s=SILENCE_LIMIT_S)]
+    heard.watchdog.heard(EnginePulse(stalled_s=60.0))
+    assert heard.take() == []
+    heard.watchdog.heard(EnginePulse(stalled_s=0.0))
+    assert heard.take() == [EngineResumed()]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_engine_hangs_that_has_turns_and_moves_none(moves: bool) -> None:
+    heard = Heard()
+    submit = SubmitTurn(
+        session_id=SessionId("s"),
+        turn_id=TurnId("t"),
+        base_len=0,
+        tokens=(1,),
+        sampling=SamplingParams(),
+    )
+    heard.tick(100)
+    assert heard.watchdog.unmoved_s == 0.0, "it has no turn"
+    heard.watchdog.sent(submit)
+    for _ in range(8):
+        heard.watchdog.heard(MOVED if moves else EnginePulse(stalled_s=0.0))
+        heard.tick()
+    assert heard.watchdog.unmoved_s == (0.0 if moves else 8 * PULSE_INTERVAL_S)

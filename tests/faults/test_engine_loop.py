@@ -71,7 +71,7 @@ class Trap:
 
 async def play(trap: Trap, loop: JumpingLoop) -> list[TurnEnd]:
     """Two sessions, three turns, all to their ends."""
-    engine = InlineEngine(lambda: assemble(msgspec.msgpack.encode(STAGE)), stall_limit_s=20.0)
+    engine = InlineEngine(lambda: assemble(msgspec.msgpack.encode(STAGE)), hang_limit_s=20.0)
     manager = SessionManager(engine, model_text(), salts=TenantSalts(bytes(16)))
     await manager.start()
     try:

@@ -11,6 +11,8 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from websockets.exceptions import InvalidStatus
 
 from session_server.core.errors import WIRE_ERRORS, SessionServerError
+from session_server.core.events import EngineResumed, EngineStalled
+from session_server.sessions import engine_link
 from session_server.web.auth import ANONYMOUS, PUBLIC_ROUTES
 from session_server.web.refusals import error_response
 from session_server.web.services import digest_of
@@ -173,6 +175,28 @@ async def test_without_an_engine_the_server_is_not_ready_and_says_so(this: Serve
     assert (memory.status_code, memory.json()["error"]["code"]) == (503, "engine_unavailable")
     assert memory.headers["retry-after"]
     assert (await this.http.get("/metrics")).status_code == 200
+
+
+@served()
+async def test_while_the_engine_completes_no_step_the_server_is_not_ready_and_nobody_waits(
+    this: Served,
+) -> None:
+    this.is_held = True
+    asking = asyncio.create_task(this.http.get("/v1/admin/memory"))
+    await this.until(lambda: bool(this.engine.commands))
+    this.sessions.on_event(EngineStalled(stalled_s=1.5))
+    memory = await asking
+    assert (memory.status_code, memory.json()["error"]["code"]) == (503, "engine_unavailable")
+    ready = await this.http.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "engine_stalled")
+    assert ready.json()["stalled_s"] >= 1.5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_link, "STALLED_ANSWER_DEADLINE_S", 0.01)
+        assert (await this.http.get("/v1/admin/memory")).status_code == 503
+    this.sessions.on_event(EngineResumed())
+    this.is_held = False
+    assert (await this.http.get("/ready")).json() == {"status": "ready"}
+    assert (await this.http.get("/v1/admin/memory")).status_code == 200
 
 
 @served()
