@@ -68,6 +68,7 @@ class TurnRecord:
     output_tokens: int
     is_warm: bool | None
     is_right: bool | None
+    is_behind_cancel: bool
 
 
 @dataclass(slots=True)
@@ -101,6 +102,7 @@ class Talk:
         self.number = number
         self.random = Random(load.args.seed * 1_000_003 + number)
         self.previous_total: int | None = None
+        self.has_cancelled = False
         self.is_over = False
 
     async def run(self) -> None:
@@ -188,6 +190,8 @@ class Talk:
             warm = usage.cached_tokens >= self.previous_total - 1
         self.previous_total = usage.total_tokens if completed else None
         judged = completed and not self.load.args.no_check
+        is_behind_cancel = self.has_cancelled
+        self.has_cancelled |= result.status == "cancelled"
         first_s = times.arrivals[0][0] if times.arrivals else None
         return TurnRecord(
             session=self.number,
@@ -202,6 +206,7 @@ class Talk:
             output_tokens=usage.output_tokens,
             is_warm=warm,
             is_right=is_right(result.text, exchange.assistant) if judged else None,
+            is_behind_cancel=is_behind_cancel,
         )
 
 
@@ -318,7 +323,7 @@ def summarize(
     """Everything the load found, as one JSON object."""
     turns = load.turns
     later = [turn for turn in turns if turn.turn > 1]
-    judged = [turn.is_right for turn in turns if turn.is_right is not None]
+    judged = [turn for turn in turns if turn.is_right is not None]
     warm = [turn.is_warm for turn in turns if turn.is_warm is not None]
     is_balanced = after["violations"] == 0 and after["held"] <= before["held"]
     return {
@@ -335,7 +340,9 @@ def summarize(
             sum(turn.cached_tokens for turn in later), sum(turn.input_tokens for turn in later)
         ),
         "warm_share": share(sum(warm), len(warm)),
-        "right_share": share(sum(judged), len(judged)),
+        "right_share": right_share(judged),
+        "right_share_undisturbed": right_share([t for t in judged if not t.is_behind_cancel]),
+        "right_share_behind_cancel": right_share([t for t in judged if t.is_behind_cancel]),
         "injected": {
             "cancelled": sum(turn.outcome == "cancelled" for turn in turns),
             "disconnects": load.num_disconnects,
@@ -360,6 +367,11 @@ def share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
+def right_share(turns: Sequence[TurnRecord]) -> float | None:
+    """Right answers among those judged; None of none."""
+    return share(sum(turn.is_right is True for turn in turns), len(turns))
+
+
 def show(report: dict[str, Any], console: Console) -> None:
     """The report for people."""
     table = Table("", "p50", "p95", "p99", title=f"{report['turns']} turns, milliseconds")
@@ -376,6 +388,12 @@ def show(report: dict[str, Any], console: Console) -> None:
         f"{percent('cached_share')} of later inputs cached, {percent('warm_share')} of turns "
         f"computed new tokens only · {percent('right_share')} of answers right"
     )
+    if report["right_share"] is not None and report["right_share"] < 1.0:
+        console.print(
+            "a wrong answer is the model's, and no error: a cancelled answer stays in the history "
+            f"as far as it went, and the model reads it ({percent('right_share_behind_cancel')} "
+            f"right behind one, {percent('right_share_undisturbed')} elsewhere)"
+        )
     injected = ", ".join(f"{count} {name}" for name, count in report["injected"].items())
     console.print(f"injected: {injected}")
     books, after = report["ledger"], report["ledger"]["after"]

@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httpx
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -108,31 +109,35 @@ def checks_line(checks: Mapping[str, Any]) -> str:
 
 def pool_table(pools: Mapping[str, Mapping[str, int]]) -> Table:
     """One column per pool: pages by holder, and their sum."""
-    sizes = [f"{name} (pages of {pool['page_size']} tokens)" for name, pool in pools.items()]
-    table = Table("pages by holder", *(Column(size, justify="right") for size in sizes))
+    columns = (Column(name, justify="right") for name in pools)
+    table = Table(
+        "pages by holder", *columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for account in ACCOUNTS:
         table.add_row(account, *(str(pool[account]) for pool in pools.values()))
     table.add_section()
     table.add_row("all", *(str(pool["pages"]) for pool in pools.values()))
+    table.add_row("tokens per page", *(str(pool["page_size"]) for pool in pools.values()))
     return table
 
 
 def session_table(
     holdings: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping[str, Any]], limit: int
 ) -> Table:
-    """One row per session: what the engine holds beside what the server knows."""
+    """One row per session: what the engine holds beside what the server knows. Its pages are those
+    that others may share, and its own."""
     known = {session["id"]: session for session in sessions}
-    counts = ("tokens", "with KV", "shared pages", "own pages", "turns")
+    counts = ("tokens", "with KV", "pages", "turns")
     columns = (Column(name, justify="right") for name in counts)
-    table = Table(Column("session", no_wrap=True), "state", *columns)
+    first = Column("session", no_wrap=True)
+    table = Table(first, "state", *columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for held in list(holdings)[:limit]:
         table.add_row(
             held["session_id"],
             str(held["state"]).lower(),
             str(held["tokens"]),
             str(held["committed_len"]),
-            str(sum(held["protected_pages"].values())),
-            str(sum(held["private_pages"].values())),
+            f"{sum(held['protected_pages'].values())} + {sum(held['private_pages'].values())}",
             str(known.get(held["session_id"], {}).get("turns", "")),
         )
     hidden = len(holdings) - limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from json import dumps
@@ -10,6 +11,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from session_server import auditor
 from session_server.auditor import imbalances
@@ -147,3 +149,26 @@ def test_a_server_that_asks_for_a_key_gets_one_or_the_flag_is_named(
     assert audit(url) == 1
     assert "--api-key" in capsys.readouterr().out
     assert audit(url, "--api-key", "k") == 0
+
+
+def test_tables_of_a_large_server_fit_into_eighty_columns() -> None:
+    pools = {
+        name: pool() | dict.fromkeys(ACCOUNTS, 12_345_678) for name in ("full", "window", "state")
+    }
+    held = memory()["sessions"][0] | {
+        "session_id": f"s_{'0123456789abcdef' * 2}",
+        "tokens": 131_072,
+        "committed_len": 131_071,
+        "protected_pages": {"full": 8_192},
+        "private_pages": {"full": 128},
+    }
+    sessions = [{"id": held["session_id"], "turns": 12_345}]
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    console.print(auditor.pool_table(pools))
+    console.print(auditor.session_table([held], sessions, 20))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    row = next(line for line in lines if held["session_id"] in line)
+    assert row.split()[1:] == ["parked", "131072", "131071", "8192", "+", "128", "12345"]
+    assert any("session " in line and "turns" in line for line in lines)

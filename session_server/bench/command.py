@@ -29,7 +29,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from session_server.arguments import whole_number
@@ -41,9 +40,10 @@ from session_server.bench.memory_check import MemoryCheckWorkload, measure_memor
 from session_server.bench.mla import MlaWorkload, measure_mla
 from session_server.bench.plots import plot_growth
 from session_server.bench.speculation import SpeculationWorkload, measure_speculation
+from session_server.progress import StepProgress
 
 Figures = dict[str, Any]
-Measure = Callable[[argparse.Namespace, Progress], Figures]
+Measure = Callable[[argparse.Namespace, StepProgress], Figures]
 Show = Callable[[Figures, Console], None]
 
 
@@ -77,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Run one benchmark; 0 when it finished. Figures are reported, never judged by the status."""
     console = Console(stderr=args.json)
     benchmark = BENCHMARKS[args.benchmark]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with StepProgress(console) as progress:
         figures = benchmark.measure(args, progress)
     report = {"benchmark": args.benchmark, "machine": _machine(), **figures}
     if args.plot is not None and args.benchmark == "sessions":
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_sessions(args: argparse.Namespace, progress: Progress) -> Figures:
+def _measure_sessions(args: argparse.Namespace, progress: StepProgress) -> Figures:
     load = Workload(num_turns=args.turns)
     task = progress.add_task("turns in one session", total=load.num_turns)
     growth = measure_growth(load, on_turn=lambda: progress.advance(task))
@@ -123,7 +122,7 @@ def _show_sessions(report: Figures, console: Console) -> None:
         console.print(table)
 
 
-def _measure_kept(args: argparse.Namespace, progress: Progress) -> Figures:
+def _measure_kept(args: argparse.Namespace, progress: StepProgress) -> Figures:
     load = KeptWorkload()
     total = len(load.histories) * load.num_rounds * len(WAYS)
     task = progress.add_task("turns", total=total)
@@ -141,7 +140,7 @@ def _show_kept(report: Figures, console: Console) -> None:
     console.print(table)
 
 
-def _measure_speculation(_: argparse.Namespace, progress: Progress) -> Figures:
+def _measure_speculation(_: argparse.Namespace, progress: StepProgress) -> Figures:
     load = SpeculationWorkload()
     task = progress.add_task("visits", total=load.num_visits)
     return measure_speculation(load, on_visit=lambda: progress.advance(task))
@@ -166,7 +165,7 @@ def _show_speculation(report: Figures, console: Console) -> None:
         console.print(table)
 
 
-def _measure_memory_check(args: argparse.Namespace, progress: Progress) -> Figures:
+def _measure_memory_check(args: argparse.Namespace, progress: StepProgress) -> Figures:
     load = MemoryCheckWorkload()
     task = progress.add_task("rounds", total=load.total_rounds)
     return measure_memory_check(load, on_round=lambda: progress.advance(task))
@@ -188,7 +187,7 @@ def _show_memory_check(report: Figures, console: Console) -> None:
     )
 
 
-def _measure_mla(_: argparse.Namespace, progress: Progress) -> Figures:
+def _measure_mla(_: argparse.Namespace, progress: StepProgress) -> Figures:
     load = MlaWorkload()
     task = progress.add_task("steps", total=load.total_steps)
     return measure_mla(load, on_step=lambda: progress.advance(task))
@@ -208,7 +207,7 @@ def _show_mla(report: Figures, console: Console) -> None:
     console.print(table)
 
 
-def _measure_kv_dtypes(_: argparse.Namespace, progress: Progress) -> Figures:
+def _measure_kv_dtypes(_: argparse.Namespace, progress: StepProgress) -> Figures:
     load = KvDtypeWorkload()
     task = progress.add_task("steps", total=load.total_steps)
     return measure_kv_dtypes(load, on_step=lambda: progress.advance(task))

@@ -25,9 +25,9 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import httpx
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from session_server.arguments import KEY_ADVICE, add_server, whole_number
@@ -41,6 +41,7 @@ from session_server.client import (
 )
 from session_server.demo.corpus import dialogue, is_right
 from session_server.local_server import LocalServer, ServerFailed
+from session_server.progress import StepProgress
 
 MIN_RIGHT_SHARE: Final = 0.99
 MAX_ANSWER_TOKENS: Final = 48
@@ -194,8 +195,7 @@ async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> Dem
         base_url=base, headers=headers, timeout=30.0, trust_env=False
     ) as http:
         ledger_start = await _ledger(http)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        with StepProgress(console) as progress:
             task = progress.add_task("turns", total=args.sessions * args.turns)
 
             def add(record: TurnRecord) -> None:
@@ -300,7 +300,12 @@ async def _ledger(http: httpx.AsyncClient) -> LedgerRecord:
 
 
 def _show(report: DemoReport, console: Console) -> None:
-    table = Table(title="per turn, median over the sessions")
+    table = Table(
+        title="per turn, median over the sessions",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for column in ("turn", "context", "cached", "new", "out", "TTFT ms", "right"):
         table.add_column(column, justify="right")
     for turn in sorted({record.turn for record in report.turns}):
@@ -325,13 +330,18 @@ def _show(report: DemoReport, console: Console) -> None:
             console.print(f"[yellow]wrong:[/yellow] {record.question!r} -> {record.answer!r}")
     for error in report.errors:
         console.print(f"[red]error:[/red] {error}")
-    ledgers = Table(title="memory ledger, pages of all pools")
+    ledgers = Table(
+        title="memory ledger, pages of all pools",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for column in ("moment", "pages", "free", "reserved", "evictable", "held", "checks", "bad"):
         ledgers.add_column(column, justify="right")
     for moment, ledger in (
         ("start", report.ledger_start),
-        ("sessions open", report.ledger_open),
-        ("sessions closed", report.ledger_closed),
+        ("all open", report.ledger_open),
+        ("all closed", report.ledger_closed),
         ("tree emptied", report.ledger_flushed),
     ):
         ledgers.add_row(moment, *(str(value) for value in asdict(ledger).values()))

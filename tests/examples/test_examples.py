@@ -86,7 +86,8 @@ def test_a_load_survives_an_engine_that_is_killed_and_says_what_it_saw(tmp_path:
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as load:
             while not httpx.get(f"{server.url}/v1/sessions").json()["data"]:
                 assert load.poll() is None, "the load ended before it began"
-            (engine,) = psutil.Process(server.pid).children()
+            children = psutil.Process(server.pid).children()
+            (engine,) = (child for child in children if "_engine" in child.cmdline())
             engine.kill()
             output, _ = load.communicate(timeout=120)
     found = json.loads(report.read_text())

@@ -1,0 +1,68 @@
+"""How far long work is: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+LINE_INTERVAL_S: Final = 5.0
+"""Between two lines in a pipe or a file, at least."""
+
+
+class StepProgress:
+    """Counts steps of tasks; a context manager, so that a bar is put away at the end."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._bars = Progress(*columns, TimeElapsedColumn(), console=console)
+        self._console = console
+        self._clock = clock
+        self._started_s = self._said_s = clock()
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def add_task(self, description: str, *, total: float | None) -> TaskID:
+        """Begin to count something; `total` None where nobody knows how much there is."""
+        task = self._bars.add_task(description, total=total)
+        self._say(task)
+        return task
+
+    def advance(self, task: TaskID, steps: float = 1) -> None:
+        """Count steps of a task."""
+        self._bars.advance(task, steps)
+        if self._clock() - self._said_s >= LINE_INTERVAL_S:
+            self._say(task)
+
+    def _say(self, task: TaskID) -> None:
+        if self._console.is_terminal:
+            return
+        self._said_s = self._clock()
+        of = self._bars.tasks[task]
+        total = "" if of.total is None else f" of {of.total:.0f}"
+        elapsed_s = self._said_s - self._started_s
+        text = f"{of.description}: {of.completed:.0f}{total}, {elapsed_s:.0f} s"
+        self._console.print(text, highlight=False, soft_wrap=True)
