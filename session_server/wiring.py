@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import gc
 import logging
 import os
 import secrets
@@ -54,6 +56,9 @@ _logger: Final = logging.getLogger(LOGGER_NAME)
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_UNUSABLE: Final = 2
+
+_MAX_TOKEN_TEXTS: Final = 1 << 16
+"""Texts of single tokens kept for logprobs."""
 
 _MAX_TURNS: Final = 16_384
 """Turns that wait or run over all sessions."""
@@ -111,6 +116,9 @@ async def _serve_on(
     try:
         services = make_services(settings, manager, metrics, directory=directory, ready=ready)
         app = web_app.create_app(services)
+        # What is here now stays: the collector need not look at it again, which takes 50 ms.
+        gc.collect()
+        gc.freeze()
         serving = asyncio.create_task(web_server.serve(app, services, listener=listener))
         assert engine.failed is not None, "a started engine can fail"
         ends: tuple[asyncio.Future[Any], ...] = (serving, engine.failed)
@@ -263,4 +271,8 @@ def _name_of(settings: Settings, directory: Path) -> str:
 
 
 def _token_text(text: ModelText) -> Callable[[int], str]:
-    return lambda token_id: text.tokenizer.decode([token_id], skip_special_tokens=False)
+    @functools.lru_cache(maxsize=_MAX_TOKEN_TEXTS)
+    def token_text(token_id: int) -> str:
+        return text.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    return token_text

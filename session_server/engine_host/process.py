@@ -29,6 +29,9 @@ from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
 MAX_UNSENT_BYTES: Final = 256 << 20
 """Commands an engine may leave unread before it counts as unavailable."""
 
+READ_BYTES: Final = 1 << 16
+"""Bytes of events handled before the event loop does anything else."""
+
 DEATH_PATIENCE_S: Final = 1.0
 """How long a child that let go of its socket may take to end; its clients wait to be told."""
 
@@ -168,7 +171,7 @@ class EngineProcess:
             self.failed.set_result(f"its supervisor broke: {type(error).__name__}: {error}")
 
 
-class _Life(asyncio.Protocol):
+class _Life(asyncio.BufferedProtocol):
     """One child from its start to its end. `lost` resolves with why the connection ended."""
 
     def __init__(self, process: subprocess.Popen[bytes], listener: EventListener) -> None:
@@ -179,6 +182,8 @@ class _Life(asyncio.Protocol):
         self._listener = listener
         self._codec = Codec()
         self._buffer = FrameBuffer()
+        # A small one: sockets wait for no more events than fit into it.
+        self._received = memoryview(bytearray(READ_BYTES))
         self._transport: asyncio.WriteTransport | None = None
         self._watchdog = Watchdog(listener)
         self._last_words = "the engine process ended without a word"
@@ -238,10 +243,14 @@ class _Life(asyncio.Protocol):
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
 
-    def data_received(self, data: bytes) -> None:
-        """asyncio calls this with bytes as they arrive."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """asyncio puts the next bytes here."""
+        return self._received
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """asyncio calls this when bytes have arrived."""
         try:
-            for payload in self._buffer.feed(data):
+            for payload in self._buffer.feed(self._received[:nbytes]):
                 for event in self._codec.events(payload):
                     match event:
                         case EngineReady():

@@ -44,7 +44,7 @@ class FrameBuffer:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
         """Take bytes off the wire and give the payloads that are complete now.
 
         Raises:

@@ -7,9 +7,8 @@ session back and answers 200 with a `finish_reason` of type `abort`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, assert_never
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -21,19 +20,11 @@ from session_server.core.sampling import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
     SamplingParams,
-    TokenLogprob,
 )
 from session_server.core.session_events import (
-    SessionEntry,
     TextInput,
     TextOptions,
     TokenInput,
-    TurnCancelled,
-    TurnCompleted,
-    TurnDelta,
-    TurnEnd,
-    TurnFailedEntry,
-    TurnProgress,
     TurnRequest,
 )
 from session_server.protocol.messages import (
@@ -49,11 +40,8 @@ from session_server.protocol.messages import (
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 MAX_RID_CHARS: Final = 256
-ABORT_MESSAGE: Final = "Aborted"
 
 Rid = Annotated[str, Meta(max_length=MAX_RID_CHARS)]
-TokenText = Callable[[int], str]
-"""The text of one token id, for logprobs."""
 
 
 class OpenSessionBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,117 +182,6 @@ def generation(body: GenerateBody, *, rid: str, turn_id: str) -> Generation:
         return_logprob=return_logprob,
         text_in_logprobs=bool(body.return_text_in_logprobs),
     )
-
-
-class CumulativeAnswer:
-    """The answer of one generation as it grows; SGLang streams the whole of it each time."""
-
-    def __init__(self, generation: Generation, token_text: TokenText) -> None:
-        self._generation = generation
-        self._token_text = token_text
-        self._text: list[str] = []
-        self._output_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._prompt_tokens = 0
-        self._cached_tokens = 0
-
-    def add(self, entry: SessionEntry) -> bool:
-        """Take one more entry of the turn; whether the answer has grown."""
-        if isinstance(entry, TurnProgress):
-            self._prompt_tokens, self._cached_tokens = entry.total, entry.cached
-        if not isinstance(entry, TurnDelta):
-            return False
-        self._text.append(entry.text)
-        self._output_ids.extend(entry.token_ids)
-        self._logprobs.extend(entry.logprobs)
-        return True
-
-    def so_far(self) -> dict[str, Any]:
-        """The object to stream now."""
-        meta: dict[str, Any] = {
-            "id": self._generation.rid,
-            "finish_reason": None,
-            "prompt_tokens": self._prompt_tokens,
-            "weight_version": "default",
-            "completion_tokens": len(self._output_ids),
-            "cached_tokens": self._cached_tokens,
-        }
-        if self._generation.return_logprob:
-            meta |= self._logprob_fields(tuple(self._logprobs), ())
-        return {
-            "text": "".join(self._text),
-            "output_ids": list(self._output_ids),
-            "meta_info": meta,
-        }
-
-    def end(self, entry: TurnEnd, *, latency_s: float) -> dict[str, Any]:
-        """The last object; `latency_s` counts from the arrival of the request."""
-        outcome = entry.outcome
-        meta: dict[str, Any] = {
-            "id": self._generation.rid,
-            "finish_reason": finish_reason(entry),
-            "prompt_tokens": outcome.usage.input_tokens,
-            "weight_version": "default",
-            "completion_tokens": outcome.usage.output_tokens,
-            "cached_tokens": outcome.usage.cached_tokens,
-            "e2e_latency": latency_s,
-        }
-        if self._generation.return_logprob:
-            meta |= self._logprob_fields(outcome.logprobs, outcome.prompt_logprobs)
-        text, output_ids = outcome.text, list(outcome.token_ids)
-        if isinstance(entry, TurnCancelled) and not outcome.token_ids:
-            # Nothing of an aborted turn stays in the session; the caller still gets what came.
-            text, output_ids = "".join(self._text), self._output_ids
-            meta["completion_tokens"] = len(output_ids)
-        return {"text": text, "output_ids": output_ids, "meta_info": meta}
-
-    def _logprob_fields(
-        self, outputs: tuple[TokenLogprob, ...], inputs: tuple[TokenLogprob, ...]
-    ) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "input_token_logprobs": [self._triple(value) for value in inputs],
-            "output_token_logprobs": [self._triple(value) for value in outputs],
-        }
-        if self._generation.request.sampling.top_logprobs:
-            fields["input_top_logprobs"] = [self._top(value) for value in inputs]
-            fields["output_top_logprobs"] = [self._top(value) for value in outputs]
-        return fields
-
-    def _triple(self, value: TokenLogprob) -> list[Any]:
-        return [value.logprob, value.token_id, self._text_of(value.token_id)]
-
-    def _top(self, value: TokenLogprob) -> list[list[Any]] | None:
-        if not value.top:
-            return None
-        return [[logprob, token_id, self._text_of(token_id)] for token_id, logprob in value.top]
-
-    def _text_of(self, token_id: int) -> str | None:
-        return self._token_text(token_id) if self._generation.text_in_logprobs else None
-
-
-def finish_reason(entry: TurnEnd) -> dict[str, Any]:
-    """SGLang's `finish_reason` object."""
-    match entry:
-        case TurnCompleted(reason="stop"):
-            return {"type": "stop", "matched": entry.matched}
-        case TurnCompleted():
-            return {"type": "length", "length": entry.outcome.usage.output_tokens}
-        case TurnCancelled():
-            return {
-                "type": "abort",
-                "message": ABORT_MESSAGE,
-                "status_code": None,
-                "err_type": None,
-            }
-        case TurnFailedEntry():
-            return {
-                "type": "abort",
-                "message": entry.message,
-                "status_code": 503 if entry.retryable else 500,
-                "err_type": entry.code,
-            }
-        case _:
-            assert_never(entry)
 
 
 def _refuse_batches(body: GenerateBody) -> None:

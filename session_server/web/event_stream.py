@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from typing import Final
 
 import msgspec
 from starlette.responses import Response
@@ -15,6 +16,8 @@ from session_server.protocol.frames import ServerFrame, coalesce
 from session_server.sessions.journal import Journal
 
 HEARTBEAT = b": ping\n\n"
+PIECE_BYTES: Final = 1 << 18
+"""What is written to a socket at a time; the next piece waits until this one is taken."""
 
 
 class EventStream(Response):
@@ -60,7 +63,9 @@ class EventStream(Response):
             head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(head)
             async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                for start in range(0, len(chunk), PIECE_BYTES):
+                    piece = chunk[start : start + PIECE_BYTES]
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

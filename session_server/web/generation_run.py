@@ -9,6 +9,7 @@ from typing import Any, Final
 from weakref import WeakSet
 
 import msgspec
+from starlette.types import Receive
 
 from session_server.core.errors import (
     ContextTooLong,
@@ -25,13 +26,15 @@ from session_server.core.session_events import (
     SessionEntry,
     TextInput,
     TokenInput,
+    TurnDelta,
     TurnEnd,
     TurnFailedEntry,
     TurnRequest,
 )
+from session_server.protocol.cumulative_answer import CumulativeAnswer
 from session_server.protocol.errors import clean, error_body
 from session_server.protocol.frames import failure_body
-from session_server.protocol.sglang import CumulativeAnswer, Generation, SessionParamsBody
+from session_server.protocol.sglang import Generation, SessionParamsBody
 from session_server.sessions.journal import Journal
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.request_tree import BranchPoint, RequestTrees
@@ -39,6 +42,7 @@ from session_server.sessions.views import OpenRequest, TurnView
 from session_server.web.caller import Call
 from session_server.web.event_stream import HEARTBEAT
 from session_server.web.running_requests import RunningRequests
+from session_server.web.slices import run_in_slices
 from session_server.web.turns import TurnReading
 
 _DONE: Final = b"data: [DONE]\n\n"
@@ -88,11 +92,30 @@ class GenerationRun:
             async for item in self.reading.entries():
                 if item is None:
                     yield HEARTBEAT
-                elif content := self._content(item[1]):
+                    continue
+                await self.take(item[1])
+                if content := self._content(item[1]):
                     yield _event(content)
         except SessionClosing as error:
             yield _event({"error": msgspec.to_builtins(error_body(error))})
         yield _DONE
+
+    async def body(self, receive: Receive) -> dict[str, Any] | TurnFailedEntry:
+        """Wait for the turn's end, as long as the client is there, and return the answer.
+
+        Raises:
+            HttpRefusal: it went before.
+            SessionClosing: the session went before the turn's end was read.
+        """
+        end = await self.reading.end(receive, on_entry=self.take)
+        if isinstance(end, TurnFailedEntry):
+            return end
+        await self.take(end)
+        return self.answer.end(end, latency_s=self.latency_s())
+
+    async def take(self, entry: SessionEntry) -> None:
+        """Add an entry to the answer, in slices between which others are served."""
+        await run_in_slices(self.answer.add(entry))
 
     def _content(self, entry: SessionEntry) -> dict[str, Any]:
         """What an entry says to a client; empty when it changes nothing."""
@@ -100,7 +123,7 @@ class GenerationRun:
             return {"error": msgspec.to_builtins(failure_body(entry))}
         if isinstance(entry, TurnEnd):
             return self.answer.end(entry, latency_s=self.latency_s())
-        return self.answer.so_far() if self.answer.add(entry) else {}
+        return self.answer.so_far() if isinstance(entry, TurnDelta) else {}
 
     def latency_s(self) -> float:
         """Seconds since the request arrived."""

@@ -124,11 +124,11 @@ async def generate(request: Request, caller: Caller) -> Response:
     if job.stream:
         return EventStream(run.events(), around=run.scope())
     with run.scope():
-        end = await run.reading.end(request.receive, on_entry=run.answer.add)
-    if isinstance(end, TurnFailedEntry):
-        failure = failure_body(end)
+        answer = await run.body(request.receive)
+    if isinstance(answer, TurnFailedEntry):
+        failure = failure_body(answer)
         return JsonResponse(ErrorResponse(error=failure), status_of_code(failure.code))
-    return JsonResponse(run.answer.end(end, latency_s=run.latency_s()))
+    return JsonResponse(answer)
 
 
 @router.post(

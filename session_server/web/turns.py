@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Self
 
 from starlette.types import Receive
@@ -33,6 +33,8 @@ from session_server.web.event_stream import (
 from session_server.web.readers import Watch
 from session_server.web.refusals import HttpRefusal
 from session_server.web.views import snapshot_frame
+
+OnEntry = Callable[[SessionEntry], Awaitable[object]]
 
 
 class TurnReading:
@@ -65,9 +67,7 @@ class TurnReading:
     def __exit__(self, *_: object) -> None:
         self._scope.close()
 
-    async def end(
-        self, receive: Receive, *, on_entry: Callable[[SessionEntry], object] | None = None
-    ) -> TurnEnd:
+    async def end(self, receive: Receive, *, on_entry: OnEntry | None = None) -> TurnEnd:
         """Wait for the end of the turn, as long as the client is there.
 
         `on_entry` is shown the turn's entries before it.
@@ -88,7 +88,7 @@ class TurnReading:
                 task.cancel()
             await asyncio.gather(waiter, listener, return_exceptions=True)
 
-    async def wait(self, *, on_entry: Callable[[SessionEntry], object] | None = None) -> TurnEnd:
+    async def wait(self, *, on_entry: OnEntry | None = None) -> TurnEnd:
         """Wait for the end of the turn.
 
         Raises:
@@ -98,7 +98,7 @@ class TurnReading:
             if item is not None and isinstance(item[1], TurnEnd):
                 return item[1]
             if item is not None and on_entry is not None:
-                on_entry(item[1])
+                await on_entry(item[1])
         raise AssertionError("entries come up to the turn's end")
 
     async def entries(self) -> AsyncGenerator[tuple[int, SessionEntry] | None, None]:

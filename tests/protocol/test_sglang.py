@@ -7,26 +7,19 @@ import json
 import pytest
 
 from session_server.core.errors import InvalidRequest
-from session_server.core.sampling import MAX_OUTPUT_TOKENS, TokenLogprob
+from session_server.core.sampling import MAX_OUTPUT_TOKENS
 from session_server.core.session_events import (
     Outcome,
     TextInput,
     TextOptions,
     TokenInput,
-    TurnCancelled,
-    TurnCompleted,
-    TurnDelta,
-    TurnFailedEntry,
-    TurnProgress,
     Usage,
 )
 from session_server.protocol.messages import decode
 from session_server.protocol.sglang import (
     DEFAULT_MAX_NEW_TOKENS,
-    CumulativeAnswer,
     GenerateBody,
     Generation,
-    finish_reason,
     generation,
 )
 
@@ -126,37 +119,3 @@ def test_token_ids_and_a_session_are_taken_as_they_are() -> None:
     by_id = understood(session_id="s")
     assert by_id.session is not None
     assert by_id.session.id == "s"
-
-
-def test_outcomes_have_sglangs_finish_reasons() -> None:
-    done = Outcome("i", "ab", (1, 2), Usage(9, 3, 2), None)
-    stop = finish_reason(TurnCompleted("t", "stop", 2, done))
-    assert stop == {"type": "stop", "matched": 2}
-    assert finish_reason(TurnCompleted("t", "length", None, done)) == {
-        "type": "length",
-        "length": 2,
-    }
-    aborted = finish_reason(TurnCancelled("t", False, "client_cancelled", NOTHING))
-    assert aborted["type"] == "abort"
-    failed = finish_reason(TurnFailedEntry("t", "engine_restarting", "gone", True, NOTHING))
-    assert (failed["type"], failed["status_code"]) == ("abort", 503)
-
-
-def test_an_answer_grows_and_an_abort_keeps_what_was_said() -> None:
-    job = understood(return_logprob=True, return_text_in_logprobs=True, top_logprobs_num=1)
-    answer = CumulativeAnswer(job, lambda token_id: f"<{token_id}>")
-    assert not answer.add(TurnProgress("t", 3, 3, 9))
-    top = TokenLogprob(1, -0.1, ((1, -0.1),))
-    assert answer.add(TurnDelta("t", "i", "a", (1,), (top,)))
-    assert answer.add(TurnDelta("t", "i", "b", (2,), (TokenLogprob(2, -0.2),)))
-    so_far = answer.so_far()
-    assert (so_far["text"], so_far["output_ids"]) == ("ab", [1, 2])
-    meta = so_far["meta_info"]
-    assert (meta["prompt_tokens"], meta["cached_tokens"], meta["completion_tokens"]) == (9, 3, 2)
-    assert meta["output_token_logprobs"] == [[-0.1, 1, "<1>"], [-0.2, 2, "<2>"]]
-    assert meta["output_top_logprobs"] == [[[-0.1, 1, "<1>"]], None]
-
-    end = answer.end(TurnCancelled("t", False, "client_cancelled", NOTHING), latency_s=0.5)
-    assert (end["text"], end["output_ids"]) == ("ab", [1, 2])
-    assert end["meta_info"]["completion_tokens"] == 2
-    assert end["meta_info"]["e2e_latency"] == 0.5
