@@ -57,7 +57,7 @@ EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_UNUSABLE: Final = 2
 
-_MAX_TOKEN_TEXTS: Final = 1 << 16
+_TOKEN_TEXTS_KEPT: Final = 1 << 16
 """Texts of single tokens kept for logprobs."""
 
 _MAX_TURNS: Final = 16_384
@@ -271,7 +271,7 @@ def _name_of(settings: Settings, directory: Path) -> str:
 
 
 def _token_text(text: ModelText) -> Callable[[int], str]:
-    @functools.lru_cache(maxsize=_MAX_TOKEN_TEXTS)
+    @functools.lru_cache(maxsize=_TOKEN_TEXTS_KEPT)
     def token_text(token_id: int) -> str:
         return text.tokenizer.decode([token_id], skip_special_tokens=False)
 

@@ -16,7 +16,6 @@ import msgspec
 
 from session_server.core.errors import WIRE_ERRORS
 from session_server.core.events import TurnTimings
-from session_server.core.sampling import TokenLogprob
 from session_server.core.session_events import (
     CancelReason,
     CloseReason,
@@ -38,6 +37,7 @@ from session_server.core.session_events import (
     Usage,
 )
 from session_server.protocol.errors import ErrorBody, clean
+from session_server.protocol.scores import EncodedScores, LogprobBody, logprob_bodies
 
 MAX_COALESCED_CHARS: Final = 16_384
 """A coalesced delta stays smaller than this plus one delta."""
@@ -65,14 +65,6 @@ class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_write_tokens: int
     output_tokens: int
     total_tokens: int
-
-
-class LogprobBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Logprob of one token and of the most likely alternatives."""
-
-    token_id: int
-    logprob: float | None
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class ItemBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -280,13 +272,13 @@ def coalesce(
         yield run_seq, _merged(run)
 
 
-def frame_of(seq: int, entry: SessionEntry) -> JournalFrame:
-    """The frame that tells one journal entry."""
+def frame_of(seq: int, entry: SessionEntry, *, scores: EncodedScores | None = None) -> JournalFrame:
+    """The frame that tells one journal entry. `scores`: those of a turn's end, if encoded."""
     match entry:
         case TurnCreated() | TurnProgress() | TurnDelta():
             return _turn_step(seq, entry)
         case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
-            return end_frame(seq, entry)
+            return end_frame(seq, entry, scores=scores)
         case SessionStateChanged():
             return StateFrame(seq=seq, state=entry.state, reason=entry.reason)
         case SessionUpdated():
@@ -310,16 +302,16 @@ def usage_body(usage: Usage) -> UsageBody:
     )
 
 
-def item_body(outcome: Outcome, *, complete: bool) -> ItemBody:
-    """The answer of a turn."""
+def item_body(outcome: Outcome, *, complete: bool, scores: EncodedScores | None = None) -> ItemBody:
+    """The answer of a turn. `scores`: its logprobs where they are encoded already."""
     return ItemBody(
         id=outcome.item_id,
         role="assistant",
         status="completed" if complete else "incomplete",
         content=outcome.text,
         token_ids=outcome.token_ids,
-        logprobs=_logprobs(outcome.logprobs),
-        prompt_logprobs=_logprobs(outcome.prompt_logprobs),
+        logprobs=scores.answer() if scores else logprob_bodies(outcome.logprobs),
+        prompt_logprobs=scores.prompt() if scores else logprob_bodies(outcome.prompt_logprobs),
     )
 
 
@@ -355,13 +347,13 @@ def _turn_step(seq: int, entry: TurnCreated | TurnProgress | TurnDelta) -> TurnF
                 item_id=entry.item_id,
                 text=entry.text,
                 n=len(entry.token_ids),
-                logprobs=_logprobs(entry.logprobs),
+                logprobs=logprob_bodies(entry.logprobs),
             )
         case _:
             assert_never(entry)
 
 
-def end_frame(seq: int | None, entry: TurnEnd) -> TurnFrame:
+def end_frame(seq: int | None, entry: TurnEnd, *, scores: EncodedScores | None = None) -> TurnFrame:
     """The last frame of a turn; `seq` None repeats it outside the journal's order."""
     outcome = entry.outcome
     usage = usage_body(outcome.usage)
@@ -372,7 +364,7 @@ def end_frame(seq: int | None, entry: TurnEnd) -> TurnFrame:
                 turn_id=entry.turn_id,
                 finish_reason=entry.reason,
                 matched=entry.matched,
-                item=item_body(outcome, complete=True),
+                item=item_body(outcome, complete=True, scores=scores),
                 usage=usage,
                 timings=outcome.timings,
             )
@@ -382,7 +374,7 @@ def end_frame(seq: int | None, entry: TurnEnd) -> TurnFrame:
                 turn_id=entry.turn_id,
                 reason=entry.reason,
                 kept_partial=entry.kept_partial,
-                item=item_body(outcome, complete=False),
+                item=item_body(outcome, complete=False, scores=scores),
                 usage=usage,
                 timings=outcome.timings,
             )
@@ -408,13 +400,4 @@ def _merged(run: list[TurnDelta]) -> TurnDelta:
         text="".join(delta.text for delta in run),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in run)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in run)),
-    )
-
-
-def _logprobs(values: tuple[TokenLogprob, ...]) -> tuple[LogprobBody, ...] | None:
-    if not values:
-        return None
-    return tuple(
-        LogprobBody(token_id=value.token_id, logprob=value.logprob, top=value.top)
-        for value in values
     )

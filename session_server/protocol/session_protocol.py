@@ -12,8 +12,9 @@ AWAITING_AUTH --session.auth--> OPENING --opened()--> READY --session.close, clo
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, assert_never
 
 import msgspec
@@ -46,6 +47,7 @@ from session_server.protocol.messages import (
     TurnCreate,
     turn_request,
 )
+from session_server.protocol.scores import EncodedScores
 
 SUBPROTOCOL: Final = "kvsession.v1"
 MAX_OUTBOX_FRAMES: Final = 256
@@ -173,21 +175,36 @@ class SessionProtocol:
         if snapshot is not None:
             self._send(snapshot)
 
-    def entries(self, entries: Iterable[tuple[int, SessionEntry]]) -> None:
-        """Owe the frames of journal entries, adjacent deltas merged."""
+    def entries(
+        self,
+        entries: Iterable[tuple[int, SessionEntry]],
+        *,
+        scores: Mapping[int, EncodedScores] = MappingProxyType({}),
+    ) -> None:
+        """Owe the frames of journal entries, adjacent deltas merged.
+
+        `scores`: by sequence number, those of ends that are encoded already.
+        """
         for seq, entry in coalesce(entries):
-            self._send(frame_of(seq, entry))
+            self._send(frame_of(seq, entry, scores=scores.get(seq)))
             if isinstance(entry, SessionClosed):
                 self.state = ProtocolState.CLOSED
                 is_restart = entry.reason == "draining"
                 self.close_code = CloseCode.RESTART if is_restart else CloseCode.SESSION_CLOSED
 
-    def repeat(self, turn_id: str, *, position: int, end: TurnEnd | None) -> None:
+    def repeat(
+        self,
+        turn_id: str,
+        *,
+        position: int,
+        end: TurnEnd | None,
+        scores: EncodedScores | None = None,
+    ) -> None:
         """Answer a turn submitted twice: it is one turn, accepted before, and perhaps ended."""
         if end is None:
             self._send(CreatedFrame(turn_id=turn_id, position=position))
         else:
-            self._send(end_frame(None, end))
+            self._send(end_frame(None, end, scores=scores))
 
     def refuse(self, error: SessionServerError, *, turn_id: str | None = None) -> None:
         """Owe an error frame; the connection lives on."""

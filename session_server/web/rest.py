@@ -34,6 +34,7 @@ from session_server.web.caller import Caller
 from session_server.web.event_stream import EventStream
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
+from session_server.web.slices import encoded_list
 from session_server.web.turns import TurnReading, session_events
 from session_server.web.views import item_view_body, session_body, turn_body, turn_result
 
@@ -129,7 +130,7 @@ async def close_session(session_id: str, caller: Caller) -> Response:
 async def list_items(session_id: str, caller: Caller) -> Response:
     """List a session's items."""
     snapshot = caller.sessions.snapshot(caller.owner, session_id)
-    data = [item_view_body(item) for item in snapshot.items]
+    data = await encoded_list(snapshot.items, item_view_body)
     return JsonResponse(ItemList(object="list", data=data))
 
 
@@ -158,13 +159,13 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     if isinstance(end, TurnFailedEntry):
         failure = failure_body(end)
         return JsonResponse(ErrorResponse(error=failure), status_of_code(failure.code))
-    return JsonResponse(turn_result(session_id, end))
+    return JsonResponse(await turn_result(session_id, end))
 
 
 @router.get("/{session_id}/turns/{turn_id}", responses=answers(TurnResult, "The turn now."))
 async def get_turn(session_id: str, turn_id: str, caller: Caller) -> Response:
     """Show a turn that waits, runs or has ended."""
-    return JsonResponse(turn_body(caller.sessions.turn(caller.owner, session_id, turn_id)))
+    return JsonResponse(await turn_body(caller.sessions.turn(caller.owner, session_id, turn_id)))
 
 
 @router.post(
@@ -176,7 +177,7 @@ async def cancel_turn(session_id: str, turn_id: str, request: Request, caller: C
     """Cancel a turn."""
     body = await read_body(request, CancelBody)
     view = caller.sessions.cancel(caller.owner, session_id, turn_id, keep_partial=body.keep_partial)
-    return JsonResponse(turn_body(view))
+    return JsonResponse(await turn_body(view))
 
 
 @router.get(

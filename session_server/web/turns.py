@@ -32,6 +32,7 @@ from session_server.web.event_stream import (
 )
 from session_server.web.readers import Watch
 from session_server.web.refusals import HttpRefusal
+from session_server.web.slices import scores_of
 from session_server.web.views import snapshot_frame
 
 OnEntry = Callable[[SessionEntry], Awaitable[object]]
@@ -139,7 +140,7 @@ class TurnReading:
         """The turn as server-sent events, the last of which is its end or an `error`."""
         try:
             async for item in self.entries():
-                yield HEARTBEAT if item is None else event_chunk(frame_of(*item), seq=item[0])
+                yield HEARTBEAT if item is None else await _event(*item)
         except SessionClosing as error:
             body = error_body(error, turn_id=self._view.turn_id)
             yield event_chunk(ErrorFrame(error=body), seq=None)
@@ -164,17 +165,21 @@ async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGen
                     yield HEARTBEAT
                 for seq, entry in batch:
                     position = seq
-                    yield event_chunk(frame_of(seq, entry), seq=seq)
+                    yield await _event(seq, entry)
             return
         except OffsetLost as lost:
             yield event_chunk(ResumeFailedFrame(reason="offset_lost"), seq=None)
             try:
-                snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+                snapshot = await snapshot_frame(call.sessions.snapshot(call.owner, session_id))
             except SessionNotFound:
                 position = lost.last_seq - 1  # nothing is left to tell but the end
                 continue
             yield event_chunk(snapshot, seq=snapshot.seq)
             position = snapshot.seq
+
+
+async def _event(seq: int, entry: SessionEntry) -> bytes:
+    return event_chunk(frame_of(seq, entry, scores=await scores_of(entry)), seq=seq)
 
 
 def belongs_to(entry: SessionEntry, turn_id: str) -> bool:

@@ -29,6 +29,7 @@ from session_server.sessions.views import (
     TurnView,
 )
 from session_server.web.services import AppServices, ModelCard
+from session_server.web.slices import encoded_list, scores_of
 
 
 def session_body(view: SessionView, model: ModelCard) -> SessionBody:
@@ -51,10 +52,10 @@ def session_body(view: SessionView, model: ModelCard) -> SessionBody:
     )
 
 
-def turn_body(view: TurnView) -> TurnResult:
+async def turn_body(view: TurnView) -> TurnResult:
     """A turn as REST shows it, ended or not."""
     if view.end is not None:
-        return turn_result(view.session_id, view.end)
+        return await turn_result(view.session_id, view.end)
     return TurnResult(
         id=view.turn_id,
         object="turn",
@@ -64,8 +65,9 @@ def turn_body(view: TurnView) -> TurnResult:
     )
 
 
-def turn_result(session_id: str, end: TurnEnd) -> TurnResult:
+async def turn_result(session_id: str, end: TurnEnd) -> TurnResult:
     """A turn that has ended."""
+    scores = await scores_of(end)
     completed = end if isinstance(end, TurnCompleted) else None
     return TurnResult(
         id=end.turn_id,
@@ -75,7 +77,7 @@ def turn_result(session_id: str, end: TurnEnd) -> TurnResult:
         text=end.outcome.text,
         finish_reason=completed.reason if completed is not None else None,
         matched=completed.matched if completed is not None else None,
-        item=item_body(end.outcome, complete=completed is not None),
+        item=item_body(end.outcome, complete=completed is not None, scores=scores),
         usage=usage_body(end.outcome.usage),
         timings=end.outcome.timings,
         error=failure_body(end) if isinstance(end, TurnFailedEntry) else None,
@@ -106,7 +108,7 @@ def hello_frame(
     )
 
 
-def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
+async def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
     """The state of a session, for a reader who lost its place."""
     running = snapshot.running
     turn = None if running is None else SnapshotTurn(turn_id=running.turn_id, text=running.text)
@@ -114,7 +116,7 @@ def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
         seq=snapshot.session.seq,
         state=snapshot.session.state,
         tokens=snapshot.session.num_tokens,
-        items=tuple(item_view_body(item) for item in snapshot.items),
+        items=await encoded_list(snapshot.items, item_view_body),
         turn=turn,
         queued=tuple(view.turn_id for view in snapshot.queued),
     )

@@ -29,6 +29,7 @@ from session_server.core.session_events import TurnEnd, TurnRequest
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import ResumeFailedFrame
 from session_server.protocol.messages import MAX_SEQ
+from session_server.protocol.scores import EncodedScores
 from session_server.protocol.session_protocol import (
     SUBPROTOCOL,
     Authenticate,
@@ -47,6 +48,7 @@ from session_server.web.caller import Call, make_call
 from session_server.web.readers import Watch
 from session_server.web.refusals import error_response
 from session_server.web.signal import Signal
+from session_server.web.slices import scores_of
 from session_server.web.sockets import Sockets
 from session_server.web.views import hello_frame, snapshot_frame
 
@@ -194,7 +196,7 @@ class SessionSocket:
 
     async def _serve(self, call: Call, view: SessionView, watch: Watch) -> None:
         session_id = view.session_id
-        self._greet(call, view)
+        await self._greet(call, view)
         self._heard_s = asyncio.get_running_loop().time()
         self._websocket.scope["headers"].clear()  # 1 kB that nobody asks for again
         self._journal.add_listener(self._wake.set)
@@ -213,7 +215,7 @@ class SessionSocket:
             if code is not None:
                 await self._close(code)
 
-    def _greet(self, call: Call, view: SessionView) -> None:
+    async def _greet(self, call: Call, view: SessionView) -> None:
         """Owe the hello, and stand where the client wants to go on."""
         journal = self._journal
         wanted = self._after
@@ -227,11 +229,11 @@ class SessionSocket:
         hello = hello_frame(view, self._services, seq=self._position, resumed=is_resumed)
         self._protocol.opened(hello)
         if lost is not None:
-            self._owe_snapshot(call, view.session_id, lost)
+            await self._owe_snapshot(call, view.session_id, lost)
 
-    def _owe_snapshot(self, call: Call, session_id: str, lost: ResumeFailedFrame) -> None:
+    async def _owe_snapshot(self, call: Call, session_id: str, lost: ResumeFailedFrame) -> None:
         try:
-            snapshot = snapshot_frame(call.sessions.snapshot(call.owner, session_id))
+            snapshot = await snapshot_frame(call.sessions.snapshot(call.owner, session_id))
         except SessionNotFound:
             self._protocol.resume_failed(lost, None)
             self._position = self._journal.last_seq - 1  # nothing is left to tell but the end
@@ -292,7 +294,8 @@ class SessionSocket:
                 watch.bind(request.turn_id, keep_partial=True)
             raise
         if view.created_seq <= seq_before:
-            self._protocol.repeat(view.turn_id, position=view.position, end=view.end)
+            scores = await scores_of(view.end)
+            self._protocol.repeat(view.turn_id, position=view.position, end=view.end, scores=scores)
         if is_bound and view.end is None:
             watch.bind(view.turn_id, keep_partial=True)
 
@@ -301,7 +304,7 @@ class SessionSocket:
         idle_s = self._services.settings.idle_s
         while True:
             self._wake.clear()
-            self._take_entries(call, session_id, watch)
+            await self._take_entries(call, session_id, watch)
             await self._flush()
             if self._is_gone:
                 return None
@@ -317,20 +320,23 @@ class SessionSocket:
                 if asyncio.get_running_loop().time() - self._heard_s >= idle_s:
                     return CloseCode.IDLE
 
-    def _take_entries(self, call: Call, session_id: str, watch: Watch) -> None:
+    async def _take_entries(self, call: Call, session_id: str, watch: Watch) -> None:
         try:
             entries = self._journal.read(self._position)
         except OffsetLost:
             # The client was slower than the journal is long: never skip in silence.
-            self._owe_snapshot(call, session_id, ResumeFailedFrame(reason="offset_lost"))
+            await self._owe_snapshot(call, session_id, ResumeFailedFrame(reason="offset_lost"))
             return
         if not entries:
             return
         self._position = entries[-1].seq
+        encoded: dict[int, EncodedScores] = {}
         for item in entries:
             if isinstance(item.entry, TurnEnd):
                 watch.release(item.entry.turn_id)
-        self._protocol.entries((item.seq, item.entry) for item in entries)
+                if scores := await scores_of(item.entry):
+                    encoded[item.seq] = scores
+        self._protocol.entries(((item.seq, item.entry) for item in entries), scores=encoded)
 
     async def _flush(self) -> None:
         for frame in self._protocol.take_frames():

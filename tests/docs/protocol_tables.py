@@ -11,12 +11,12 @@ from msgspec import inspect
 from session_server.core.events import TurnTimings
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import TextOptions
-from session_server.protocol import frames, messages, resources
+from session_server.protocol import frames, messages, resources, scores
 from tests.docs.wire_fields import fields_of, number
 
 OBJECTS: tuple[type[msgspec.Struct], ...] = (
     frames.ItemBody,
-    frames.LogprobBody,
+    scores.LogprobBody,
     frames.UsageBody,
     TurnTimings,
     frames.ConversationItem,
