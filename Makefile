@@ -39,7 +39,7 @@ serve: $(STAMPS)/runtime ## serve the embedded model
 .PHONY: test
 test: lint ## everything that must hold: lint, types, contracts, tests
 	$(SAY) 'test: pytest $(TESTS) on $(TEST_WORKERS) workers'
-	@$(TEST_ENV) $(BIN)/python -m pytest $(TESTS) -n $(TEST_WORKERS) --dist loadfile \
+	@$(TEST_ENV) $(BIN)/python -m pytest $(TESTS) -n $(TEST_WORKERS) --dist loadscope \
 		--no-loadscope-reorder --durations $(DURATIONS)
 
 .PHONY: lint

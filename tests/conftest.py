@@ -10,13 +10,14 @@ import pytest
 LONG_FILES: Final = (
     "tests/differential/test_echo_device.py",
     "tests/oracle/test_detours.py",
-    "tests/sim/test_million_",
+    "tests/sim/test_million.py",
     "tests/cache/test_session_cache_machine.py",
     "tests/oracle/",
     "tests/wire/",
 )
-"""What takes a minute or more is begun first: left to itself, a scheduler of files begins with
-those of many tests, and at the end one worker has a long file and the others nothing."""
+"""What takes a minute or more is begun first: left to itself, the scheduler begins with files of
+many tests, and at the end one worker has a long file and the others nothing. It gives a worker a
+class, or all functions of a file, at a time (`--dist loadscope`)."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
