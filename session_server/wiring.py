@@ -199,6 +199,7 @@ def make_manager(settings: Settings, engine: EngineClient, text: ModelText) -> S
             turns=_MAX_TURNS,
             history_bytes=sessions.memory_bytes // 2,
             turn_bytes=sessions.memory_bytes // 4,
+            replay_bytes=sessions.memory_bytes // 4,
             owner_sessions=None,
             owner_turns=None,
         ),

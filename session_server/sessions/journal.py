@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from session_server.core.session_events import SessionClosed, SessionEntry
 from session_server.sessions.footprint import entry_bytes
+from session_server.sessions.replay import Replay
 
 
 class OffsetLost(Exception):
@@ -34,7 +35,11 @@ class OffsetLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class JournalLimits:
-    """How much of the log is kept: whichever bound is hit first drops the oldest entry."""
+    """How much of one log is kept: whichever bound is hit first drops the oldest entry.
+
+    An entry that is larger than `max_bytes` by itself is kept for a few seconds, for those who
+    read now (`replay.OVERSIZE_GRACE_S`).
+    """
 
     max_bytes: int = 4 << 20
     max_entries: int = 16_384
@@ -55,10 +60,19 @@ class Journal:
     """Append-only, bounded. Belongs to the event loop's thread; readers never block the writer."""
 
     def __init__(
-        self, limits: JournalLimits | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: JournalLimits | None = None,
+        *,
+        replay: Replay | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`replay` is what this journal shares with all others; None leaves it alone."""
         self.epoch = secrets.token_hex(8)
+        self.is_listed = False
         self._limits = limits or JournalLimits()
+        self._replay = replay or Replay(
+            max_bytes=self._limits.max_bytes, max_age_s=self._limits.max_age_s
+        )
         self._clock = clock
         self._entries: deque[JournalEntry] = deque()
         self._num_bytes = 0
@@ -76,10 +90,29 @@ class Journal:
         """Sequence number of the oldest entry kept (`last_seq` + 1 when none is)."""
         return self._last_seq - len(self._entries) + 1
 
+    def __del__(self) -> None:
+        # A closed journal lives as long as its last reader, and its bytes with it.
+        self._replay.remove(self._num_bytes)
+
     @property
     def num_bytes(self) -> int:
-        """Estimated memory of what is kept."""
+        """Return the bytes of what is kept."""
         return self._num_bytes
+
+    @property
+    def num_entries(self) -> int:
+        """Return how many entries are kept."""
+        return len(self._entries)
+
+    @property
+    def oldest_s(self) -> float | None:
+        """Return when the oldest entry was written that may be dropped; None if there is none.
+
+        The entry that says that the session is closed stays: readers wait for it.
+        """
+        if len(self._entries) <= self._is_closed:
+            return None
+        return self._entries[0].at_s
 
     @property
     def is_closed(self) -> bool:
@@ -90,12 +123,15 @@ class Journal:
         """Write one entry, tell the listeners, and return its sequence number."""
         assert not self._is_closed, "an entry after SessionClosed"
         self._last_seq += 1
-        size = entry_bytes(entry)
-        self._entries.append(JournalEntry(self._last_seq, self._clock(), size, entry))
-        self._num_bytes += size
+        now_s, num_bytes = self._clock(), entry_bytes(entry)
+        self._entries.append(JournalEntry(self._last_seq, now_s, num_bytes, entry))
+        self._num_bytes += num_bytes
         self._is_closed = isinstance(entry, SessionClosed)
         while len(self._entries) > 1 and self._is_over():
-            self._drop_oldest()
+            self.drop_oldest()
+        self._replay.add(self, num_bytes)
+        if self._is_over():
+            self._replay.trim_later(self, now_s)
         self._wake()
         return self._last_seq
 
@@ -140,19 +176,20 @@ class Journal:
         """Call it no more."""
         self._listeners.discard(listener)
 
-    def forget_old(self, now_s: float) -> None:
-        """Drop entries older than the age bound; the newest always stays."""
-        while len(self._entries) > 1:
-            if now_s - self._entries[0].at_s <= self._limits.max_age_s:
-                return
-            self._drop_oldest()
+    def drop_oldest(self) -> None:
+        """Drop the oldest entry."""
+        num_bytes = self._entries.popleft().num_bytes
+        self._num_bytes -= num_bytes
+        self._replay.remove(num_bytes)
+
+    def trim(self) -> None:
+        """Drop what exceeds the bound, the newest entry too."""
+        while self._is_over() and self.oldest_s is not None:
+            self.drop_oldest()
 
     def _is_over(self) -> bool:
         limits = self._limits
         return self._num_bytes > limits.max_bytes or len(self._entries) > limits.max_entries
-
-    def _drop_oldest(self) -> None:
-        self._num_bytes -= self._entries.popleft().num_bytes
 
     def _wake(self) -> None:
         for listener in self._listeners:

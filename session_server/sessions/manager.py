@@ -47,6 +47,7 @@ from session_server.sessions.journal import Journal
 from session_server.sessions.opening import new_session
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
+from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import CloseReason, Session
 from session_server.sessions.turn import (
@@ -93,7 +94,11 @@ class SessionManager:
         self._salts = salts
         self._clock = clock
         self._limits = limits or SessionLimits()
-        self._quotas = Quotas(quotas or QuotaLimits())
+        quotas = quotas or QuotaLimits()
+        self._quotas = Quotas(quotas)
+        self._replay = Replay(
+            max_bytes=quotas.replay_bytes, max_age_s=self._limits.journal.max_age_s
+        )
         self._sessions = SessionRegistry()
         self._link = EngineLink(engine, clock=clock)
         self._is_draining = False
@@ -388,8 +393,7 @@ class SessionManager:
                 self._flow.advance(session)
             if session.is_idle and now_s - session.last_active_s > session.settings.ttl_s:
                 self._close(session, "expired")
-            else:
-                session.journal.forget_old(now_s)
+        self._replay.forget_old(now_s)
         self._quotas.input_rate.forget_paid(now_s)
 
     async def drain(self, deadline_s: float) -> None:
@@ -427,7 +431,14 @@ class SessionManager:
 
     def _begin(self, owner: Owner, request: OpenRequest) -> Session:
         self._check_open(owner, request)
-        return new_session(owner, request, self._text, limits=self._limits, clock=self._clock)
+        return new_session(
+            owner,
+            request,
+            self._text,
+            limits=self._limits,
+            replay=self._replay,
+            clock=self._clock,
+        )
 
     def _add(self, session: Session) -> SessionView:
         self._quotas.take_session(session)

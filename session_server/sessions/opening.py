@@ -10,6 +10,7 @@ from session_server.core.errors import UnsupportedOperation
 from session_server.core.owner import Owner
 from session_server.sessions.journal import Journal
 from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.replay import Replay
 from session_server.sessions.session import Session, SessionSettings
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.views import HistoryMode, OpenRequest
@@ -22,6 +23,7 @@ def new_session(
     text: ModelText,
     *,
     limits: SessionLimits,
+    replay: Replay,
     clock: Callable[[], float],
 ) -> Session:
     """Make a session that is registered and counted nowhere.
@@ -41,7 +43,7 @@ def new_session(
             is_single_turn=request.single_turn,
             created_s=time.time(),
         ),
-        journal=Journal(limits.journal, clock=clock),
+        journal=Journal(limits.journal, replay=replay, clock=clock),
         transcript=Transcript(mode, request.messages, now=datetime.now().astimezone()),
         last_active_s=clock(),
     )

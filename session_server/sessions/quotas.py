@@ -47,6 +47,7 @@ class QuotaLimits:
 
     `turns` counts unfinished turns. `history_bytes` bounds conversations: tokens, texts, metadata,
     records of ended turns. `turn_bytes` bounds unfinished turns: inputs, prompts, answers, scores.
+    `replay_bytes` bounds all journals together, whoever owns them.
     `owner_input_tokens_per_min` counts new input tokens of accepted turns, as a bucket that refills
     steadily and holds one minute's worth; None does not limit the rate.
     """
@@ -55,6 +56,7 @@ class QuotaLimits:
     turns: int = 4096
     history_bytes: int = 2 << 30
     turn_bytes: int = 1 << 30
+    replay_bytes: int = 1 << 30
     owner_sessions: int | None = 1024
     owner_turns: int | None = 1024
     owner_input_tokens_per_min: int | None = None

@@ -220,6 +220,12 @@ SESSIONS = (
         "the oldest is dropped",
     ),
     _constant(
+        "sessions.replay:OVERSIZE_GRACE_S",
+        "time for which an entry larger than its journal is kept for those who read now",
+        "s",
+        "it is dropped",
+    ),
+    _constant(
         "web.readers:MAX_BOUND_TURNS",
         "turns of one session that end with their readers",
         "turns",

@@ -290,9 +290,19 @@ JOURNAL_BYTES_DRIFT = Mutant(
     "Entries that are dropped still count against the journal's bytes.",
     "llama.cpp#25740 (L12)",
     Edit(
-        "session_server.sessions.journal:Journal._drop_oldest",
-        "self._num_bytes -= self._entries.popleft().num_bytes",
-        "self._entries.popleft()",
+        "session_server.sessions.journal:Journal.drop_oldest",
+        "self._num_bytes -= num_bytes",
+        "pass",
+    ),
+)
+
+DROPPED_ENTRIES_STAY_IN_THE_SUM = Mutant(
+    "Entries that are dropped still count against the bytes of all journals.",
+    "systematic",
+    Edit(
+        "session_server.sessions.journal:Journal.drop_oldest",
+        "self._replay.remove(num_bytes)",
+        "pass",
     ),
 )
 

@@ -36,3 +36,6 @@ def recount(manager: SessionManager) -> None:
         counted = {owner: budget.held_by(owner) for owner in budget.owners}
         assert counted == dict(wanted), (counted, wanted)
         assert budget.total == wanted.total()
+    # Journals of closed sessions live on with their readers.
+    open_bytes = sum(session.journal.num_bytes for session in manager._sessions)
+    assert open_bytes <= manager._replay.num_bytes

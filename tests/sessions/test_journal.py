@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from session_server.core.session_events import SessionClosed, SessionUpdated, TurnCreated, TurnDelta
 from session_server.sessions.journal import Journal, JournalLimits, OffsetLost
+from session_server.sessions.replay import Replay
 
 
 def delta(text: str, num_tokens: int = 0) -> TurnDelta:
@@ -61,14 +62,17 @@ def test_metadata_counts_too() -> None:
 
 def test_old_entries_are_forgotten() -> None:
     now = [0.0]
-    journal = Journal(JournalLimits(max_age_s=10.0), clock=lambda: now[0])
+    replay = Replay(max_bytes=1 << 20, max_age_s=10.0)
+    journal = Journal(replay=replay, clock=lambda: now[0])
     for _ in range(5):
         journal.append(delta("x"))
         now[0] += 4.0
-    journal.forget_old(now[0])
+    replay.forget_old(now[0])
     assert journal.first_seq == 4
-    journal.forget_old(now[0] + 1000)
-    assert journal.first_seq == 5
+    assert replay.num_bytes == journal.num_bytes > 0
+    replay.forget_old(now[0] + 1000)
+    assert (journal.first_seq, journal.last_seq, replay.num_bytes) == (6, 5, 0)
+    assert seqs(journal, 5) == []
 
 
 @given(

@@ -82,6 +82,11 @@ class SimServer:
                 owner_sessions=config.habits.num_sessions,
                 owner_turns=-(-config.habits.num_sessions // config.habits.num_owners)
                 * (1 + MAX_QUEUED_TURNS),
+                # Too little for all journals at once.
+                replay_bytes=config.habits.num_sessions
+                * config.habits.journal_entries
+                * BYTES_PER_ENTRY
+                // 2,
             ),
             clock=self.loop.time,
         )

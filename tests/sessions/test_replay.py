@@ -1,0 +1,148 @@
+"""The journals of all sessions under one bound."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from session_server.core.session_events import SessionClosed, TurnDelta
+from session_server.sessions.footprint import entry_bytes
+from session_server.sessions.journal import Journal, JournalLimits
+from session_server.sessions.replay import OVERSIZE_GRACE_S, Replay
+
+DELTA = TurnDelta("t", "i", "x" * 100, ())
+SIZE = entry_bytes(DELTA)
+
+
+class Journals:
+    """Some journals that share a bound, and the time."""
+
+    def __init__(self, count: int, *, max_bytes: int, max_age_s: float = 1e9) -> None:
+        self.now_s = 0.0
+        self.replay = Replay(max_bytes=max_bytes, max_age_s=max_age_s)
+        self.all = [self.new() for _ in range(count)]
+
+    def new(self, max_bytes: int = 1 << 30) -> Journal:
+        limits = JournalLimits(max_bytes=max_bytes)
+        return Journal(limits, replay=self.replay, clock=lambda: self.now_s)
+
+    def write(self, *indexes: int) -> None:
+        for index in indexes:
+            self.now_s += 1.0
+            self.all[index].append(DELTA)
+
+    @property
+    def kept(self) -> list[int]:
+        return [journal.num_entries for journal in self.all]
+
+
+def test_the_oldest_entry_of_all_goes_first_and_exactly_at_the_bound() -> None:
+    journals = Journals(3, max_bytes=5 * SIZE)
+    journals.write(0, 1, 1, 0, 2)
+    assert (journals.kept, journals.replay.num_bytes) == ([2, 2, 1], 5 * SIZE)
+    journals.write(2)
+    assert (journals.kept, journals.replay.num_bytes) == ([1, 2, 2], 5 * SIZE)
+    journals.write(2, 2)
+    assert journals.kept == [1, 0, 4]
+    journals.write(1)
+    assert journals.kept == [0, 1, 4]
+
+
+def test_an_entry_is_never_dropped_for_itself() -> None:
+    journals = Journals(2, max_bytes=SIZE // 2)
+    journals.write(0)
+    assert journals.kept == [1, 0]
+    journals.write(1)
+    assert journals.kept == [0, 1]
+
+
+def test_a_journal_that_dropped_entries_by_itself_is_not_the_oldest_any_more() -> None:
+    journals = Journals(2, max_bytes=6 * SIZE)
+    journals.all[0] = journals.new(max_bytes=2 * SIZE)
+    journals.write(0, 1, 0, 0, 0)
+    assert journals.kept == [2, 1]
+    journals.write(1, 1, 1, 1)
+    assert journals.kept == [2, 4]
+    journals.now_s += 1.0
+    assert journals.all[1].oldest_s == 6.0
+
+
+def test_work_is_done_for_entries_that_are_dropped_and_for_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not one of a thousand journals is looked at while there is room, or nothing is due."""
+    journals = Journals(1000, max_bytes=1000 * SIZE, max_age_s=5000.0)
+    journals.write(*range(1000))
+    looks: list[Journal] = []
+    oldest_s = Journal.oldest_s.fget
+    assert oldest_s is not None
+
+    def look(journal: Journal) -> float | None:
+        looks.append(journal)
+        return oldest_s(journal)
+
+    monkeypatch.setattr(Journal, "oldest_s", property(look))
+    journals.replay.forget_old(journals.now_s)
+    assert not looks
+    journals.write(500)
+    assert set(looks) == {journals.all[0]}
+    looks.clear()
+    journals.replay.forget_old(5003.0)
+    assert set(looks) == {journals.all[1]}
+    assert journals.replay.num_bytes == 999 * SIZE
+
+
+def test_an_entry_larger_than_its_journal_may_be_goes_once_it_could_be_read() -> None:
+    journals = Journals(0, max_bytes=1 << 30)
+    journal = journals.new(max_bytes=1000)
+    journal.append(DELTA)
+    journals.now_s = 5.0
+    journal.append(TurnDelta("t", "i", "x" * 2000, ()))
+    journals.replay.forget_old(5.0 + OVERSIZE_GRACE_S - 0.1)
+    assert [found.seq for found in journal.read(1)] == [2]
+    journals.replay.forget_old(5.0 + OVERSIZE_GRACE_S)
+    assert (journal.num_entries, journals.replay.num_bytes) == (0, 0)
+    journal.append(TurnDelta("t", "i", "x" * 2000, ()))
+    journal.append(DELTA)
+    journals.replay.forget_old(1000.0)
+    assert [found.seq for found in journal.read(3)] == [4]
+
+
+def test_the_end_of_a_session_is_kept_as_long_as_somebody_reads_it() -> None:
+    journals = Journals(2, max_bytes=2 * SIZE, max_age_s=10.0)
+    journals.write(0, 0)
+    closed = journals.all[0]
+    closed.append(SessionClosed("client"))
+    journals.write(1, 1, 1)
+    journals.replay.forget_old(1e6)
+    assert [found.entry for found in closed.read(2)] == [SessionClosed("client")]
+    assert journals.replay.num_bytes == closed.num_bytes
+    del closed, journals.all[:]
+    assert journals.replay.num_bytes == 0
+
+
+@given(
+    writes=st.lists(st.integers(0, 4), max_size=60),
+    bound=st.integers(1, 20),
+    own=st.integers(1, 10),
+    dead=st.integers(0, 60),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_what_is_kept_is_what_a_list_of_all_entries_would_keep(
+    writes: list[int], bound: int, own: int, dead: int
+) -> None:
+    journals = Journals(5, max_bytes=bound * SIZE)
+    journals.all[0] = journals.new(max_bytes=own * SIZE)
+    kept: list[int] = []
+    for number, index in enumerate(writes):
+        if number == dead:
+            journals.all[4] = journals.new()
+            kept = [each for each in kept if each != 4]
+        journals.write(index)
+        kept.append(index)
+        if kept.count(0) > own:
+            kept.remove(0)
+        del kept[: max(0, len(kept) - bound)]
+        assert journals.kept == [kept.count(each) for each in range(5)]
+        assert journals.replay.num_bytes == len(kept) * SIZE
