@@ -47,7 +47,7 @@ BIAS_BYTES: Final = 136
 TOKEN_BYTES: Final = 40
 """One token id in a tuple or a list. An array takes four, and is asked for its size."""
 
-LOGPROB_BYTES: Final = 144
+LOGPROB_BYTES: Final = 128
 TOP_LOGPROB_BYTES: Final = 136
 
 

@@ -8,7 +8,9 @@ snapshot instead (the offset + epoch scheme of Centrifugo).
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -66,13 +68,11 @@ class Journal:
         replay: Replay | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`replay` is what this journal shares with all others; None leaves it alone."""
+        """`replay` bounds this journal together with others; None leaves it to `limits` alone."""
         self.epoch = secrets.token_hex(8)
         self.is_listed = False
         self._limits = limits or JournalLimits()
-        self._replay = replay or Replay(
-            max_bytes=self._limits.max_bytes, max_age_s=self._limits.max_age_s
-        )
+        self._replay = replay or Replay(max_bytes=sys.maxsize, max_age_s=math.inf)
         self._clock = clock
         self._entries: deque[JournalEntry] = deque()
         self._num_bytes = 0

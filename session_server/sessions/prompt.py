@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from datetime import datetime
-from typing import assert_never
+from typing import Final, assert_never
 
 import msgspec
 
@@ -25,6 +25,9 @@ from session_server.text.chat_encoder import ChatEncoder, check_roles
 from session_server.text.chat_template import RenderFrame
 from session_server.text.model_text import ModelText
 from session_server.text.rendering import Rendering
+
+_PROBE_CHARS_PER_TOKEN: Final = 16
+"""Characters of a beginning per token that fits: four times what most texts take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,45 @@ def opening_len(text: ModelText, state: PromptState) -> Rendering[int]:
     except TokenizeFailed:
         contents = (text.tokenizer.encode_content(each.content.strip()) for each in messages)
         return sum(map(len, contents))
+
+
+def check_beginning(
+    text: ModelText, state: PromptState, turn_input: TurnInput | None, *, max_len: int
+) -> None:
+    """Refuse an input whose beginning alone takes twice `max_len`, so that one which is far too
+    long costs neither the memory nor the time to tokenize all of it.
+
+    Twice, because the last word of a beginning may be tokenized otherwise than in the whole. What a
+    template may leave out (white space around a message, earlier answers) is not measured. None
+    measures the first messages of a session alone.
+
+    Raises:
+        ContextTooLong, TokenizeFailed
+    """
+    match turn_input:
+        case ChatInput() | None:
+            encode = text.tokenizer.encode_content
+            messages = () if turn_input is None else turn_input.messages
+            asked = (m for m in (*state.open_messages, *messages) if m.role != "assistant")
+            parts = [message.content.strip() for message in asked]
+        case TextInput(text=raw):
+            encode, parts = text.tokenizer.encode_control, [raw]
+        case TokenInput():
+            return
+        case _:
+            assert_never(turn_input)
+    num_chars, num_tokens = _PROBE_CHARS_PER_TOKEN * max_len, 0
+    if sum(map(len, parts)) <= num_chars:
+        return
+    for part in parts:
+        num_tokens += len(encode(part[:num_chars]))
+        num_chars = max(0, num_chars - len(part))
+    if num_tokens > 2 * max_len:
+        raise ContextTooLong(
+            f"Input length (at least {2 * max_len} tokens) exceeds the maximum allowed length "
+            f"({max_len - 1} tokens).",
+            param="messages" if turn_input is None else "input",
+        )
 
 
 def check_length(num_tokens: int, max_tokens: int, *, param: str) -> None:

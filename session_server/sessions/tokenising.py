@@ -15,6 +15,7 @@ from session_server.sessions.prompt import (
     Prompt,
     PromptState,
     build_prompt,
+    check_beginning,
     check_length,
     opening_len,
 )
@@ -75,16 +76,23 @@ class Tokenising:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def build(
-        self, state: PromptState, request: TurnRequest, later: Callable[[PromptOutcome], None]
+        self,
+        state: PromptState,
+        request: TurnRequest,
+        later: Callable[[PromptOutcome], None],
+        *,
+        max_len: int,
     ) -> PromptOutcome | None:
-        """The prompt, or why there is none; None when `later` will be called with it."""
-        begin = partial(
-            build_prompt,
-            self._text,
-            state,
-            request.input,
-            generate=request.sampling.max_tokens > 0,
-        )
+        """The prompt, or why there is none; None when `later` will be called with it.
+
+        `max_len`: of a context; an input that is far longer is not tokenized to its end.
+        """
+
+        def begin() -> Rendering[Prompt]:
+            check_beginning(self._text, state, request.input, max_len=max_len)
+            generate = request.sampling.max_tokens > 0
+            return build_prompt(self._text, state, request.input, generate=generate)
+
         building = _Building(begin, self._renderer)
         is_large = self._is_large(state, request)
         stage = None if is_large else _outcome_of(building.advance)
@@ -120,7 +128,12 @@ class Tokenising:
         # worth being tokenized twice. The other half is for what the template writes.
         if num_chars * _BYTES_PER_CHAR <= max_len // 2:
             return
-        building = _Building(partial(opening_len, self._text, state), self._renderer)
+
+        def begin() -> Rendering[int]:
+            check_beginning(self._text, state, None, max_len=max_len)
+            return opening_len(self._text, state)
+
+        building = _Building(begin, self._renderer)
         is_large = num_chars > self._limits.inline_input_chars
         stage = None if is_large else _outcome_of(building.advance)
         outcome = await self._complete(building, stage, is_large=is_large)

@@ -241,7 +241,9 @@ class TurnFlow:
             else:
                 self.advance(session)
 
-        outcome = self.tokenising.build(session.transcript.state(), turn.request, later)
+        assert self._link.ready is not None, "a turn before the engine was ever ready"
+        state, max_len = session.transcript.state(), self._link.ready.max_turn_len
+        outcome = self.tokenising.build(state, turn.request, later, max_len=max_len)
         if outcome is not None:
             self._on_prompt(session, turn, outcome)
 

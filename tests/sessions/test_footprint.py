@@ -60,6 +60,8 @@ def kept_bytes(root: object, *, but: Iterable[object] = ()) -> int:
         seen.add(id(found))
         total += -(-sys.getsizeof(found) // ALIGNMENT) * ALIGNMENT
         left += gc.get_referents(found)
+        if isinstance(found, msgspec.Struct):  # one without `gc` names no referents
+            left += [getattr(found, name) for name in found.__struct_fields__]
     return total
 
 

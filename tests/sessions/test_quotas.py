@@ -11,7 +11,7 @@ from session_server.core.errors import QuotaExceeded, ServerBusy, SessionServerE
 from session_server.core.owner import Owner
 from session_server.core.session_events import ChatInput, Message, TextInput
 from session_server.sessions.ended_turns import RECORD_BYTES
-from session_server.sessions.footprint import TURN_BYTES, request_bytes
+from session_server.sessions.footprint import LOGPROB_BYTES, TURN_BYTES, request_bytes
 from session_server.sessions.quotas import InputRate, QuotaLimits
 from tests.sessions.recount import recount
 from tests.sessions.world import OWNER, World, completed, failed, turn
@@ -177,7 +177,7 @@ class TestTurnBytes:
         for _ in range(10):
             world.engine.step()
         world.engine.deliver()
-        assert world.manager._quotas.turn_bytes.total > held + 10 * 144
+        assert world.manager._quotas.turn_bytes.total > held + 10 * LOGPROB_BYTES
         world.engine.run()
         assert world.manager._quotas.turn_bytes.total == 0
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
+from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from session_server.core.commands import CancelTurn, StopTurn
 from session_server.core.errors import (
@@ -30,8 +35,12 @@ from session_server.core.session_events import (
     TurnFailedEntry,
 )
 from session_server.sessions.journal import JournalLimits
+from session_server.sessions.prompt import build_prompt, check_beginning
 from session_server.sessions.quotas import SessionLimits
-from tests.sessions.world import OWNER, World, cancelled, completed, failed, turn
+from session_server.sessions.transcript import Transcript
+from session_server.text.rendering import finish
+from session_server.text.tokenizer import Tokenizer
+from tests.sessions.world import OWNER, World, cancelled, completed, failed, model_text, turn
 
 
 def user(text: str, *, after: str = "") -> str:
@@ -438,6 +447,48 @@ class TestLengths:
             assert end.outcome.usage.output_tokens == 1
             assert end.outcome.usage.cached_tokens > 0
             assert len(world.history(session)) == 64
+
+    @pytest.mark.parametrize("where", ["text", "message", "opening"])
+    def test_an_input_far_too_long_is_not_tokenized_to_its_end(
+        self, monkeypatch: pytest.MonkeyPatch, where: str
+    ) -> None:
+        lengths: list[int] = []
+        for name in ("encode_content", "encode_control"):
+            encode = getattr(Tokenizer, name)
+
+            def note(self: Tokenizer, text: str, *, _encode: Any = encode, **options: Any) -> Any:
+                lengths.append(len(text))
+                return _encode(self, text, **options)
+
+            monkeypatch.setattr(Tokenizer, name, note)
+        much = "word " * 100_000
+        with World(max_turn_len=64) as world:
+            session = world.open()
+            ways: dict[str, Callable[[], object]] = {
+                "text": lambda: world.submit(session, turn("1", TextInput(much))),
+                "message": lambda: world.submit(session, turn("1", much)),
+                "opening": lambda: world.create(messages=(Message("system", much),)),
+            }
+            with pytest.raises(ContextTooLong, match=r"at least 128 .*\(63 tokens\)") as refused:
+                ways[where]()
+            assert refused.value.param == ("messages" if where == "opening" else "input")
+            assert max(lengths) == 16 * 64
+            assert world.history(session) == ()
+
+    @given(text=st.text("ab <|im_start|>\n", max_size=200), max_len=st.integers(1, 12))
+    @settings(max_examples=300, deadline=None, derandomize=True)
+    def test_what_is_refused_by_its_beginning_is_too_long_as_a_whole(
+        self, text: str, max_len: int
+    ) -> None:
+        model = model_text()
+        state = Transcript("append", (), now=datetime.now().astimezone()).state()
+        for turn_input in (TextInput(text), ChatInput((Message("user", text),))):
+            try:
+                check_beginning(model, state, turn_input, max_len=max_len)
+            except ContextTooLong:
+                steps = build_prompt(model, state, turn_input, generate=True)
+                assert model.chat is not None
+                assert len(finish(steps, model.chat.renderer).tokens) > max_len
 
     def test_max_tokens_is_clipped_to_the_room(self) -> None:
         with World(max_turn_len=64) as world:
