@@ -45,6 +45,7 @@ from session_server.client import (
     TurnResult,
     TurnText,
     connect,
+    server_address,
 )
 from session_server.demo.corpus import Exchange, dialogue, is_right
 
@@ -278,7 +279,7 @@ async def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     async with httpx.AsyncClient(
-        base_url=args.url, headers=headers, timeout=30.0, trust_env=False
+        base_url=server_address(args.url), headers=headers, timeout=30.0, trust_env=False
     ) as http:
         before = await ledger(http)
         clock = asyncio.get_running_loop().time

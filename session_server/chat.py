@@ -20,7 +20,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from types import FrameType
-from typing import Final, Self, TypeVar
+from typing import Final, Self, TypeVar, assert_never
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,6 +31,7 @@ from session_server.client import (
     ClientError,
     ClientOptions,
     ConnectionLost,
+    LineState,
     Refused,
     SessionClient,
     TurnHandle,
@@ -45,11 +46,20 @@ from session_server.local_server import LocalServer, ServerFailed
 
 T = TypeVar("T")
 
+PROMPT: Final = "you > "
+
+AWAY_AFTER_S: Final = 0.5
+"""A line that is back sooner was never lost as far as the user is concerned."""
+
+MAX_ATTEMPTS: Final = 1000
+"""To reach a server that was lost, about half an hour: a user who has enough leaves."""
+
 HELP: Final = """\
 /new             a new session: nothing is remembered
 /system TEXT     a new session that starts with this system prompt
 /stats           what the turns of this session cost
 /help            this list
+/paste           several lines as one turn, up to a line that is a single dot
 /keep            leave, and keep the session for `chat --session ID`
 /quit            leave (so does Ctrl-D, and Ctrl-C at the prompt)
 Ctrl-C while an answer streams cancels the turn and keeps what was said."""
@@ -79,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with nullcontext(None) if args.url else _starting(console) as server:
             url = args.url or (server.url if server else "")
-            with suppress(ImportError):
-                import readline  # noqa: F401 - line editing and history for `input`
+            _edit_lines()
             with _LoopThread() as loop:
                 return _Chat(console, args, url, loop).run()
     except (ServerFailed, ClientError) as error:
@@ -107,6 +116,15 @@ def describe(result: TurnResult) -> str:
     elif result.finish_reason == "length":
         parts.append("cut at max tokens")
     return " · ".join(parts)
+
+
+def _edit_lines() -> None:
+    """Give `input` editing and a history, and let several lines that are pasted be one."""
+    with suppress(ImportError):
+        import readline
+
+        # Python turns it off. A library that does not know it ignores the line.
+        readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 def _starting(console: Console) -> LocalServer:
@@ -151,6 +169,9 @@ class _Chat:
         self._loop = loop
         self._system: str = args.system
         self._turns: list[TurnResult] = []
+        self._is_at_prompt = False
+        self._away: asyncio.TimerHandle | None = None
+        self._is_told_away = False
         self._session = self._open(args.session)
 
     def run(self) -> int:
@@ -165,7 +186,7 @@ class _Chat:
                     break
                 self._obey(line)
         except KeyboardInterrupt:
-            self._loop.call(self._session.close())
+            self._loop.call(self._session.close(timeout_s=1.0))
             return 130
         if line == "/keep":
             self._loop.call(self._session.leave())
@@ -176,11 +197,26 @@ class _Chat:
 
     def _read_line(self) -> str | None:
         """One line of the user's; None at the end of input or at Ctrl-C."""
+        self._is_at_prompt = True
         try:
-            return input("you > ").strip()
+            return input(PROMPT).strip()
         except (EOFError, KeyboardInterrupt):
             self._console.print()
             return None
+        finally:
+            self._is_at_prompt = False
+
+    def _read_paste(self) -> str:
+        lines = []
+        while True:
+            try:
+                line = input()
+            except EOFError:
+                break
+            if line.strip() == ".":
+                break
+            lines.append(line)
+        return "\n".join(lines).strip()
 
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")
@@ -191,6 +227,9 @@ class _Chat:
                 self._console.print(escape(HELP))
             case "/stats":
                 self._console.print(_cost_table(self._turns))
+            case "/paste":
+                if text := self._read_paste():
+                    self._take_turn(text)
             case "/new" | "/system":
                 self._system = rest if command == "/system" else self._system
                 self._loop.call(self._session.close())
@@ -203,7 +242,9 @@ class _Chat:
 
     def _open(self, session_id: str | None) -> SessionClient:
         self._turns = []
-        options = ClientOptions(token=self._args.api_key)
+        options = ClientOptions(
+            token=self._args.api_key, max_attempts=MAX_ATTEMPTS, on_line=self._on_line
+        )
         return self._loop.call(connect(self._url, session_id=session_id, options=options))
 
     def _take_turn(self, text: str) -> None:
@@ -211,17 +252,55 @@ class _Chat:
         if self._system and not self._turns:
             messages.insert(0, Message("system", self._system))
         sampling = {"max_tokens": self._args.max_tokens, "temperature": self._args.temperature}
-        turn = self._loop.call(self._session.start(ChatInput(tuple(messages)), sampling=sampling))
         try:
+            if self._session.is_over:
+                self._reopen()
+            turn = self._loop.call(
+                self._session.start(ChatInput(tuple(messages)), sampling=sampling)
+            )
             result = self._wait(turn)
         except ClientError as error:
             self._console.print(f"[red]{escape(str(error))}[/]")
+            if self._session.is_over:
+                self._console.print("[yellow]what you say next begins a new session[/]")
             return
         self._turns.append(result)
         if result.error is not None:
             failure = f"{result.error.code}: {result.error.message}"
             self._console.print(f"[red]{escape(failure)}[/]")
         self._console.print(f"[dim]{describe(result)}[/]", highlight=False)
+
+    def _reopen(self) -> None:
+        """Begin a new session in place of one that is gone. Raises ClientError."""
+        self._session = self._open(None)
+        text = f"session {self._session.session_id}: nothing of before is remembered"
+        self._console.print(f"[yellow]{text}[/]", highlight=False)
+
+    def _on_line(self, state: LineState) -> None:
+        """Hear of the connection, on the event loop's thread."""
+        if self._away is not None:
+            self._away.cancel()
+            self._away = None
+        match state:
+            case LineState.LOST:
+                loop = asyncio.get_running_loop()
+                self._away = loop.call_later(AWAY_AFTER_S, self._tell_away)
+            case LineState.BACK:
+                if self._is_told_away:
+                    self._is_told_away = False
+                    self._tell("connected again")
+            case _:
+                assert_never(state)
+
+    def _tell_away(self) -> None:
+        self._is_told_away = True
+        self._tell("the server is away, trying again; Ctrl-C twice leaves")
+
+    def _tell(self, text: str) -> None:
+        """Say something beside whatever is shown now."""
+        self._console.print(f"\n[yellow]({text})[/]", highlight=False)
+        if self._is_at_prompt:
+            self._console.out(PROMPT, end="", highlight=False)
 
     def _wait(self, turn: TurnHandle) -> TurnResult:
         """The first Ctrl-C cancels the turn; a second one, before it has ended, leaves.

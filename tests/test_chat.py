@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pty
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -138,6 +140,109 @@ def test_an_interrupt_cancels_the_turn_and_not_the_program() -> None:
             assert "Still here." in await finish(process, "are you there?", "/quit")
 
     asyncio.run(test())
+
+
+def test_a_server_that_goes_away_is_told_and_so_is_its_return() -> None:
+    may_return = asyncio.Event()
+    asked: list[str] = []
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        asked.append((await peer.receive())["turn_id"])
+        peer.cut()
+
+    async def second(peer: Peer) -> None:
+        await may_return.wait()
+        await peer.hello(resumed=True)
+        create = await peer.receive()
+        assert create["turn_id"] == asked[0]
+        await peer.send("turn.delta", seq=1, turn_id=asked[0], text="Back.", n=1)
+        await peer.complete(2, asked[0], "Back.")
+        await peer.closed(3)
+
+    async def test() -> None:
+        async with playing(first, second) as server:
+            process = await chat(server.url)
+            assert process.stdin is not None
+            process.stdin.write(b"are you there?\n")
+            await read_until(process, "the server is away")
+            may_return.set()
+            shown = await read_until(process, "you > ")
+            assert "connected again" in shown
+            assert "Back." in shown
+            await finish(process, "/quit")
+
+    asyncio.run(test())
+
+
+def test_a_session_that_is_gone_is_followed_by_a_new_one() -> None:
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        await answer(peer, 1, "Aye.")
+        await peer.send("session.closed", seq=3, reason="expired")
+
+    async def second(peer: Peer) -> None:
+        """The first line may have met the old session: then this one has one turn, else two."""
+        await peer.hello()
+        seq = 1
+        while (frame := await peer.receive())["type"] == "turn.create":
+            await peer.send("turn.delta", seq=seq, turn_id=frame["turn_id"], text="Again.", n=1)
+            await peer.complete(seq + 1, frame["turn_id"], "Again.")
+            seq += 2
+        await peer.send("session.closed", seq=seq, reason="client")
+
+    async def test() -> None:
+        async with playing(first, second) as server:
+            process = await chat(server.url)
+            assert process.stdin is not None
+            process.stdin.write(b"hello\n")
+            await read_until(process, "Aye.")
+            shown = await finish(process, "hello?", "once more", "/quit")
+            assert "nothing of before is remembered" in shown
+            assert "Again." in shown
+
+    asyncio.run(test())
+
+
+def test_a_paste_of_several_lines_is_one_turn() -> None:
+    pasted = "def f():\n    return 1\n\nf()"
+    typed = f"\x1b[200~{pasted}\x1b[201~\r/paste\rone\rtwo\r.\r/quit\r".encode()
+
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        for seq, text in ((1, pasted), (3, "one\ntwo")):
+            create = await answer(peer, seq, "Noted.")
+            assert create["input"] == [{"role": "user", "content": text}]
+        await peer.closed(5)
+
+    async def test() -> None:
+        master, slave = pty.openpty()
+        async with playing(script) as server:
+            argv = [sys.executable, "-m", "session_server", "chat", "--url", server.url]
+            process = await asyncio.create_subprocess_exec(
+                *argv, stdin=slave, stdout=slave, stderr=slave
+            )
+            os.close(slave)
+            shown = await asyncio.to_thread(read_tty, master, b"you > ")
+            os.write(master, typed)
+            shown += await asyncio.to_thread(read_tty, master, None)
+            assert await process.wait() == 0, shown
+        os.close(master)
+        assert shown.count(b"Noted.") == 2
+
+    asyncio.run(test())
+
+
+def read_tty(master: int, needle: bytes | None) -> bytes:
+    """What a terminal shows up to `needle`, or to the end."""
+    seen = b""
+    while needle is None or needle not in seen:
+        try:
+            piece = os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+        seen += piece
+    return seen
 
 
 def test_a_server_that_is_not_there_is_an_error_and_not_a_traceback() -> None:

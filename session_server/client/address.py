@@ -11,7 +11,9 @@ _HTTP_SCHEMES: Final = {"http": "http", "https": "https", "ws": "http", "wss": "
 
 
 def server_address(text: str) -> str:
-    """`http(s)://HOST:PORT` without a slash at its end, for the paths of a server's routes.
+    """Return `http(s)://HOST:PORT` without a slash at its end, for the paths of a server's routes.
+
+    A `/v1` at its end, as other clients are given it, is left out.
 
     Raises:
         BadAddress: `text` is not http(s) or ws(s) to a host, with a port or without one.
@@ -19,11 +21,12 @@ def server_address(text: str) -> str:
     try:
         parts = urlsplit(text)
         is_whole = parts.scheme in _HTTP_SCHEMES and bool(parts.hostname) and parts.port != 0
+        is_whole = is_whole and not parts.query and not parts.fragment
     except ValueError:  # a port that is no number, half a pair of brackets
         is_whole = False
     if not is_whole:
         raise BadAddress(f"{text!r} is no address of a server; give one as http://HOST:PORT")
-    _, _, rest = text.rstrip("/").partition("://")
+    _, _, rest = text.rstrip("/").removesuffix("/v1").rstrip("/").partition("://")
     return f"{_HTTP_SCHEMES[parts.scheme]}://{rest}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
@@ -37,11 +37,22 @@ RETRYABLE_CLOSE_CODES: Final = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
 """Closes after which connecting again may help: a lost line, a restart, overload, a slow reader."""
 
 
+class LineState(enum.Enum):
+    """What `ClientOptions.on_line` is told of the connection of an open session."""
+
+    LOST = "lost"
+    """It ended, and the client connects again."""
+    BACK = "back"
+    """It stands again, and nothing was missed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
     """How a client connects. Delays double from the first to the longest, in seconds.
 
     `first_attempts` are for a server that was never reached, `max_attempts` for one that was lost.
+    `on_line` is called on the event loop's thread when an open session's connection ends and when
+    it stands again.
     """
 
     token: str | None = None
@@ -51,6 +62,7 @@ class ClientOptions:
     first_delay_s: float = 0.05
     longest_delay_s: float = 2.0
     max_message_bytes: int = 16 << 20
+    on_line: Callable[[LineState], None] | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +102,11 @@ class SessionClient:
         self._aim = _Aim.STAY
         self._connected = asyncio.Event()
         self._closed = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more can be said: the session is gone, or its server is given up."""
+        return self._closed.is_set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -208,16 +225,22 @@ class SessionClient:
                 if code is not None and code not in RETRYABLE_CLOSE_CODES:
                     raise ConnectionLost(f"closed by the server: {code} {reason}", code=code)
                 self._connected.clear()
+                self._tell(LineState.LOST)
                 self._socket = await self._open_socket()
                 self.num_reconnects += 1
                 await self._repeat_unheard()
                 self._connected.set()
+                self._tell(LineState.BACK)
         except ClientError as error:
             self._socket = None
             self._fail_turns(error)
         finally:
             self._closed.set()
             self._connected.set()
+
+    def _tell(self, state: LineState) -> None:
+        if self._options.on_line is not None:
+            self._options.on_line(state)
 
     async def _receive_all(self, socket: ClientConnection) -> None:
         try:
@@ -375,7 +398,7 @@ async def connect(
     """Open a new session, or come back to a known one.
 
     Args:
-        url: of the server, http(s) or ws(s), without a path.
+        url: of the server, http(s) or ws(s); a `/v1` at its end is left out.
         session_id: of an open session; None makes a new one.
         options: credentials, timeouts, attempts.
 

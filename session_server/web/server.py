@@ -65,7 +65,7 @@ async def serve(
     """Listen until a signal, then drain and return.
 
     `listener` is a bound socket of the caller's; None binds the address of the settings. Once it
-    listens it writes `listening on http://HOST:PORT` to `ready`, with the real port.
+    listens it says so on `ready`, with the real port: see `announce`.
 
     Raises:
         OSError: the address cannot be bound.
@@ -75,7 +75,7 @@ async def serve(
     url = _url_of(listener)
 
     def say_ready() -> None:
-        print(f"listening on {url}", file=ready, flush=True)
+        announce(url, ready, needs_key=bool(services.settings.key_digests))
 
     asyncio.get_running_loop().set_exception_handler(_log_fault)
     server = DrainingServer(config_for(app, services), say_ready)
@@ -92,6 +92,24 @@ async def serve(
                 drainer.cancel()
             await asyncio.gather(*drainers, return_exceptions=True)
             listener.close()
+
+
+def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
+    """Say where the server listens; on a terminal also what to do next."""
+    lines = [f"listening on {url}"]
+    if ready.isatty():
+        flag, header = (
+            (" --api-key KEY", " -H 'authorization: Bearer KEY'") if needs_key else ("", "")
+        )
+        body = '{"text": "Hello", "sampling_params": {"max_new_tokens": 16}}'
+        lines += [
+            f"  talk to it     session-server chat --url {url}{flag}",
+            f"  look inside    session-server audit --url {url}{flag}",
+            f"  over HTTP      curl {url}/generate{header} -d '{body}'",
+            "  protocols      docs/protocol.md, and /openapi.json of this server",
+            "  Ctrl-C drains and stops it",
+        ]
+    print("\n".join(lines), file=ready, flush=True)
 
 
 def config_for(app: FastAPI, services: AppServices) -> GuardedConfig:

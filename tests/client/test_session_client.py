@@ -289,7 +289,17 @@ def test_a_dead_address_is_given_up_after_the_attempts_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:30000", "localhost", "ftp://h", "http://", "http://h:x", "http://h:0", ""]
+    "url",
+    [
+        "127.0.0.1:30000",
+        "localhost",
+        "ftp://h",
+        "http://",
+        "http://h:x",
+        "http://h:0",
+        "http://h?a=1",
+        "",
+    ],
 )
 def test_what_is_no_address_is_refused_before_any_attempt(url: str) -> None:
     with pytest.raises(BadAddress, match="http://HOST:PORT"):
@@ -303,6 +313,9 @@ def test_what_is_no_address_is_refused_before_any_attempt(url: str) -> None:
         ("HTTPS://h", "https://h", "wss://h"),
         ("ws://[::1]:1", "http://[::1]:1", "ws://[::1]:1"),
         ("wss://h/behind/", "https://h/behind", "wss://h/behind"),
+        ("http://h:1/v1", "http://h:1", "ws://h:1"),
+        ("http://h:1/v1/", "http://h:1", "ws://h:1"),
+        ("http://h/behind/v1", "http://h/behind", "ws://h/behind"),
     ],
 )
 def test_an_address_serves_routes_and_sockets(text: str, http: str, ws: str) -> None:

@@ -1,0 +1,42 @@
+"""What a server says when it listens: one line to a program, the next steps to a person."""
+
+from __future__ import annotations
+
+import io
+import shlex
+
+import pytest
+
+from session_server import cli
+from session_server.web.server import announce
+
+URL = "http://127.0.0.1:30000"
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_program_gets_the_one_line_that_it_waits_for() -> None:
+    out = io.StringIO()
+    announce(URL, out, needs_key=False)
+    assert out.getvalue() == f"listening on {URL}\n"
+
+
+@pytest.mark.parametrize("needs_key", [False, True])
+def test_a_person_gets_the_next_steps_as_they_can_be_typed(*, needs_key: bool) -> None:
+    out = Terminal()
+    announce(URL, out, needs_key=needs_key)
+    first, *steps = out.getvalue().splitlines()
+    assert first == f"listening on {URL}"
+    commands = [shlex.split(step[17:]) for step in steps[:3]]
+    for words in commands[:2]:
+        assert words[0] == "session-server"
+        assert words[1] in cli.COMMANDS
+        assert ("--api-key" in words) == needs_key
+    assert commands[2][0] == "curl"
+    assert commands[2][1] == f"{URL}/generate"
+    assert ("authorization: Bearer KEY" in commands[2]) == needs_key
