@@ -12,14 +12,14 @@ from typing import Any
 import httpx
 
 from session_server.local_server import LocalServer
-from tests.chaos.audit import audit
-from tests.chaos.library_client import LibraryClient
-from tests.chaos.proxy import ChaosProxy, Weather
-from tests.chaos.rest_client import RestClient
-from tests.chaos.scene import Client, Scene
-from tests.chaos.socket_client import SocketClient
+from tests.rig.audit import audit
+from tests.rig.library_client import LibraryClient
+from tests.rig.processes import engine_pid, memory_mib
+from tests.rig.proxy import ChaosProxy, Weather
+from tests.rig.rest_client import RestClient
+from tests.rig.scene import Client, Scene
+from tests.rig.socket_client import SocketClient
 from tests.web.wire_client import http_client
-from tests.wire.processes import engine_pid, memory_mib
 
 FLAGS = (
     *("--threads", "1", "--log-level", "warning", "--memory-check", "warn"),

@@ -8,12 +8,12 @@ from collections import Counter
 from typing import Any
 
 from session_server.local_server import LocalServer
-from tests.chaos.decisions import Decisions
-from tests.chaos.echo_server import echo_server
-from tests.chaos.history import ENDS
-from tests.chaos.scene import echo_turn
 from tests.chaos.test_slow_readers import other
-from tests.faults.recovery import Reckoning, assert_books_balance
+from tests.rig.decisions import Decisions
+from tests.rig.echo_server import echo_server
+from tests.rig.history import ENDS
+from tests.rig.recovery import Reckoning, assert_books_balance
+from tests.rig.scene import echo_turn
 from tests.web.wire_client import http_client, open_wire
 
 NUM_STORMERS = 10

@@ -19,8 +19,8 @@ from session_server.core.ids import TurnId
 from session_server.engine.settings import MemoryCheck
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.loop import EngineAssembly
-from tests.chaos.decisions import Decisions
 from tests.engine_host.live_echo import LiveStage, assemble
+from tests.rig.decisions import Decisions
 from tests.web.serving import Served, serving_live
 from tests.web.wire_client import Wire, open_wire
 

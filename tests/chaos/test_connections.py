@@ -11,7 +11,7 @@ import pytest
 
 from session_server.local_server import LocalServer
 from tests.chaos.load import FLAGS, run_load
-from tests.chaos.proxy import Fault
+from tests.rig.proxy import Fault
 
 CONNECTIONS = 1000
 MAX_GROWTH_MIB = 64.0

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from session_server.sessions.turn import TurnPhase
-from tests.chaos.decisions import Decisions
-from tests.chaos.echo_server import mortal_engine
-from tests.chaos.history import ENDS
-from tests.chaos.scene import echo_turn
 from tests.engine_host.live_echo import LiveStage
-from tests.faults.recovery import Reckoning, assert_books_balance
+from tests.rig.decisions import Decisions
+from tests.rig.echo_server import mortal_engine
+from tests.rig.history import ENDS
+from tests.rig.processes import ECHO_ENGINE, engines_of
+from tests.rig.recovery import Reckoning, assert_books_balance
+from tests.rig.scene import echo_turn
 from tests.web.serving import Served, serving_live
 from tests.web.wire_client import Wire, open_wire
-from tests.wire.processes import ECHO_ENGINE, engines_of
 
 NUM_KILLS = 24
 NUM_TALKERS = 10

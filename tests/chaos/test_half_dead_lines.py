@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from session_server.web.auth import ANONYMOUS
-from tests.chaos.decisions import Decisions
-from tests.chaos.history import ENDS
-from tests.chaos.proxy import CALM, ChaosProxy, Direction, Fate, Fault
-from tests.chaos.socket_client import LOST
+from tests.rig.decisions import Decisions
+from tests.rig.history import ENDS
+from tests.rig.proxy import CALM, ChaosProxy, Direction, Fate, Fault
+from tests.rig.socket_client import LOST
 from tests.sessions.paper_engine import PaperEngine
 from tests.web.serving import Served, serving
 from tests.web.wire_client import open_wire, turn

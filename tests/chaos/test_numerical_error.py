@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from session_server.demo import MODEL_DIR
 from session_server.local_server import LocalServer
-from tests.chaos.decisions import Decisions
-from tests.chaos.history import ENDS
-from tests.faults.recovery import assert_books_balance
+from tests.rig.decisions import Decisions
+from tests.rig.history import ENDS
+from tests.rig.recovery import assert_books_balance
 from tests.web.wire_client import http_client, open_wire
 from tests.wire.conftest import SMALL
 

@@ -15,12 +15,12 @@ import httpx
 import pytest
 
 from session_server.local_server import LocalServer
-from tests.chaos.decisions import Decisions
-from tests.chaos.echo_server import PROGRAM, echo_server
-from tests.chaos.history import ENDS
-from tests.chaos.scene import echo_turn
+from tests.rig.decisions import Decisions
+from tests.rig.echo_server import PROGRAM, echo_server
+from tests.rig.history import ENDS
+from tests.rig.processes import ECHO_ENGINE, assert_gone, engines_of
+from tests.rig.scene import echo_turn
 from tests.web.wire_client import Wire, http_client, open_wire
-from tests.wire.processes import ECHO_ENGINE, assert_gone, engines_of
 
 NUM_CLIENTS = 12
 EVENTS = {"accept": "text/event-stream"}

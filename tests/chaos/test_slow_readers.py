@@ -13,13 +13,13 @@ from typing import Any
 import httpx
 
 from session_server.local_server import LocalServer
-from tests.chaos.decisions import Decisions
-from tests.chaos.echo_server import echo_server
-from tests.chaos.history import ENDS
-from tests.chaos.scene import echo_turn
-from tests.faults.recovery import Reckoning
+from tests.rig.decisions import Decisions
+from tests.rig.echo_server import echo_server
+from tests.rig.history import ENDS
+from tests.rig.processes import memory_mib
+from tests.rig.recovery import Reckoning
+from tests.rig.scene import echo_turn
 from tests.web.wire_client import http_client, narrow_socket, open_wire
-from tests.wire.processes import memory_mib
 
 NUM_STALLED = 12
 NUM_OTHERS = 4

@@ -40,8 +40,8 @@ from session_server.engine_host.transport import (
 from session_server.engine_host.watchdog import HANG_LIMIT_S, SILENCE_LIMIT_S
 from tests.engine_host.live_echo import BUG_TOKEN, GRIP_TOKEN, HANG_TOKEN, LiveStage
 from tests.engine_host.server_side import ServerSide, submit
+from tests.rig.processes import assert_gone, is_alive
 from tests.sim.echo import replay
-from tests.wire.processes import assert_gone, is_alive
 
 CHILD = str(Path(__file__).with_name("echo_child.py"))
 

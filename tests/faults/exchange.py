@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from session_server.core.session_events import TurnCompleted
 from session_server.engine.settings import Drafter, MemoryCheck
-from tests.faults.rig import OWNER, Rig, turn
+from tests.rig.moments import OWNER, Rig, turn
 from tests.sim.hand_engine import Sizes
 
 PROMPT = tuple(range(1, 30))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tests.faults.raw_peer import raw_frame
-from tests.faults.rig import SEED
+from tests.rig.moments import SEED
+from tests.rig.raw_peer import raw_frame
 
 TURN: dict[str, Any] = {
     "turn_id": "t",

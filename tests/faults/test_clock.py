@@ -10,7 +10,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import SessionLimits
 from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
-from tests.faults.rig import Rig, at_every_moment
+from tests.rig.moments import Rig, at_every_moment
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCKS = {

@@ -7,9 +7,9 @@ from typing import Any
 
 from session_server.core.session_events import TurnCancelled, TurnCompleted
 from tests.faults.points import Points, injects
-from tests.faults.raw_peer import post, text_frame, upgrade
-from tests.faults.rig import SEED, turn
-from tests.faults.wired import Wired, wired
+from tests.rig.moments import SEED, turn
+from tests.rig.raw_peer import post, text_frame, upgrade
+from tests.rig.wired import Wired, wired
 
 IDS = (5, 6, 7, 8, 9, 10)
 CUT = turn("cut", *IDS, max_tokens=3)

@@ -10,7 +10,7 @@ from session_server.core.batch import Batch, StepResult
 from session_server.core.session_events import TurnCompleted, TurnFailedEntry
 from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
-from tests.faults.rig import OWNER, Rig, at_every_moment
+from tests.rig.moments import OWNER, Rig, at_every_moment
 
 TURNS = (("mine", "main"), ("mine", "behind"), ("neighbour", "long"))
 

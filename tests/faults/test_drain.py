@@ -20,8 +20,8 @@ from session_server.core.session_events import (
 from session_server.sessions.journal import Journal
 from tests.faults.exchange import BEHIND, SIZES, exchange
 from tests.faults.points import Points, injects
-from tests.faults.recovery import folded
-from tests.faults.rig import OWNER, Rig, turn
+from tests.rig.moments import OWNER, Rig, turn
+from tests.rig.recovery import folded
 
 
 def play_until(rig: Rig, moment: int) -> bool:

@@ -9,7 +9,7 @@ from session_server.core.session_events import TurnCompleted, TurnFailedEntry
 from session_server.engine_host.loop import MAX_INBOX
 from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
-from tests.faults.rig import OWNER, Rig, at_every_moment, turn
+from tests.rig.moments import OWNER, Rig, at_every_moment, turn
 
 
 @injects(

@@ -23,7 +23,7 @@ from session_server.sessions.views import OpenRequest
 from tests.engine_host import live_echo
 from tests.engine_host.live_echo import LiveEcho, LiveStage, assemble
 from tests.faults.points import Points, injects
-from tests.faults.rig import OWNER, JumpingLoop, turn
+from tests.rig.moments import OWNER, JumpingLoop, turn
 from tests.sessions.world import model_text
 from tests.sim.device import EchoRunner
 

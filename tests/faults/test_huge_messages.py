@@ -7,9 +7,9 @@ import json
 
 from session_server.web.auth import ANONYMOUS
 from tests.faults.points import Points, injects
-from tests.faults.raw_peer import frames_in, raw_frame, request, upgrade
-from tests.faults.rig import SEED, turn
-from tests.faults.wired import wired
+from tests.rig.moments import SEED, turn
+from tests.rig.raw_peer import frames_in, raw_frame, request, upgrade
+from tests.rig.wired import wired
 
 BOUND = 2048
 SIZES = {BOUND - 1: True, BOUND: True, BOUND + 1: False, 5 * BOUND: False}

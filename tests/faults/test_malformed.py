@@ -13,9 +13,9 @@ from typing import Any
 from session_server.web.auth import ANONYMOUS
 from tests.faults.malformed import bodies, frames
 from tests.faults.points import Points, injects
-from tests.faults.raw_peer import RawPeer, frames_in, raw_frame, request, text_frame, upgrade
-from tests.faults.rig import turn
-from tests.faults.wired import Wired, wired
+from tests.rig.moments import turn
+from tests.rig.raw_peer import RawPeer, frames_in, raw_frame, request, text_frame, upgrade
+from tests.rig.wired import Wired, wired
 
 ROUTES = (
     ("POST", "/v1/sessions"),

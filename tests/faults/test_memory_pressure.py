@@ -14,7 +14,7 @@ from session_server.core.errors import ContextTooLong
 from session_server.engine.settings import MemoryCheck
 from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
-from tests.faults.rig import OWNER, Rig, turn
+from tests.rig.moments import OWNER, Rig, turn
 from tests.sim.hand_engine import Sizes
 
 PAGE_SIZES = (1, 2, 3, 4, 5, 7, 8, 16)

@@ -11,9 +11,9 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import SessionLimits
 from session_server.web.auth import ANONYMOUS
 from tests.faults.points import Points, injects
-from tests.faults.raw_peer import RawPeer, frames_in, upgrade
-from tests.faults.rig import turn
-from tests.faults.wired import Wired, wired
+from tests.rig.moments import turn
+from tests.rig.raw_peer import RawPeer, frames_in, upgrade
+from tests.rig.wired import Wired, wired
 
 LONG = turn("long", *range(9, 20), max_tokens=10)
 STORM = 120

@@ -16,9 +16,9 @@ from session_server.web import http_guard, websocket_guard
 from session_server.web.auth import ANONYMOUS
 from session_server.web.services import digest_of
 from tests.faults.points import Points, injects
-from tests.faults.raw_peer import RawPeer, frames_in, post, text_frame, upgrade
-from tests.faults.rig import SEED, turn
-from tests.faults.wired import Wired, wired
+from tests.rig.moments import SEED, turn
+from tests.rig.raw_peer import RawPeer, frames_in, post, text_frame, upgrade
+from tests.rig.wired import Wired, wired
 from tests.sim.hand_engine import Sizes
 
 SOON_S = 0.25

@@ -32,7 +32,7 @@ from session_server.sessions.tokenising import MAX_THREADS
 from session_server.text import detokenizer
 from session_server.text.model_text import ModelText, load_local_text
 from tests.faults.points import Points, injects
-from tests.faults.rig import OWNER, SEED, Rig
+from tests.rig.moments import OWNER, SEED, Rig
 from tests.sim.echo import EchoModel
 from tests.sim.hand_engine import Sizes
 from tests.text.tiny_models import write_model

@@ -31,9 +31,9 @@ from session_server.web.auth import ANONYMOUS
 from session_server.web.services import digest_of
 from session_server.web.sockets import UNPROVEN_SHARE
 from tests.faults.points import Points, injects
-from tests.faults.raw_peer import upgrade
-from tests.faults.rig import OWNER, Rig, turn
-from tests.faults.wired import wired
+from tests.rig.moments import OWNER, Rig, turn
+from tests.rig.raw_peer import upgrade
+from tests.rig.wired import wired
 from tests.sim.echo import EchoModel
 from tests.sim.hand_engine import Sizes
 

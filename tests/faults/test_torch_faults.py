@@ -26,9 +26,9 @@ from session_server.models.registry import load_config
 from session_server.runner.model_runner import ModelRunner
 from session_server.runner.weights import load_decoder
 from tests.faults.points import Points, injects
-from tests.faults.rig import OWNER, Rig, turn
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import write_checkpoint
+from tests.rig.moments import OWNER, Rig, turn
 from tests.sim.echo import EchoModel
 from tests.sim.hand_engine import HandEngine, LateDevice, Sizes
 

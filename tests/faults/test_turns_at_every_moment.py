@@ -30,8 +30,8 @@ from tests.faults.exchange import (
     exchange,
 )
 from tests.faults.points import Points, injects
-from tests.faults.recovery import folded
-from tests.faults.rig import OWNER, Rig, at_every_moment, turn
+from tests.rig.moments import OWNER, Rig, at_every_moment, turn
+from tests.rig.recovery import folded
 
 
 @injects("abort storm", "a cancel at every moment, keeping the partial answer or not", points=100)

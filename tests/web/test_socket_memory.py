@@ -7,7 +7,7 @@ import gc
 import socket
 import tracemalloc
 
-from tests.faults.raw_peer import upgrade
+from tests.rig.raw_peer import upgrade
 from tests.web.serving import Served, served
 
 NUM_SOCKETS = 64

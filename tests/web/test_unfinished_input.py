@@ -14,7 +14,7 @@ from session_server.web import http_guard, websocket_guard
 from session_server.web.connection_table import ConnectionLimits
 from session_server.web.http_guard import GuardedHttp
 from session_server.web.websocket_guard import GuardedWebSocket
-from tests.faults.raw_peer import frames_in, raw_frame, text_frame, upgrade
+from tests.rig.raw_peer import frames_in, raw_frame, text_frame, upgrade
 from tests.web.serving import Served, served
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from session_server.local_server import LocalServer
-from tests.faults.recovery import assert_books_balance
+from tests.rig.recovery import assert_books_balance
 
 FLAGS = ["--threads", "1", "--log-level", "warning", "--memory-check", "warn"]
 CONTEXT_LEN = 2048

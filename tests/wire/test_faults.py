@@ -17,10 +17,10 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from session_server.demo import MODEL_DIR
 from session_server.local_server import LocalServer
-from tests.faults.recovery import assert_books_balance
+from tests.rig.processes import engine_pid
+from tests.rig.recovery import assert_books_balance
 from tests.web.wire_client import Wire, greeted, open_wire
 from tests.wire.conftest import FLAGS, SMALL
-from tests.wire.processes import engine_pid
 
 CANARY = "plover-7731-xyzzy"
 

@@ -13,9 +13,9 @@ import httpx
 from cache.types import pages_for
 from session_server.demo import MODEL_DIR
 from session_server.local_server import LocalServer
-from tests.faults.recovery import assert_books_balance
 from tests.models.raw_configs import WINDOW
 from tests.oracle.checkpoints import write_checkpoint
+from tests.rig.recovery import assert_books_balance
 from tests.web.wire_client import greeted
 from tests.wire.conftest import FLAGS
 from tests.wire.test_session_semantics import ask, ids, run

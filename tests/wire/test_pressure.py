@@ -11,7 +11,7 @@ import pytest
 from session_server.client import Refused, connect
 from session_server.demo.corpus import dialogue, is_right
 from session_server.local_server import LocalServer
-from tests.faults.recovery import assert_books_balance
+from tests.rig.recovery import assert_books_balance
 
 NUM_SESSIONS = 200
 SESSIONS_THAT_FIT = 20

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from session_server.local_server import LocalServer
-from tests.faults.recovery import assert_books_balance
+from tests.rig.recovery import assert_books_balance
 from tests.wire.conftest import SMALL
 from tests.wire.layered_models import write_model
 

@@ -14,7 +14,7 @@ from session_server.client import connect
 from session_server.demo import MODEL_DIR
 from session_server.demo.corpus import dialogue
 from session_server.local_server import LocalServer
-from tests.faults.recovery import assert_books_balance
+from tests.rig.recovery import assert_books_balance
 from tests.wire.conftest import CONTEXT_LEN, SMALL
 
 NUM_TURNS = 6

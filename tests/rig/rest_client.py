@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.history import Ask, End
-from tests.chaos.scene import QUIET_S, Client, Scene, long_turn, some_turn
+from tests.rig.history import Ask, End
+from tests.rig.scene import QUIET_S, Client, Scene, long_turn, some_turn
 from tests.web.wire_client import http_client
 
 LOST = (httpx.TransportError,)

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.history import ENDS, End, Frame, SessionLog, violations
-from tests.chaos.scene import Scene
+from tests.rig.history import ENDS, End, Frame, SessionLog, violations
+from tests.rig.scene import Scene
 from tests.web.wire_client import Wire, greeted
 
 

@@ -14,8 +14,8 @@ from session_server.client import (
     connect,
 )
 from session_server.core.session_events import TokenInput
-from tests.chaos.history import Ask, End
-from tests.chaos.scene import Client, Scene, long_turn, some_turn
+from tests.rig.history import Ask, End
+from tests.rig.scene import Client, Scene, long_turn, some_turn
 
 OPTIONS = ClientOptions(
     connect_timeout_s=5.0,

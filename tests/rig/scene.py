@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.decisions import Decisions
-from tests.chaos.history import ENDS, Ask, End, SessionLog
+from tests.rig.decisions import Decisions
+from tests.rig.history import ENDS, Ask, End, SessionLog
 
 MAX_TURNS = 12
 """Of one session: the server answers again for the last sixteen that ended."""

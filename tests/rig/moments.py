@@ -19,7 +19,7 @@ from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import TurnView
 from session_server.text.model_text import ModelText
-from tests.faults.recovery import History, all_is_back, folded
+from tests.rig.recovery import History, all_is_back, folded
 from tests.sessions.world import OWNER, HeldManager, model_text
 from tests.sim.echo import EchoModel
 from tests.sim.hand_engine import HandEngine, Sizes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.history import End, SessionLog, violations
+from tests.rig.history import End, SessionLog, violations
 
 
 @dataclass

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from tests.chaos.decisions import Decisions
-from tests.chaos.proxy import CALM, ChaosProxy, Fate, Fault, Weather
+from tests.rig.decisions import Decisions
+from tests.rig.proxy import CALM, ChaosProxy, Fate, Fault, Weather
 
 WORDS = bytes(range(256)) * 40
 

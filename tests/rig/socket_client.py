@@ -11,8 +11,8 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from tests.chaos.history import Ask
-from tests.chaos.scene import MAX_TURNS, QUIET_S, Client, Scene, long_turn, some_turn
+from tests.rig.history import Ask
+from tests.rig.scene import MAX_TURNS, QUIET_S, Client, Scene, long_turn, some_turn
 from tests.web.wire_client import SUBPROTOCOL, narrow_socket
 
 LOST = (OSError, TimeoutError, ConnectionClosed, InvalidHandshake, EOFError)

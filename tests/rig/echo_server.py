@@ -17,7 +17,7 @@ from session_server.engine_host.restarts import RestartPolicy
 from session_server.local_server import LocalServer
 from tests.engine_host.live_echo import LiveStage
 
-PROGRAM = (sys.executable, "-m", "tests.chaos.echo_server", "serve")
+PROGRAM = (sys.executable, "-m", "tests.rig.echo_server", "serve")
 FORWARD_S = 0.003
 
 

@@ -17,9 +17,9 @@ from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest, TurnView
 from session_server.web.auth import ANONYMOUS
-from tests.faults.raw_peer import RawPeer
-from tests.faults.recovery import all_is_back, folded
-from tests.faults.rig import turn
+from tests.rig.moments import turn
+from tests.rig.raw_peer import RawPeer
+from tests.rig.recovery import all_is_back, folded
 from tests.sessions.world import model_text
 from tests.sim.hand_engine import HandEngine, Sizes
 from tests.sim.hosted_engine import HostedEngine

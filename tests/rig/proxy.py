@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
-from tests.chaos.decisions import Decisions
+from tests.rig.decisions import Decisions
 
 Direction = Literal["up", "down"]
 """Up is what clients say, down what the server answers."""
