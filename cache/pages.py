@@ -104,11 +104,6 @@ class PageAllocator:
             is_free[page] = 1
         self._free.give(released)
 
-    def free_pages(self) -> Pages:
-        """Every free page, ascending, as the free list has them."""
-        _, num_listed = self.count_free_pages()
-        return np.repeat(np.arange(len(num_listed), dtype=np.int32), num_listed)
-
     def count_free_pages(self) -> tuple[int, NDArray[np.int8]]:
         """Return how many pages the free list has, and how often it has each page of the pool.
 

@@ -81,7 +81,7 @@ class EventLog:
         timings = event.timings
         self._logger.info(
             "turn finished session=%s turn=%s reason=%s prompt=%d cached=%d output=%d "
-            "queue_ms=%.1f ttft_ms=%.1f decode_ms=%.1f",
+            "queue_ms=%.1f ttft_ms=%.1f decode_ms=%.1f retractions=%d",
             event.session_id,
             event.turn_id,
             event.reason.value,
@@ -91,6 +91,7 @@ class EventLog:
             timings.queue_ms,
             timings.ttft_ms,
             timings.decode_ms,
+            event.num_retractions,
         )
 
 

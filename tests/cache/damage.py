@@ -6,6 +6,7 @@ from cache import SessionAwareCache, SessionId
 from cache.lease import KVLease
 from cache.radix_node import RadixNode
 from cache.types import Holder, PageId
+from tests.cache.free_lists import free_pages
 from tests.cache.kv_world import POOL
 
 PARKED, LENT = SessionId("parked"), SessionId("lent")
@@ -103,7 +104,7 @@ def forget_active_pages(cache: SessionAwareCache) -> None:
 
 def list_a_free_page_twice(cache: SessionAwareCache, index: int = -1) -> None:
     allocator = cache.stores.allocators[POOL]
-    allocator._free.give([int(allocator.free_pages()[index])])
+    allocator._free.give([int(free_pages(allocator)[index])])
 
 
 def hold_a_row_of_another(cache: SessionAwareCache) -> None:

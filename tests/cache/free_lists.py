@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from cache.pages import Extents, FreeList
+from cache.pages import Extents, FreeList, PageAllocator
 from cache.types import NULL_PAGE, Pages
 
 Allocation = Literal["extent", "lifo"]
@@ -35,3 +35,9 @@ class Stack:
 
 
 FREE_LISTS: Final[Mapping[Allocation, FreeList]] = {"extent": Extents, "lifo": Stack}
+
+
+def free_pages(allocator: PageAllocator) -> Pages:
+    """Return every free page as the free list has them, int32 [n], ascending."""
+    _, num_listed = allocator.count_free_pages()
+    return np.repeat(np.arange(len(num_listed), dtype=np.int32), num_listed)

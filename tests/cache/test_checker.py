@@ -33,6 +33,7 @@ from tests.cache.damage import (
     share_a_page,
     write_the_padding_row,
 )
+from tests.cache.free_lists import free_pages
 from tests.cache.kv_world import NAMESPACES, POOL, World, make_cache
 
 
@@ -126,5 +127,5 @@ def test_audit_is_the_same_for_idle_and_busy(world: World) -> None:
     audit(world.cache)
     world.close_everything()
     assert np.array_equal(
-        world.cache.stores.allocators[POOL].free_pages(), np.arange(1, 33, dtype=np.int32)
+        free_pages(world.cache.stores.allocators[POOL]), np.arange(1, 33, dtype=np.int32)
     )

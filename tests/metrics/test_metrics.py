@@ -10,6 +10,8 @@ from session_server.core.events import (
     CheckerReport,
     EngineDied,
     EngineReady,
+    EngineResumed,
+    EngineStalled,
     EngineStats,
     FinishReason,
     MemoryReported,
@@ -36,7 +38,7 @@ FINISHED = TurnFinished(
     prompt_tokens=10,
     cached_tokens=7,
     num_outputs=2,
-    num_retractions=0,
+    num_retractions=3,
     timings=TIMINGS,
 )
 FAILED = TurnFailed(
@@ -214,6 +216,8 @@ def test_events_worth_a_line_get_one(caplog: pytest.LogCaptureFixture) -> None:
         log.on_event(SessionCooled(session_id=SessionId("s")))
         log.on_event(EngineDied(message="killed", will_restart=False))
         log.on_event(STATS)
+        log.on_event(EngineStalled(stalled_s=1.6))
+        log.on_event(EngineResumed())
         log.on_event(
             EngineReady(
                 epoch=1,
@@ -228,8 +232,10 @@ def test_events_worth_a_line_get_one(caplog: pytest.LogCaptureFixture) -> None:
             )
         )
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 5
+    assert len(lines) == 7
     assert "prompt=10 cached=7 output=2" in lines[0]
+    assert lines[0].endswith("retractions=3")
+    assert "seconds=1.6" in lines[4]
     assert "code=numerical_error" in lines[1]
 
 
