@@ -17,8 +17,6 @@ from session_server.core.errors import (
     SessionBusy,
     SessionClosing,
     TurnConflict,
-    TurnNotActive,
-    TurnNotFound,
 )
 from session_server.core.events import (
     EngineDied,
@@ -39,6 +37,7 @@ from session_server.core.session_events import (
     SessionClosed,
     SessionDraining,
     SessionUpdated,
+    TurnEnd,
     TurnRequest,
 )
 from session_server.sessions.engine_link import EngineLink
@@ -51,10 +50,8 @@ from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import CloseReason, Session
 from session_server.sessions.turn import (
-    CancelAccepted,
     CancelReason,
     Turn,
-    TurnPhase,
     fingerprint,
 )
 from session_server.sessions.turn_flow import TurnFlow
@@ -244,12 +241,34 @@ class SessionManager:
         """
         return await self._flow.tokenising.encode(text, add_bos=add_bos)
 
-    async def submit(self, owner: Owner, session_id: str, request: TurnRequest) -> TurnView:
+    def check_room(self, owner: Owner, num_bytes: int) -> None:
+        """Refuse what a conversation has no room for. Raises QuotaExceeded, ServerBusy."""
+        self._quotas.history_bytes.check(owner, num_bytes)
+
+    def attach(self, owner: Owner, session_id: str, num_bytes: int) -> None:
+        """Count what a surface keeps with a session, in place of what was counted before.
+
+        Raises:
+            SessionNotFound
+        """
+        session = self._sessions.get(owner, session_id)
+        session.transcript.attached_bytes = num_bytes
+        self._quotas.recount(session)
+
+    async def submit(
+        self,
+        owner: Owner,
+        session_id: str,
+        request: TurnRequest,
+        *,
+        on_end: Callable[[TurnEnd], None] | None = None,
+    ) -> TurnView:
         """Accept a turn, or refuse it by raising with nothing changed.
 
         Returns as soon as the turn waits in line or was sent to the engine. Turns run in the
         order of these calls. A turn id seen before in this session gives the same turn again,
-        however long ago it ended. Cancelling the caller does not cancel the turn.
+        however long ago it ended. Cancelling the caller does not cancel the turn. `on_end` is
+        told how a turn that this call has brought ends.
 
         Raises:
             SessionNotFound, SessionClosing: no session to run it in.
@@ -268,13 +287,14 @@ class SessionManager:
         turn = session.find(request.turn_id)
         if turn is None:
             turn = self._new_turn(session, request, mark)
+            turn.on_end = on_end
             self._flow.enqueue(session, turn)
         else:
             _check_same(turn.fingerprint, mark)
         error = await asyncio.shield(turn.accepted)
         if error is not None:
             raise error
-        return self._view_of(session, request.turn_id)
+        return session.view_of(request.turn_id)
 
     def cancel(
         self,
@@ -296,13 +316,13 @@ class SessionManager:
             TurnNotActive: it has ended, or its last token is already there.
         """
         session = self._sessions.get(owner, session_id)
-        turn = self._turn_to_cancel(session, turn_id)
+        turn = session.turn_to_cancel(turn_id)
         self._flow.cancel(session, turn, keep_partial=keep_partial, reason=reason)
-        return self._view_of(session, turn.request.turn_id)
+        return session.view_of(turn.request.turn_id)
 
     def turn(self, owner: Owner, session_id: str, turn_id: str) -> TurnView:
         """A turn that waits, runs or has ended. Raises SessionNotFound, TurnNotFound."""
-        return self._view_of(self._sessions.get(owner, session_id), turn_id)
+        return self._sessions.get(owner, session_id).view_of(turn_id)
 
     def journal(self, owner: Owner, session_id: str) -> Journal:
         """The session's log. Whoever holds it can read it to its end, also when the session is
@@ -493,33 +513,6 @@ class SessionManager:
             accepted=asyncio.get_running_loop().create_future(),
         )
         self._quotas.take_turn(session.owner, turn)
-        return turn
-
-    def _view_of(self, session: Session, turn_id: str) -> TurnView:
-        turn = session.find(turn_id)
-        if turn is not None and turn.is_accepted:
-            return session.turn_view(turn)
-        ended = session.ended.find(turn_id)
-        if ended is not None:
-            return session.ended_view(turn_id, ended)
-        raise TurnNotFound("no such turn in this session")
-
-    def _turn_to_cancel(self, session: Session, turn_id: str | None) -> Turn:
-        if turn_id is None:
-            turn = next(iter(session.turns()), None)
-            if turn is None:
-                raise TurnNotActive("no turn of this session runs")
-        else:
-            turn = session.find(turn_id)
-            if turn is None and session.ended.find(turn_id) is None:
-                raise TurnNotFound("no such turn in this session")
-        is_over = turn is None or (
-            turn.phase is TurnPhase.ENDING
-            and turn.running is not None
-            and not isinstance(turn.running.verdict, CancelAccepted)
-        )
-        if turn is None or is_over:
-            raise TurnNotActive("the turn has ended")
         return turn
 
     async def _wait_for_turns(self, deadline_s: float) -> None:

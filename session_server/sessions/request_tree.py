@@ -5,12 +5,20 @@ Every request is a node named by its `rid`; a later one names the node it goes o
 session of its own with the whole context as input, so that its KV is shared through the radix
 tree and nothing here has to know about it. Rules: `Session.create_req` of SGLang's session
 controller.
+
+A node keeps its own tokens, four bytes each, and nothing of the turn that ran: no journal, no
+scores. They count as bytes of the session's conversation.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import sys
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, assert_never
 from weakref import WeakKeyDictionary
 
@@ -18,6 +26,7 @@ from session_server.core.errors import (
     InvalidRequest,
     QuotaExceeded,
     SessionBusy,
+    SessionNotFound,
     TurnConflict,
     TurnNotFound,
     UnsupportedOperation,
@@ -27,19 +36,19 @@ from session_server.core.session_events import (
     ChatInput,
     TextInput,
     TokenInput,
-    TurnCancelled,
-    TurnCompleted,
+    TurnEnd,
     TurnFailedEntry,
     TurnInput,
     TurnRequest,
 )
+from session_server.sessions.footprint import text_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.views import OpenRequest, TurnView
 
 MAX_NODES: Final = 256
-_NUM_LAST: Final = 4
-"""The terminal entry of a node's turn is among so many last entries of its journal."""
+NODE_BYTES: Final = 512
+"""Host memory of one node without its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +75,64 @@ class Branch:
     journal: Journal
 
 
+class NodeState(enum.Enum):
+    """RUNNING -> FINISHED or FAILED. Only a finished request can be gone on from."""
+
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+    FAILED = enum.auto()
+
+
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A request: its context, and its output once its session has closed."""
+    """A request: its context is the first `base_len` tokens of its parent's context and output,
+    then its own `tokens`, behind which its output follows once it has ended."""
 
     rid: str
     parent: _Node | None
-    context: tuple[int, ...]
+    base_len: int
+    tokens: array[int]
     session_id: str
-    journal: Journal
-    output: tuple[int, ...] | None = None
+    state: NodeState = NodeState.RUNNING
+    context_len: int = field(init=False)
 
-    def is_finished(self) -> bool:
-        """Whether its turn has ended, and left something to go on from."""
-        if self.output is None and self.journal.is_closed:
-            self.output = _output_of(self.journal)
-        return self.output is not None
+    def __post_init__(self) -> None:
+        self.context_len = self.base_len + len(self.tokens)
+
+    @property
+    def total_len(self) -> int:
+        """Return the length of context and output, tokens."""
+        return self.base_len + len(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the host memory of this node."""
+        return NODE_BYTES + text_bytes(self.rid) + sys.getsizeof(self.tokens)
+
+    def prefix(self, length: int) -> tuple[int, ...]:
+        """Return the first `length` tokens of context and output."""
+        pieces: list[array[int]] = []
+        node: _Node | None = self
+        while node is not None:
+            if length > node.base_len:
+                pieces.append(node.tokens[: length - node.base_len])
+                length = node.base_len
+            node = node.parent
+        return tuple(token for piece in reversed(pieces) for token in piece)
+
+
+@dataclass(slots=True, eq=False)
+class _Tree:
+    """The requests of one session by their names; parents come before their children."""
+
+    owner: Owner
+    session_id: str
+    nodes: dict[str, _Node] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the host memory of all nodes."""
+        return sum(node.num_bytes for node in self.nodes.values())
 
 
 class RequestTrees:
@@ -89,7 +140,7 @@ class RequestTrees:
 
     def __init__(self, manager: SessionManager) -> None:
         self._manager = manager
-        self._trees: WeakKeyDictionary[Journal, dict[str, _Node]] = WeakKeyDictionary()
+        self._trees: WeakKeyDictionary[Journal, _Tree] = WeakKeyDictionary()
 
     async def submit(
         self, owner: Owner, session_id: str, *, rid: str, point: BranchPoint, request: TurnRequest
@@ -107,80 +158,105 @@ class RequestTrees:
         # Counts as use of the session, which itself never runs a turn.
         self._manager.update(owner, session_id)
         new = await self._ids(request.input, is_first=point.rid is None)
-        nodes = self._trees.setdefault(self._manager.journal(owner, session_id), {})
-        parent = await self._parent(owner, nodes, point)
-        if rid in nodes:
+        journal = self._manager.journal(owner, session_id)
+        tree = self._trees.setdefault(journal, _Tree(owner, session_id))
+        parent = await self._parent(tree, point)
+        if rid in tree.nodes:
             raise TurnConflict("a request of this session has that rid", param="rid")
-        if len(nodes) >= MAX_NODES:
+        if len(tree.nodes) >= MAX_NODES:
             raise QuotaExceeded(f"a session has at most {MAX_NODES} requests")
-        context = self._context(parent, point, new)
-        branch_id = self._manager.open(owner, OpenRequest(single_turn=True)).session_id
-        journal = self._manager.journal(owner, branch_id)
-        nodes[rid] = _Node(rid, parent, context, branch_id, journal)
-        try:
-            whole = replace(request, input=TokenInput(context))
-            view = await self._manager.submit(owner, branch_id, whole)
-        except BaseException:
-            nodes.pop(rid, None)
-            if not journal.is_closed:
-                self._manager.close(owner, branch_id)
-            raise
-        return Branch(branch_id, view, journal)
+        return await self._run(tree, self._new_node(rid, parent, point, new), request)
 
-    async def _parent(
-        self, owner: Owner, nodes: dict[str, _Node], point: BranchPoint
-    ) -> _Node | None:
+    async def _run(self, tree: _Tree, node: _Node, request: TurnRequest) -> Branch:
+        """Run a request as the only turn of a session of its own."""
+        owner = tree.owner
+        whole = replace(request, input=TokenInput(node.prefix(node.context_len)))
+        self._manager.check_room(owner, node.num_bytes)
+        node.session_id = self._manager.open(owner, OpenRequest(single_turn=True)).session_id
+        journal = self._manager.journal(owner, node.session_id)
+        tree.nodes[node.rid] = node
+        on_end = partial(self._on_end, tree, node)
+        try:
+            view = await self._manager.submit(owner, node.session_id, whole, on_end=on_end)
+        except BaseException:
+            tree.nodes.pop(node.rid, None)
+            if not journal.is_closed:
+                self._manager.close(owner, node.session_id)
+            raise
+        finally:
+            self._count(tree)
+        return Branch(node.session_id, view, journal)
+
+    def _on_end(self, tree: _Tree, node: _Node, end: TurnEnd) -> None:
+        if isinstance(end, TurnFailedEntry):
+            node.state = NodeState.FAILED
+        else:
+            node.state = NodeState.FINISHED
+            node.tokens.extend(end.outcome.token_ids)
+        self._count(tree)
+
+    def _count(self, tree: _Tree) -> None:
+        """Count the tree as bytes of its session, if that is still open."""
+        with contextlib.suppress(SessionNotFound):
+            self._manager.attach(tree.owner, tree.session_id, tree.num_bytes)
+
+    async def _parent(self, tree: _Tree, point: BranchPoint) -> _Node | None:
         """The node to go on from; ends and removes what the request replaces."""
         if point.rid is None:
             if point.replace:
-                await self._remove(owner, nodes, list(nodes.values()))
+                await self._remove(tree, list(tree.nodes.values()))
             return None
-        node = nodes.get(point.rid)
+        node = tree.nodes.get(point.rid)
         if node is None:
             raise TurnNotFound("Invalid request session id", param="session_params.rid")
         if point.replace:
-            await self._end(owner, node)
-            await self._remove(owner, nodes, _descendants(nodes, node))
-        if not node.is_finished():
-            if node.journal.is_closed:
+            await self._end(tree.owner, node)
+            await self._remove(tree, _descendants(tree, node))
+        match node.state:
+            case NodeState.FINISHED:
+                return node
+            case NodeState.FAILED:
                 raise TurnNotFound("Invalid request session id", param="session_params.rid")
-            raise SessionBusy(
-                "Session request is appending to a request that hasn't finished.",
-                param="session_params.rid",
-            )
-        return node
+            case NodeState.RUNNING:
+                raise SessionBusy(
+                    "Session request is appending to a request that hasn't finished.",
+                    param="session_params.rid",
+                )
+            case _:
+                assert_never(node.state)
 
     async def _end(self, owner: Owner, node: _Node) -> None:
         """Cancel a request that runs, keeping what it has, and wait until it has let go."""
-        if not node.journal.is_closed:
-            self._manager.close(owner, node.session_id)
-        while not node.journal.is_closed:
-            await node.journal.wait(node.journal.last_seq)
+        try:
+            journal = self._manager.journal(owner, node.session_id)
+        except SessionNotFound:
+            return
+        self._manager.close(owner, node.session_id)
+        while not journal.is_closed:
+            await journal.wait(journal.last_seq)
 
-    async def _remove(self, owner: Owner, nodes: dict[str, _Node], removed: list[_Node]) -> None:
+    async def _remove(self, tree: _Tree, removed: list[_Node]) -> None:
         for node in removed:
-            await self._end(owner, node)
-            nodes.pop(node.rid, None)
+            await self._end(tree.owner, node)
+            tree.nodes.pop(node.rid, None)
+        self._count(tree)
 
-    def _context(
-        self, parent: _Node | None, point: BranchPoint, new: Sequence[int]
-    ) -> tuple[int, ...]:
-        if parent is None:
-            return tuple(new)
-        if new and new[0] == self._manager.text.bos_token_id:
-            new = new[1:]
-        base = parent.context
-        if not point.drop_previous_output:
-            base += parent.output or ()
-        if point.offset:
-            base = base[: point.offset]
-        context = (*base, *new)
-        if not context or not new:
-            raise InvalidRequest(
-                "A session request must contain input tokens after restoring history.",
-                param="input_ids",
-            )
-        return context
+    def _new_node(
+        self, rid: str, parent: _Node | None, point: BranchPoint, new: Sequence[int]
+    ) -> _Node:
+        base_len = 0
+        if parent is not None:
+            if new and new[0] == self._manager.text.bos_token_id:
+                new = new[1:]
+            if not new:
+                raise InvalidRequest(
+                    "A session request must contain input tokens after restoring history.",
+                    param="input_ids",
+                )
+            base_len = parent.context_len if point.drop_previous_output else parent.total_len
+            if point.offset:
+                base_len = len(range(base_len)[: point.offset])
+        return _Node(rid, parent, base_len, array("i", new), "")
 
     async def _ids(self, turn_input: TurnInput, *, is_first: bool) -> Sequence[int]:
         match turn_input:
@@ -194,23 +270,9 @@ class RequestTrees:
                 assert_never(turn_input)
 
 
-def _descendants(nodes: dict[str, _Node], root: _Node) -> list[_Node]:
+def _descendants(tree: _Tree, root: _Node) -> list[_Node]:
     found = {root}
-    for node in nodes.values():  # parents come before their children
+    for node in tree.nodes.values():
         if node.parent in found:
             found.add(node)
     return list(found - {root})
-
-
-def _output_of(journal: Journal) -> tuple[int, ...] | None:
-    """What the only turn of a closed session left, None if it failed."""
-    start = max(journal.first_seq - 1, journal.last_seq - _NUM_LAST)
-    for found in journal.read(start):
-        match found.entry:
-            case TurnCompleted(outcome=outcome) | TurnCancelled(outcome=outcome):
-                return outcome.token_ids
-            case TurnFailedEntry():
-                return None
-            case _:
-                continue
-    return None

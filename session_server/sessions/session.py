@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+from session_server.core.errors import TurnNotActive, TurnNotFound
 from session_server.core.ids import SessionId, new_session_id
 from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
@@ -13,7 +14,7 @@ from session_server.sessions.ended_turns import EndedTurn, EndedTurns
 from session_server.sessions.footprint import SESSION_BYTES, metadata_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.transcript import Transcript
-from session_server.sessions.turn import Turn, TurnPhase
+from session_server.sessions.turn import CancelAccepted, Turn, TurnPhase
 from session_server.sessions.views import SessionState, SessionView, TurnView
 
 CloseReason = Literal["client", "expired", "draining"]
@@ -120,6 +121,40 @@ class Session:
             text=turn.running.answer.text if turn.running else "",
             end=None,
         )
+
+    def view_of(self, turn_id: str) -> TurnView:
+        """Return a turn that waits, runs or has ended. Raises TurnNotFound."""
+        turn = self.find(turn_id)
+        if turn is not None and turn.is_accepted:
+            return self.turn_view(turn)
+        ended = self.ended.find(turn_id)
+        if ended is None:
+            raise TurnNotFound("no such turn in this session")
+        return self.ended_view(turn_id, ended)
+
+    def turn_to_cancel(self, turn_id: str | None) -> Turn:
+        """Return the turn that a cancel is about; None: the running one, else the first in line.
+
+        Raises:
+            TurnNotFound: there is none of that id.
+            TurnNotActive: it has ended, or its last token is already there.
+        """
+        if turn_id is None:
+            turn = next(iter(self.turns()), None)
+            if turn is None:
+                raise TurnNotActive("no turn of this session runs")
+        else:
+            turn = self.find(turn_id)
+            if turn is None and self.ended.find(turn_id) is None:
+                raise TurnNotFound("no such turn in this session")
+        is_over = turn is None or (
+            turn.phase is TurnPhase.ENDING
+            and turn.running is not None
+            and not isinstance(turn.running.verdict, CancelAccepted)
+        )
+        if turn is None or is_over:
+            raise TurnNotActive("the turn has ended")
+        return turn
 
     def ended_view(self, turn_id: str, ended: EndedTurn) -> TurnView:
         """Return a turn that has ended: its whole end while the journal has it, else what is left

@@ -33,6 +33,8 @@ class Transcript:
         self._items: list[ItemView] = []
         self._num_items = 0
         self._item_bytes = 0
+        self.attached_bytes = 0
+        """Host memory of what a surface keeps with this conversation."""
         for message in messages:
             self._add_item("", message.role, message.content)
 
@@ -42,8 +44,8 @@ class Transcript:
 
     @property
     def num_bytes(self) -> int:
-        """Return the host memory of tokens, items and messages."""
-        return sys.getsizeof(self._tokens) + self._item_bytes
+        """Return the host memory of tokens, items, messages and what is attached."""
+        return sys.getsizeof(self._tokens) + self._item_bytes + self.attached_bytes
 
     @property
     def num_items(self) -> int:

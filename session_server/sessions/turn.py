@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import enum
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from session_server.core.errors import SessionServerError
 from session_server.core.ids import TurnId, new_turn_id
 from session_server.core.sampling import TokenLogprob
-from session_server.core.session_events import TurnRequest
+from session_server.core.session_events import TurnEnd, TurnRequest
 from session_server.sessions.answer import Answer
 from session_server.sessions.prompt import Prompt
 
@@ -66,7 +67,7 @@ class Turn:
 
     `accepted` resolves once the turn is certain to get a terminal entry (None), or was refused
     and leaves no trace (the error). `held_bytes` and `reserved_bytes` are counted for it by
-    `Quotas`, as its own and as growth of the conversation.
+    `Quotas`, as its own and as growth of the conversation. `on_end` is told its terminal entry.
     """
 
     request: TurnRequest
@@ -79,6 +80,7 @@ class Turn:
     is_charged: bool = False
     held_bytes: int = 0
     reserved_bytes: int = 0
+    on_end: Callable[[TurnEnd], None] | None = None
     running: Running | None = None
 
     @property

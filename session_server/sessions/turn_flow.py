@@ -475,6 +475,8 @@ class TurnFlow:
         session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
         self._quotas.give_turn(session.owner, turn)
         self._quotas.recount(session)
+        if turn.on_end is not None:
+            turn.on_end(end)
 
     def _commit(self, session: Session, turn: Turn, running: Running, *, kept: bool) -> None:
         """Bring history and the engine's copy of it to what stays."""

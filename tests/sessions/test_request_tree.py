@@ -4,22 +4,39 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from weakref import ref
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from session_server.core.commands import SubmitTurn
 from session_server.core.errors import (
     InvalidRequest,
     QuotaExceeded,
+    ServerBusy,
     SessionBusy,
     SessionNotFound,
     TurnConflict,
     TurnNotFound,
 )
-from session_server.core.session_events import TextInput, TurnCancelled, TurnCompleted
+from session_server.core.session_events import (
+    TextInput,
+    TokenInput,
+    TurnCancelled,
+    TurnCompleted,
+)
 from session_server.sessions import request_tree
-from session_server.sessions.request_tree import Branch, BranchPoint, RequestTrees
+from session_server.sessions.journal import JournalLimits
+from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.request_tree import (
+    NODE_BYTES,
+    Branch,
+    BranchPoint,
+    RequestTrees,
+)
 from session_server.text.tokenizer import Tokenizer
+from tests.sessions.recount import recount
 from tests.sessions.world import OWNER, World, turn
 
 
@@ -181,6 +198,107 @@ def test_a_failed_request_is_no_parent(world: World, tree: Tree) -> None:
     world.engine.run()
     with pytest.raises(TurnNotFound):
         tree.start("b", (61,), rid="a")
+
+
+def test_a_request_that_ended_leaves_its_tokens_and_nothing_of_its_turn(
+    world: World, tree: Tree
+) -> None:
+    branch = tree.start("a", (60, 61))
+    world.engine.run()
+    journal = ref(branch.journal)
+    del branch
+    assert journal() is None
+    assert world.manager._replay.num_bytes == world.manager.journal(OWNER, tree.session).num_bytes
+
+
+def test_what_a_tree_keeps_counts_as_bytes_of_its_session(world: World, tree: Tree) -> None:
+    counted = world.manager._quotas.history_bytes
+    recount(world.manager)
+    before = counted.total
+    tree.run("a", (60,) * 100)
+    first = counted.total - before
+    recount(world.manager)
+    assert 100 * 4 < first - NODE_BYTES < 100 * 4 + 200
+    tree.run("b", (61,), rid="a")
+    assert NODE_BYTES < counted.total - before - first < NODE_BYTES + 200
+    tree.run("c", (62,), replace=True)
+    assert counted.total - before < first
+    world.manager.close(OWNER, tree.session)
+    recount(world.manager)
+    assert counted.total == 0
+
+
+@pytest.mark.parametrize("room", [NODE_BYTES, 1 << 20])
+def test_a_request_without_room_is_refused_and_leaves_no_trace(
+    world: World, tree: Tree, room: int
+) -> None:
+    tree.run("a", (60,))
+    counted = world.manager._quotas.history_bytes
+    counted._limit = counted.total + room
+    if room == NODE_BYTES:
+        with pytest.raises(ServerBusy, match="bytes of conversations"):
+            tree.start("b", (61,), rid="a")
+        with pytest.raises(TurnNotFound):
+            tree.start("c", (61,), rid="b")
+    else:
+        tree.run("b", (61,), rid="a")
+    recount(world.manager)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_request_closed_soon_can_be_gone_on_from(
+    world: World, tree: Tree, num_steps: int
+) -> None:
+    """Its journal has as few as three entries."""
+    branch = tree.start("a", (60, 61))
+    for _ in range(num_steps):
+        world.engine.step()
+        world.engine.deliver()
+    world.manager.close(OWNER, branch.session_id)
+    world.engine.run()
+    kept = tree.continuation((60, 61))[:num_steps]
+    _, output = tree.run("b", (62,), rid="a")
+    assert output == tree.continuation((60, 61, *kept, 62))
+
+
+def test_a_journal_that_was_trimmed_to_its_last_entry_changes_nothing() -> None:
+    limits = SessionLimits(journal=JournalLimits(max_entries=1))
+    with World("llama3", limits=limits) as world:
+        tree = Tree(world)
+        tree.start("a", (60, 61))
+        world.engine.run()
+        branch = tree.start("b", (62,), rid="a")
+        world.engine.step()
+        world.engine.deliver()
+        output = tree.continuation((60, 61))
+        live = world.manager._sessions.get(OWNER, branch.session_id).live
+        assert live is not None
+        assert live.request.input == TokenInput((60, 61, *output, 62))
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_a_deep_tree_gives_every_request_the_context_that_slices_give(data: st.DataObject) -> None:
+    with World("llama3") as world:
+        tree = Tree(world)
+        contexts: dict[str, tuple[int, ...]] = {}
+        outputs: dict[str, tuple[int, ...]] = {}
+        for index in range(8):
+            parent = data.draw(st.sampled_from([None, *contexts]))
+            offset = data.draw(st.sampled_from([None, 0, 1, 3, -1, -2, 50]))
+            drop = data.draw(st.booleans())
+            new = tuple(data.draw(st.lists(st.integers(60, 90), min_size=1, max_size=3)))
+            base: tuple[int, ...] = ()
+            if parent is not None:
+                base = contexts[parent] + (() if drop else outputs[parent])
+                base = base[:offset] if offset else base
+            name = str(index)
+            length, outputs[name] = tree.run(
+                name, new, rid=parent, offset=offset, drop_previous_output=drop
+            )
+            contexts[name] = base + new
+            assert length == len(contexts[name])
+            assert outputs[name] == tree.continuation(contexts[name])
 
 
 def test_text_gets_a_bos_only_where_a_conversation_begins(world: World, tree: Tree) -> None:
