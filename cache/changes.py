@@ -25,12 +25,16 @@ class Watch:
 
 
 class Changes:
-    """Tells every watcher."""
+    """Tells every watcher.
 
-    __slots__ = ("_watches",)
+    `version`: grows with every change of an edge; what a match finds depends on nothing else.
+    """
+
+    __slots__ = ("_watches", "version")
 
     def __init__(self) -> None:
         self._watches: list[Watch] = []
+        self.version = 0
 
     def watch(self) -> Watch:
         """Begin to note changes for one more watcher."""
@@ -47,7 +51,14 @@ class Changes:
         for watch in self._watches:
             watch.sessions[session_id] = None
 
+    def note_content(self, node: RadixNode) -> None:
+        """An edge changed in a way that matches over it depend on: its tokens or pages, or which
+        of them can be evicted."""
+        self.note_node(node)
+        node.version = self.version
+
     def note_node(self, node: RadixNode) -> None:
         """An edge was made, changed, locked, unlocked or removed."""
+        self.version += 1
         for watch in self._watches:
             watch.nodes[node] = None

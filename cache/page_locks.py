@@ -117,7 +117,7 @@ class PageLocks:
 
     def heal(self, node: RadixNode, pool: PoolName, index: int, page: int) -> None:
         """Fill a tombstone with a page that was just booked as the tree's."""
-        self._changes.note_node(node)
+        self._changes.note_content(node)
         node.pages[pool].put(index, page)
         node.page_locks[pool].add(index, index + 1, -GONE)
         num_locks = int(node.page_locks[pool].view()[index])
@@ -145,7 +145,7 @@ class PageLocks:
             AuditFailed: none may go; the caller checks the ledger before.
         """
         node = self._orders[pool].pop()
-        self._changes.note_node(node)
+        self._changes.note_content(node)
         idle = (node.page_locks[pool].view() == 0).nonzero()[0][:num_pages].tolist()
         pages = node.pages[pool].view()[idle].tolist()
         for index in idle:
@@ -157,8 +157,8 @@ class PageLocks:
 
     def _hold(self, receipt: LockReceipt) -> None:
         for pool, node, start, end in self._held(receipt):
-            self._changes.note_node(node)
             num_idle = _num_idle(node, pool, start, end)
+            self._note(node, num_idle)
             self._ledgers[pool].protect(num_idle)
             node.num_idle[pool] -= num_idle
             self._owners.add_pages(receipt._number, pool, num_idle)
@@ -172,16 +172,23 @@ class PageLocks:
         for pool, node, start, end in self._held(receipt):
             if _num_idle(node, pool, start, end):
                 raise AuditFailed(f"{pool}: a page was unlocked that was not locked")
-            self._changes.note_node(node)
             node.page_locks[pool].add(start, end, -1)
             node.page_owners[pool].exclusive_or(start, end, receipt._number)
             num_idle = _num_idle(node, pool, start, end)
+            self._note(node, num_idle)
             self._ledgers[pool].expose(num_idle)
             node.num_idle[pool] += num_idle
             self._owners.add_pages(receipt._number, pool, -num_idle)
             self._pass_on(node, pool, (start, end), +1)
             left.append(node)
         return left
+
+    def _note(self, node: RadixNode, num_idle: int) -> None:
+        """Locks of an edge have changed, and of so many pages whether they can be evicted."""
+        if num_idle:
+            self._changes.note_content(node)
+        else:
+            self._changes.note_node(node)
 
     def _pass_on(self, node: RadixNode, pool: PoolName, span: tuple[int, int], sign: int) -> None:
         """Pages of a slice that have one lock begin to be its owner's alone, or cease to be."""

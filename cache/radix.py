@@ -30,7 +30,7 @@ from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
 from cache.lock_owners import LockOwners, Tally
 from cache.page_locks import PageLocks, begin_locks, cut_locks, grow_locks, split_locks
-from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Root
+from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Root, Walk
 from cache.types import NULL_PAGE, Holder, Namespace, Pages, PoolName, Tokens
 
 
@@ -47,7 +47,6 @@ class RadixCache:
         "_owners",
         "_page_size",
         "_roots",
-        "_version",
     )
 
     def __init__(
@@ -71,17 +70,21 @@ class RadixCache:
         self._roots: dict[Namespace, Root] = {}
         self._leaves = EvictionOrder(_is_evictable_leaf)
         self._clock = 0
-        self._version = 0
 
     def match(self, namespace: Namespace, tokens: Tokens) -> MatchResult:
         """Find the longest published prefix of `tokens` that a forward can go on from. Changes
         nothing, not even the LRU.
         """
-        return self._found(None, *self._walk(self._roots.get(namespace), tokens))
+        return self._match(namespace, None, tokens)
 
     def match_below(self, receipt: LockReceipt, tokens: Tokens) -> MatchResult:
         """The same, for the tokens that follow a locked path."""
-        return self._found(receipt, *self._walk(receipt._node, tokens))
+        return self._match(receipt.namespace, receipt, tokens)
+
+    def is_current(self, match: MatchResult) -> bool:
+        """Whether `match` would find the same as it did then. O(edges of the match)."""
+        walk = match._walk
+        return walk.start is self._roots.get(walk.namespace) and walk.is_current()
 
     def lock_root(self, namespace: Namespace) -> LockReceipt:
         """A receipt of length 0, to be advanced."""
@@ -103,7 +106,7 @@ class RadixCache:
         Raises:
             AuditFailed: the tree changed since the match.
         """
-        if match._version != self._version:
+        if match._walk.version != self._changes.version:
             raise AuditFailed("a match was used after the tree had changed")
         with self._locks.moving(receipt):
             nodes = self._descend(receipt, match._nodes, match.matched_len)
@@ -221,7 +224,6 @@ class RadixCache:
                 self._cut_leaf(self._leaves.pop(), wanted, evicted)
                 continue
             node, pages = self._locks.take_oldest(pool, wanted)
-            self._version += 1
             evicted[pool] += pages
             if _is_evictable_leaf(node) and not node.pages[pool].view().any():
                 self._cut_leaf(node, self._num_pages(node), evicted)  # nobody can match it any more
@@ -246,8 +248,7 @@ class RadixCache:
             cut_locks(node, 0)
             node.tokens.truncate(0)
             node.parent = None
-            self._changes.note_node(node)
-        self._version += 1
+            self._changes.note_content(node)
         return condemned
 
     def path(self, receipt: LockReceipt, start: int = 0) -> list[RadixNode]:
@@ -303,15 +304,24 @@ class RadixCache:
                 break
         return nodes, matched
 
-    def _found(
-        self, receipt: LockReceipt | None, nodes: list[RadixNode], matched: int
+    def _match(
+        self, namespace: Namespace, receipt: LockReceipt | None, tokens: Tokens
     ) -> MatchResult:
+        start = self._roots.get(namespace) if receipt is None else receipt._node
+        nodes, matched = self._walk(start, tokens)
+        end = matched + self._page_size
+        ends_with_edge = matched == sum(len(node.tokens) for node in nodes)
+        next_key = self._key(tokens[matched:]) if ends_with_edge and end <= len(tokens) else None
+        walk = Walk(namespace, start, tuple(nodes), next_key, self._changes.version)
+        return self._found(receipt, walk, matched)
+
+    def _found(self, receipt: LockReceipt | None, walk: Walk, matched: int) -> MatchResult:
         start = receipt.length if receipt is not None else 0
-        if self._locks and nodes:
-            matched = max(0, self._locks.continuable(receipt, nodes, start + matched) - start)
+        if self._locks and walk.nodes:
+            matched = max(0, self._locks.continuable(receipt, walk.nodes, start + matched) - start)
         used: list[RadixNode] = []
         evictable = at = 0
-        for node in nodes:
+        for node in walk.nodes:
             if at >= matched:
                 break
             used.append(node)
@@ -321,12 +331,7 @@ class RadixCache:
         unlocked = dict.fromkeys(self._kept, evictable)
         if self._locks:
             unlocked |= self._locks.num_unlocked(used, start, start + matched)
-        return MatchResult(
-            matched_len=matched,
-            evictable_pages=unlocked,
-            _nodes=tuple(used),
-            _version=self._version,
-        )
+        return MatchResult(matched, unlocked, tuple(used), walk)
 
     def _descend(
         self, receipt: LockReceipt, nodes: Sequence[RadixNode], length: int
@@ -357,7 +362,6 @@ class RadixCache:
             for node in nodes:
                 for index, has in enumerate(node.pages[pool].view().tolist()):
                     if has == NULL_PAGE and (page := pages[pool][at + index]):
-                        self._version += 1
                         self._ledgers[pool].transfer(1, Holder.ACTIVE, Holder.TREE)
                         self._locks.heal(node, pool, index, page)
                 at += self._num_pages(node)
@@ -365,6 +369,7 @@ class RadixCache:
     def _step_down(self, receipt: LockReceipt, node: RadixNode) -> None:
         self._changes.note_node(node)
         if node.lock_count == 0:
+            self._changes.note_content(node)  # fewer pages of a match can be evicted now
             self._protect(len(node.tokens))
             self._owners.add_tokens(receipt._number, len(node.tokens))
         elif node.lock_count == 1:
@@ -385,6 +390,7 @@ class RadixCache:
         receipt._node = node.parent
         receipt._length -= len(node.tokens)
         if node.lock_count == 0:
+            self._changes.note_content(node)
             for ledger in self._kept.values():
                 ledger.expose(self._num_pages(node))
             self._owners.add_tokens(receipt._number, -len(node.tokens))
@@ -403,14 +409,13 @@ class RadixCache:
         A leaf that only this receipt locks grows in place, so that a session that goes on alone
         stays one edge, however many turns it has.
         """
-        self._version += 1
         node = receipt._node
         if node.parent is None or not _is_sole_leaf(node):
             child = self._new_node(node, tokens, pages)
             node.children[child.key] = child
             self._step_down(receipt, child)
             return
-        self._changes.note_node(node)
+        self._changes.note_content(node)
         node.tokens.append(tokens)
         for pool, ids in pages.items():
             node.pages[pool].append(ids)
@@ -425,8 +430,7 @@ class RadixCache:
         assert node.parent is not None, "a root has no edge"
         assert 0 < length < len(node.tokens), "a cut lies inside an edge"
         assert length % self._page_size == 0, "edges are whole pages"
-        self._version += 1
-        self._changes.note_node(node)
+        self._changes.note_content(node)
         num_pages = length // self._page_size
         upper = self._new_node(
             node.parent,
@@ -448,8 +452,7 @@ class RadixCache:
     def _trim(self, node: RadixNode, num_pages: int) -> PagesByPool:
         """Cut pages off the end of a leaf; the caller detaches one that is empty then."""
         assert not node.children, "only leaves lose pages"
-        self._version += 1
-        self._changes.note_node(node)
+        self._changes.note_content(node)
         keep = len(node.tokens) // self._page_size - num_pages
         cut: PagesByPool = {}
         for pool, ids in node.pages.items():
@@ -484,7 +487,7 @@ class RadixCache:
         assert parent.children[node.key] is node, "it hangs where it says"
         del parent.children[node.key]
         node.parent = None
-        self._changes.note_node(node)
+        self._changes.note_content(node)
         if isinstance(parent, Root):
             self._drop_if_idle(parent)
         else:

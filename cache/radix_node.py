@@ -22,7 +22,8 @@ class RadixNode:
     page; `pages`: per pool, one entry per page of the edge; `lock_count`: receipts whose path has
     it; `lock_owners`: the exclusive or of their numbers, see `cache.lock_owners`. In pools that
     forget, `page_locks` and `page_owners` are the same by the page, and `num_idle` says how many
-    pages are there and unlocked, see `cache.page_locks`.
+    pages are there and unlocked, see `cache.page_locks`. `version`: of the last change that a match
+    over the edge depends on, see `cache.changes`.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class RadixNode:
         "pages",
         "parent",
         "tokens",
+        "version",
     )
 
     def __init__(
@@ -53,6 +55,7 @@ class RadixNode:
         self.lock_count = 0
         self.lock_owners = 0
         self.last_used = 0
+        self.version = 0
 
     def below(self) -> Iterator[RadixNode]:
         """All nodes below this one, parents first."""
@@ -116,6 +119,30 @@ class LockReceipt:
 
 
 @dataclass(frozen=True, slots=True)
+class Walk:
+    """How a match was found, to tell whether it would be found again.
+
+    `namespace`: in which it began, at its root or below a receipt.
+    `nodes`: the edges below `start` that begin with the tokens. `next_key`: what the next edge
+    would be found by; None where the tokens end, or differ from those of the last edge. `version`:
+    of `cache.changes` at that time.
+    """
+
+    namespace: Namespace
+    start: RadixNode | None
+    nodes: tuple[RadixNode, ...]
+    next_key: bytes | None
+    version: int
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed that it depends on, if `start` still stands. O(edges)."""
+        if any(node.version > self.version for node in self.nodes):
+            return False
+        last = self.nodes[-1] if self.nodes else self.start
+        return last is None or self.next_key is None or self.next_key not in last.children
+
+
+@dataclass(frozen=True, slots=True)
 class MatchResult:
     """What the tree holds of some tokens; valid until the tree changes.
 
@@ -127,7 +154,7 @@ class MatchResult:
     matched_len: int
     evictable_pages: Mapping[PoolName, int]
     _nodes: tuple[RadixNode, ...]
-    _version: int
+    _walk: Walk
 
     @property
     def cache_protected_len(self) -> int:

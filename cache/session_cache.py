@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from cache.changes import Changes
 from cache.errors import (
     NamespaceMismatch,
     OutOfPages,
@@ -87,7 +88,7 @@ class SessionAwareCache:
                 reclaimed, and as large a part of the others.
             parts: what the stores are made of.
         """
-        self._empty_stores = partial(KVStores.empty, spec, capacity, parts)
+        self._empty_stores = partial(KVStores.empty, spec, capacity, parts, changes=Changes())
         self.stores = self._empty_stores()
         self.spec = spec
         self.max_context_len = capacity.max_context_len
@@ -155,6 +156,7 @@ class SessionAwareCache:
         slot.refuse_beyond(to_len)
         self.stores.changes.note_session(session_id)
         if slot.lease is not None:
+            self.stores.changes.version += 1
             with self.idle.changing(slot):
                 slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
@@ -388,7 +390,7 @@ class SessionAwareCache:
         self._slots = {name: slot for name, slot in slots if slot.state is not SlotState.CLOSING}
         for slot in self._slots.values():
             slot.forget_kv()
-        self.stores = self._empty_stores(self.stores.quarantined)
+        self.stores = self._empty_stores(condemned=self.stores.quarantined)
         self._pinned = self._empty_quota(self.stores)
         self.idle = IdleLine(self.stores, self._pinned)
         return resident
@@ -404,6 +406,16 @@ class SessionAwareCache:
     def peek(self, tokens: Tokens, namespace: Namespace) -> MatchResult:
         """What a cold turn with these tokens would find in the tree. Pure."""
         return self.stores.tree.match(namespace, tokens[: max(0, len(tokens) - 1)])
+
+    def is_current(self, match: MatchResult) -> bool:
+        """Whether `peek` would find the same as when it gave this match. O(edges of the match)."""
+        return self.stores.tree.is_current(match)
+
+    @property
+    def match_version(self) -> int:
+        """A number that changes whenever `peek`, for any tokens, or `kept_len`, for any idle
+        session, may find something else."""
+        return self.stores.changes.version
 
     def kept_len(self, session_id: SessionId, to_len: int) -> int:
         """Positions that a turn on the first `to_len` tokens of a parked session goes on from."""

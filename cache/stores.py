@@ -68,6 +68,8 @@ class KVStores:
         spec: CacheSpec,
         capacity: Capacity,
         parts: StoreParts,
+        *,
+        changes: Changes,
         condemned: Mapping[PoolName, Iterable[int]] | None = None,
     ) -> KVStores:
         """Stores in which nobody holds anything.
@@ -76,6 +78,7 @@ class KVStores:
             spec: what layers store; decides page size and pools.
             capacity: pages per pool and rows.
             parts: what they are made of.
+            changes: is told what changes, those of stores before included.
             condemned: pages that are in quarantine from the start. Taken from books that may be
                 wrong: ids that are no page of the pool, or come twice, are passed over.
         """
@@ -93,7 +96,6 @@ class KVStores:
         quarantined = {
             pool: _withhold(allocators[pool], (condemned or {}).get(pool, ())) for pool in pools
         }
-        changes = Changes()
         return cls(
             page_size=spec.page_size,
             components=components,

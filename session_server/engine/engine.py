@@ -28,10 +28,12 @@ from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
 from session_server.engine.plan import Limits, StepPlan, plan_step
 from session_server.engine.reporting import Reporter
+from session_server.engine.room import TurnRoom
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.settings import EngineSettings
 from session_server.engine.settle import Settler
 from session_server.engine.stats import Counters
+from session_server.engine.turn_line import WaitingLine
 from session_server.engine.view import LiveView
 
 
@@ -82,7 +84,8 @@ class Engine:
         )
         self._outbox = Outbox()
         self.counters = Counters()
-        self._scheduler = Scheduler(cache, self._outbox, self.counters)
+        room = TurnRoom.of(cache, settings)
+        self._scheduler = Scheduler(cache, self._outbox, self.counters, room=room)
         self._drafting = Drafting(cache, settings.speculation)
         self._flight = Flight(settings.num_in_flight)
         watch = MemoryWatch(cache, settings.memory, stopwatch)
@@ -117,7 +120,7 @@ class Engine:
     @property
     def max_turn_len(self) -> int:
         """Longest context one turn may reach; see `TurnRoom`."""
-        return self._intake.room.max_turn_len
+        return self._scheduler.room.max_turn_len
 
     @property
     def is_in_flight(self) -> bool:
@@ -211,15 +214,17 @@ class Engine:
             return None, None
         # A suspect is launched alone: nobody else runs, waits or is asked to give.
         running = suspects[:1] if suspects else self._scheduler.running
-        waiting = () if suspects else self._scheduler.waiting
+        most_pages = self._scheduler.room.most_pages
+        line = WaitingLine(self._cache, most_pages) if suspects else self._scheduler.waiting
         self._drafting.guess(running)
         if any(turn.is_held_back for turn in running):
             # The next forward takes everybody: one that is split costs nearly as much twice, and
             # those held back would take part in every second one only.
             return None, None
-        most_pages = self._intake.room.most_pages
-        view = LiveView(self._cache, running, waiting, self.is_in_flight, most_pages)
+        view = LiveView(self._cache, running, line, self.is_in_flight, most_pages)
         plan = plan_step(view, self._limits)
+        if plan.is_denial and plan.blocked is not None:
+            line.note_denial(plan.blocked, len(running), view.supply)
         if self._retract_interval and self._flight.num_launches % self._retract_interval == 0:
             plan = force_retraction(plan, [turn.turn_id for turn in running])
         try:

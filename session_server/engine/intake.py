@@ -48,7 +48,6 @@ from session_server.core.events import (
 from session_server.core.sampling import TokenLogprob
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.outbox import Outbox
-from session_server.engine.room import TurnRoom
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.settings import EngineSettings
 from session_server.engine.settle import Settler
@@ -75,7 +74,7 @@ class Intake:
         self._settler = settler
         self._outbox = outbox
         self._memory = memory
-        self.room = TurnRoom.of(cache, settings)
+        self.room = scheduler.room
         self._num_submitted = 0
         self.is_leaving = False
 

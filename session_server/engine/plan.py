@@ -11,18 +11,23 @@ needs share the rest is `shares.py`: long prompts do not hold up others' first t
 
 from __future__ import annotations
 
-import enum
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Protocol, assert_never
+from collections.abc import Iterator, Sequence
+from typing import Final, assert_never
 
 import msgspec
 
 from cache.types import SessionId, TurnId, pages_for
+from session_server.engine.scheduler_view import (
+    AdmissionQuote,
+    BlockReason,
+    RunningTurn,
+    SchedulerView,
+    WaitingTurn,
+)
 from session_server.engine.shares import fair_shares, share_len
 from session_server.engine.shortage import (
     IdleSession,
-    IdleTotal,
     PoolPages,
     Shortage,
     less,
@@ -33,126 +38,12 @@ MAX_OVERTAKINGS: Final = 64
 """Short turns that may pass a turn that waits for pages, before nobody does."""
 
 
-class RunningTurn(Protocol):
-    """A turn that borrows its session's KV."""
-
-    @property
-    def turn_id(self) -> TurnId: ...
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Positions that could be launched now, those in flight counted as done."""
-        ...
-
-    @property
-    def num_drafts(self) -> int:
-        """Guesses it could verify besides; only with a single uncomputed position."""
-        ...
-
-    @property
-    def num_spare(self) -> int:
-        """Positions that pages already held can still take."""
-        ...
-
-    @property
-    def held_pages(self) -> PoolPages:
-        """Pages that retracting it makes free or evictable; a lower bound."""
-        ...
-
-    @property
-    def promised_pages(self) -> PoolPages:
-        """Pages it still takes until nothing is uncomputed. Less than its positions fill in a pool
-        where it gives pages back as it goes."""
-        ...
-
-
-class AdmissionQuote(msgspec.Struct, frozen=True, gc=False):
-    """What admitting a waiting turn would cost.
-
-    `num_uncomputed`: positions to compute before its next token. `context_pages`: what it needs
-    before long, but never past its last position: pages it will take, and evictable pages that its
-    match would lock, which is headroom spent. `own_pages`: what cooling its own idle session would
-    give back, which is no help to it; None if that is not counted in `SchedulerView.idle_total`.
-    """
-
-    num_uncomputed: int
-    context_pages: PoolPages
-    needs_row: bool
-    own_pages: PoolPages | None = None
-
-
-class WaitingTurn(Protocol):
-    """A turn that holds nothing."""
-
-    @property
-    def turn_id(self) -> TurnId: ...
-
-    @property
-    def session_id(self) -> SessionId: ...
-
-    @property
-    def num_overtakings(self) -> int:
-        """Turns that have passed it while it waited for pages."""
-        ...
-
-    def quote(self) -> AdmissionQuote:
-        """Price of admission now; may match the whole history of a cold session."""
-        ...
-
-
-class SchedulerView(Protocol):
-    """The world as the planner sees it."""
-
-    @property
-    def running(self) -> Sequence[RunningTurn]:
-        """Oldest first."""
-        ...
-
-    @property
-    def waiting(self) -> Iterable[WaitingTurn]:
-        """In order of admission."""
-        ...
-
-    @property
-    def idle(self) -> Iterator[IdleSession]:
-        """Least recently used first; consumed only as far as needed."""
-        ...
-
-    @property
-    def idle_total(self) -> IdleTotal:
-        """What all of `idle` would give back, without asking each of them."""
-        ...
-
-    @property
-    def headroom_pages(self) -> PoolPages:
-        """Free and evictable pages."""
-        ...
-
-    @property
-    def num_free_rows(self) -> int: ...
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether some launch is not settled, so that pages may still come back by themselves."""
-        ...
-
-
 class Limits(msgspec.Struct, frozen=True, gc=False):
     """Bounds of one forward: `num_tokens` of long needs, `num_turns` running at a time."""
 
     num_tokens: int
     num_turns: int
     page_size: int
-
-
-class BlockReason(enum.Enum):
-    """Why the first waiting turn still waits."""
-
-    TURNS = "turns"
-    TOKENS = "tokens"
-    PAGES = "pages"
-    SHORTAGE = "shortage"
-    """Of pages, for turns that run already."""
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -169,7 +60,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     `admit` names waiting turns that also appear in `work`. `refuse`: a turn that cannot proceed
     although nothing runs and nothing more can be taken; it must end, or all would wait for ever.
     `blocked`: the first turn left waiting, and why. `num_overtakings`: how many of `admit` passed
-    it.
+    it. `is_denial`: nobody of the line can come before something is given back, as was found out
+    now; see `SchedulerView.known_denial`.
     """
 
     cool: tuple[SessionId, ...]
@@ -179,6 +71,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     refuse: TurnId | None
     blocked: tuple[TurnId, BlockReason] | None
     num_overtakings: int = 0
+    is_denial: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -236,7 +129,11 @@ class _Planner:
     def share_tokens(self) -> None:
         """Give every turn its number of tokens, pages aside."""
         long = [t for t in self._running if t.num_uncomputed > 1]
-        self._candidates = list(self._quoted_candidates())
+        known = None if long else self._view.known_denial
+        if known is None:
+            self._candidates = list(self._quoted_candidates())
+            self._plan.may_deny = not long
+        self._plan.blocked = known
         if self._candidates:
             self._share_with_comers(long)
         elif long:
@@ -297,6 +194,8 @@ class _Planner:
         may pass it.
         """
         plan, num_passes = self._plan, 0
+        if plan.blocked is not None and (plan.retract or plan.is_oldest_short):
+            plan.blocked = (plan.blocked[0], BlockReason.SHORTAGE)
         for candidate in self._candidates:
             if plan.blocked is None:
                 reason = self._try_admit(candidate)
@@ -391,7 +290,14 @@ class _Planner:
             refuse=self._stuck_turn(),
             blocked=parts.blocked,
             num_overtakings=parts.num_overtakings,
+            is_denial=self._is_denial(),
         )
+
+    def _is_denial(self) -> bool:
+        parts = self._plan
+        has_changed = parts.cool or parts.retract or parts.admit
+        is_for_pages = parts.blocked is not None and parts.blocked[1] is BlockReason.PAGES
+        return parts.may_deny and is_for_pages and not has_changed
 
     def _quoted_candidates(self) -> Iterator[_Candidate]:
         """As many as this forward could serve: a quote may cost a match of a whole history."""
@@ -551,3 +457,4 @@ class _PlanParts:
         self.is_oldest_short = False
         self.blocked: tuple[TurnId, BlockReason] | None = None
         self.num_overtakings = 0
+        self.may_deny = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -14,10 +13,12 @@ from session_server.core.errors import QuotaExceeded, SessionServerError
 from session_server.core.events import SessionCooled, TurnStarted
 from session_server.engine.batching import make_row
 from session_server.engine.outbox import Outbox
-from session_server.engine.plan import BlockReason, StepPlan
+from session_server.engine.plan import StepPlan
+from session_server.engine.room import TurnRoom
+from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.stats import Counters
 from session_server.engine.turn import Turn, TurnState
-from session_server.engine.view import max_reuse
+from session_server.engine.turn_line import TurnLine, WaitingLine, max_reuse
 
 
 @dataclass(slots=True)
@@ -38,14 +39,18 @@ class Scheduler:
     A session has at most one live turn.
     """
 
-    def __init__(self, cache: SessionAwareCache, outbox: Outbox, counters: Counters) -> None:
+    def __init__(
+        self, cache: SessionAwareCache, outbox: Outbox, counters: Counters, *, room: TurnRoom
+    ) -> None:
+        """`room`: what a turn may take of the pools."""
         self._cache = cache
         self._outbox = outbox
         self._counters = counters
         self._turns: dict[TurnId, Turn] = {}
         self._of_session: dict[SessionId, Turn] = {}
-        self.waiting: list[Turn] = []
-        self.running: list[Turn] = []
+        self.room = room
+        self.waiting = WaitingLine(cache, room.most_pages)
+        self.running = TurnLine()
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -71,7 +76,7 @@ class Scheduler:
         assert turn.request.session_id not in self._of_session
         self._turns[turn.turn_id] = turn
         self._of_session[turn.request.session_id] = turn
-        self._insert(self.waiting, turn)
+        self.waiting.insert(turn)
 
     def remove(self, turn: Turn) -> None:
         """Let go of a turn that ends."""
@@ -84,7 +89,7 @@ class Scheduler:
         """Let a running turn wait again, whose KV the cache has let go."""
         self.running.remove(turn)
         turn.retract()
-        self._insert(self.waiting, turn)
+        self.waiting.insert(turn)
         self._counters.retractions += 1
 
     def apply(self, plan: StepPlan, now_s: float) -> Applied:
@@ -155,7 +160,7 @@ class Scheduler:
         self._outbox.write(loan.table_writes)
         self.waiting.remove(turn)
         turn.admit(loan.row, loan.cached_len)
-        self._insert(self.running, turn)
+        self.running.insert(turn)
         if turn.clock.admitted_s is None:
             turn.clock.admitted_s = now_s
             self._counters.prompt_tokens += turn.prompt_len
@@ -169,9 +174,5 @@ class Scheduler:
         )
         return True
 
-    def _line(self, turn: Turn) -> list[Turn]:
+    def _line(self, turn: Turn) -> TurnLine:
         return self.running if turn.state is TurnState.RUNNING else self.waiting
-
-    @staticmethod
-    def _insert(line: list[Turn], turn: Turn) -> None:
-        bisect.insort(line, turn, key=lambda other: other.order)

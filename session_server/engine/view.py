@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
-import numpy as np
 
 from cache.session_cache import SessionAwareCache
-from cache.types import SessionId, SlotState, TurnId, pages_for
-from cache.views import SlotView
-from session_server.engine.plan import AdmissionQuote
+from cache.types import SessionId, TurnId, pages_for
+from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
 from session_server.engine.shortage import IdleTotal, PoolPages, total
 from session_server.engine.turn import Turn
+from session_server.engine.turn_line import Supply, WaitingLine
 
 
 class LiveView(msgspec.Struct, frozen=True, gc=False):
@@ -20,7 +19,7 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
 
     cache: SessionAwareCache
     running_turns: Sequence[Turn]
-    waiting_turns: Sequence[Turn]
+    line: WaitingLine
     is_in_flight: bool
     most_pages: PoolPages
 
@@ -42,7 +41,21 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def waiting(self) -> Iterable[LiveWaiting]:
         """See `SchedulerView`."""
-        return (LiveWaiting(self, turn) for turn in self.waiting_turns)
+        return (LiveWaiting(self.line, turn) for turn in self.line)
+
+    @property
+    def known_denial(self) -> tuple[TurnId, BlockReason] | None:
+        """See `SchedulerView`. O(pools)."""
+        if not self.line.has_denial:
+            return None
+        return self.line.known_denial(len(self.running_turns), self.supply)
+
+    @property
+    def supply(self) -> Supply:
+        """What admission may take now. O(pools)."""
+        idle = self.idle_total
+        pages = total(self.headroom_pages, [idle.freed_pages])
+        return Supply(pages, self.num_free_rows + idle.num_sessions)
 
     @property
     def idle(self) -> Iterator[LiveIdle]:
@@ -104,7 +117,7 @@ class LiveRunning(msgspec.Struct, gc=False):
 class LiveWaiting(msgspec.Struct, gc=False):
     """A `WaitingTurn`."""
 
-    view: LiveView
+    line: WaitingLine
     turn: Turn
 
     @property
@@ -123,47 +136,5 @@ class LiveWaiting(msgspec.Struct, gc=False):
         return self.turn.clock.num_overtakings
 
     def quote(self) -> AdmissionQuote:
-        """O(1) for a parked session; a cold one is matched against the tree."""
-        cache = self.view.cache
-        slot = cache.slot(self.session_id)
-        if slot.state is SlotState.COLD:
-            return self._quote_cold(slot)
-        to_len = min(self.turn.request.base_len, self._reusable_len())
-        return self._quote(cache.kept_len(self.session_id, to_len), None)
-
-    def _quote_cold(self, slot: SlotView) -> AdmissionQuote:
-        cache = self.view.cache
-        history = cache.tokens(self.session_id, 0, self.turn.request.base_len)
-        tokens = np.concatenate((history, self.turn.uncommitted_tokens()))
-        match = cache.peek(tokens[: self._reusable_len() + 1], slot.namespace)
-        evictable = [match.evictable_pages[pool] for pool in cache.stores.paged]
-        return self._quote(match.matched_len, evictable)
-
-    def _reusable_len(self) -> int:
-        """A forward needs a query, and a prompt's logprobs need its positions computed."""
-        max_reuse_len = max_reuse(self.turn)
-        last = self.turn.known_len - 1
-        return last if max_reuse_len is None else min(last, max_reuse_len)
-
-    def _quote(self, reuse_len: int, match_pages: Sequence[int] | None) -> AdmissionQuote:
-        """`match_pages`: evictable ones that it locks, per pool; None for a parked session."""
-        turn, page_size = self.turn, self.view.cache.stores.page_size
-        # One page beyond the context, so that it is not retracted over its first tokens.
-        soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.last_len))
-        num_pages = pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)
-        pages = tuple([min(num_pages, most) for most in self.view.most_pages])
-        own = self.view.cache.idle.reclaimable(self.session_id)
-        return AdmissionQuote(
-            num_uncomputed=turn.known_len - reuse_len,
-            context_pages=pages if match_pages is None else total(pages, [tuple(match_pages)]),
-            needs_row=match_pages is not None,
-            own_pages=None if own is None else tuple(own.freed_pages.values()),
-        )
-
-
-def max_reuse(turn: Turn) -> int | None:
-    """Positions a turn may reuse; None for all. Prompt logprobs need logits, hence computing."""
-    position = turn.next_score_position()
-    if position is None or position >= turn.prompt_len - 1:
-        return None
-    return position
+        """See `WaitingTurn`."""
+        return self.line.quotes.of(self.turn)

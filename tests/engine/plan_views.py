@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cache.types import SessionId, TurnId, pages_for
-from session_server.engine.plan import AdmissionQuote, Limits, StepPlan
+from session_server.engine.plan import Limits, StepPlan
+from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
 from session_server.engine.shortage import IdleTotal, PoolPages, total
 
 
@@ -45,6 +46,7 @@ class FakeView:
     headroom_pages: PoolPages = (0,)
     num_free_rows: int = 8
     is_in_flight: bool = False
+    known_denial: tuple[TurnId, BlockReason] | None = None
 
     @property
     def idle_total(self) -> IdleTotal:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from msgspec import structs
 
 from cache.types import SessionId, TurnId
-from session_server.engine.plan import MAX_OVERTAKINGS, BlockReason, plan_step
+from session_server.engine.plan import MAX_OVERTAKINGS, plan_step
+from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.shortage import PoolPages
 from tests.engine.plan_views import (
     LIMITS,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from cache import MatchResult, SessionAwareCache
 from cache.types import SessionId, TurnId
-from session_server.engine.plan import BlockReason, plan_step
+from session_server.core.commands import CloseSession
+from session_server.engine.plan import plan_step
+from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.settings import MemoryCheck
 from tests.cache.work import count_calls
 from tests.engine.bench import Bench
@@ -106,3 +110,60 @@ def test_a_step_beside_a_turn_that_waits_for_pages_costs_the_same_with_many_at_r
         return count_calls(lambda: bench.engine.step(99.0, (), (step,)))
 
     assert cost(40) == pytest.approx(cost(10), rel=0.05)
+
+
+def crowded(num_waiting: int) -> Bench:
+    """One turn that decodes, and cold sessions of one published history that wait for pages."""
+    sizes = Sizes(
+        num_pages=220,
+        num_rows=num_waiting + 4,
+        max_context_len=1000,
+        chunk_tokens=64,
+        max_running=num_waiting + 4,
+        memory_check=MemoryCheck.WARN,
+    )
+    bench, history = Bench(sizes), tuple(number % 31 for number in range(400))
+    bench.run(bench.submit_command(bench.open("first"), "publish", history, max_tokens=1))
+    bench.run(CloseSession(session_id=SessionId("first")))
+    bench.step(bench.submit_command(bench.open("runs"), "run", (30, *history[:200]), max_tokens=90))
+    while not bench.tokens("run"):
+        bench.settle()
+    for number in range(num_waiting):
+        name = bench.open(f"w{number}", tokens=history)
+        tokens = (number, *history[:360])
+        bench.step(bench.submit_command(name, f"t{number}", tokens, base_len=400))
+    for _ in range(4):
+        bench.settle()
+    assert len(bench.engine.inspect().scheduler.waiting) == num_waiting
+    return bench
+
+
+def test_turns_that_wait_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_peeks = 0
+    peek = SessionAwareCache.peek
+
+    def counted(*arguments: Any) -> MatchResult:
+        nonlocal num_peeks
+        num_peeks += 1
+        return peek(*arguments)
+
+    bench = crowded(6)
+    monkeypatch.setattr(SessionAwareCache, "peek", counted)
+    for _ in range(10):
+        bench.settle()
+    assert num_peeks == 0
+    other = bench.open("other", salt="b")
+    bench.step(bench.submit_command(other, "elsewhere", (1, 2, 3), max_tokens=1, priority=99))
+    for _ in range(8):
+        bench.settle()
+    assert bench.finished("elsewhere").num_outputs == 1
+    assert num_peeks <= 2, "who comes himself was priced, nobody else again"
+
+
+def test_a_step_costs_the_same_beside_many_that_wait() -> None:
+    def cost(num_waiting: int) -> int:
+        bench = crowded(num_waiting)
+        step = bench.runner.execute()
+        return count_calls(lambda: bench.engine.step(99.0, (), (step,)))
+
+    assert cost(24) == cost(6)

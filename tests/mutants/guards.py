@@ -81,7 +81,7 @@ RECOMPUTES_HISTORY = Mutant(
     "A turn computes its whole context, though its session has the KV.",
     "vllm#52471 (E5)",
     Edit(
-        "session_server.engine.view:max_reuse",
+        "session_server.engine.turn_line:max_reuse",
         "return None",
         "return 0",
     ),
@@ -183,7 +183,7 @@ QUOTE_ROUNDS_UP = Mutant(
     "A parked session's last page is priced as if it had to be bought again.",
     "sglang#20070 (G1)",
     Edit(
-        "session_server.engine.view:LiveWaiting._quote",
+        "session_server.engine.turn_line:Quotes._quote",
         "pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)",
         "pages_for(soon_len - reuse_len, page_size)",
     ),
@@ -205,7 +205,7 @@ WAITING_KEEPS_KV = Mutant(
     Edit(
         "session_server.engine.view:LiveView.idle",
         "for session in self.cache.idle:",
-        "waiting = {turn.request.session_id for turn in self.waiting_turns}\n"
+        "waiting = {turn.request.session_id for turn in self.line}\n"
         "        for session in (s for s in self.cache.idle "
         "if s.session_id not in waiting):",
     ),
@@ -392,8 +392,8 @@ HITS_GO_FIRST = Mutant(
     "arXiv 2409.20002 (C5)",
     Edit(
         "session_server.engine.view:LiveView.waiting",
-        "return (LiveWaiting(self, turn) for turn in self.waiting_turns)",
-        "line = [LiveWaiting(self, turn) for turn in self.waiting_turns]\n"
+        "return (LiveWaiting(self.line, turn) for turn in self.line)",
+        "line = [LiveWaiting(self.line, turn) for turn in self.line]\n"
         "        return sorted(line, key=lambda one: one.quote().num_uncomputed)",
     ),
 )

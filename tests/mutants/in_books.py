@@ -114,7 +114,7 @@ RECOUNT_MISSES_A_TURN = Mutant(
 RECOUNT_MISSES_A_SPLIT = Mutant(
     "A recount in slices is not told that an edge is split.",
     "systematic",
-    Edit("cache.radix:RadixCache._split", "self._changes.note_node(node)", "pass"),
+    Edit("cache.radix:RadixCache._split", "self._changes.note_content(node)", "pass"),
 )
 
 RECOUNT_KEEPS_WHAT_WAS = Mutant(

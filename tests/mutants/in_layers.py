@@ -171,7 +171,7 @@ TOMBSTONES_ARE_MATCHED = Mutant(
     "systematic",
     Edit(
         "cache.radix:RadixCache._found",
-        "max(0, self._locks.continuable(receipt, nodes, start + matched) - start)",
+        "max(0, self._locks.continuable(receipt, walk.nodes, start + matched) - start)",
         "matched",
     ),
 )

@@ -143,8 +143,8 @@ RETRACTED_GOES_LAST = Mutant(
     "systematic",
     Edit(
         "session_server.engine.scheduler:Scheduler.take_off",
-        "self._insert(self.waiting, turn)",
-        "self.waiting.append(turn)",
+        "self.waiting.insert(turn)",
+        "self.waiting._turns.append(turn)",
     ),
 )
 
@@ -231,9 +231,9 @@ MATCH_IS_PRICED_AS_FREE = Mutant(
     "Locking what a match finds evictable is not counted as spent.",
     "systematic",
     Edit(
-        "session_server.engine.view:LiveWaiting._quote_cold",
-        "self._quote(match.matched_len, evictable)",
-        "self._quote(match.matched_len, [0 for _ in evictable])",
+        "session_server.engine.turn_line:Quotes._quote",
+        "match.evictable_pages[p] for p in",
+        "0 for p in",
     ),
 )
 
@@ -261,9 +261,9 @@ QUOTE_TAKES_A_LOCK = Mutant(
     "Every look at what a waiting turn would find in the tree takes a lock.",
     "sglang#20476, #12693 (L3, L4)",
     Edit(
-        "session_server.engine.view:LiveWaiting._quote_cold",
+        "session_server.engine.turn_line:Quotes._price",
         "match = cache.peek(",
-        "cache.stores.tree.lock_root(slot.namespace)\n        match = cache.peek(",
+        "cache.stores.tree.lock_root(slot.namespace)\n            match = cache.peek(",
     ),
 )
 

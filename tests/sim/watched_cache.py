@@ -13,7 +13,7 @@ from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.ledger import Ledger
 from cache.pages import FreeList
 from cache.radix import RadixCache
-from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode
+from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Walk
 from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity
 from cache.stores import KVStores, StoreParts
@@ -100,10 +100,8 @@ class WatchedTree(RadixCache):
             self.reached[name] += bool(evicted[self._states])
         return evicted
 
-    def _found(
-        self, receipt: LockReceipt | None, nodes: list[RadixNode], matched: int
-    ) -> MatchResult:
-        found = super()._found(receipt, nodes, matched)
+    def _found(self, receipt: LockReceipt | None, walk: Walk, matched: int) -> MatchResult:
+        found = super()._found(receipt, walk, matched)
         if self._states is not None:
             self.reached["match cut back to a snapshot"] += found.matched_len < matched
         return found
