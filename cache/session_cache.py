@@ -1,4 +1,4 @@
-"""`SessionAwareCache`: sessions, turns and the memory they share, behind a dozen verbs.
+"""`SessionAwareCache`: sessions, turns and the memory they share, behind one set of verbs.
 
 A turn is `begin_turn`, then `grow` and `record` per step, then one of `end_turn`, `discard` and
 `retract`. A verb that raises has changed nothing. One thread calls; nothing here blocks, logs or

@@ -57,7 +57,6 @@ MAX_OUTBOX_FRAMES: Final = 256
 class CloseCode(enum.IntEnum):
     """Why a connection ends. 1012 and 1013 invite the client to come back and resume."""
 
-    DONE = 1000
     UNSUPPORTED_DATA = 1003
     NOT_TEXT = 1007
     POLICY = 1008

@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 
 from session_server.cli import COMMANDS
 from session_server.client.session import RETRYABLE_CLOSE_CODES
+from session_server.protocol.session_protocol import CloseCode
 from session_server.web import admin, rest, sglang
 from tests.docs.tables import DOCS, TABLES, metric_table, with_table
 
@@ -53,6 +54,18 @@ def test_the_close_codes_that_invite_back_are_exactly_those_the_client_retries()
     table = text[text.index("### Close codes") : text.index("### Credentials")]
     invited = {int(code) for code in re.findall(r"^\| (\d{4}) \|.*\| yes", table, re.MULTILINE)}
     assert invited | LOST_LINES == RETRYABLE_CLOSE_CODES
+
+
+def test_the_close_codes_listed_are_those_that_are_sent() -> None:
+    text = (DOCS / "protocol.md").read_text("utf-8")
+    table = text[text.index("### Close codes") : text.index("### Credentials")]
+    rows = re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)
+    listed = {int(code) for row in rows for code in re.findall(r"\d{4}", row)}
+    source = "".join(path.read_text("utf-8") for path in (ROOT / "session_server").rglob("*.py"))
+    sent = {code for code in CloseCode if f"CloseCode.{code.name}" in source}
+    assert sent == set(CloseCode)
+    # A client's own close is answered by the WebSocket library.
+    assert listed == {1000, *map(int, sent)}
 
 
 def test_every_metric_named_is_scraped() -> None:
