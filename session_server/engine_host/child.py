@@ -123,10 +123,15 @@ class _Child:
 
         Silence tells it that this process is stopped, or that something holds the interpreter.
         """
-        with contextlib.suppress(OSError):
+        try:
             while True:
                 time.sleep(PULSE_INTERVAL_S)
                 self._emit([loop.pulse()])
+        except OSError:
+            return  # the server is gone; the other threads end the process
+        except BaseException:  # noqa: BLE001 - an engine that works on in silence counts as stalled
+            traceback.print_exc()
+            os._exit(EXIT_BUG)
 
     def _emit(self, events: list[EngineEvent]) -> None:
         with self._sending:

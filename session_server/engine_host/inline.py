@@ -126,6 +126,8 @@ class InlineEngine:
         assert self._listener is not None
         assert self.failed is not None
         if not self._is_given_up:
+            if self._watch is not None:
+                self._watch.cancel()
             self.failed.set_result(message)
             self._listener(EngineDied(message=message, will_restart=False))
 
