@@ -62,7 +62,7 @@ def check_frames(wire: Wire, saw: Counter[str]) -> None:
 
 async def rest_clients(url: str, saw: Counter[str], ready: asyncio.Event) -> None:
     """One request and one stream that run, and one reader of events of a session without turns."""
-    turn = echo_turn(Decisions(6), "t", max_tokens=200)
+    turn = echo_turn(Decisions(6), "t", max_tokens=480)  # more than all others run for
     async with http_client(url) as http:
 
         async def opened() -> str:
