@@ -31,6 +31,7 @@ class LiveStage(msgspec.Struct, frozen=True):
     is_device: bool = False
     fails_to_build: bool = False
     memory_check: MemoryCheck = MemoryCheck.STRICT
+    max_running: int = 8
 
 
 class _Done:
@@ -92,7 +93,13 @@ def assemble(settings: bytes) -> EngineAssembly:
     stage = msgspec.msgpack.decode(settings, type=LiveStage)
     if stage.fails_to_build:
         raise ValueError("no such model")
-    sizes = Sizes(num_pages=256, num_rows=32, max_context_len=512, memory_check=stage.memory_check)
+    sizes = Sizes(
+        num_pages=256,
+        num_rows=32,
+        max_context_len=512,
+        memory_check=stage.memory_check,
+        max_running=stage.max_running,
+    )
     hand = HandEngine.of(sizes)
     hand.device.assume_salt("a")
     return EngineAssembly(hand.engine, LiveEcho(hand.device, stage), hand.ready(epoch=0))

@@ -41,6 +41,6 @@ def mortal_engine(stage: LiveStage) -> EngineProcess:
 
 
 if __name__ == "__main__":
-    stage = LiveStage(forward_s=FORWARD_S, is_device=True)
+    stage = LiveStage(forward_s=FORWARD_S, is_device=True, max_running=16)
     wiring.make_engine = lambda settings: mortal_engine(stage)
     sys.exit(cli.main(sys.argv[1:]))
