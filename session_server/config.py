@@ -273,6 +273,18 @@ class HttpSettings(_Part):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="least severe line shown")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], Field(description="log lines as text, or a JSON object each")
+    ] = "text"
+    throughput_interval_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=86400,
+            description="seconds between two log lines of throughput while turns run; 0: none",
+        ),
+        Bound("seconds", "a line is written"),
+    ] = 10.0
 
 
 class DebugSettings(_Part):

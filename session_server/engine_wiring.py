@@ -190,7 +190,7 @@ def run_engine_process(fd: int) -> int:
 
 def _build_from_frame(frame: bytes) -> EngineAssembly:
     settings = Settings.model_validate_json(frame)
-    configure_logging(settings.http.log_level)
+    configure_logging(settings.http.log_level, settings.http.log_format)
     try:
         return build_engine(settings)
     except (ModelError, ValueError) as error:

@@ -71,6 +71,8 @@ FLAGS: Final = (
     Flag(("--max-input-bytes",), "http", "max_input_bytes"),
     Flag(("--drain-timeout",), "http", "drain_s"),
     Flag(("--log-level",), "http", "log_level"),
+    Flag(("--log-format",), "http", "log_format"),
+    Flag(("--throughput-interval",), "http", "throughput_interval_s"),
     Flag(("--debug-retract-interval",), "debug", "retract_interval"),
 )
 

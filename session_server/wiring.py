@@ -34,6 +34,7 @@ from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.engine_host.restarts import RestartPolicy
 from session_server.metrics.logging import LOGGER_NAME, EventLog, configure_logging
 from session_server.metrics.prometheus import ServerMetrics
+from session_server.metrics.throughput import ThroughputLog
 from session_server.models.errors import ModelError
 from session_server.served_model import open_model
 from session_server.sessions.journal import JournalLimits
@@ -67,7 +68,7 @@ _MAX_TURNS: Final = 16_384
 def serve(settings: Settings) -> int:
     """Serve until a signal. Returns the exit status: 2 when the model cannot be used, 1 when the
     engine or the address failed, 0 after a clean shutdown."""
-    logger = configure_logging(settings.http.log_level)
+    logger = configure_logging(settings.http.log_level, settings.http.log_format)
     try:
         return asyncio.run(_serve(settings, logger))
     except EngineUnavailable as error:
@@ -109,7 +110,7 @@ async def _serve_on(
 ) -> int:
     metrics = ServerMetrics(now_s=time.monotonic)
     engine = make_engine(settings)
-    observed = ObservedEngine(engine, (metrics.on_event, EventLog(logger).on_event))
+    observed = ObservedEngine(engine, _observers(settings, metrics, logger))
     manager = make_manager(settings, observed, text)
     logger.info("starting the engine model=%s", directory.name)
     ready = await manager.start()
@@ -131,6 +132,15 @@ async def _serve_on(
         return EXIT_FAILED if engine.failed.done() else EXIT_OK
     finally:
         await manager.stop()
+        logger.info("stopped")
+
+
+def _observers(
+    settings: Settings, metrics: ServerMetrics, logger: logging.Logger
+) -> tuple[EventListener, ...]:
+    interval_s = settings.http.throughput_interval_s
+    throughput = ThroughputLog(logger, interval_s=interval_s, now_s=time.monotonic)
+    return metrics.on_event, EventLog(logger).on_event, throughput.on_event
 
 
 class ObservedEngine:

@@ -88,8 +88,9 @@ class _Child:
             self._last_words(str(error))
             return EXIT_UNUSABLE
         except BaseException as error:  # noqa: BLE001 - reported to the server, then the end
-            traceback.print_exc()
+            # In this order: stderr may be a pipe that is full.
             self._last_words(f"{type(error).__name__}: {error}")
+            traceback.print_exc()
             return EXIT_BUG
         return EXIT_OK
 

@@ -1,4 +1,4 @@
-"""Log lines: one per event, `key=value`, never more than one line.
+"""Log lines: one per event, `key=value` or JSON, never more than one line.
 
 Lines hold ids, lengths, counts and timings. Prompts, texts, tokens, keys and query strings are
 never passed in, and whatever is passed in loses its control characters, so that no client can
@@ -7,10 +7,12 @@ forge a line or colour a terminal.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
-from typing import Final
+from datetime import UTC, datetime
+from typing import Final, Literal
 
 from session_server.core.events import (
     EngineDied,
@@ -22,9 +24,14 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
 )
+from session_server.metrics.log_handler import AlikeFilter, WaitlessHandler
 
 LOGGER_NAME: Final = "session_server"
+LOGGERS: Final = (LOGGER_NAME, "uvicorn", "asyncio")
+"""Whose lines are shown."""
+
 MAX_LINE_CHARS: Final = 4096
+_FIELD: Final = re.compile(r" ?\b([a-z_]+)=%[-+0-9.]*[a-z]")
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -34,6 +41,28 @@ class OneLineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
         return strip_control(super().format(record))[:MAX_LINE_CHARS]
+
+
+class JsonFormatter(logging.Formatter):
+    """A formatter whose output is one JSON object: time, level, logger, message, and the fields
+    that a message of ours names as `key=value`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": strip_control(record.getMessage())[:MAX_LINE_CHARS],
+        }
+        names = _FIELD.findall(str(record.msg))
+        if isinstance(record.args, tuple) and len(names) == len(record.args):
+            line["message"] = strip_control(_FIELD.sub("", str(record.msg))).strip()
+            line |= {name: _plain(value) for name, value in zip(names, record.args, strict=True)}
+        if record.exc_info:
+            stack = self.formatException(record.exc_info)
+            line["exception"] = strip_control(stack)[:MAX_LINE_CHARS]
+        return json.dumps(line)
 
 
 class EventLog:
@@ -95,21 +124,28 @@ class EventLog:
         )
 
 
-def configure_logging(level: str) -> logging.Logger:
-    """Send our lines and uvicorn's warnings to stderr; returns our logger.
+def configure_logging(level: str, log_format: Literal["text", "json"] = "text") -> logging.Logger:
+    """Send our lines, and the warnings of uvicorn and asyncio, to stderr; returns our logger.
 
     uvicorn's own lines below a warning stay off: one of them names the query string of each
     accepted WebSocket.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logger = logging.getLogger(LOGGER_NAME)
-    for name, threshold in ((LOGGER_NAME, level.upper()), ("uvicorn", "WARNING")):
+    handler = WaitlessHandler(sys.stderr)
+    handler.addFilter(AlikeFilter())
+    text = OneLineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    for name in LOGGERS:
         target = logging.getLogger(name)
         target.handlers[:] = [handler]
-        target.setLevel(threshold)
+        target.setLevel(level.upper() if name == LOGGER_NAME else "WARNING")
         target.propagate = False
-    return logger
+    return logging.getLogger(LOGGER_NAME)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return round(value, 3)
+    return value if isinstance(value, int) else strip_control(str(value))[:MAX_LINE_CHARS]
 
 
 def strip_control(text: str) -> str:

@@ -144,8 +144,16 @@ async def drain_when(
     await stop.wait()
     sockets = app.state.sockets
     assert isinstance(sockets, Sockets), "create_app set it"
+    stats = services.sessions.stats()
+    _logger.info(
+        "draining sessions=%d turns=%d deadline_s=%g",
+        stats.sessions,
+        stats.live_turns,
+        services.settings.drain_s,
+    )
     try:
         await services.sessions.drain(services.settings.drain_s)
+        _logger.info("drained, closing %d sockets", sockets.num_attached)
         sockets.end_all(CloseCode.RESTART)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_WAIT_S):
@@ -158,6 +166,7 @@ async def drain_when(
 async def hasten_when(hurry: asyncio.Event, services: AppServices) -> None:
     """Wait for `hurry`; end the turns that a drain waits for."""
     await hurry.wait()
+    _logger.info("second signal: running turns are cut short")
     await services.sessions.drain(0.0)
 
 

@@ -150,6 +150,28 @@ CONNECTIONS = (
     ),
 )
 
+LOGS = (
+    _constant(
+        "metrics.log_handler:MAX_WAITING_BYTES",
+        "log lines that wait to be written",
+        "bytes",
+        "further ones are dropped and counted",
+    ),
+    _constant(
+        "metrics.log_handler:MAX_ALIKE_PER_S",
+        "warnings and errors of one kind in a second",
+        "lines",
+        "further ones are counted",
+    ),
+    _constant(
+        "metrics.log_handler:FLUSH_TIMEOUT_S",
+        "time in which the last lines are written at the end",
+        "s",
+        "they are lost",
+    ),
+    _constant("metrics.logging:MAX_LINE_CHARS", "a log line", "characters", "the rest is cut off"),
+)
+
 REQUESTS = (
     _constant(
         "sessions.quotas:SessionLimits.max_input_chars",
@@ -484,9 +506,6 @@ ENGINE = (
         "states",
         "a violation: see memory.md",
     ),
-    _constant(
-        "metrics.logging:MAX_LINE_CHARS", "a line of the log", "characters", "the rest is cut off"
-    ),
 )
 
 FORWARD = (
@@ -516,5 +535,6 @@ GROUPS: dict[str, tuple[Constant, ...]] = {
     "Sessions and turns": SESSIONS,
     "Checkpoints": CHECKPOINTS,
     "The engine": ENGINE,
+    "Logs": LOGS,
     "Inside a forward (no answer depends on these)": FORWARD,
 }

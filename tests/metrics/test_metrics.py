@@ -23,7 +23,7 @@ from session_server.core.events import (
     TurnTimings,
 )
 from session_server.core.ids import SessionId, TurnId
-from session_server.metrics.logging import EventLog, OneLineFormatter, configure_logging
+from session_server.metrics.logging import LOGGERS, EventLog, OneLineFormatter, configure_logging
 from session_server.metrics.prometheus import ReaderKind, ServerMetrics
 
 TIMINGS = TurnTimings(
@@ -239,14 +239,17 @@ def test_events_worth_a_line_get_one(caplog: pytest.LogCaptureFixture) -> None:
     assert "code=numerical_error" in lines[1]
 
 
-def test_uvicorn_speaks_up_only_to_warn() -> None:
-    names = ("session_server", "uvicorn")
-    before = [(logging.getLogger(n).handlers[:], logging.getLogger(n).propagate) for n in names]
+def test_uvicorn_and_asyncio_speak_up_only_to_warn() -> None:
+    before = {
+        n: (logging.getLogger(n).handlers[:], logging.getLogger(n).propagate) for n in LOGGERS
+    }
     try:
         logger = configure_logging("info")
         assert logger.isEnabledFor(logging.INFO)
-        assert not logging.getLogger("uvicorn.error").isEnabledFor(logging.INFO)
+        for name in ("uvicorn.error", "asyncio"):
+            assert not logging.getLogger(name).isEnabledFor(logging.INFO)
+            assert logging.getLogger(name).isEnabledFor(logging.WARNING)
     finally:
-        for name, (handlers, propagate) in zip(names, before, strict=True):
+        for name, (handlers, propagate) in before.items():
             logging.getLogger(name).handlers[:] = handlers
             logging.getLogger(name).propagate = propagate

@@ -1,0 +1,221 @@
+"""A log that nobody reads stops nothing, and says afterwards what it lost."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import logging
+import os
+import threading
+
+import msgspec
+import pytest
+
+from session_server.core.events import EngineDied, EngineStats
+from session_server.metrics import log_handler
+from session_server.metrics.log_handler import AlikeFilter, WaitlessHandler
+from session_server.metrics.logging import JsonFormatter
+from session_server.metrics.throughput import ThroughputLog
+
+
+class Gate(io.StringIO):
+    """A stream whose first write waits until it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = threading.Event()
+        self.has_begun = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.has_begun.set()
+        assert self.is_open.wait(30)
+        return super().write(text)
+
+
+def record(message: str, *args: object, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("x", level, "", 0, message, args, None)
+
+
+def test_lines_are_written_in_order() -> None:
+    stream = io.StringIO()
+    handler = WaitlessHandler(stream)
+    for number in range(100):
+        handler.emit(record("line %d", number))
+    handler.flush()
+    assert stream.getvalue().splitlines() == [f"line {number}" for number in range(100)]
+
+
+def test_lines_beyond_the_bound_are_dropped_and_counted() -> None:
+    stream = Gate()
+    handler = WaitlessHandler(stream, max_bytes=30)
+    handler.emit(record("123456789"))
+    assert stream.has_begun.wait(30)
+    for line in ("123456789", "12345678", "x", "y"):  # 29 bytes with the first; 2 more; 2 more
+        handler.emit(record(line))
+    stream.is_open.set()
+    handler.flush()
+    handler.emit(record("later"))
+    handler.flush()
+    assert stream.getvalue().splitlines() == [
+        "123456789",
+        "123456789",
+        "12345678",
+        "2 log lines were dropped: nobody read them in time",
+        "later",
+    ]
+
+
+def test_as_many_bytes_as_may_wait_do_wait() -> None:
+    stream = Gate()
+    handler = WaitlessHandler(stream, max_bytes=30)
+    handler.emit(record("123456789"))
+    assert stream.has_begun.wait(30)
+    handler.emit(record("x" * 19))
+    stream.is_open.set()
+    handler.flush()
+    assert stream.getvalue().splitlines() == ["123456789", "x" * 19]
+
+
+def test_a_pipe_that_nobody_reads_keeps_nobody_waiting() -> None:
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    with os.fdopen(writer, "w") as stream, os.fdopen(reader) as log:
+        handler = WaitlessHandler(stream, max_bytes=10_000)
+        for number in range(5_000):
+            handler.emit(record("bad request %d", number))
+        lines: list[str] = []
+        while not any("dropped" in line for line in lines):
+            lines.append(log.readline())
+            if len(lines) == 100:
+                handler.emit(record("another one"))
+        handler.flush()
+    assert lines[0] == "bad request 0\n"
+
+
+def test_a_stream_that_is_closed_ends_the_writer_and_nothing_else() -> None:
+    stream = io.StringIO()
+    stream.close()
+    handler = WaitlessHandler(stream, max_bytes=100)
+    for _ in range(50):
+        handler.emit(record("nobody hears this"))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now_s = [100.0]
+    monkeypatch.setattr(log_handler.time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+def test_few_warnings_of_one_kind_are_shown_in_a_second(clock: list[float]) -> None:
+    alike = AlikeFilter(max_per_s=3)
+    warnings = [record("turn failed %d", n, level=logging.WARNING) for n in range(9)]
+    assert [alike.filter(warning) for warning in warnings] == [True] * 3 + [False] * 6
+    assert alike.filter(record("another", level=logging.WARNING)), "of another kind"
+    assert all(alike.filter(record("turn finished")) for _ in range(9)), "no warning"
+    clock[0] += 1.0
+    after = record("turn failed %d", 9, level=logging.WARNING)
+    assert alike.filter(after)
+    assert after.getMessage() == "turn failed 9 (6 more like this were not shown)"
+
+
+def test_kinds_of_warnings_are_bounded(clock: list[float]) -> None:
+    alike = AlikeFilter(max_per_s=1)
+    for number in range(10_000):
+        assert alike.filter(record(f"made up {number}", level=logging.WARNING))
+    assert len(alike._seen) <= log_handler._KINDS_KEPT + 1
+
+
+def test_a_line_as_json_has_the_fields_that_its_message_names() -> None:
+    said = record("turn failed session=%s code=%s ttft_ms=%.1f n=%d", "s\n", "c", 1.23456, 7)
+    line = json.loads(JsonFormatter().format(said))
+    assert line["time"].endswith("+00:00")
+    assert {key: line[key] for key in line if key != "time"} == {
+        "level": "info",
+        "logger": "x",
+        "message": "turn failed",
+        "session": "s ",
+        "code": "c",
+        "ttft_ms": 1.235,
+        "n": 7,
+    }
+
+
+def test_a_line_as_json_is_one_line_whatever_it_says() -> None:
+    said = record("the engine was given up: %s", "a\nb")
+    assert json.loads(JsonFormatter().format(said))["message"] == "the engine was given up: a b"
+    try:
+        raise ValueError("x\ny" * 9999)
+    except ValueError as error:
+        said.exc_info = (ValueError, error, error.__traceback__)
+    line = JsonFormatter().format(said)
+    assert "\n" not in line
+    assert "ValueError" in json.loads(line)["exception"]
+    assert len(line) < 10_000
+
+
+STATS = EngineStats(
+    steps=0,
+    forward_ms=0.0,
+    host_ms=0.0,
+    prompt_tokens=0,
+    cached_tokens=0,
+    generated_tokens=0,
+    draft_tokens=0,
+    accepted_tokens=0,
+    retractions=0,
+    coolings=0,
+    running=1,
+    waiting=0,
+    sessions=2,
+    pages_free={},
+    pages_total={},
+    check_runs=0,
+    check_violations=0,
+)
+
+
+def sample(
+    *, prompt: int = 0, cached: int = 0, generated: int = 0, running: int = 1
+) -> EngineStats:
+    changes = {
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "generated_tokens": generated,
+        "running": running,
+    }
+    return msgspec.structs.replace(STATS, **changes)
+
+
+def test_throughput_is_told_per_interval_of_work(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    logger = logging.getLogger("test.throughput")
+    log = ThroughputLog(logger, interval_s=10.0, now_s=lambda: now_s)
+    with caplog.at_level(logging.INFO, logger="test.throughput"):
+        log.on_event(sample())
+        now_s = 9.9
+        log.on_event(sample(generated=50))
+        assert caplog.messages == []
+        now_s = 10.0
+        log.on_event(sample(prompt=100, cached=75, generated=100, running=0))
+        expected = "output_per_s=10.0 input_per_s=2.5 cached_share=0.75 running=0 waiting=0"
+        assert caplog.messages == [f"throughput {expected} sessions=2"]
+        now_s = 500.0
+        log.on_event(sample(prompt=100, cached=75, generated=100))
+        now_s = 510.0
+        log.on_event(sample(prompt=100, cached=75, generated=300))
+        assert "output_per_s=20.0" in caplog.messages[1], "rest does not count"
+        log.on_event(EngineDied(message="killed", will_restart=True))
+        now_s = 530.0
+        log.on_event(sample())
+        assert len(caplog.messages) == 2, "a new engine counts from zero"
+
+
+def test_no_throughput_is_told_without_an_interval(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    log = ThroughputLog(logging.getLogger("t"), interval_s=0.0, now_s=lambda: now_s)
+    for generated in range(100):
+        now_s += 1.0
+        log.on_event(sample(generated=generated))
+    assert caplog.messages == []
