@@ -60,6 +60,8 @@ chaos: SEED ?= 1
 chaos: $(STAMPS)/dev ## five thousand bad connections to one server (CONNECTIONS=, SEED=)
 	$(SAY) 'chaos: $(CONNECTIONS) connections through a proxy that mistreats them'
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos --connections $(CONNECTIONS) --seed $(SEED)
+	$(SAY) 'chaos: 1100 odd sockets and 1024 descriptors'
+	@$(TEST_ENV) $(BIN)/python -m tests.chaos.odd_sockets
 
 SIM := $(BIN)/python -m tests.sim
 

@@ -157,7 +157,8 @@ class GuardedHttp(HttpToolsProtocol):
     def shed(self) -> None:
         """Close at once, with a 503 where the peer is in the middle of a request."""
         is_mid_request = self._size.num_bytes > 0 and self._phase is not RequestPhase.COMPLETE
-        if is_mid_request and self._is_refusable() and not self.transport.get_write_buffer_size():
+        is_owed = self._is_over or self.transport.get_write_buffer_size() > 0
+        if is_mid_request and self._is_refusable() and not is_owed:
             self._write_refusal(ServerBusy("Too many unfinished requests are open."))
             self._end()
             self.transport.close()

@@ -263,6 +263,25 @@ async def test_silent_connections_keep_nobody_out(this: Served) -> None:
         assert b" 200 " in await peers[-1].read_until(b"ok")
 
 
+def test_connections_that_are_being_closed_keep_nobody_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @served(connections=ConnectionLimits(connections=3))
+    async def test(this: Served) -> None:
+        async with peers_of(this, 3) as answered:
+            for peer in answered:
+                await peer.send(GET.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\n"))
+                assert (await peer.rest()).startswith(b"HTTP/1.1 200")
+            async with peers_of(this, 3) as late:
+                for peer in late:
+                    await peer.send(GET)
+                    assert b" 200 " in await peer.read_until(b"ok")
+            await this.until(lambda: len(connections(this)) <= 3)
+
+    test()
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @served(connections=ConnectionLimits(connections=3))
 async def test_where_all_are_served_a_newcomer_is_told_so(this: Served) -> None:
     async with peers_of(this, 3) as sockets:
