@@ -180,8 +180,8 @@ def evidence_list() -> str:
             f"{len(NOT_APPLICABLE)} do not apply yet, and say why."
         )
         yield (
-            f"* **{points // 100 * 100:,} faults** and more strike at chosen points, one at a time, "
-            "and nobody waits, loses a\n  token or a page."
+            f"* **{points // 100 * 100:,} faults** and more strike at chosen points, one at a "
+            "time: nobody waits, no token\n  and no page is lost."
         )
 
     return "\n".join(rows())
