@@ -63,14 +63,10 @@ def setting_table() -> str:
             bound = bound_of(field)
             assert bound is not None, f"{part}.{name} has no Bound"
             flag = names.get((part, name), "")
-            default = "none" if field.default is None else number(field.default)
-            if bound.unit == "bytes":
-                default = sized(field.default, bound.unit)
-            unit = f" {bound.unit}" if bound.unit else ""
-            limits = range_of(field).removeprefix(", ")
+            default = "none" if field.default is None else _shown(field.default, bound.unit)
             yield (
                 f"| {field.description} | {f'`{flag}`' if flag else ''} | {default} | "
-                f"{limits}{unit} | {bound.at_limit} |"
+                f"{_range_with_unit(field, bound.unit)} | {bound.at_limit} |"
             )
 
     return "\n".join(rows())
@@ -159,9 +155,28 @@ def _assigned(tree: ast.Module) -> Iterator[str]:
 
 def range_of(field: FieldInfo) -> str:
     """Describe the range of a setting."""
-    found: dict[str, Any] = {}
-    for item in field.metadata:
-        for kind, name in ((Ge, "ge"), (Gt, "gt"), (Le, "le"), (Lt, "lt")):
-            if isinstance(item, kind):
-                found[name] = getattr(item, name)
+    found = _bounds_of(field)
     return range_text(found.get("ge"), found.get("gt"), found.get("le"), found.get("lt"))
+
+
+def _bounds_of(field: FieldInfo) -> dict[str, Any]:
+    kinds = ((Ge, "ge"), (Gt, "gt"), (Le, "le"), (Lt, "lt"))
+    return {
+        name: getattr(item, name)
+        for item in field.metadata
+        for kind, name in kinds
+        if isinstance(item, kind)
+    }
+
+
+def _range_with_unit(field: FieldInfo, unit: str) -> str:
+    if unit == "bytes":
+        found = _bounds_of(field)
+        return f"{sized(found['ge'], unit)} to {sized(found['le'], unit)}"
+    return f"{range_of(field).removeprefix(', ')} {unit}".rstrip()
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return sized(value, unit)
+    return number(value) if unit else str(value)

@@ -48,7 +48,7 @@ def test_numbers_and_ranges_are_written_for_people() -> None:
     assert [number(n) for n in (0.25, 16, 10_000, (1 << 31) - 1, 1 << 30)] == [
         "0.25", "16", "10,000", "2^31 - 1", "2^30",
     ]  # fmt: skip
-    assert sized(1 << 26, "bytes") == "64 MiB"
+    assert [sized(1 << power, "bytes") for power in (16, 26, 40)] == ["64 KiB", "64 MiB", "1 TiB"]
     assert sized(1000, "bytes") == "1000 bytes"
     assert range_text(0, None, 1, None) == ", 0 to 1"
     assert range_text(None, 0, None, 1) == ", above 0 to below 1"

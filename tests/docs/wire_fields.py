@@ -143,9 +143,10 @@ def number(value: float) -> str:
 
 
 def sized(value: float, unit: str) -> str:
-    """Write a number with its unit; whole kibibytes and mebibytes as such."""
+    """Write a number with its unit; whole kibibytes, mebibytes and so on as such."""
     if unit == "bytes":
-        for size, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+            size = 1 << power
             if value >= size and value % size == 0:
                 return f"{number(value // size)} {name}"
     return f"{number(value)} {unit}".rstrip()
