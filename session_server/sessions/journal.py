@@ -70,7 +70,6 @@ class Journal:
     ) -> None:
         """`replay` bounds this journal together with others; None leaves it to `limits` alone."""
         self.epoch = secrets.token_hex(8)
-        self.is_listed = False
         self._limits = limits or JournalLimits()
         self._replay = replay or Replay(max_bytes=sys.maxsize, max_age_s=math.inf)
         self._clock = clock
@@ -92,7 +91,7 @@ class Journal:
 
     def __del__(self) -> None:
         # A closed journal lives as long as its last reader, and its bytes with it.
-        self._replay.remove(self._num_bytes)
+        self._replay.remove(self._num_bytes, len(self._entries))
 
     @property
     def num_bytes(self) -> int:
@@ -129,7 +128,7 @@ class Journal:
         self._is_closed = isinstance(entry, SessionClosed)
         while len(self._entries) > 1 and self._is_over():
             self.drop_oldest()
-        self._replay.add(self, num_bytes)
+        self._replay.add(self, self._last_seq, num_bytes)
         if self._is_over():
             self._replay.trim_later(self, now_s)
         self._wake()

@@ -1,15 +1,13 @@
-"""One bound over the journals of all sessions: bytes and age. The oldest entries go first.
+"""Bound the journals of all sessions together, in bytes and age. The oldest entries go first.
 
-A heap holds each journal once, under the time of its oldest entry or an earlier one: a journal
-that has dropped entries by itself since is put back under its present time when it comes up. So
-finding the oldest entry of all costs O(log n) per entry that is dropped, however many sessions
-there are, and nothing while there is room.
+A queue holds the journal and the sequence number of every entry, in the order they were written.
+Its first element is the oldest entry of all. If that journal is gone or has dropped the entry
+itself, the element is void and skipped. Dropping an entry therefore costs O(1), however many
+sessions there are. A sweep removes void elements once they outnumber the others.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import deque
 from typing import Final, Protocol
 from weakref import ref
@@ -17,20 +15,23 @@ from weakref import ref
 OVERSIZE_GRACE_S: Final = 10.0
 """How long an entry larger than its journal's bound is kept for those who read now."""
 
+ENTRIES_PER_SLICE: Final = 64
+"""Entries dropped for their age per call: about a tenth of a millisecond."""
+
+_MIN_SWEEP: Final = 1024
+
 
 class Droppable(Protocol):
-    """A journal as its bounds see it. `is_listed` belongs to `Replay`."""
+    """A journal as its bounds see it."""
 
-    is_listed: bool
+    @property
+    def first_seq(self) -> int:
+        """Return the number of its oldest entry."""
+        ...
 
     @property
     def oldest_s(self) -> float | None:
         """Return when its oldest entry was written; None if it has none that may be dropped."""
-        ...
-
-    @property
-    def num_entries(self) -> int:
-        """Return how many entries it holds."""
         ...
 
     def drop_oldest(self) -> None:
@@ -49,8 +50,10 @@ class Replay:
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._num_bytes = 0
-        self._serials = itertools.count()
-        self._oldest: list[tuple[float, int, ref[Droppable]]] = []
+        self._num_entries = 0
+        # Two queues and not one of pairs: an element takes 16 bytes instead of 80.
+        self._journals: deque[ref[Droppable]] = deque()
+        self._seqs: deque[int] = deque()
         self._oversize: deque[tuple[float, ref[Droppable]]] = deque()
 
     @property
@@ -58,60 +61,72 @@ class Replay:
         """Return the bytes of all journals."""
         return self._num_bytes
 
-    def add(self, journal: Droppable, num_bytes: int) -> None:
-        """Count an entry that `journal` has just written, and make room for it.
+    def add(self, journal: Droppable, seq: int, num_bytes: int) -> None:
+        """Count entry `seq` that `journal` has just written, and make room for it.
 
         Every other entry may be dropped for it; it stays.
         """
         self._num_bytes += num_bytes
-        if not journal.is_listed:
-            self._list(journal)
-        is_spared = False
-        while self._num_bytes > self._max_bytes and self._oldest:
-            found = self._pop_oldest()
-            if found is journal and found.num_entries == 1:
-                is_spared = True
-            elif found is not None:
-                found.drop_oldest()
-                self._list(found)
-        if is_spared:
-            self._list(journal)
+        self._num_entries += 1
+        self._journals.append(ref(journal))
+        self._seqs.append(seq)
+        while self._num_bytes > self._max_bytes and len(self._journals) > 1:
+            first = self._first()
+            self._pop_first()
+            if first is not None:
+                first.drop_oldest()
+        if len(self._journals) > 2 * self._num_entries + _MIN_SWEEP:
+            self._sweep()
 
-    def remove(self, num_bytes: int) -> None:
-        """Count bytes no more that a journal has dropped, or that go with it."""
+    def remove(self, num_bytes: int, num_entries: int = 1) -> None:
+        """Count no more what a journal has dropped, or what goes with it."""
         self._num_bytes -= num_bytes
+        self._num_entries -= num_entries
 
     def trim_later(self, journal: Droppable, now_s: float) -> None:
         """Have a journal trimmed whose newest entry exceeds its bound, once it was read."""
         self._oversize.append((now_s + OVERSIZE_GRACE_S, ref(journal)))
 
-    def forget_old(self, now_s: float) -> None:
-        """Drop what is too old or too large; looks at nothing that is not due."""
+    def forget_old(self, now_s: float) -> bool:
+        """Drop what is too old or too large; look at nothing that is not due.
+
+        Returns:
+            Whether there may be more than is dropped at a time.
+        """
         while self._oversize and self._oversize[0][0] <= now_s:
             journal = self._oversize.popleft()[1]()
             if journal is not None:
                 journal.trim()
-        while self._oldest and now_s - self._oldest[0][0] > self._max_age_s:
-            found = self._pop_oldest()
-            if found is not None:
-                found.drop_oldest()
-                self._list(found)
+        for _ in range(ENTRIES_PER_SLICE):
+            if not self._journals:
+                return False
+            first = self._first()
+            if first is not None:
+                assert first.oldest_s is not None, "the first element is not void"
+                if now_s - first.oldest_s <= self._max_age_s:
+                    return False
+            self._pop_first()
+            if first is not None:
+                first.drop_oldest()
+        return True
 
-    def _pop_oldest(self) -> Droppable | None:
-        """Take the first journal off the heap if it holds the oldest entry of all; put it back
-        under its present time and return None if it does not."""
-        at_s, _, weak = heapq.heappop(self._oldest)
-        journal = weak()
-        if journal is None:
+    def _first(self) -> Droppable | None:
+        """Return the journal with the oldest entry of all; None if the first element is void."""
+        journal = self._journals[0]()
+        if journal is None or journal.first_seq != self._seqs[0] or journal.oldest_s is None:
             return None
-        journal.is_listed = False
-        if journal.oldest_s == at_s:
-            return journal
-        self._list(journal)
-        return None
+        return journal
 
-    def _list(self, journal: Droppable) -> None:
-        oldest_s = journal.oldest_s
-        journal.is_listed = oldest_s is not None
-        if oldest_s is not None:
-            heapq.heappush(self._oldest, (oldest_s, next(self._serials), ref(journal)))
+    def _pop_first(self) -> None:
+        self._journals.popleft()
+        self._seqs.popleft()
+
+    def _sweep(self) -> None:
+        """Remove void elements."""
+        journals, seqs = deque[ref[Droppable]](), deque[int]()
+        for weak, seq in zip(self._journals, self._seqs, strict=True):
+            journal = weak()
+            if journal is not None and journal.first_seq <= seq:
+                journals.append(weak)
+                seqs.append(seq)
+        self._journals, self._seqs = journals, seqs

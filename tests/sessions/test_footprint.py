@@ -96,7 +96,7 @@ ENTRIES = {
     "a scored token": TurnDelta("t", "i", "word ", fresh(1), scores(1, 20)),
     "wide text": TurnDelta("t", "i", "\N{OWL}" * 1000, fresh(1)),
     "end": TurnCompleted("t", "stop", int("5000"), outcome(200)),
-    "scored end": TurnCompleted("t", "length", None, outcome(50, 500, 20)),
+    "scored end": TurnCompleted("t", "length", None, outcome(50, 100, 20)),
     "failure": TurnFailedEntry("t", "numerical_error", "NaN " * 20, False, outcome()),
     "metadata": SessionUpdated(1.5, {f"key {i}": f"value {i}" * 20 for i in range(16)}),
 }
@@ -140,7 +140,7 @@ def test_a_waiting_turn_counts_about_what_it_keeps(world: World, turn_input: Tur
 
 def test_a_session_counts_about_what_it_keeps(world: World) -> None:
     shared = [OWNER, world.manager, world.text, world.manager._limits.journal, world.loop]
-    shared.append(world.manager._clock)
+    shared += [world.manager._clock, world.manager._replay]
     for num_turns in (0, 20):
         name = world.open(metadata={f"key {i}": "value " * 20 for i in range(4)})
         session = world.manager._sessions.get(OWNER, name)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from session_server.core.session_events import SessionClosed, TurnDelta
 from session_server.sessions.footprint import entry_bytes
 from session_server.sessions.journal import Journal, JournalLimits
-from session_server.sessions.replay import OVERSIZE_GRACE_S, Replay
+from session_server.sessions.replay import ENTRIES_PER_SLICE, OVERSIZE_GRACE_S, Replay
 
 DELTA = TurnDelta("t", "i", "x" * 100, ())
 SIZE = entry_bytes(DELTA)
@@ -71,26 +71,49 @@ def test_a_journal_that_dropped_entries_by_itself_is_not_the_oldest_any_more() -
 def test_work_is_done_for_entries_that_are_dropped_and_for_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not one of a thousand journals is looked at while there is room, or nothing is due."""
+    """One of a thousand journals is looked at while there is room, or nothing is due."""
     journals = Journals(1000, max_bytes=1000 * SIZE, max_age_s=5000.0)
     journals.write(*range(1000))
     looks: list[Journal] = []
-    oldest_s = Journal.oldest_s.fget
-    assert oldest_s is not None
+    first_seq = Journal.first_seq.fget
+    assert first_seq is not None
 
-    def look(journal: Journal) -> float | None:
+    def look(journal: Journal) -> int:
         looks.append(journal)
-        return oldest_s(journal)
+        return first_seq(journal)
 
-    monkeypatch.setattr(Journal, "oldest_s", property(look))
+    monkeypatch.setattr(Journal, "first_seq", property(look))
     journals.replay.forget_old(journals.now_s)
-    assert not looks
+    assert looks == [journals.all[0]]
+    looks.clear()
     journals.write(500)
-    assert set(looks) == {journals.all[0]}
+    assert looks == [journals.all[0]]
     looks.clear()
     journals.replay.forget_old(5003.0)
-    assert set(looks) == {journals.all[1]}
+    assert looks == journals.all[1:3]
     assert journals.replay.num_bytes == 999 * SIZE
+
+
+def test_what_is_due_all_at_once_is_dropped_a_little_at_a_time() -> None:
+    journals = Journals(1, max_bytes=1 << 30, max_age_s=10.0)
+    journals.write(*[0] * (2 * ENTRIES_PER_SLICE + 1))
+    left = []
+    while journals.replay.forget_old(1e6):
+        left.append(journals.all[0].num_entries)
+    assert left == [ENTRIES_PER_SLICE + 1, 1]
+    assert journals.kept == [0]
+
+
+def test_entries_dropped_by_their_own_journals_leave_nothing_behind() -> None:
+    journals = Journals(1, max_bytes=1 << 30)
+    journals.all[0] = journals.new(max_bytes=2 * SIZE)
+    journals.write(*[0] * 10_000)
+    assert len(journals.replay._journals) < 2000
+    journals.all[0] = journals.new()
+    journals.write(*[0] * 5000)
+    assert journals.replay.num_bytes == 5000 * SIZE
+    del journals.all[0]
+    assert journals.replay.num_bytes == 0
 
 
 def test_an_entry_larger_than_its_journal_may_be_goes_once_it_could_be_read() -> None:
