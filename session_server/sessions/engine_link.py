@@ -51,6 +51,8 @@ class EngineLink:
         self.stats: EngineStats | None = None
         self.is_up = False
         self.is_gone = False
+        self.generation = 0
+        """Number of engines lost so far. What one engine knew is not valid for the next."""
         self._stalled_since_s: float | None = None
 
     @property
@@ -182,6 +184,7 @@ class EngineLink:
 
     def _lose(self, message: str) -> None:
         self.is_up = False
+        self.generation += 1
         self.stats = None  # of an engine that is no more
         self._stalled_since_s = None
         self._unsent.clear()

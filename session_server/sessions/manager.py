@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Final
 
 from session_server.core.commands import CloseSession
@@ -40,6 +41,8 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnRequest,
 )
+from session_server.sessions.backlog import SLICE
+from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
@@ -49,11 +52,7 @@ from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import CloseReason, Session
-from session_server.sessions.turn import (
-    CancelReason,
-    Turn,
-    fingerprint,
-)
+from session_server.sessions.turn import CancelReason, Turn, fingerprint
 from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.validation import check_metadata, check_open, check_ttl, check_turn
 from session_server.sessions.views import (
@@ -97,16 +96,12 @@ class SessionManager:
             max_bytes=quotas.replay_bytes, max_age_s=self._limits.journal.max_age_s
         )
         self._sessions = SessionRegistry()
+        self._deadlines = Deadlines()
         self._link = EngineLink(engine, clock=clock)
         self._is_draining = False
         self._became_idle = asyncio.Event()
         self._flow = TurnFlow(
-            self._link,
-            text,
-            limits=self._limits,
-            quotas=self._quotas,
-            clock=clock,
-            salts=salts,
+            self._link, text, limits=self._limits, quotas=self._quotas, clock=clock, salts=salts
         )
         self._flow.on_idle = self._on_idle
 
@@ -136,6 +131,7 @@ class SessionManager:
         Raises:
             EngineUnavailable: it did not come up.
         """
+        self._flow.backlog.bind(asyncio.get_running_loop())
         return await self._link.start(self.on_event)
 
     async def stop(self) -> None:
@@ -216,7 +212,8 @@ class SessionManager:
         settings = session.settings
         settings.ttl_s = settings.ttl_s if ttl_s is None else ttl_s
         settings.metadata = settings.metadata if metadata is None else dict(metadata)
-        session.last_active_s = self._clock()
+        session.life.last_active_s = self._clock()
+        self._deadlines.watch(session)
         self._quotas.recount(session)
         session.journal.append(SessionUpdated(settings.ttl_s, dict(settings.metadata)))
         return session.view()
@@ -362,11 +359,10 @@ class SessionManager:
 
     def stats(self) -> ManagerStats:
         """Return what the manager holds now."""
-        sessions = list(self._sessions)
         return ManagerStats(
-            sessions=len(sessions),
-            live_turns=sum(session.live is not None for session in sessions),
-            queued_turns=sum(len(session.queue) for session in sessions),
+            sessions=len(self._sessions),
+            live_turns=self._flow.counts.live,
+            queued_turns=self._flow.counts.queued,
             engine=self._link.stats,
             ready=self.engine_ready,
         )
@@ -394,27 +390,36 @@ class SessionManager:
                     self._flow.on_refused(session, code, message)
             case EngineDied(will_restart=will_restart):
                 self._link.on_event(event)
-                self._flow.on_engine_lost(self._sessions, will_restart=will_restart)
+                self._flow.on_engine_lost(will_restart=will_restart)
             case EngineReady():
                 self._link.on_event(event)
-                for session in self._sessions:
-                    self._flow.advance(session)
+                self._flow.retry()
             case _:
                 self._link.on_event(event)
 
     def tick(self, now_s: float | None = None) -> None:
-        """About once a second: close sessions idle beyond their TTL, forget old entries, offer the
-        engine again what it could not take."""
+        """Close sessions idle beyond their time to live, drop old entries of journals, offer the
+        engine again what it could not take.
+
+        Call it about once a second. Its cost grows with what is due, not with open sessions.
+        """
         now_s = self._clock() if now_s is None else now_s
         with contextlib.suppress(EngineUnavailable):
             self._link.resend()
-        for session in self._sessions:
-            if session.live is None and session.queue:
-                self._flow.advance(session)
-            if session.is_idle and now_s - session.last_active_s > session.settings.ttl_s:
-                self._close(session, "expired")
-        self._replay.forget_old(now_s)
+        self._flow.retry()
+        self._expire(now_s)
+        self._forget(now_s)
         self._quotas.input_rate.forget_paid(now_s)
+
+    def _expire(self, now_s: float) -> None:
+        for session in self._deadlines.due(now_s):
+            self._close(session, "expired")
+        if self._deadlines.is_due(now_s):
+            self._flow.backlog.defer(partial(self._expire, now_s))
+
+    def _forget(self, now_s: float) -> None:
+        if self._replay.forget_old(now_s):
+            self._flow.backlog.defer(partial(self._forget, now_s))
 
     async def drain(self, deadline_s: float) -> None:
         """Refuse new work, end what waits, give running turns `deadline_s`, close everything.
@@ -423,20 +428,29 @@ class SessionManager:
         """
         if not self._is_draining:
             self._is_draining = True
-            for session in self._sessions:
+            async for session in self._in_slices():
                 session.journal.append(SessionDraining(deadline_s))
                 for turn in list(session.queue):
                     self._flow.cancel(session, turn, keep_partial=True, reason="draining")
         await self._wait_for_turns(deadline_s)
-        for session in self._sessions:
+        async for session in self._in_slices():
             if session.live is not None:
                 self._flow.cancel(session, session.live, keep_partial=True, reason="draining")
         await self._wait_for_turns(_CANCEL_GRACE_S)
-        if any(session.live is not None for session in self._sessions):
+        if self._flow.counts.live:
             self._link.give_up()
-            self._flow.on_engine_lost(self._sessions, will_restart=False)
-        for session in self._sessions:
+            self._flow.on_engine_lost(will_restart=False)
+            self._flow.backlog.finish()
+        async for session in self._in_slices():
             self._close(session, "draining")
+
+    async def _in_slices(self) -> AsyncIterator[Session]:
+        """Every session that has not closed meanwhile; other work goes on in between."""
+        for number, session in enumerate(self._sessions, 1):
+            if not session.journal.is_closed:
+                yield session
+            if number % SLICE == 0:
+                await asyncio.sleep(0)
 
     # -- sessions
 
@@ -463,6 +477,7 @@ class SessionManager:
     def _add(self, session: Session) -> SessionView:
         self._quotas.take_session(session)
         self._sessions.add(session)
+        self._deadlines.watch(session)
         return session.view()
 
     def _close(self, session: Session, reason: CloseReason) -> None:
@@ -481,9 +496,10 @@ class SessionManager:
             session.closing = "client"
         if session.closing is None or not session.is_idle or session.journal.is_closed:
             return
-        if session.copy.known_len is not None:
+        if session.copy.known_len(self._link.generation) is not None:
             self._link.tell(CloseSession(session_id=session.copy.session_id))
         self._sessions.remove(session)
+        self._flow.forget(session)
         self._quotas.give_session(session)
         session.journal.append(SessionClosed(session.closing))
 
@@ -519,7 +535,7 @@ class SessionManager:
         """Until no turn is live, or the time is over."""
         try:
             async with asyncio.timeout(deadline_s):
-                while any(session.live is not None for session in self._sessions):
+                while self._flow.counts.live:
                     self._became_idle.clear()
                     await self._became_idle.wait()
         except TimeoutError:

@@ -11,7 +11,7 @@ from session_server.core.owner import Owner
 from session_server.sessions.journal import Journal
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.replay import Replay
-from session_server.sessions.session import Session, SessionSettings
+from session_server.sessions.session import Session, SessionLife, SessionSettings
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.views import HistoryMode, OpenRequest
 from session_server.text.model_text import ModelText
@@ -45,7 +45,7 @@ def new_session(
         ),
         journal=Journal(limits.journal, replay=replay, clock=clock),
         transcript=Transcript(mode, request.messages, now=datetime.now().astimezone()),
-        last_active_s=clock(),
+        life=SessionLife(clock()),
     )
     session.session_id = request.session_id or session.copy.session_id
     return session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
@@ -35,17 +36,35 @@ class SessionSettings:
 class EngineCopy:
     """What the engine holds of the history.
 
-    `session_id` is ours and unguessable, so that owners may choose equal names. The engine's
-    tokens and the history agree on the first `known_len`; None: it does not know the session.
-    `state` is what readers were told last.
+    `session_id` is ours and unguessable, so that owners may choose equal names. `state` is what
+    readers were told last.
     """
 
     session_id: SessionId = field(default_factory=new_session_id)
-    known_len: int | None = None
     state: Literal["new", "resident", "cold"] = "new"
+    _len: int | None = None
+    _generation: int = 0
+
+    def known_len(self, generation: int) -> int | None:
+        """Return how many first tokens of the history the engine of this generation holds; None
+        if it does not know the session."""
+        return self._len if self._generation == generation else None
+
+    def know(self, length: int | None, generation: int) -> None:
+        """Set what the engine of this generation holds; a newer generation makes it invalid."""
+        self._len = length
+        self._generation = generation
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
+class SessionLife:
+    """Hold when a session was last used, and the second `Deadlines` files it under; monotonic."""
+
+    last_active_s: float
+    deadline_s: float = math.inf
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """A conversation and its owner. At most one turn is live; the rest wait in order.
 
@@ -57,7 +76,7 @@ class Session:
     settings: SessionSettings
     journal: Journal
     transcript: Transcript
-    last_active_s: float
+    life: SessionLife
     copy: EngineCopy = field(default_factory=EngineCopy)
     live: Turn | None = None
     queue: deque[Turn] = field(default_factory=deque)
@@ -69,6 +88,11 @@ class Session:
     def is_idle(self) -> bool:
         """Whether no turn runs or waits."""
         return self.live is None and not self.queue
+
+    @property
+    def expires_s(self) -> float:
+        """Return when the session expires if it stays idle."""
+        return self.life.last_active_s + self.settings.ttl_s
 
     @property
     def num_bytes(self) -> int:

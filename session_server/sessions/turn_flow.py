@@ -7,7 +7,9 @@ terminal entry and the history is always what that entry says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Final, assert_never
 
 from session_server.core.commands import CancelTurn, OpenSession, StopTurn, SubmitTurn
@@ -32,19 +34,15 @@ from session_server.core.events import (
 from session_server.core.ids import TurnId
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
-    Outcome,
     SessionStateChanged,
     StateReason,
-    TurnCancelled,
-    TurnCompleted,
     TurnCreated,
     TurnDelta,
     TurnEnd,
-    TurnFailedEntry,
     TurnProgress,
-    Usage,
 )
 from session_server.sessions.answer import Answer
+from session_server.sessions.backlog import SLICE, Backlog
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import entry_bytes, logprob_bytes
 from session_server.sessions.prompt import Prompt, fit_sampling
@@ -60,15 +58,22 @@ from session_server.sessions.turn import (
     Turn,
     TurnPhase,
 )
-from session_server.sessions.views import TurnStatus
+from session_server.sessions.turn_ends import cancelled, completed, failed, is_kept
 from session_server.text.model_text import ModelText
 
-_RETRYABLE: Final = frozenset(wire.code for wire in WIRE_ERRORS.values() if wire.retryable)
 _UNKNOWN_SESSION: Final = WIRE_ERRORS[SessionNotFound].code
 
 TurnEvent = (
     TurnStarted | PrefillProgressed | PromptScored | TokensProduced | TurnFinished | TurnFailed
 )
+
+
+@dataclass(slots=True)
+class TurnCounts:
+    """Count, over all sessions, live turns and turns that wait for one or for an engine."""
+
+    live: int = 0
+    queued: int = 0
 
 
 class TurnFlow:
@@ -89,17 +94,22 @@ class TurnFlow:
     ) -> None:
         self._link = link
         self._text = text
-        self._limits = limits
         self._quotas = quotas
         self._clock = clock
         self._salts = salts
         self._sent: dict[TurnId, tuple[Session, Turn]] = {}
         self.tokenising = Tokenising(text, limits)
         self.on_idle: Callable[[Session], None] = _ignore
+        self.counts = TurnCounts()
+        self.backlog = Backlog()
+        self._resident: dict[Session, None] = {}
+        self._stalled: dict[Session, None] = {}
+        """Sessions whose next turn waits for an engine that takes it, in order."""
 
     def enqueue(self, session: Session, turn: Turn) -> None:
         """Put a turn last in its session's line, and start it when it is also first."""
         session.queue.append(turn)
+        self.counts.queued += 1
         self.advance(session)
 
     def advance(self, session: Session) -> None:
@@ -109,17 +119,37 @@ class TurnFlow:
             if self._link.is_gone:
                 self._refuse(session, turn, EngineUnavailable("there is no engine"))
             elif not self._link.is_up:
+                self._stalled[session] = None
                 break
             else:
                 session.queue.popleft()
                 session.live = turn
+                self.counts.queued -= 1
+                self.counts.live += 1
                 turn.phase = TurnPhase.PREPARING
                 self._prepare(session, turn)
                 if turn.phase is TurnPhase.WAITING:
                     break
         self._accept_line(session)
+        if session.live is not None or not session.queue:
+            self._stalled.pop(session, None)
         if session.is_idle:
             self.on_idle(session)
+
+    def retry(self) -> None:
+        """Start turns that the engine could not take, as long as it takes them."""
+        for _ in range(min(SLICE, len(self._stalled))):
+            session = next(iter(self._stalled))
+            del self._stalled[session]
+            self.advance(session)
+            if session in self._stalled:
+                return
+        if self._stalled:
+            self.backlog.defer(self.retry)
+
+    def forget(self, session: Session) -> None:
+        """Drop what is kept about a session that has closed."""
+        self._resident.pop(session, None)
 
     def cancel(
         self, session: Session, turn: Turn, *, keep_partial: bool, reason: CancelReason
@@ -128,7 +158,7 @@ class TurnFlow:
         match turn.phase:
             case TurnPhase.WAITING | TurnPhase.PREPARING:
                 self._accept(session, turn, 0)
-                self._end_cancelled(session, turn, kept=False, reason=reason, timings=None)
+                self._end(session, turn, cancelled(turn, kept=False, reason=reason, timings=None))
                 self.advance(session)
             case TurnPhase.RUNNING:
                 running = _running(turn)
@@ -170,36 +200,49 @@ class TurnFlow:
             case _:
                 assert_never(event)
 
-    def on_engine_lost(self, sessions: Iterable[Session], *, will_restart: bool) -> None:
-        """The engine died: live turns end, sessions live on as tokens, waiting turns wait."""
+    def on_engine_lost(self, *, will_restart: bool) -> None:
+        """End the turns of a dead engine in slices; sessions keep their tokens, waiting turns wait.
+
+        Sessions without a turn and without KV need nothing: the generation number already makes
+        what the dead engine knew of them invalid.
+        """
         error = (
             EngineRestarting("the engine restarts; the session is intact")
             if will_restart
             else EngineUnavailable("there is no engine")
         )
-        for session in list(sessions):
-            turn = session.live
-            session.copy.known_len = None
-            if turn is not None and turn.running is not None:
-                self._settle(session, turn, None, failure=error)
+        lost, self._sent = self._sent, {}
+        cold, self._resident = self._resident, {}
+        work = [partial(self._lose, session, turn, error) for session, turn in lost.values()]
+        work += [partial(self._tell_lost, session) for session in cold]
+        self.backlog.extend([*work, self.retry])
+
+    def _tell_lost(self, session: Session) -> None:
+        """Tell readers that the KV is lost, unless they know or a new engine holds it again."""
+        if session not in self._resident:
             self.mark_cold(session, reason="engine_restart")
+
+    def _lose(self, session: Session, turn: Turn, error: SessionServerError) -> None:
+        if turn.phase is not TurnPhase.ENDED:
+            self._settle(session, turn, None, failure=error)
             self.advance(session)
 
     def on_refused(self, session: Session, code: str, message: str) -> None:
         """The engine would not open the session: its live turn cannot run."""
-        session.copy.known_len = None
+        session.copy.know(None, self._link.generation)
         turn = session.live
         if turn is None or turn.running is None:
             return
         if turn.running.verdict is not None:
             self._settle(session, turn, None, failure=None)
         else:
-            self._end_failed(session, turn, code=code, message=message, timings=None)
+            self._end(session, turn, failed(turn, code=code, message=message))
         self.advance(session)
 
     def mark_cold(self, session: Session, *, reason: StateReason) -> None:
         """Tell readers that the KV is gone, once."""
-        if session.copy.state == "resident":
+        self._resident.pop(session, None)
+        if session.copy.state == "resident" and not session.journal.is_closed:
             session.copy.state = "cold"
             session.journal.append(SessionStateChanged("cold", reason))
 
@@ -223,11 +266,11 @@ class TurnFlow:
         """The turn cannot run: an accepted one fails, another one never was."""
         if turn.is_accepted:
             wire = wire_error(error)
-            self._end_failed(session, turn, code=wire.code, message=error.message, timings=None)
+            self._end(session, turn, failed(turn, code=wire.code, message=error.message))
             return
         turn.phase = TurnPhase.ENDED
         turn.accepted.set_result(error)
-        session.take_out(turn)
+        self._take_out(session, turn)
         self._quotas.give_turn(session.owner, turn)
 
     def _prepare(self, session: Session, turn: Turn) -> None:
@@ -277,6 +320,9 @@ class TurnFlow:
             turn.running = None
             turn.phase = TurnPhase.WAITING
             session.queue.appendleft(turn)
+            self.counts.live -= 1
+            self.counts.queued += 1
+            self._stalled[session] = None
             self._quotas.release(session, turn, prompt)
 
     def _charge(self, session: Session, turn: Turn, prompt: Prompt) -> None:
@@ -301,7 +347,7 @@ class TurnFlow:
             min_tokens=sampling.min_tokens,
         )
         common = session.transcript.common_len(prompt)
-        known = session.copy.known_len
+        known = session.copy.known_len(self._link.generation)
         # A forward needs a query, so the last token of the context is always sent.
         base_len = min(common if known is None else min(known, common), prompt.context_len - 1)
         return Running(prompt, answer, base_len)
@@ -309,7 +355,7 @@ class TurnFlow:
     def _send(self, session: Session, turn: Turn, sampling: SamplingParams) -> None:
         running = _running(turn)
         copy = session.copy
-        if copy.known_len is None:
+        if copy.known_len(self._link.generation) is None:
             self._link.send(
                 OpenSession(
                     session_id=copy.session_id,
@@ -318,7 +364,7 @@ class TurnFlow:
                     pinned=session.settings.is_pinned,
                 )
             )
-            copy.known_len = running.base_len
+            copy.know(running.base_len, self._link.generation)
         self._link.send(
             SubmitTurn(
                 session_id=copy.session_id,
@@ -338,9 +384,11 @@ class TurnFlow:
             return
         running.is_started = True
         running.cached_tokens = event.cached_tokens
+        self._tell_lost(session)
         if session.copy.state == "cold":
             session.journal.append(SessionStateChanged("resident", "turn"))
         session.copy.state = "resident"
+        self._resident[session] = None
         if turn.phase is TurnPhase.RUNNING:
             cached, total = event.cached_tokens, event.prompt_tokens
             session.journal.append(TurnProgress(turn.request.turn_id, cached, cached, total))
@@ -375,30 +423,29 @@ class TurnFlow:
     def _on_finished(self, session: Session, turn: Turn, event: TurnFinished) -> None:
         running = _running(turn)
         running.cached_tokens = event.cached_tokens
-        session.copy.known_len = event.history_len
+        session.copy.know(event.history_len, self._link.generation)
         if running.verdict is not None:
             self._settle(session, turn, event.timings, failure=None)
         elif event.reason is FinishReason.CANCELLED:
             # Nobody here asked for it: the engine leaves.
-            self._end_cancelled(
-                session, turn, kept=False, reason="session_closed", timings=event.timings
-            )
+            gone = cancelled(turn, kept=False, reason="session_closed", timings=event.timings)
+            self._end(session, turn, gone)
         else:
             self._journal_tail(session, turn)
             matched: int | str | None = running.answer.matched or event.matched_token
             is_stop = running.answer.matched is not None or event.reason is FinishReason.STOP
-            self._end_completed(
-                session, turn, is_stop=is_stop, matched=matched, timings=event.timings
-            )
+            end = completed(turn, is_stop=is_stop, matched=matched, timings=event.timings)
+            self._end(session, turn, end)
 
     def _on_failed(self, session: Session, turn: Turn, event: TurnFailed) -> None:
         running = _running(turn)
         is_known = event.code != _UNKNOWN_SESSION
-        session.copy.known_len = min(event.history_len, running.base_len) if is_known else None
+        known_len = min(event.history_len, running.base_len) if is_known else None
+        session.copy.know(known_len, self._link.generation)
         if running.verdict is not None:
             self._settle(session, turn, None, failure=None)
             return
-        self._end_failed(session, turn, code=event.code, message=event.message, timings=None)
+        self._end(session, turn, failed(turn, code=event.code, message=event.message))
 
     def _settle(
         self,
@@ -412,71 +459,39 @@ class TurnFlow:
         verdict = _running(turn).verdict
         match verdict:
             case StopFound(stop=stop):
-                self._end_completed(session, turn, is_stop=True, matched=stop, timings=timings)
+                stopped = completed(turn, is_stop=True, matched=stop, timings=timings)
+                self._end(session, turn, stopped)
             case CancelAccepted(keep_partial=keep, reason=reason):
-                self._end_cancelled(session, turn, kept=keep, reason=reason, timings=timings)
+                cut = cancelled(turn, kept=keep, reason=reason, timings=timings)
+                self._end(session, turn, cut)
             case None:
                 assert failure is not None, "an undecided turn settled without a cause"
                 self._refuse(session, turn, failure)
             case _:
                 assert_never(verdict)
 
-    def _end_completed(
-        self,
-        session: Session,
-        turn: Turn,
-        *,
-        is_stop: bool,
-        matched: int | str | None,
-        timings: TurnTimings | None,
-    ) -> None:
-        outcome = _outcome(turn, kept=True, timings=timings)
-        end = TurnCompleted(turn.request.turn_id, "stop" if is_stop else "length", matched, outcome)
-        self._end(session, turn, end, kept=True, status="completed")
-
-    def _end_cancelled(
-        self,
-        session: Session,
-        turn: Turn,
-        *,
-        kept: bool,
-        reason: CancelReason,
-        timings: TurnTimings | None,
-    ) -> None:
-        outcome = _outcome(turn, kept=kept, timings=timings)
-        end = TurnCancelled(turn.request.turn_id, kept, reason, outcome)
-        self._end(session, turn, end, kept=kept, status="cancelled")
-
-    def _end_failed(
-        self,
-        session: Session,
-        turn: Turn,
-        *,
-        code: str,
-        message: str,
-        timings: TurnTimings | None,
-    ) -> None:
-        outcome = _outcome(turn, kept=False, timings=timings)
-        end = TurnFailedEntry(turn.request.turn_id, code, message, code in _RETRYABLE, outcome)
-        self._end(session, turn, end, kept=False, status="failed")
-
-    def _end(
-        self, session: Session, turn: Turn, end: TurnEnd, *, kept: bool, status: TurnStatus
-    ) -> None:
+    def _end(self, session: Session, turn: Turn, end: TurnEnd) -> None:
         """The one way out of an accepted turn."""
         assert turn.phase is not TurnPhase.ENDED, "a turn ended twice"
         turn.phase = TurnPhase.ENDED
         self._sent.pop(turn.engine_id, None)
         if turn.running is not None:
-            self._commit(session, turn, turn.running, kept=kept)
-        session.take_out(turn)
-        session.last_active_s = self._clock()
+            self._commit(session, turn, turn.running, kept=is_kept(end))
+        self._take_out(session, turn)
+        session.life.last_active_s = self._clock()
         end_seq = session.journal.append(end)
         session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
         self._quotas.give_turn(session.owner, turn)
         self._quotas.recount(session)
         if turn.on_end is not None:
             turn.on_end(end)
+
+    def _take_out(self, session: Session, turn: Turn) -> None:
+        if session.live is turn:
+            self.counts.live -= 1
+        else:
+            self.counts.queued -= 1
+        session.take_out(turn)
 
     def _commit(self, session: Session, turn: Turn, running: Running, *, kept: bool) -> None:
         """Bring history and the engine's copy of it to what stays."""
@@ -488,9 +503,10 @@ class TurnFlow:
                 output=running.answer.token_ids,
                 text=running.answer.text,
             )
-        if session.copy.known_len is not None:
+        known_len = session.copy.known_len(self._link.generation)
+        if known_len is not None:
             same_len = len(session.transcript) if kept else running.base_len
-            session.copy.known_len = min(session.copy.known_len, same_len)
+            session.copy.know(min(known_len, same_len), self._link.generation)
 
 
 def _ignore(session: Session) -> None:
@@ -500,20 +516,3 @@ def _ignore(session: Session) -> None:
 def _running(turn: Turn) -> Running:
     assert turn.running is not None, "the turn was never sent"
     return turn.running
-
-
-def _outcome(turn: Turn, *, kept: bool, timings: TurnTimings | None) -> Outcome:
-    running = turn.running
-    if running is None:
-        return Outcome(turn.item_id, "", (), Usage(0, 0, 0), timings)
-    answer = running.answer
-    num_outputs = len(answer.token_ids) if kept else 0
-    return Outcome(
-        item_id=turn.item_id,
-        text=answer.text if kept else "",
-        token_ids=tuple(answer.token_ids[:num_outputs]),
-        usage=Usage(running.prompt.context_len, running.cached_tokens, num_outputs),
-        timings=timings,
-        logprobs=tuple(answer.logprobs[:num_outputs]),
-        prompt_logprobs=tuple(running.prompt_logprobs),
-    )

@@ -462,9 +462,9 @@ NOTHING_EXPIRES = Mutant(
     "Sessions that nobody closes stay.",
     "sglang#27024 (E4)",
     Edit(
-        "session_server.sessions.manager:SessionManager.tick",
-        "> session.settings.ttl_s:",
-        "> float('inf'):",
+        "session_server.sessions.deadlines:Deadlines.due",
+        "elif session.expires_s < now_s:",
+        "elif False:",
     ),
 )
 

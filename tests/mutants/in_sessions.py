@@ -44,9 +44,9 @@ CANCELLED_TURN_IS_COMMITTED = Mutant(
     "A turn cancelled to leave nothing goes into the history.",
     "sglang#40252 (A14)",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._end_cancelled",
-        'kept=kept, status="cancelled"',
-        'kept=turn.running is not None, status="cancelled"',
+        "session_server.sessions.turn_ends:is_kept",
+        "return kept",
+        "return True",
     ),
 )
 
@@ -54,9 +54,9 @@ FAILED_TURN_IS_COMMITTED = Mutant(
     "A turn that failed goes into the history.",
     "sglang#36552 (R3)",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._end_failed",
-        'kept=False, status="failed"',
-        'kept=turn.running is not None, status="failed"',
+        "session_server.sessions.turn_ends:is_kept",
+        "return False",
+        "return True",
     ),
 )
 
@@ -64,8 +64,8 @@ COPY_OUTLIVES_ENGINE = Mutant(
     "After a restart the server goes on building on what the old engine held.",
     "systematic",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow.on_engine_lost",
-        "session.copy.known_len = None",
+        "session_server.sessions.engine_link:EngineLink._lose",
+        "self.generation += 1",
         "pass",
     ),
 )
@@ -75,8 +75,8 @@ LIVE_TURN_OUTLIVES_ENGINE = Mutant(
     "vllm#39863 (E6)",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow.on_engine_lost",
-        "if turn is not None and turn.running is not None:",
-        "if turn is not None and turn.running is None:",
+        "for session, turn in lost.values()",
+        "for session, turn in ()",
     ),
 )
 
@@ -85,8 +85,8 @@ COPY_IS_TRUSTED_TOO_FAR = Mutant(
     "sglang#22790 (A15)",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow._commit",
-        "session.copy.known_len = min(session.copy.known_len, same_len)",
-        "session.transcript._tokens.extend([0] * (session.copy.known_len - same_len))",
+        "session.copy.know(min(known_len, same_len), self._link.generation)",
+        "session.transcript._tokens.extend([0] * (known_len - same_len))",
     ),
 )
 
@@ -125,8 +125,8 @@ CLOSED_SESSION_STAYS_IN_ENGINE = Mutant(
     "sglang#21875 (L9)",
     Edit(
         "session_server.sessions.manager:SessionManager._on_idle",
-        "if session.copy.known_len is not None:",
-        "if session.copy.known_len is None:",
+        "if session.copy.known_len(self._link.generation) is not None:",
+        "if session.copy.known_len(self._link.generation) is None:",
     ),
 )
 
@@ -144,9 +144,9 @@ BUSY_SESSION_EXPIRES = Mutant(
     "A session expires while a turn of it runs.",
     "tt-inference-server#2907 (R5)",
     Edit(
-        "session_server.sessions.manager:SessionManager.tick",
-        "if session.is_idle and now_s",
-        "if now_s",
+        "session_server.sessions.deadlines:Deadlines.due",
+        "if not session.is_idle:",
+        "if False:",
     ),
 )
 

@@ -36,6 +36,10 @@ def recount(manager: SessionManager) -> None:
         counted = {owner: budget.held_by(owner) for owner in budget.owners}
         assert counted == dict(wanted), (counted, wanted)
         assert budget.total == wanted.total()
+    counts = manager._flow.counts
+    live = sum(session.live is not None for session in manager._sessions)
+    queued = sum(len(session.queue) for session in manager._sessions)
+    assert (counts.live, counts.queued) == (live, queued)
     # Journals of closed sessions live on with their readers.
     open_bytes = sum(session.journal.num_bytes for session in manager._sessions)
     assert open_bytes <= manager._replay.num_bytes
