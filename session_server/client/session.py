@@ -96,7 +96,7 @@ class SessionClient:
         self._base = socket_address(url)
         self._options = options
         self._socket: ClientConnection | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[ClientError | None] | None = None
         self._last_seq = 0
         self._turns: dict[str, _LiveTurn] = {}
         self._aim = _Aim.STAY
@@ -203,7 +203,7 @@ class SessionClient:
         while True:
             await self._connected.wait()
             if self._socket is None or self._aim is _Aim.LEAVE or self._closed.is_set():
-                raise ConnectionLost("the session's connection is closed")
+                raise self._end()
             socket = self._socket
             try:
                 await socket.send(payload, text=True)
@@ -213,14 +213,24 @@ class SessionClient:
             else:
                 return
 
-    async def _read(self) -> None:
-        """Receive until the session is over, replacing the socket when it is lost."""
+    def _end(self) -> ClientError:
+        """Return why nothing more can be sent."""
+        reader = self._reader
+        error = reader.result() if reader and reader.done() and not reader.cancelled() else None
+        return error or ConnectionLost("the session's connection is closed")
+
+    async def _read(self) -> ClientError | None:
+        """Receive until the session is over, replacing the socket when it is lost.
+
+        Returns:
+            Why the connection was given up; None if the session was closed or left.
+        """
         try:
             while True:
                 assert self._socket is not None
                 await self._receive_all(self._socket)
                 if self._aim is _Aim.LEAVE or self._closed.is_set():
-                    return
+                    return None
                 code, reason = self._socket.close_code, self._socket.close_reason
                 if code is not None and code not in RETRYABLE_CLOSE_CODES:
                     raise ConnectionLost(f"closed by the server: {code} {reason}", code=code)
@@ -234,6 +244,7 @@ class SessionClient:
         except ClientError as error:
             self._socket = None
             self._fail_turns(error)
+            return error
         finally:
             self._closed.set()
             self._connected.set()

@@ -124,6 +124,21 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     stalled_s: float | msgspec.UnsetType = msgspec.UNSET
 
 
+class IndexBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Where everything is, for who opens the server's address. The same for every server."""
+
+    name: str = "session-server"
+    sessions: str = "/v1/sessions"
+    socket: str = "/v1/sessions/new/ws"
+    models: str = "/v1/models"
+    openapi: str = "/openapi.json"
+    asyncapi: str = "/asyncapi.json"
+    health: str = "/health"
+    ready: str = "/ready"
+    metrics: str = "/metrics"
+    memory: str = "/v1/admin/memory"
+
+
 def memory_body(report: MemoryReported) -> MemoryBody:
     """The engine's report as operators read it."""
     checks = report.checks

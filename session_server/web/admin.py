@@ -13,6 +13,7 @@ from starlette.responses import Response
 from session_server.core.errors import EngineUnavailable
 from session_server.metrics.prometheus import CONTENT_TYPE
 from session_server.protocol.resources import (
+    IndexBody,
     MemoryBody,
     ModelBody,
     ModelList,
@@ -29,6 +30,12 @@ router = APIRouter(tags=["operations"])
 
 SCRAPE_TIMEOUT_S = 1.0
 Switch = Annotated[int, Query(ge=0, le=1)]
+
+
+@router.get("/", responses=answers(IndexBody, "Where everything is."))
+async def index() -> Response:
+    """List the paths that a person may want to open next."""
+    return JsonResponse(IndexBody())
 
 
 @router.get("/health", responses=answers(StatusBody, "The server works."))

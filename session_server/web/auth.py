@@ -16,7 +16,7 @@ from session_server.core.errors import Unauthorized
 from session_server.core.owner import Owner
 from session_server.web.services import AppServices, digest_of
 
-PUBLIC_ROUTES: Final = frozenset({"health", "ready"})
+PUBLIC_ROUTES: Final = frozenset({"index", "health", "ready"})
 ANONYMOUS: Final = Owner("anonymous")
 MAX_KEY_CHARS: Final = 512
 BEARER_PROTOCOL: Final = "bearer."

@@ -21,6 +21,7 @@ _COMPONENTS: Final[tuple[Any, ...]] = (
     messages.UpdateBody,
     messages.TurnBody,
     messages.CancelBody,
+    resources.IndexBody,
     resources.SessionBody,
     resources.SessionList,
     resources.TurnResult,

@@ -278,6 +278,27 @@ def test_a_session_that_does_not_exist_is_refused_at_once() -> None:
     run(test)
 
 
+def test_a_message_to_a_session_that_its_server_forgot_fails_with_the_servers_words() -> None:
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        peer.cut()
+
+    async def second(peer: Peer) -> None:
+        error = {"code": "session_not_found", "message": "No such session."}
+        await peer.send("error", error=error)
+        await peer.socket.close(4404)
+
+    async def test() -> None:
+        async with playing(first, second) as server:
+            session = await connect(server.url, options=QUICK)
+            for _ in range(2):  # while it comes back, and when it is over
+                with pytest.raises(Refused, match="session_not_found"):
+                    await session.ask("hello")
+            assert session.is_over
+
+    run(test)
+
+
 def test_a_dead_address_is_given_up_after_the_attempts_allowed() -> None:
     async def test() -> None:
         async with playing() as server:

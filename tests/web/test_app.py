@@ -165,6 +165,18 @@ async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
     assert "session_server_event_loop_tasks" in metrics.text
 
 
+@served(key_digests=KEYS)
+async def test_a_browser_that_opens_the_address_is_told_where_to_go(this: Served) -> None:
+    answer = await this.http.get("/")
+    assert answer.status_code == 200
+    places = answer.json()
+    assert places.pop("name") == "session-server"
+    assert places.pop("socket") == "/v1/sessions/new/ws"
+    with_key = {"authorization": "Bearer secret"}
+    for place in places.values():
+        assert (await this.http.get(place, headers=with_key)).status_code == 200, place
+
+
 @served()
 async def test_without_an_engine_the_server_is_not_ready_and_says_so(this: Served) -> None:
     this.engine.die(will_restart=False)
