@@ -39,16 +39,18 @@ class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionList(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of sessions, oldest first; ask on with `after` = the last id."""
+    """A page of sessions, oldest first. While `has_more`, ask for the next page with
+    `after` = `next_after`, which stays valid when sessions close."""
 
     object: Literal["list"]
     data: list[SessionBody]
     has_more: bool
+    next_after: str | None
 
 
 class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
     """One turn. Until it ends, `item`, `usage` and `timings` are null and `text` is what there
-    is so far."""
+    is so far. `kept_partial`, of a cancelled turn: whether its input and partial answer stay."""
 
     id: str
     object: Literal["turn"]
@@ -57,6 +59,7 @@ class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: Literal["stop", "length"] | None = None
     matched: int | str | None = None
+    kept_partial: bool | None = None
     item: ItemBody | None = None
     usage: UsageBody | None = None
     timings: TurnTimings | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -17,6 +18,7 @@ from session_server.core.errors import (
     ServerDraining,
     SessionBusy,
     SessionClosing,
+    SessionExists,
     TurnConflict,
 )
 from session_server.core.events import (
@@ -41,12 +43,11 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnRequest,
 )
-from session_server.sessions.backlog import SLICE
 from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
-from session_server.sessions.opening import new_session
+from session_server.sessions.opening import check_repeated, new_session
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
@@ -58,6 +59,7 @@ from session_server.sessions.validation import check_metadata, check_open, check
 from session_server.sessions.views import (
     ManagerStats,
     OpenRequest,
+    SessionPage,
     SessionSnapshot,
     SessionView,
     TurnView,
@@ -141,10 +143,24 @@ class SessionManager:
     async def create(self, owner: Owner, request: OpenRequest) -> SessionView:
         """Open a session as a client asks for it: its first messages are measured before.
 
+        A key of an open session gives that session again, if the request is the same.
+
         Raises:
+            SessionExists: the key came with another request.
             ContextTooLong: no turn behind the messages could ever fit the context.
             TokenizeFailed: the tokenizer refused them. And whatever `open` raises.
         """
+        if request.idempotency_key is None:
+            return await self._create(owner, request)
+        session_id = self._salts.id_for_key(owner, request.idempotency_key)
+        try:
+            return await self._create(owner, replace(request, session_id=session_id))
+        except SessionExists:
+            session = self._sessions.get(owner, session_id)
+            check_repeated(session, request)
+            return session.view()
+
+    async def _create(self, owner: Owner, request: OpenRequest) -> SessionView:
         session = self._begin(owner, request)
         if request.messages and self._link.ready is not None:
             state, max_len = session.transcript.state(), self._link.ready.max_turn_len
@@ -168,26 +184,20 @@ class SessionManager:
         """
         return self._add(self._begin(owner, request))
 
-    def id_for_key(self, owner: Owner, key: str) -> str:
-        """The session id that a client's idempotency key stands for; nobody else can guess it."""
-        return self._salts.id_for_key(owner, key)
-
     def get(self, owner: Owner, session_id: str) -> SessionView:
         """One session. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).view()
 
-    def list(
-        self, owner: Owner, *, limit: int = 100, after: str | None = None
-    ) -> tuple[SessionView, ...]:
-        """The owner's sessions, oldest first, those behind session `after`.
+    def list(self, owner: Owner, *, limit: int = 100, after: str | None = None) -> SessionPage:
+        """Return the owner's sessions, oldest first, behind a cursor or an open session.
 
         Raises:
-            InvalidRequest: `limit` is outside [1, MAX_LIST], or `after` is no session.
+            InvalidRequest: `limit` is outside [1, MAX_LIST], or `after` is neither.
         """
         if not 1 <= limit <= MAX_LIST:
             raise InvalidRequest(f"limit must lie in [1, {MAX_LIST}]", param="limit")
-        page = self._sessions.page(owner, limit=limit, after=after)
-        return tuple(session.view() for session in page)
+        page, next_after = self._sessions.page(owner, limit=limit, after=after)
+        return SessionPage(tuple(session.view() for session in page), next_after)
 
     def update(
         self,
@@ -428,12 +438,12 @@ class SessionManager:
         """
         if not self._is_draining:
             self._is_draining = True
-            async for session in self._in_slices():
+            async for session in self._sessions.in_slices():
                 session.journal.append(SessionDraining(deadline_s))
                 for turn in list(session.queue):
                     self._flow.cancel(session, turn, keep_partial=True, reason="draining")
         await self._wait_for_turns(deadline_s)
-        async for session in self._in_slices():
+        async for session in self._sessions.in_slices():
             if session.live is not None:
                 self._flow.cancel(session, session.live, keep_partial=True, reason="draining")
         await self._wait_for_turns(_CANCEL_GRACE_S)
@@ -441,16 +451,8 @@ class SessionManager:
             self._link.give_up()
             self._flow.on_engine_lost(will_restart=False)
             self._flow.backlog.finish()
-        async for session in self._in_slices():
+        async for session in self._sessions.in_slices():
             self._close(session, "draining")
-
-    async def _in_slices(self) -> AsyncIterator[Session]:
-        """Every session that has not closed meanwhile; other work goes on in between."""
-        for number, session in enumerate(self._sessions, 1):
-            if not session.journal.is_closed:
-                yield session
-            if number % SLICE == 0:
-                await asyncio.sleep(0)
 
     # -- sessions
 

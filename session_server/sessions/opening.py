@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 
-from session_server.core.errors import UnsupportedOperation
+from session_server.core.errors import SessionExists, UnsupportedOperation
 from session_server.core.owner import Owner
 from session_server.sessions.journal import Journal
 from session_server.sessions.quotas import SessionLimits
@@ -42,6 +44,7 @@ def new_session(
             is_pinned=request.pinned,
             is_single_turn=request.single_turn,
             created_s=time.time(),
+            opened_as=b"" if request.idempotency_key is None else fingerprint(request),
         ),
         journal=Journal(limits.journal, replay=replay, clock=clock),
         transcript=Transcript(mode, request.messages, now=datetime.now().astimezone()),
@@ -49,6 +52,18 @@ def new_session(
     )
     session.session_id = request.session_id or session.copy.session_id
     return session
+
+
+def fingerprint(request: OpenRequest) -> bytes:
+    """Return a digest that is equal for requests that ask for the same session."""
+    asked = repr(replace(request, session_id=None, metadata=dict(sorted(request.metadata.items()))))
+    return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def check_repeated(session: Session, request: OpenRequest) -> None:
+    """Refuse another request with the idempotency key of an open session. Raises SessionExists."""
+    if session.settings.opened_as != fingerprint(request):
+        raise SessionExists("the key was used with another request", param="idempotency-key")
 
 
 def _history_mode(request: OpenRequest, text: ModelText) -> HistoryMode:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Final
 
 from session_server.core.errors import InvalidRequest, SessionExists, SessionNotFound
 from session_server.core.ids import SessionId
 from session_server.core.owner import Owner
+from session_server.sessions.backlog import SLICE
 from session_server.sessions.session import Session
 
-_NOT_FOUND = "No such session: closed, expired, or opened with another key."
+_NOT_FOUND: Final = "No such session: closed, expired, or opened with another key."
+_CURSOR: Final = re.compile(r"~([0-9]{1,20})")
+"""The order of a session, marked by a character that no session id has."""
 
 
 class SessionRegistry:
@@ -19,6 +25,7 @@ class SessionRegistry:
     def __init__(self) -> None:
         self._by_owner: dict[Owner, dict[str, Session]] = {}
         self._by_copy: dict[SessionId, Session] = {}
+        self._last_order = 0
 
     def __len__(self) -> int:
         return len(self._by_copy)
@@ -26,8 +33,19 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_copy.values()))
 
+    async def in_slices(self) -> AsyncIterator[Session]:
+        """Yield every session that has not closed meanwhile; other work runs in between."""
+        for number, session in enumerate(self, 1):
+            if not session.journal.is_closed:
+                yield session
+            if number % SLICE == 0:
+                await asyncio.sleep(0)
+
     def add(self, session: Session) -> None:
-        """Take in a session whose id `check_free` allowed."""
+        """Add a session whose id `check_free` allowed, as the last in order."""
+        # Microseconds of the wall clock: a plain count would show clients how many others open.
+        self._last_order = max(self._last_order + 1, int(session.settings.created_s * 1e6))
+        session.life.order = self._last_order
         self._by_owner.setdefault(session.owner, {})[session.session_id] = session
         self._by_copy[session.copy.session_id] = session
 
@@ -55,14 +73,28 @@ class SessionRegistry:
         """The session the engine knows by this id."""
         return self._by_copy.get(session_id)
 
-    def page(self, owner: Owner, *, limit: int, after: str | None) -> list[Session]:
-        """Up to `limit` sessions of an owner, oldest first, behind session `after`."""
+    def page(
+        self, owner: Owner, *, limit: int, after: str | None
+    ) -> tuple[list[Session], str | None]:
+        """Return up to `limit` sessions of an owner, oldest first, and the cursor of the next page.
+
+        `after`: a cursor, or the id of an open session. The cursor is None on the last page.
+
+        Raises:
+            InvalidRequest: `after` is neither.
+        """
         owned = self._by_owner.get(owner, {})
-        sessions = iter(owned.values())
-        if after is not None:
-            if after not in owned:
-                raise InvalidRequest("no such session to list after", param="after")
-            for session in sessions:
-                if session.session_id == after:
-                    break
-        return list(itertools.islice(sessions, limit))
+        order = 0 if after is None else _order_of(owned, after)
+        behind = (session for session in owned.values() if session.life.order > order)
+        sessions = list(itertools.islice(behind, limit))
+        has_more = next(behind, None) is not None
+        return sessions, f"~{sessions[-1].life.order}" if has_more else None
+
+
+def _order_of(owned: dict[str, Session], after: str) -> int:
+    cursor = _CURSOR.fullmatch(after)
+    if cursor is not None:
+        return int(cursor[1])
+    if after not in owned:
+        raise InvalidRequest("neither a cursor nor the id of an open session", param="after")
+    return owned[after].life.order

@@ -23,13 +23,17 @@ CloseReason = Literal["client", "expired", "draining"]
 
 @dataclass(slots=True)
 class SessionSettings:
-    """What a client chose. `created_s` is wall-clock time."""
+    """What a client chose. `created_s` is wall-clock time.
+
+    `opened_as` identifies the request that an idempotency key came with; empty without a key.
+    """
 
     ttl_s: float
     metadata: dict[str, str]
     is_pinned: bool
     is_single_turn: bool
     created_s: float
+    opened_as: bytes = b""
 
 
 @dataclass(slots=True)
@@ -58,10 +62,14 @@ class EngineCopy:
 
 @dataclass(slots=True)
 class SessionLife:
-    """Hold when a session was last used, and the second `Deadlines` files it under; monotonic."""
+    """Hold when a session was last used, and the second `Deadlines` files it under; monotonic.
+
+    `order` counts up in the order in which sessions were opened (`SessionRegistry.add`).
+    """
 
     last_active_s: float
     deadline_s: float = math.inf
+    order: int = 0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -26,15 +26,19 @@ MIN_TTL_S: Final = 0.001
 _MAX_KEY_CHARS: Final = 64
 _MAX_VALUE_CHARS: Final = 512
 _CHARS_PER_TOKEN: Final = 4
-_SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}", re.ASCII)
+_SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,64}", re.ASCII)
+_RESERVED_IDS: Final = frozenset({"new", ".", ".."})
+"""A socket to "new" opens a session; clients and proxies remove "." and ".." from paths."""
 
 
 def check_open(request: OpenRequest, limits: SessionLimits) -> None:
     """Refuse a session that asks for too much. Raises InvalidRequest."""
     if request.session_id is not None and not _SESSION_ID.fullmatch(request.session_id):
         raise InvalidRequest(
-            f"a session id has 1 to {MAX_ID_CHARS} characters of A-Z a-z 0-9 _ . -", param="id"
+            f"a session id has 1 to {MAX_ID_CHARS} characters of A-Z a-z 0-9 _ . : -", param="id"
         )
+    if request.session_id in _RESERVED_IDS:
+        raise InvalidRequest("new, . and .. are no session ids", param="id")
     if request.ttl_s is not None:
         check_ttl(request.ttl_s, limits)
     check_metadata(request.metadata, limits)

@@ -23,7 +23,8 @@ class OpenRequest:
     the server's default. `history` None takes "append" when the chat template allows it, else
     "template" (the whole history is rendered again each turn and the longest common token prefix
     is kept). `single_turn`: the session closes itself when its first turn has ended, which is how
-    a stateless completion runs.
+    a stateless completion runs. `idempotency_key`: replaces `session_id`; `SessionManager.create`
+    gives the same session for the same key and request.
     """
 
     session_id: str | None = None
@@ -33,6 +34,7 @@ class OpenRequest:
     pinned: bool = False
     history: HistoryMode | None = None
     single_turn: bool = False
+    idempotency_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,15 @@ class SessionView:
     metadata: Mapping[str, str]
     history: HistoryMode
     created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    """Sessions of one owner, oldest first. `next_after` is the cursor of the next page, None on
+    the last one; it stays valid when sessions close."""
+
+    sessions: tuple[SessionView, ...]
+    next_after: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from session_server.core.errors import InvalidRequest, SessionExists
+from session_server.core.errors import InvalidRequest
 from session_server.core.session_events import Message, TurnFailedEntry
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.errors import ErrorResponse
@@ -57,32 +57,26 @@ async def open_session(request: Request, caller: Caller) -> Response:
     body = await read_body(request, OpenBody)
     if body.model not in (None, caller.services.model.name):
         raise InvalidRequest("There is no such model here; see /v1/models.", param="model")
-    session_id, is_repeatable = body.id, False
-    if body.id is None and (key := request.headers.get(IDEMPOTENCY_KEY)) is not None:
-        if not 1 <= len(key) <= MAX_KEY_CHARS:
-            raise InvalidRequest("The Idempotency-Key is too long or empty.", param=IDEMPOTENCY_KEY)
-        session_id, is_repeatable = caller.sessions.id_for_key(caller.owner, key), True
-    try:
-        view = await caller.sessions.create(caller.owner, _open_request(body, session_id))
-    except SessionExists:
-        if not is_repeatable or session_id is None:
-            raise
-        view = caller.sessions.get(caller.owner, session_id)
+    key = None if body.id is not None else request.headers.get(IDEMPOTENCY_KEY)
+    if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
+        raise InvalidRequest("The Idempotency-Key is too long or empty.", param=IDEMPOTENCY_KEY)
+    view = await caller.sessions.create(caller.owner, _open_request(body, key))
     location = {"location": f"/v1/sessions/{view.session_id}"}
     return JsonResponse(session_body(view, caller.services.model), 201, location)
 
 
-def _open_request(body: OpenBody, session_id: str | None) -> OpenRequest:
+def _open_request(body: OpenBody, key: str | None) -> OpenRequest:
     messages = chat_messages(body.messages or ())
     if body.instructions is not None:
         messages = (Message(role="system", content=body.instructions), *messages)
     return OpenRequest(
-        session_id=session_id,
+        session_id=body.id,
         messages=messages,
         ttl_s=body.ttl_s,
         metadata=body.metadata or {},
         pinned=body.pinned,
         history=body.history,
+        idempotency_key=key,
     )
 
 
@@ -93,9 +87,12 @@ async def list_sessions(
     after: Annotated[str | None, Query(max_length=128)] = None,
 ) -> Response:
     """List your sessions."""
-    views = caller.sessions.list(caller.owner, limit=limit, after=after)
-    data = [session_body(view, caller.services.model) for view in views]
-    return JsonResponse(SessionList(object="list", data=data, has_more=len(data) == limit))
+    page = caller.sessions.list(caller.owner, limit=limit, after=after)
+    data = [session_body(view, caller.services.model) for view in page.sessions]
+    has_more = page.next_after is not None
+    return JsonResponse(
+        SessionList(object="list", data=data, has_more=has_more, next_after=page.next_after)
+    )
 
 
 @router.get("/{session_id}", responses=answers(SessionBody, "The session."))

@@ -77,6 +77,7 @@ async def turn_result(session_id: str, end: TurnEnd) -> TurnResult:
         text=end.outcome.text,
         finish_reason=completed.reason if completed is not None else None,
         matched=completed.matched if completed is not None else None,
+        kept_partial=end.kept_partial if isinstance(end, TurnCancelled) else None,
         item=item_body(end.outcome, complete=completed is not None, scores=scores),
         usage=usage_body(end.outcome.usage),
         timings=end.outcome.timings,

@@ -74,7 +74,7 @@ class TestLife:
                 with pytest.raises(ContextTooLong, match=rf"\({length} tokens\).*{max_len - 1}"):
                     world.create(messages=(message,))
                 assert not world.manager._quotas.owners
-                assert world.manager.list(OWNER) == ()
+                assert world.manager.list(OWNER).sessions == ()
 
     def test_messages_that_the_template_refuses_alone_are_measured_by_their_contents(self) -> None:
         with World("alternating", max_turn_len=128) as world:
@@ -97,7 +97,7 @@ class TestLife:
                 world.manager.close(owner, name)
         assert errors[0] == errors[1]
         world.open(session_id="mine", owner=thief)
-        assert len(world.manager.list(thief)) == 1
+        assert len(world.manager.list(thief).sessions) == 1
 
     def test_owners_of_equal_ids_share_nothing(self, world: World) -> None:
         for owner in ("a", "b"):
@@ -125,7 +125,9 @@ class TestLife:
         world.open(session_id="x")
         assert world.history("x") == ()
 
-    @pytest.mark.parametrize("name", ["", "a b", "a/b", "a" * 65, "é", "a\x00", "a\n"])
+    @pytest.mark.parametrize(
+        "name", ["", "a b", "a/b", "a" * 65, "é", "a\x00", "a\n", "new", ".", ".."]
+    )
     def test_bad_ids_are_refused(self, world: World, name: str) -> None:
         with pytest.raises(InvalidRequest):
             world.open(session_id=name)
@@ -158,12 +160,45 @@ class TestLife:
         names = [world.open() for _ in range(5)]
         world.open(owner="other")
         seen: list[str] = []
-        while page := world.manager.list(OWNER, limit=2, after=seen[-1] if seen else None):
-            seen += [view.session_id for view in page]
+        page = world.manager.list(OWNER, limit=2)
+        seen += [view.session_id for view in page.sessions]
+        while page.next_after is not None:
+            page = world.manager.list(OWNER, limit=2, after=page.next_after)
+            seen += [view.session_id for view in page.sessions]
         assert seen == names
+        after = world.manager.list(OWNER, limit=2, after=names[2])
+        assert [view.session_id for view in after.sessions] == names[3:]
         for limit in (0, 1001):
             with pytest.raises(InvalidRequest):
                 world.manager.list(OWNER, limit=limit)
+
+    def test_a_page_is_the_last_exactly_when_nothing_follows(self, world: World) -> None:
+        for _ in range(4):
+            world.open()
+        has_more = [world.manager.list(OWNER, limit=n).next_after is not None for n in range(1, 6)]
+        assert has_more == [True, True, True, False, False]
+
+    def test_a_cursor_outlives_the_session_it_points_at(self, world: World) -> None:
+        names = [world.open() for _ in range(4)]
+        page = world.manager.list(OWNER, limit=2)
+        for name in (names[1], names[2]):
+            world.manager.close(OWNER, name)
+        names.append(world.open())
+        rest = world.manager.list(OWNER, limit=2, after=page.next_after)
+        assert [view.session_id for view in rest.sessions] == names[3:]
+        for name in (names[0], names[3], names[4]):
+            world.manager.close(OWNER, name)
+        newest = world.open()
+        empty = world.manager.list(OWNER, limit=1, after=page.next_after)
+        assert [view.session_id for view in empty.sessions] == [newest]
+
+    @pytest.mark.parametrize(
+        "after", ["nobody", "~", "~x", "~-1", "~\N{ARABIC-INDIC DIGIT ONE}", ""]
+    )
+    def test_what_is_no_cursor_is_refused(self, world: World, after: str) -> None:
+        with pytest.raises(InvalidRequest) as error:
+            world.manager.list(OWNER, after=after)
+        assert error.value.param == "after"
 
     def test_a_single_turn_session_closes_itself(self, world: World) -> None:
         session = world.open(single_turn=True)

@@ -62,8 +62,9 @@ async def test_a_session_is_opened_shown_listed_changed_and_closed(this: Served)
     assert opened.json()["metadata"] == {"topic": "tests"}
     other = await this.open()
 
-    listed = (await this.http.get("/v1/sessions")).json()
+    listed = (await this.http.get("/v1/sessions", params={"limit": 2})).json()
     assert [item["id"] for item in listed["data"]] == ["mine", other]
+    assert (listed["has_more"], listed["next_after"]) == (False, None)
     page = (await this.http.get("/v1/sessions", params={"limit": 1, "after": "mine"})).json()
     assert [item["id"] for item in page["data"]] == [other]
 
@@ -111,6 +112,46 @@ async def test_an_open_repeated_with_its_key_is_one_session(this: Served) -> Non
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "idempotency-key"
     assert len((await this.http.get("/v1/sessions")).json()["data"]) == 2
+
+
+@served()
+async def test_a_key_used_with_another_body_is_a_conflict(this: Served) -> None:
+    headers = {"Idempotency-Key": "order 66"}
+    body = {"metadata": {"a": "1", "b": "2"}, "instructions": "Be brief.", "ttl_s": 60}
+    first = await this.http.post("/v1/sessions", json=body, headers=headers)
+    session_id = first.json()["id"]
+    changed = await this.http.patch(f"/v1/sessions/{session_id}", json={"ttl_s": 90})
+    assert changed.status_code == 200
+    same = body | {"metadata": {"b": "2", "a": "1"}}
+    again = await this.http.post("/v1/sessions", json=same, headers=headers)
+    assert (again.status_code, again.json()["id"]) == (201, session_id)
+    for other in ({"ttl_s": 61}, {"instructions": "Be."}, {"metadata": {}}, {"pinned": True}):
+        refused = await this.http.post("/v1/sessions", json=body | other, headers=headers)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (409, "session_exists")
+        assert error["param"] == "idempotency-key"
+
+
+@served()
+async def test_a_list_goes_on_behind_a_session_that_has_closed(this: Served) -> None:
+    names = [await this.open() for _ in range(3)]
+    page = (await this.http.get("/v1/sessions", params={"limit": 1})).json()
+    assert page["has_more"]
+    await this.http.delete(f"/v1/sessions/{names[0]}")
+    params = {"limit": 2, "after": page["next_after"]}
+    rest = (await this.http.get("/v1/sessions", params=params)).json()
+    assert [item["id"] for item in rest["data"]] == names[1:]
+    assert (rest["has_more"], rest["next_after"]) == (False, None)
+
+
+@served()
+async def test_names_of_other_things_are_no_session_ids(this: Served) -> None:
+    for name in ("new", ".", ".."):
+        refused = await this.http.post("/v1/sessions", json={"id": name})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "id")
+        refused = await this.http.post("/open_session", json={"session_id": name})
+        assert refused.status_code == 400
+    assert await this.open(id="a:b") == "a:b"
 
 
 @served()
@@ -289,6 +330,8 @@ async def test_a_cancelled_turn_says_what_stays(this: Served) -> None:
     assert cancelled.status_code == 200
     ended = (await running).json()
     assert (ended["status"], ended["item"]["status"]) == ("cancelled", "incomplete")
+    assert ended["kept_partial"] is False
+    assert (await this.http.get(f"{path}/t1")).json()["kept_partial"] is False
     assert (await this.http.get(f"/v1/sessions/{session_id}")).json()["tokens"] == 0
 
     again = await this.http.post(f"{path}/t1/cancel", json={})
