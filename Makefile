@@ -78,6 +78,43 @@ soak: $(STAMPS)/runtime ## twenty million checked steps of the simulator, on all
 	$(SAY) 'soak: $(STEPS) steps, seeds $(SEEDS)'
 	@$(SIM) --seeds $(SEEDS) --steps $(STEPS) $(if $(REPORT),--report $(REPORT))
 
+.PHONY: seeded
+seeded: $(STAMPS)/dev ## search for every seeded bug with the simulator, and write the table anew
+	$(SAY) 'seeded: up to a million steps for each'
+	@$(TEST_ENV) $(BIN)/python -m tests.mutants --anew
+
+N ?= 300
+WORKERS ?= 2
+
+.PHONY: mutation
+mutation: SEED ?= 1
+mutation: $(STAMPS)/prove ## run tests on random mutants of the serving code (N=300, SEED=1, WORKERS=2, ARGS=)
+	$(SAY) 'mutation: $(N) mutants, seed $(SEED)'
+	@$(BIN)/python -m tests.mutation --mutants $(N) --seed $(SEED) --workers $(WORKERS) $(ARGS)
+
+.PHONY: oracle
+oracle: $(STAMPS)/dev ## measure how far each family of models is from transformers, and record it
+	$(SAY) 'oracle: every family, page size and chunk size'
+	@$(TEST_ENV) $(BIN)/python -m tests.oracle
+
+SGLANG_TESTS := tests/wire/test_sglang_clients.py tests/web/test_sglang.py tests/protocol/test_sglang.py
+
+.PHONY: sglang
+sglang: $(STAMPS)/dev ## hold the contract of SGLang's sessions against real server processes
+	$(SAY) 'sglang: models of every layout'
+	@$(TEST_ENV) $(BIN)/python -m pytest $(SGLANG_TESTS)
+
+PROOFS ?= test sglang oracle chaos seeded soak mutation
+
+.PHONY: prove
+prove: $(STAMPS)/prove ## all of the above that proves something, and how long each took (PROOFS=)
+	@failed=; for proof in $(PROOFS); do \
+		began=$$(date +%s); \
+		$(MAKE) --no-print-directory $$proof && went=held || { went=FAILED; failed="$$failed $$proof"; }; \
+		took="$$took$$(printf '%-12s %s after %d s' $$proof $$went $$(($$(date +%s) - began)))\n"; \
+	done; \
+	printf '\033[1m==> prove\033[0m\n'"$$took"; test -z "$$failed"
+
 .PHONY: bench
 bench: $(STAMPS)/runtime ## measure what a session costs (BENCH=sessions)
 	$(SAY) 'bench: $(BENCH)'
@@ -126,4 +163,9 @@ $(STAMPS)/runtime: $(STAMPS)/torch pyproject.toml
 $(STAMPS)/dev: $(STAMPS)/runtime pyproject.toml
 	$(SAY) 'setup: development tools'
 	@$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+$(STAMPS)/prove: $(STAMPS)/dev pyproject.toml
+	$(SAY) 'setup: what make prove needs besides'
+	@$(PIP) install --quiet --editable '.[dev,prove]'
 	@touch $@

@@ -42,8 +42,8 @@ def search_all(names: Sequence[str], max_steps: int) -> None:
             print(f"{number:>4}/{len(searches)} {took_s:>6.0f} s  {name:<38} {where}", flush=True)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Do what the command line says."""
+def main(arguments: Sequence[str]) -> int:
+    """Do what the command line says; return 1 if a bug is neither found nor explained."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--steps", type=int, default=BUDGET_STEPS)
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> None:
     tables.main()
     missed = [name for name in MUTANTS if name not in recorded() and name not in SURVIVORS]
     print(f"{len(recorded())} of {len(MUTANTS)} found; unexplained: {missed or 'none'}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
