@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 from cache.types import SessionId, TurnId
 from session_server.core.commands import (
@@ -41,10 +40,8 @@ class Config:
         return f"{overlap}-{self.num_drafts}-page{self.page_size}-chunk{self.chunk_tokens}-{radix}"
 
 
-CONFIGS = [
-    Config(*values)
-    for values in product((False, True), (0, 2, 4), (1, 4, 16), (1, 7, 64), (False, True))
-]
+SETTINGS = ((False, True), (0, 2, 4), (1, 4, 16), (1, 7, 64), (False, True))
+"""The values of each field of a `Config`."""
 
 
 @dataclass

@@ -5,9 +5,8 @@ pair of settings somewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
 from functools import cache
-from itertools import combinations, zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,8 @@ from session_server.engine.settings import (
 )
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
-from tests.differential.player import CONFIGS, NUM_TOGETHER, Config, Player
+from tests.depth import pairwise
+from tests.differential.player import NUM_TOGETHER, SETTINGS, Config, Player
 from tests.differential.traces import PlannedSession, Size, make_trace
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import WEIGHT_STD, write_checkpoint
@@ -35,24 +35,6 @@ SMALLEST_MARGIN = 1e-4
 
 PLAIN = Config(overlap=False, num_drafts=0, page_size=16, chunk_tokens=64, share_prefixes=False)
 SIZE = Size(num_inputs=(1, 9), num_outputs=(1, 16))
-
-Pair = tuple[int, object, int, object]
-
-
-def pairs_of(config: Config) -> set[Pair]:
-    """Every two settings of a configuration."""
-    return {(i, a, k, b) for (i, a), (k, b) in combinations(enumerate(astuple(config)), 2)}
-
-
-def covering() -> list[Config]:
-    """Configurations, greedily chosen, that have every pair of settings somewhere."""
-    missing = set().union(*map(pairs_of, CONFIGS))
-    chosen = []
-    while missing:
-        best = max(CONFIGS, key=lambda config: len(missing & pairs_of(config)))
-        chosen.append(best)
-        missing -= pairs_of(best)
-    return chosen
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,8 +93,7 @@ def play(config: Config, checkpoint: Path) -> Player:
 
 
 def test_every_configuration_says_the_same(checkpoint: Path) -> None:
-    configs = covering()
-    assert set().union(*map(pairs_of, configs)) == set().union(*map(pairs_of, CONFIGS))
+    configs = [Config(*values) for values in pairwise(list(product(*SETTINGS)))]
     plain = play(PLAIN, checkpoint)
     assert min(plain.margins) > SMALLEST_MARGIN, "a tie in fp32 would say nothing about sessions"
     reached = plain.reached

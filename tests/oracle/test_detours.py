@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from session_server.core.commands import CancelTurn
+from tests.depth import cases
 from tests.models.raw_configs import WINDOW
 from tests.oracle.checkpoints import RECURRENT_FAMILIES
 from tests.oracle.house import Guest, House
@@ -21,11 +22,9 @@ from tests.oracle.talks import Reference, Setup, assert_said
 
 FAMILIES = ("qwen3", "gemma3_text", "mistral_window", "deepseek_v3", *RECURRENT_FAMILIES)
 CHUNK = 7
-SETUPS = [
-    Setup(family, page_size, CHUNK, overlap)
-    for family in FAMILIES
-    for page_size, overlap in ((1, False), (4, True), (16, True))
-]
+MODES = ((1, False), (4, True), (16, True))
+"""Page sizes, and whether launches overlap."""
+
 SHALLOW = 3
 DEPTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1)
 FIRST_LEN = 2 * WINDOW - 2
@@ -104,8 +103,15 @@ DETOURS: tuple[Detour, ...] = (
 )
 
 
-@pytest.mark.parametrize("detour", DETOURS, ids=lambda detour: detour.__name__)
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+CASES = [
+    (Setup(family, page_size, CHUNK, overlap), detour)
+    for family, (page_size, overlap), detour in cases(FAMILIES, MODES, DETOURS)
+]
+
+
+@pytest.mark.parametrize(
+    ("setup", "detour"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_after_a_detour_a_session_goes_on_as_if_it_had_taken_none(
     setup: Setup,
     detour: Detour,
@@ -114,9 +120,9 @@ def test_after_a_detour_a_session_goes_on_as_if_it_had_taken_none(
 ) -> None:
     house = House(setup, checkpoints[setup.family])
     lengths = range(FIRST_LEN, FIRST_LEN + setup.page_size)
-    cases = list(itertools.product(lengths, DEPTHS))
+    places = list(itertools.product(lengths, DEPTHS))
     # Of many, every third: still every length, and every depth at lengths of every kind.
-    for length, depth in cases if setup.page_size < WINDOW else cases[::3]:
+    for length, depth in places if setup.page_size < WINDOW else places[::3]:
         guest, other = house.open(), house.open()
         house.say(guest, length - 1, 1)
         house.say(other, SHALLOW, 1)

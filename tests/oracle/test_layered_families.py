@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from session_server.models.config import FULL_POOL
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import BackendName, ModelRunner
 from session_server.runner.weights import load_decoder
+from tests.depth import cases
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import (
     FAMILIES,
@@ -36,10 +36,7 @@ from tests.runner.rows import Rows
 
 PIECES = ((20, 1, 1, 18, 1, 19), (7, 5, 1, 9, 3), (1, 33, 2, 1, 4))
 
-MATRIX = [
-    Setup(*values)
-    for values in itertools.product(LAYERED_FAMILIES, PAGE_SIZES, CHUNKS, (False, True))
-]
+MATRIX = [Setup(*values) for values in cases(LAYERED_FAMILIES, PAGE_SIZES, CHUNKS, (False, True))]
 
 
 def new_talks() -> list[Talk]:
@@ -47,11 +44,11 @@ def new_talks() -> list[Talk]:
     return [Talk(SessionId(f"s{i}"), p, rng=np.random.default_rng(i)) for i, p in enumerate(PIECES)]
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("family", LAYERED_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "page_size", "chunk"), cases(LAYERED_FAMILIES, PAGE_SIZES, CHUNKS)
+)
 def test_appended_turns_give_the_logits_of_one_full_forward(
-    family: str, chunk: int, page_size: int, oracle: Oracle
+    family: str, page_size: int, chunk: int, oracle: Oracle
 ) -> None:
     directory = oracle.directory(family)
     oracle.talk(directory, page_size=page_size, chunk=chunk, layout=Layout.SCATTERED)

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
+from tests.depth import cases
 from tests.oracle.checkpoints import FAMILIES, to_v4_style, write_checkpoint
 from tests.oracle.conversations import Layout
 from tests.oracle.oracle import Oracle
 
 
-@pytest.mark.parametrize("layout", [Layout.CONSECUTIVE, Layout.SCATTERED])
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "page_size", "chunk", "layout"),
+    cases(FAMILIES, (1, 4, 16, 64), (1, 7, 64), (Layout.CONSECUTIVE, Layout.SCATTERED)),
+)
 def test_appended_turns_give_the_logits_of_one_full_forward(
-    *, family: str, chunk: int, page_size: int, layout: Layout, oracle: Oracle
+    *, family: str, page_size: int, chunk: int, layout: Layout, oracle: Oracle
 ) -> None:
     directory = oracle.directory(family)
     oracle.talk(directory, page_size=page_size, chunk=chunk, layout=layout)
@@ -28,9 +29,7 @@ def test_pages_in_runs_of_different_length_change_nothing(page_size: int, oracle
     oracle.talk(oracle.directory("qwen3"), page_size=page_size, chunk=7, layout=Layout.RUNS)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "page_size", "layout"), cases(FAMILIES, (1, 16), Layout))
 def test_the_reference_backend_is_as_exact(
     family: str, page_size: int, layout: Layout, oracle: Oracle
 ) -> None:

@@ -4,7 +4,6 @@ them, and its turn goes on from the last that was right: to what `transformers` 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from session_server.core.ids import SessionId
 from session_server.engine import drafting
 from session_server.engine.settings import Drafter, Speculation
 from session_server.models.errors import DraftMismatch
+from tests.depth import cases
 from tests.oracle.checkpoints import RECURRENT_FAMILIES
 from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, run_talks
 
@@ -24,7 +24,7 @@ TURNS = ((20, 1, 3), (7, 5, 1), (1, 33, 2))
 STRANGER = "qwen2"
 CASES = [
     Setup(family, page_size, chunk, overlap, speculation=Speculation(num_drafts, drafter))
-    for family, (page_size, num_drafts, chunk), overlap, drafter in itertools.product(
+    for family, (page_size, num_drafts, chunk), overlap, drafter in cases(
         RECURRENT_FAMILIES, ((1, 4, 7), (4, 2, 64), (16, 4, 64)), (False, True), Drafter
     )
 ]

@@ -1,13 +1,12 @@
 """Whole sessions through engine, cache and runner, against `transformers` on the same tokens.
 
-Five turns appended in pieces beside other sessions, in every combination of model family, page
-size, chunk size and overlap: each generated token must be the reference's most likely one after
+Five turns appended in pieces beside other sessions, in combinations of model family, page size,
+chunk size and overlap: each generated token must be the reference's most likely one after
 everything before it, and its log-probabilities the reference's within 1e-4.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,16 +14,14 @@ import numpy as np
 import pytest
 
 from session_server.core.ids import SessionId
+from tests.depth import cases
 from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, run_talks
 
 PIECES = (20, 1, 1, 18, 1)
 COMPANION_PIECES = ((7, 5, 1, 9, 3), (1, 33, 2, 1, 4))
 
-MATRIX = [
-    Setup(*values)
-    for values in itertools.product(FAMILIES, (1, 4, 16, 64), (1, 7, 64), (False, True))
-]
+MATRIX = [Setup(*values) for values in cases(FAMILIES, (1, 4, 16, 64), (1, 7, 64), (False, True))]
 
 
 def new_talks() -> list[Talk]:

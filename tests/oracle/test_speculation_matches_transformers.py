@@ -4,7 +4,6 @@ own `generate` says it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import transformers
 from session_server.core.ids import SessionId
 from session_server.engine.settings import Drafter, Speculation
 from session_server.engine.stats import Counters
+from tests.depth import cases
 from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, run_talks
 
@@ -25,7 +25,7 @@ STRANGERS = {"llama": "qwen2", "qwen2": "qwen3", "qwen3": "mistral", "mistral": 
 
 CASES = [
     Setup(family, page_size, chunk, overlap, speculation=Speculation(num_drafts, drafter))
-    for family, (page_size, num_drafts, chunk), overlap, drafter in itertools.product(
+    for family, (page_size, num_drafts, chunk), overlap, drafter in cases(
         FAMILIES, ((1, 4, 7), (4, 2, 64), (16, 4, 64)), (False, True), Drafter
     )
 ]
