@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import product
 from random import Random
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from hypothesis.stateful import (
 from tests.cache.free_lists import Allocation
 from tests.cache.kv_world import Mixture
 from tests.cache.player import INTERESTING, Player, act
+from tests.depth import at_depth
 
 RARE = {
     "duplicate re-pointed",
@@ -35,6 +37,9 @@ RARE = {
     "rollback to a window",
 }
 """Too rare for short programs; the walks reach them."""
+
+MIN_WALKS, MAX_WALKS = at_depth(8, proof=30), 30
+"""Walks end when everything was reached, but are so many at least and at most."""
 
 ALLOCATIONS: tuple[Allocation, Allocation] = ("lifo", "extent")
 
@@ -137,10 +142,15 @@ OF_MIXTURE: Mapping[Mixture, frozenset[str]] = {
 """What happens where some layers forget, beside what happens everywhere."""
 
 
-@pytest.mark.parametrize("mixture", OF_MIXTURE)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+PAGED = list(zip(OF_MIXTURE, (16, 1, 16, 4, 4), strict=True))
+"""Each mixture once and each page size, for walks take the same actions in the others."""
+
+
+@pytest.mark.parametrize(
+    ("mixture", "page_size"), at_depth(PAGED, proof=list(product(OF_MIXTURE, (1, 4, 16))))
+)
 def test_no_program_of_verbs_loses_a_page_or_misreads_a_history(
-    page_size: int, mixture: Mixture
+    mixture: Mixture, page_size: int
 ) -> None:
     class Machine(SessionCacheMachine):
         reached: ClassVar[Counter[str]] = Counter()
@@ -164,28 +174,29 @@ def test_no_program_of_verbs_loses_a_page_or_misreads_a_history(
 def test_long_walks_over_layers_that_forget_end_with_every_page_back(
     page_size: int, mixture: Mixture
 ) -> None:
-    assert_reached(walk(page_size, mixture), INTERESTING | FORGETTING)
+    walk(page_size, mixture, INTERESTING | FORGETTING)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_long_walks_over_states_end_with_every_page_back(page_size: int) -> None:
-    reached = walk(page_size, "full + recurrent", num_walks=20)
     # A page of one token is never cut, and so has no end inside of a launch to be kept.
     on_the_way = {"state on the way"} if page_size > 1 else set()
-    assert_reached(reached, INTERESTING | STATEFUL | on_the_way)
+    walk(page_size, "full + recurrent", INTERESTING | STATEFUL | on_the_way)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_long_walks_under_pressure_end_with_every_page_back(page_size: int) -> None:
     # With one token per page no page is ever cut, so none is cut and shared.
     cut_and_shared = {"page shared, not taken back"} if page_size > 1 else set()
-    assert_reached(walk(page_size, "full"), INTERESTING | cut_and_shared)
+    walk(page_size, "full", INTERESTING | cut_and_shared)
 
 
-def walk(page_size: int, mixture: Mixture, *, num_walks: int = 30) -> Counter[str]:
-    """Walk through random actions, the world checked after each; how often what was reached."""
+def walk(page_size: int, mixture: Mixture, expected: frozenset[str]) -> None:
+    """Walk through random actions, the world checked after each, until all expected was reached."""
     reached: Counter[str] = Counter()
-    for seed in range(num_walks):
+    for seed in range(MAX_WALKS):
+        if seed >= MIN_WALKS and expected <= reached.keys():
+            break
         player = Player(page_size, allocation=ALLOCATIONS[seed % 2], mixture=mixture)
         random = Random(seed)
         for _ in range(300):
@@ -193,7 +204,7 @@ def walk(page_size: int, mixture: Mixture, *, num_walks: int = 30) -> Counter[st
             player.world.check()
         player.world.close_everything()
         reached.update(player.world.marks)
-    return reached
+    assert_reached(reached, expected)
 
 
 def assert_reached(reached: Counter[str], expected: frozenset[str] | set[str]) -> None:

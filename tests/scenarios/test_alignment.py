@@ -10,6 +10,7 @@ from cache.types import SessionId
 from session_server.core.commands import ReportMemory, SubmitTurn
 from session_server.core.events import FinishReason, MemoryReported
 from session_server.engine.settings import Drafter, MemoryCheck
+from tests.depth import IS_PROOF
 from tests.engine.bench import Bench
 from tests.mutants.guards import (
     PARTIAL_PAGE_IS_PUBLISHED,
@@ -42,12 +43,16 @@ WINDOW = 8
 def test_g_every_residue_of_history_input_chunk_and_guesses(
     page_size: int, num_drafts: int
 ) -> None:
-    assert play_residues(page_size, num_drafts) == page_size**3
+    is_all = page_size < 16 or IS_PROOF
+    num_played = play_residues(page_size, num_drafts, is_all=is_all)
+    assert num_played == (page_size**3 if is_all else page_size**2)
 
 
-def play_residues(page_size: int, num_drafts: int) -> int:
+def play_residues(page_size: int, num_drafts: int, *, is_all: bool) -> int:
     """A turn on every length of history, of input and of chunk modulo the page, each rolled back
     to the very history it began with; the number of turns.
+
+    Every two of the lengths meet; if `is_all`, every three.
     """
     num_played = 0
     lengths = range(page_size + 1, 2 * page_size + 1)
@@ -70,6 +75,8 @@ def play_residues(page_size: int, num_drafts: int) -> int:
             bench.run(bench.submit_command(session_id, name, prompt, max_tokens=1))
             history = prompt + tuple(bench.tokens(name))
             for input_len in lengths:
+                if not is_all and (chunk_tokens + history_len + input_len) % page_size:
+                    continue
                 turn = f"{input_len} on {history_len}"
                 command = bench.submit_command(
                     session_id,

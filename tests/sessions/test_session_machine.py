@@ -43,6 +43,7 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.journal import Journal
 from session_server.sessions.quotas import SessionLimits
+from tests.depth import at_depth
 from tests.sessions.world import OWNER, World, letters, turn
 
 MAX_LEN = 220
@@ -480,7 +481,7 @@ def test_sessions_keep_their_promises() -> None:
     run_state_machine_as_test(
         SessionMachine,
         settings=settings(
-            max_examples=500,
+            max_examples=at_depth(200, proof=500),
             stateful_step_count=50,
             deadline=None,
             derandomize=True,
