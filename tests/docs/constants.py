@@ -2,42 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import MISSING, dataclass
-from dataclasses import fields as dataclass_fields
-from typing import Any
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One bound that is no setting.
-
-    `path`: `module:NAME`, or `module:Class.field` for the default of a dataclass field. `unit`
-    follows the value.
-    """
-
-    path: str
-    what: str
-    unit: str
-    at_limit: str
-
-    @property
-    def value(self) -> float:
-        """Read the number from the code."""
-        module_name, _, name = self.path.partition(":")
-        owner, _, field_name = name.partition(".")
-        found: Any = getattr(importlib.import_module(module_name), owner)
-        if field_name:
-            (field,) = (f for f in dataclass_fields(found) if f.name == field_name)
-            assert field.default is not MISSING, self.path
-            found = field.default
-        assert isinstance(found, int | float), self.path
-        return found
-
-
-def _constant(path: str, what: str, unit: str, at_limit: str) -> Constant:
-    return Constant(f"session_server.{path}", what, unit, at_limit)
-
+from tests.docs import pacing
+from tests.docs.constant import Constant
+from tests.docs.constant import constant as _constant
 
 _400 = "refused: `invalid_request`"
 _431 = "431 `headers_too_large`, and the connection is closed"
@@ -314,7 +281,7 @@ CHECKPOINTS = (
         "models.files:MAX_JSON_BYTES",
         "`tokenizer_config.json`, the index of the weights",
         "bytes",
-        _UNUSABLE,
+        f"{_UNUSABLE} (1 where only the engine reads the file)",
     ),
     _constant("models.files:MAX_TOKENIZER_BYTES", "`tokenizer.json`", "bytes", _UNUSABLE),
     _constant("models.bounds:MAX_LAYERS", "layers", "layers", _UNUSABLE),
@@ -536,5 +503,7 @@ GROUPS: dict[str, tuple[Constant, ...]] = {
     "Checkpoints": CHECKPOINTS,
     "The engine": ENGINE,
     "Logs": LOGS,
+    "Done at a time (no answer depends on these)": pacing.SLICES,
+    "Kept for reading (no answer depends on these)": pacing.RECORDS,
     "Inside a forward (no answer depends on these)": FORWARD,
 }

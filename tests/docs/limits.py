@@ -1,12 +1,13 @@
 """Every bound of the server, for docs/limits.md: what is limited, by how much, what happens there.
 
 Three sources. Settings carry a `Bound` beside their range; fields that clients send carry msgspec
-constraints; constants of the code are named in `tests.docs.constants`.
+constraints; constants of the code are named in `tests.docs.constants` and `tests.docs.pacing`.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from session_server.core.bounds import Bound
 from session_server.flags import FLAGS
 from session_server.protocol import messages, sglang
 from tests.docs.constants import GROUPS
+from tests.docs.pacing import ARITHMETIC, BOUND_NOTHING, HARMLESS_BEGINNINGS, ONLY_WEIGHTS
 from tests.docs.wire_fields import fields_of, number, range_text, sized
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,23 +120,26 @@ def bound_of(field: FieldInfo) -> Bound | None:
 
 
 def missing_constants() -> list[str]:
-    """Return the bounds in the code of what serves that no group names."""
+    """Return the numbers in the code of what serves that are neither listed nor exempt."""
     named = {constant.path for group in GROUPS.values() for constant in group}
-    return sorted(set(constants_in_code()) - named)
+    return sorted(path for path in constants_in_code() if path not in named | BOUND_NOTHING)
 
 
 def constants_in_code() -> Iterator[str]:
-    """Yield the import path of every `MAX_*` and every deadline of what serves."""
+    """Yield the import path of every module-level number of what serves that may be a bound."""
     for package in ("session_server", "cache"):
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).parts
             if package == "session_server" and (parts[1] in PROVERS or parts[1] in TOOLS):
                 continue
             module = ".".join(parts).removesuffix(".py")
-            if module in WIRE_MODULES:
+            if module in (*WIRE_MODULES, *ONLY_WEIGHTS, *ARITHMETIC):
                 continue
             for name in _assigned(ast.parse(path.read_text("utf-8"))):
-                if is_bound_name(name):
+                if name.removeprefix("_").startswith(HARMLESS_BEGINNINGS) or not name.isupper():
+                    continue
+                value = getattr(importlib.import_module(module), name, None)
+                if isinstance(value, int | float) and not isinstance(value, bool):
                     yield f"{module}:{name}"
 
 

@@ -1,0 +1,147 @@
+"""The numbers of the code that size slices, caches and records, and those that bound nothing."""
+
+from __future__ import annotations
+
+from tests.docs.constant import Constant
+from tests.docs.constant import constant as _constant
+
+_NEXT = "the rest comes next; others are served in between"
+_OLDEST = "the oldest is dropped"
+
+
+SLICES = (
+    _constant("web.listener:ACCEPTS_AT_ONCE", "connections accepted", "connections", _NEXT),
+    _constant("web.http_guard:PARSE_BYTES", "bytes of a request parsed", "bytes", _NEXT),
+    _constant("web.websocket_guard:PARSE_BYTES", "bytes of a frame parsed", "bytes", _NEXT),
+    _constant("web.event_stream:PIECE_BYTES", "bytes written to an HTTP reader", "bytes", _NEXT),
+    _constant(
+        "protocol.growing_json:SLICE_LENGTH",
+        "entries of a long answer that are encoded",
+        "entries",
+        _NEXT,
+    ),
+    _constant(
+        "protocol.scores:SCORES_AT_ONCE",
+        "tokens with logprobs that are encoded with their frame",
+        "tokens",
+        "those of a longer answer are encoded in slices",
+    ),
+    _constant("sessions.backlog:SLICE", "sessions that one change concerns", "items", _NEXT),
+    _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries that expire", "entries", _NEXT),
+    _constant(
+        "sessions.tokenising:NUM_THREADS",
+        "long inputs that are tokenized at the same time",
+        "inputs",
+        "further ones wait",
+    ),
+    _constant("engine.memory:SLICE_UNITS", "sessions, edges or rows recounted", "units", _NEXT),
+    Constant(
+        "cache.recount:_PAGES_PER_UNIT",
+        "pages that count as one such unit",
+        "pages",
+        "more pages are more units",
+    ),
+    _constant("runner.model_runner:SCORE_BLOCK", "prompt positions scored", "positions", _NEXT),
+    _constant(
+        "runner.truncation:NUM_CANDIDATES",
+        "tokens sorted for top-p on a CPU",
+        "tokens",
+        "more are sorted where these are not enough",
+    ),
+)
+
+RECORDS = (
+    _constant("engine.trace:NUM_STEPS", "engine steps in the trace", "steps", _OLDEST),
+    _constant(
+        "engine.memory:NUM_LOGGED_STEPS",
+        "steps before a violation that are logged",
+        "steps",
+        "earlier ones are in the trace alone",
+    ),
+    _constant(
+        "engine.ngram:WINDOW",
+        "a session's last tokens that guesses come from",
+        "tokens",
+        "earlier ones are not looked at",
+    ),
+    _constant(
+        "wiring:_TOKEN_TEXTS_KEPT",
+        "texts of single tokens, for logprobs",
+        "texts",
+        "the one unused for longest is dropped",
+    ),
+    _constant(
+        "metrics.log_handler:_KINDS_KEPT",
+        "kinds of warnings that are counted",
+        "kinds",
+        "counting begins again",
+    ),
+)
+
+ONLY_WEIGHTS = ("session_server.sessions.footprint",)
+"""Modules whose numbers say what something counts for."""
+
+ARITHMETIC = (
+    "session_server.runner.fp8",
+    "session_server.runner.mla_weights",
+    "session_server.runner.mxfp4",
+    "session_server.runner.probe",
+    "session_server.runner.randomness",
+    "session_server.models.layers.gated_delta",
+)
+"""Modules whose numbers are parts of formulas and formats."""
+
+HARMLESS_BEGINNINGS = ("EXIT_", "MIN_", "NULL_", "M_")
+"""Exit statuses, floors, reserved indices, names of the C library."""
+
+BOUND_NOTHING = frozenset(
+    {
+        # How often something happens.
+        "session_server.engine.reporting:STATS_INTERVAL_S",
+        "session_server.engine_host.watchdog:PULSE_INTERVAL_S",
+        "session_server.engine_wiring:_PROGRESS_INTERVAL_S",
+        "session_server.progress:LINE_INTERVAL_S",
+        "session_server.web.app:LAG_PROBE_S",
+        "session_server.web.app:TICK_S",
+        "session_server.web.listener:_QUIET_S",
+        "session_server.engine_host.audit_pace:AUDIT_PAUSE_RATIO",
+        "session_server.engine_host.audit_pace:BUSY_PAUSE_RATIO",
+        "session_server.engine_host.audit_pace:REST_DELAY_S",
+        "session_server.engine_host.audit_pace:REST_PAUSE_RATIO",
+        # What something counts for, or how one unit becomes another.
+        "session_server.engine_host.progress:STALL_RATIO",
+        "session_server.engine_host.progress:_DECAY",
+        "session_server.models.config:STATE_BYTES",
+        "session_server.sessions.prompt:_PROBE_CHARS_PER_TOKEN",
+        "session_server.sessions.quotas:_MINUTE_S",
+        "session_server.sessions.request_tree:NODE_BYTES",
+        "session_server.sessions.tokenising:_BYTES_PER_CHAR",
+        "session_server.sessions.validation:_CHARS_PER_TOKEN",
+        "session_server.text.template_worker:_UTF8_BYTES",
+        "session_server.web.http_guard:QUEUED_REQUEST_BYTES",
+        "session_server.web.websocket_guard:FRAGMENT_BYTES",
+        # From where on another way of doing the same is cheaper.
+        "cache.components:_FIRST_BLOCK",
+        "cache.pair_check:_SHORT",
+        "cache.session_cache:_HIGH_WATER",
+        "cache.session_cache:_LOW_WATER",
+        "session_server.attention.mla:BLOCK_LEN",
+        "session_server.attention.recurrent:CHUNK",
+        "session_server.engine_host.child:READ_BYTES",
+        "session_server.engine_host.process:READ_BYTES",
+        "session_server.models.hub:_HEADER_SAMPLE_BYTES",
+        "session_server.runner.host_memory:LOADING_THRESHOLD",
+        "session_server.runner.host_memory:SERVING_THRESHOLD",
+        "session_server.runner.truncation:_CANDIDATES_GROWTH",
+        "session_server.text.tokenizer:LONG_TEXT_CHARS",
+        # What follows from the design: states that a row holds, levels of checks, marks.
+        "cache.checker:_EVERYTHING",
+        "cache.page_locks:GONE",
+        "cache.spec:STATES_IN_FLIGHT",
+        "cache.spec:STATES_PER_ROW",
+        "session_server.engine.memory:NUM_LEVELS",
+        # Defaults of settings, which the table of settings shows.
+        "session_server.runner.capacity:CPU_FRACTION",
+        "session_server.runner.capacity:DEVICE_FRACTION",
+    }
+)
