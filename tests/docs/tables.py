@@ -11,7 +11,7 @@ from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
 from session_server.foreign_flags import CALLED_HERE, NOT_SUPPORTED
 from session_server.metrics.prometheus import ServerMetrics
-from tests.docs import limits, protocol_tables
+from tests.docs import import_graph, limits, protocol_tables
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import recorded
@@ -189,6 +189,7 @@ def evidence_list() -> str:
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("../README.md", "evidence"): evidence_list,
+    ("architecture.md", "imports"): import_graph.graph_block,
     ("limits.md", "settings"): limits.setting_table,
     ("limits.md", "fields"): limits.field_table,
     ("limits.md", "constants"): limits.constant_table,
