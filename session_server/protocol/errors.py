@@ -23,6 +23,7 @@ from session_server.protocol.schema import values_at
 MAX_MESSAGE_CHARS: Final = 512
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 _WRONG_VALUE: Final = re.compile(r"(?s)Invalid (?:enum )?value (.*)")
+_WRONG_FIELD: Final = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`$")
 _MSGSPEC_PATH: Final = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$?\.?(.*)`$")
 
 
@@ -80,9 +81,10 @@ def malformed(error: Exception, kind: Any) -> InvalidRequest:
         return InvalidRequest("The JSON is nested too deeply.")
     if isinstance(error, msgspec.ValidationError):
         match = _MSGSPEC_PATH.match(str(error))
-        if match is None:
-            return InvalidRequest(clean(str(error)))
-        text, path = match[1], match[2]
+        text, path = (match[1], match[2]) if match else (str(error), "")
+        if field := _WRONG_FIELD.match(text):
+            # The decoder's path leads to the object.
+            path = f"{path}.{field[1]}" if path else field[1]
         if (wrong := _WRONG_VALUE.match(text)) and (values := values_at(kind, path)):
             text = f"{path} must be one of {', '.join(values)}; it is {wrong[1]}"
         return InvalidRequest(clean(text), param=clean(path) or None)

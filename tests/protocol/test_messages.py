@@ -210,6 +210,24 @@ def test_one_of_a_few_values_is_refused_with_the_field_and_the_values(
     assert (refused.value.param, refused.value.message) == (param, text)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"inptu": "Hi"}, "inptu"),
+        ({"sampling": {"temprature": 0}}, "sampling.temprature"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"a\n`b": 1}, "a `b"),
+    ],
+)
+@ON_BOTH_SURFACES
+def test_a_field_that_is_unknown_or_missing_is_named(
+    kind: type[TurnFields], fields: dict[str, object], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        turn(kind, **fields)
+    assert refused.value.param == param
+
+
 def test_a_frame_of_an_unknown_type_is_told_which_there_are() -> None:
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.json.decode(b'{"type": "turn.creat"}', type=ClientMessage)

@@ -43,7 +43,7 @@ BAD_TURNS: list[tuple[str, str | None]] = [
     ('{"text":"a","turn_id":"a\\n"}', "turn_id"),
     ('{"text":"\\ud800"}', None),
     ('{"input":[]}', "input"),
-    ('{"input":[{"role":"user"}]}', "input[0]"),
+    ('{"input":[{"role":"user"}]}', "input[0].content"),
     ('{"input":[{"role":"<|system|>","content":"a"}]}', "input[0].role"),
     ('{"input_ids":[-1]}', "input_ids[0]"),
     ('{"input_ids":[1536]}', None),
