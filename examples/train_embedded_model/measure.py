@@ -30,6 +30,7 @@ class Spoken(NamedTuple):
     history_len: int
 
     def is_right(self) -> bool:
+        """Tell whether the answer is the one that the exchange asks for."""
         return corpus.is_right(self.answer, self.exchange.assistant)
 
 
