@@ -193,8 +193,13 @@ class TestEngine:
                 return await asyncio.gather(submit(turn("1")), submit(turn("2", (1, 2))))
 
             assert [view.status for view in world.do(submit_both())] == ["queued", "queued"]
-            for _ in range(50):
-                world.do(asyncio.sleep(0.001))
+
+            async def until_nothing_is_under_way() -> None:
+                while others := asyncio.all_tasks() - {asyncio.current_task()}:
+                    await asyncio.wait(others)
+                    assert len(built) == 1
+
+            world.do(until_nothing_is_under_way())
             assert len(built) == 1
             world.engine.is_full = False
             world.loop.call_soon(world.manager.tick)
