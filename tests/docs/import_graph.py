@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,35 +89,48 @@ def node_of_prefix(layers: list[dict[str, str]]) -> dict[str, str]:
 
 
 def imports(nodes: Mapping[str, str]) -> Graph:
-    """Return which node imports which, read from the sources."""
-    modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in (SERVER, "cache")
-        for path in (ROOT / package).rglob("*.py")
-    }
+    """Return which node imports which."""
 
     def node_of(module: str) -> str | None:
         found = (nodes[p] for p in nodes if module == p or module.startswith(f"{p}."))
         return next(found, None)
 
     graph: Graph = {}
-    for module, path in modules.items():
+    for module, targets in module_imports().items():
         node = node_of(module)
         if node is None:
             continue  # `session_server` itself: its version
-        targets = map(node_of, _imported(path.read_text("utf-8"), modules))
-        graph.setdefault(node, set()).update(t for t in targets if t not in (None, node))
+        found = map(node_of, targets)
+        graph.setdefault(node, set()).update(t for t in found if t not in (None, node))
     return graph
+
+
+@cache
+def module_imports() -> Graph:
+    """Return which module imports which, read from the sources, functions included."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in (SERVER, "cache")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    return {
+        module: set(_imported(path.read_text("utf-8"), modules)) for module, path in modules.items()
+    }
 
 
 def _imported(source: str, modules: Mapping[str, Path]) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom) and node.module in modules:
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                yield full if full in modules else node.module
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names if alias.name in modules)
+            case ast.ImportFrom() if node.module in modules:
+                for alias in node.names:
+                    full = f"{node.module}.{alias.name}"
+                    yield full if full in modules else node.module
+            case ast.Call(args=[ast.Constant(value=str(name))]) if name in modules:
+                yield name  # importlib.import_module
+            case _:
+                pass
 
 
 def reduced(graph: Graph) -> Graph:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -125,8 +126,13 @@ def missing_constants() -> list[str]:
     return sorted(path for path in constants_in_code() if path not in named | BOUND_NOTHING)
 
 
-def constants_in_code() -> Iterator[str]:
-    """Yield the import path of every module-level number of what serves that may be a bound."""
+@cache
+def constants_in_code() -> frozenset[str]:
+    """Return the import path of every module-level number of what serves that may be a bound."""
+    return frozenset(_constants_in_code())
+
+
+def _constants_in_code() -> Iterator[str]:
     for package in ("session_server", "cache"):
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).parts

@@ -24,7 +24,7 @@ def test_every_bound_of_what_serves_is_named() -> None:
 
 
 def test_what_is_said_to_bound_nothing_is_there_and_its_name_says_nothing_else() -> None:
-    found = set(limits.constants_in_code())
+    found = limits.constants_in_code()
     assert found >= BOUND_NOTHING
     assert not [path for path in BOUND_NOTHING if limits.is_bound_name(path.partition(":")[2])]
 
@@ -43,7 +43,7 @@ def test_a_bound_is_found_by_its_name() -> None:
 
 
 def test_a_bound_added_to_the_code_is_missing_from_the_page() -> None:
-    found = set(limits.constants_in_code())
+    found = limits.constants_in_code()
     assert "session_server.web.http_guard:MAX_HEADERS" in found
     assert "session_server.engine.trace:NUM_STEPS" in found
     assert not any(path.startswith("session_server.demo") for path in found)

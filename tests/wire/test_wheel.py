@@ -13,6 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from session_server.cli import COMMANDS
+from tests.docs.import_graph import module_imports
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 NOT_AT_RUN_TIME = ("transformers", "openai", "matplotlib", "hypothesis", "pytest", "psutil")
@@ -73,6 +76,23 @@ def test_the_wheel_holds_what_serves_and_neither_the_simulator_nor_the_trainer(w
     assert {Path(name).stem for name in demo} == {"__init__", "command", "corpus", "vocabulary"}
     assert "session_server/bench/command.py" in sources
     assert not [name for name in sources if "/sim/" in name or Path(name).stem.startswith("test_")]
+
+
+def test_the_wheel_holds_nothing_that_no_command_imports(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    files = {name for name in names if name.endswith(".py")}
+    assert {name.partition("/")[0] for name in files} == {"cache", "session_server"}
+    graph = module_imports()
+    reached: set[str] = set()
+    ahead = {"session_server.__main__", *(command.module for command in COMMANDS.values())}
+    while ahead:
+        reached |= ahead
+        ahead = set().union(*(graph[module] for module in ahead)) - reached
+    # Python imports the packages above a module before it.
+    reached |= {".".join(m.split(".")[:n]) for m in reached for n in range(1, m.count(".") + 1)}
+    module_of = {name: name.removesuffix(".py").replace("/", ".") for name in files}
+    held = {module.removesuffix(".__init__") for module in module_of.values()}
+    assert held == reached
 
 
 def test_the_wheel_is_what_python_imports(
