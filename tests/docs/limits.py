@@ -7,7 +7,6 @@ constraints; constants of the code are named in `tests.docs.constants` and `test
 from __future__ import annotations
 
 import ast
-import importlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -141,11 +140,8 @@ def _constants_in_code() -> Iterator[str]:
             module = ".".join(parts).removesuffix(".py")
             if module in (*WIRE_MODULES, *ONLY_WEIGHTS, *ARITHMETIC):
                 continue
-            for name in _assigned(ast.parse(path.read_text("utf-8"))):
-                if name.removeprefix("_").startswith(HARMLESS_BEGINNINGS) or not name.isupper():
-                    continue
-                value = getattr(importlib.import_module(module), name, None)
-                if isinstance(value, int | float) and not isinstance(value, bool):
+            for name in _numbers(ast.parse(path.read_text("utf-8"))):
+                if not name.removeprefix("_").startswith(HARMLESS_BEGINNINGS):
                     yield f"{module}:{name}"
 
 
@@ -156,12 +152,30 @@ def is_bound_name(name: str) -> bool:
     return bare.startswith("MAX_") or bare.endswith(ends)
 
 
-def _assigned(tree: ast.Module) -> Iterator[str]:
+def _numbers(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of a module's numbers, without importing it."""
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets:
-            if isinstance(target, ast.Name):
-                yield target.id
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                pass
+            case _:
+                continue
+        if name.isupper() and _is_number(value):
+            yield name
+
+
+def _is_number(value: ast.expr) -> bool:
+    match value:
+        case ast.Constant(value=constant):
+            return isinstance(constant, int | float) and not isinstance(constant, bool)
+        case ast.UnaryOp(operand=operand):
+            return _is_number(operand)
+        case ast.BinOp(left=left, right=right):
+            return _is_number(left) or _is_number(right)
+        case _:
+            return False
 
 
 def range_of(field: FieldInfo) -> str:
