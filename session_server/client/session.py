@@ -170,7 +170,7 @@ class SessionClient:
             async with asyncio.timeout(timeout_s):
                 await self._send(_CLOSE)
                 await self._closed.wait()
-        except (TimeoutError, ConnectionLost):
+        except (TimeoutError, ClientError):
             self._fail_turns(ConnectionLost("the server did not confirm the close"))
         await self.leave()
 

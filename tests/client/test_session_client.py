@@ -295,6 +295,7 @@ def test_a_message_to_a_session_that_its_server_forgot_fails_with_the_servers_wo
                 with pytest.raises(Refused, match="session_not_found"):
                     await session.ask("hello")
             assert session.is_over
+            await session.close()  # there is nothing left to close
 
     run(test)
 
