@@ -26,10 +26,11 @@ from session_server.engine.guard import MemoryGuard
 from session_server.engine.intake import Intake
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
-from session_server.engine.plan import Limits, StepPlan, plan_step
+from session_server.engine.plan import StepPlan, plan_step
 from session_server.engine.reporting import Reporter
 from session_server.engine.room import TurnRoom
 from session_server.engine.scheduler import Scheduler
+from session_server.engine.scheduler_view import Limits
 from session_server.engine.settings import EngineSettings
 from session_server.engine.settle import Settler
 from session_server.engine.stats import Counters

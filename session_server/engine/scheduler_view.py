@@ -26,6 +26,18 @@ class BlockReason(enum.Enum):
     """Of pages, for turns that run already."""
 
 
+class Limits(msgspec.Struct, frozen=True, gc=False):
+    """Bounds of one forward.
+
+    `num_tokens`: prefill tokens. `num_turns`: turns that run at a time. `page_size`: positions of a
+    page.
+    """
+
+    num_tokens: int
+    num_turns: int
+    page_size: int
+
+
 class RunningTurn(Protocol):
     """A turn that borrows its session's KV."""
 

@@ -426,7 +426,7 @@ ENGINE = (
         "it is not waited for",
     ),
     _constant(
-        "engine.plan:MAX_OVERTAKINGS",
+        "engine.plan_admission:MAX_OVERTAKINGS",
         "shorter turns that bypass one that waits for pages",
         "turns",
         "none bypasses it any more",

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
-from session_server.engine import plan
+from session_server.engine import plan_admission
 from session_server.engine.settings import MemoryCheck
 from tests.engine.crowd import Coming, Crowd
 from tests.mutants.guards import FIRST_COME_TAKES_ALL
@@ -63,7 +63,9 @@ def main(path: Path) -> None:
     length, number = figure.subplots(1, 2, sharey=True)
     for label, is_fair in (("first come, first served", False), ("as it is", True)):
         rules = nullcontext() if is_fair else FIRST_COME_TAKES_ALL.apply()
-        passing = patch.object(plan, "MAX_OVERTAKINGS", plan.MAX_OVERTAKINGS if is_fair else 0)
+        passing = patch.object(
+            plan_admission, "MAX_OVERTAKINGS", plan_admission.MAX_OVERTAKINGS if is_fair else 0
+        )
         with rules, passing:
             for axes, values, play in (
                 (length, HOG_LENS, beside_one),

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cache.types import SessionId, TurnId, pages_for
-from session_server.engine.plan import Limits, StepPlan
-from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
+from session_server.engine.plan import StepPlan
+from session_server.engine.scheduler_view import AdmissionQuote, BlockReason, Limits
 from session_server.engine.shortage import IdleTotal, PoolPages, total
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import doctest
 from dataclasses import replace
 
 from msgspec import structs
 
 from cache.types import SessionId, TurnId
-from session_server.engine.plan import MAX_OVERTAKINGS, plan_step
+from session_server.engine import plan as plan_module
+from session_server.engine.plan import plan_step
+from session_server.engine.plan_admission import MAX_OVERTAKINGS
 from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.shortage import PoolPages
+from tests.engine import plan_views
 from tests.engine.plan_views import (
     LIMITS,
     FakeIdle,
@@ -20,6 +24,12 @@ from tests.engine.plan_views import (
     waiting,
     work_of,
 )
+
+
+def test_the_worked_example_of_the_planner_is_right() -> None:
+    names = {**vars(plan_views), "replace": replace}
+    result = doctest.testmod(plan_module, extraglobs=names)
+    assert (result.failed, result.attempted) == (0, 10)
 
 
 def test_a_turn_that_lacks_one_position_gets_it_whatever_the_budget() -> None:

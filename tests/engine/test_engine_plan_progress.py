@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.types import SessionId, TurnId, pages_for
-from session_server.engine.plan import Limits, StepPlan, plan_step
+from session_server.engine.plan import StepPlan, plan_step
+from session_server.engine.scheduler_view import Limits
 from session_server.engine.shortage import PoolPages
 from tests.engine.plan_views import FakeIdle, FakeRunning, FakeView, in_line
 

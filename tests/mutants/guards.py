@@ -215,10 +215,10 @@ FIRST_COME_TAKES_ALL = Mutant(
     "The tokens of a forward go to whoever came first.",
     "sglang#34623, ATOM#1835 (X7)",
     Edit(
-        "session_server.engine.plan:_Planner._share",
-        "first=(0, len(long)))",
-        "first=())\n        left = self._tokens\n        for i, need in enumerate(needs):\n"
-        "            shares[i] = min(need, left)\n            left -= shares[i]",
+        "session_server.engine.plan_tokens:_split",
+        "first=(0, len(prefilling)))",
+        "first=())\n    left = limits.num_tokens\n    for i, need in enumerate(needs):\n"
+        "        shares[i] = min(need, left)\n        left -= shares[i]",
     ),
 )
 
@@ -226,9 +226,9 @@ HOG_KEEPS_THE_DOOR = Mutant(
     "While a prompt takes chunks, nobody is looked at who does not fit into what it leaves.",
     "vllm#53130 (X9)",
     Edit(
-        "session_server.engine.plan:_Planner._quoted_candidates",
-        "if len(self._running) >= self._limits.num_turns:",
-        "if sum(t.num_uncomputed for t in self._running) >= self._limits.num_tokens:",
+        "session_server.engine.plan_tokens:price_waiting",
+        "if len(running) >= limits.num_turns:",
+        "if sum(t.num_uncomputed for t in running) >= limits.num_tokens:",
     ),
 )
 

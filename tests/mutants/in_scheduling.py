@@ -165,8 +165,8 @@ NOBODY_IS_RETRACTED = Mutant(
     "A running turn that needs pages never takes them from a younger one.",
     "vllm#49439 (X3)",
     Edit(
-        "session_server.engine.plan:_Planner._reclaim_for_running",
-        "younger = self._running[:index:-1]",
+        "session_server.engine.plan_running:_reclaim",
+        "younger = running[:index:-1]",
         "younger = []",
     ),
 )
@@ -175,7 +175,7 @@ EVERYBODY_IS_RETRACTED = Mutant(
     "What a retracted turn gives is not counted, so its pages are asked of the next one too.",
     "vllm-ascend#16315 (X5)",
     Edit(
-        "session_server.engine.plan:_Planner._reclaim_for_running",
+        "session_server.engine.plan_running:_reclaim",
         "if shortage and shortage.ask_pages(t.held_pages)",
         "if shortage.ask_pages(t.held_pages) or t",
     ),
@@ -185,9 +185,9 @@ NEED_IS_ROUNDED_DOWN = Mutant(
     "The plan counts whole pages only, not the one that is begun.",
     "sglang-jax#70 (G3)",
     Edit(
-        "session_server.engine.plan:_Planner._new_pages",
-        "pages_for(max(0, num_tokens - num_spare), self._limits.page_size)",
-        "max(0, num_tokens - num_spare) // self._limits.page_size",
+        "session_server.engine.plan_budget:Budget.new_pages",
+        "pages_for(max(0, num_tokens - num_spare), self._page_size)",
+        "max(0, num_tokens - num_spare) // self._page_size",
     ),
 )
 
@@ -195,8 +195,8 @@ QUEUE_IS_OVERTAKEN = Mutant(
     "Turns behind one that has no room are admitted before it.",
     "systematic",
     Edit(
-        "session_server.engine.plan:_Planner.admit_waiting",
-        "elif num_passes > plan.num_overtakings and self._may_pass(candidate, plan.blocked[1]):",
+        "session_server.engine.plan_admission:AdmissionPass.admit",
+        "elif max_bypasses > self.num_overtakings and self._may_bypass(candidate):",
         "else:",
     ),
 )
@@ -205,25 +205,25 @@ PROMPTS_STOP_STREAMS = Mutant(
     "Turns that stream get no token while a prompt is computed.",
     "sglang#32549, #34058 (X6)",
     Edit(
-        "session_server.engine.plan:_Planner.share_tokens",
-        "for t in self._running if t.num_uncomputed == 1)",
-        "for t in self._running if t.num_uncomputed == 1 and not long)",
+        "session_server.engine.plan_tokens:share_tokens",
+        "for turn in running if turn.num_uncomputed == 1)",
+        "for turn in running if turn.num_uncomputed == 1 and not prefilling)",
     ),
 )
 
 OLDEST_HAS_NO_SHARE = Mutant(
     "Short needs are served first, so that a long prompt waits while they keep coming.",
     "vllm#53130 (X9)",
-    Edit("session_server.engine.plan:_Planner._share", "first=(0, len(long))", "first=()"),
+    Edit("session_server.engine.plan_tokens:_split", "first=(0, len(prefilling))", "first=()"),
 )
 
 QUEUE_LATCHES_FULL = Mutant(
     "The line of waiting turns is not looked at while any turn computes its prompt.",
     "sglang#35537 (S6)",
     Edit(
-        "session_server.engine.plan:_Planner._quoted_candidates",
-        "if len(self._running) >= self._limits.num_turns:",
-        "if any(t.num_uncomputed > 1 for t in self._running):",
+        "session_server.engine.plan_tokens:price_waiting",
+        "if len(running) >= limits.num_turns:",
+        "if any(t.num_uncomputed > 1 for t in running):",
     ),
 )
 
@@ -241,9 +241,9 @@ GUESSES_TAKE_PAGES = Mutant(
     "Guesses are planned on pages that nobody has.",
     "sglang#22897 (L1)",
     Edit(
-        "session_server.engine.plan:_Planner.offer_drafts",
-        "num_drafts, needed = min(num_drafts, max(0, turn.num_spare - 1)), 0",
-        "needed = 0",
+        "session_server.engine.plan:_offer_drafts",
+        "num_drafts, num_pages = min(num_drafts, max(0, turn.num_spare - 1)), 0",
+        "num_pages = 0",
     ),
 )
 

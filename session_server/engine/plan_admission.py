@@ -1,0 +1,179 @@
+"""Admission: which waiting turns start to run, and which may bypass the first that cannot."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, assert_never
+
+from cache.types import TurnId
+from session_server.engine.plan_budget import Budget
+from session_server.engine.plan_running import RunningClaims
+from session_server.engine.plan_tokens import Candidate
+from session_server.engine.scheduler_view import BlockReason, Limits, WaitingTurn
+from session_server.engine.shortage import PoolPages, Shortage, less, total
+
+MAX_OVERTAKINGS: Final = 64
+"""How many shorter turns may bypass a turn that waits for pages."""
+
+
+class AdmissionPass:
+    """One pass over the waiting turns, in order.
+
+    Attributes:
+        work: tokens of the admitted turns, in order of admission.
+        blocked: the first turn that cannot be admitted, and why.
+        num_overtakings: admitted turns that bypassed `blocked`.
+    """
+
+    def __init__(
+        self,
+        claims: RunningClaims,
+        shares: Mapping[TurnId, int],
+        budget: Budget,
+        *,
+        limits: Limits,
+    ) -> None:
+        self._claims = claims
+        self._shares = shares
+        self._budget = budget
+        self._limits = limits
+        self.work: dict[TurnId, int] = {}
+        self.blocked: tuple[TurnId, BlockReason] | None = None
+        self.num_overtakings = 0
+
+    def deny(self, blocked: tuple[TurnId, BlockReason]) -> None:
+        """Admit nobody, for a reason that an earlier plan has found."""
+        turn_id, reason = blocked
+        self.blocked = turn_id, BlockReason.SHORTAGE if self._claims.has_shortage else reason
+
+    def admit(self, candidates: Sequence[Candidate], waiting: Iterable[WaitingTurn]) -> None:
+        """Admit candidates in order. Behind the first that is blocked only bypassing turns come.
+
+        Args:
+            candidates: the first turns of `waiting`, priced.
+            waiting: every waiting turn, in order.
+        """
+        max_bypasses = 0
+        for candidate in candidates:
+            if self.blocked is None:
+                reason = self._try_admit(candidate)
+                if reason is not None:
+                    self.blocked = candidate.turn.turn_id, reason
+                    max_bypasses = self._max_bypasses(candidate.turn, reason, len(candidates))
+            elif max_bypasses > self.num_overtakings and self._may_bypass(candidate):
+                reason = self._try_admit(candidate)
+                self.num_overtakings += reason is None
+                if reason is BlockReason.PAGES:
+                    break  # the next one would ask idle sessions in vain too, which is expensive
+        if self.blocked is None:
+            self._block_first_unpriced(itertools.islice(waiting, len(candidates), None))
+
+    def _block_first_unpriced(self, rest: Iterator[WaitingTurn]) -> None:
+        """Every candidate was admitted: the next one in line waits for a place or for tokens."""
+        turn = next(rest, None)
+        if turn is not None:
+            is_full = self._num_free_places() == 0
+            self.blocked = turn.turn_id, BlockReason.TURNS if is_full else BlockReason.TOKENS
+
+    def _num_free_places(self) -> int:
+        return self._limits.num_turns - len(self._claims.running) - len(self.work)
+
+    def _is_anybody_running(self) -> bool:
+        return bool(self._claims.running or self.work)
+
+    def _may_bypass(self, candidate: Candidate) -> bool:
+        """Return whether a candidate may be admitted before the blocked turn.
+
+        A turn that waits for tokens loses nothing. One that waits for pages is bypassed only by
+        turns that this forward brings to their next token: they are soon idle, and then their pages
+        can be taken back.
+        """
+        assert self.blocked is not None
+        _, reason = self.blocked
+        return reason is BlockReason.TOKENS or candidate.reaches_token(self._shares)
+
+    def _max_bypasses(self, turn: WaitingTurn, reason: BlockReason, num_candidates: int) -> int:
+        """Return how many may bypass a turn that is blocked."""
+        match reason:
+            case BlockReason.TOKENS:
+                return num_candidates  # no bound: the next forwards bring it tokens
+            case BlockReason.PAGES if self._is_anybody_running():
+                # Bounded, since whoever bypasses it may take the pages that it waits for.
+                return max(0, MAX_OVERTAKINGS - turn.num_overtakings)
+            case BlockReason.PAGES | BlockReason.TURNS | BlockReason.SHORTAGE:
+                # Without a running turn no pages come back, so this one must be refused or helped
+                # first; a place or a shortage of running turns blocks everybody.
+                return 0
+            case _:
+                assert_never(reason)
+
+    def _try_admit(self, candidate: Candidate) -> BlockReason | None:
+        """Admit a candidate and take its tokens, pages and row, or return why not."""
+        turn, quote, budget = candidate.turn, candidate.quote, self._budget
+        # What was taken for running turns must not go to a newcomer: they would be short again.
+        if self._claims.has_shortage:
+            return BlockReason.SHORTAGE
+        # This plan cools its own session, which makes the quote void; the next plan prices it anew.
+        if turn.session_id in budget.idle.cooled:
+            return BlockReason.PAGES
+        if self._num_free_places() == 0:
+            return BlockReason.TURNS
+        num_tokens = min(self._shares.get(turn.turn_id, 0), budget.num_tokens)
+        if num_tokens == 0:
+            return BlockReason.TOKENS
+        # Reserve the whole context, and what running prefills still take, or two long prompts
+        # would retract each other in turns. A turn that one forward brings to its first token may
+        # borrow what is promised to prefills: it is soon idle and can then be cooled.
+        needed = quote.context_pages
+        if quote.num_uncomputed > self._limits.num_tokens:
+            needed = total(needed, self._promised_pages())
+        if not self._reclaim(candidate, needed):
+            return BlockReason.PAGES
+        budget.take(quote.context_pages)
+        budget.num_rows -= quote.needs_row
+        budget.num_tokens -= num_tokens
+        self.work[turn.turn_id] = num_tokens
+        return None
+
+    def _promised_pages(self) -> Iterator[PoolPages]:
+        """Yield the pages that each running prefill still takes after this forward."""
+        for turn in self._claims.running:
+            if turn.num_uncomputed > 1:
+                num_tokens = self._claims.work.get(turn.turn_id, 0)
+                claimed = self._budget.new_pages(num_tokens, turn.num_spare)
+                yield tuple(max(0, num_pages - claimed) for num_pages in turn.promised_pages)
+
+    def _reclaim(self, candidate: Candidate, needed: PoolPages) -> bool:
+        """Cool idle sessions until `needed` pages and a row are there; return whether they are.
+
+        Nothing is cooled in vain, except when nothing runs.
+        """
+        quote, budget = candidate.quote, self._budget
+        shortage = Shortage(budget.pages, needed, quote.needs_row - budget.num_rows)
+        if shortage and self._is_anybody_running():
+            # Compare with the totals first: asking every session in vain, in every step, would cost
+            # a step O(idle sessions).
+            idle = budget.idle.remaining()
+            num_sessions, pages = idle.num_sessions, idle.freed_pages
+            if quote.own_pages is not None:
+                num_sessions, pages = num_sessions - 1, less(pages, quote.own_pages)
+            if not shortage.can_be_met(num_sessions, pages):
+                return False
+        own_session = budget.idle.ask(shortage, candidate.turn.session_id)
+        if not shortage:
+            budget.idle.put_back(shortage.spared)
+            budget.cool(shortage.cooled)
+            return True
+        asked = shortage.asked
+        if own_session is not None:
+            # A turn that rewinds its session needs less than the session holds. Once that is cold,
+            # the next plan prices the turn without the pages that the rewind drops.
+            asked.append(own_session)
+        if self._is_anybody_running():
+            budget.idle.put_back(asked)
+        else:
+            # No running turn will ever give pages back. Sessions that share pages report none of
+            # them, so cool all: the next plan sees what has come free.
+            budget.cool(asked)
+        return False
