@@ -1,4 +1,7 @@
-"""Turns outcomes of forwards into tokens and ends. Only here, and only once, does a turn end."""
+"""Settle: record what a forward computed, report its tokens, and end turns.
+
+A turn ends here and nowhere else, and only once.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ from session_server.engine.turn import Turn, TurnState
 
 
 class Settler:
-    """Writes what forwards gave into cache and turns, and ends turns.
+    """Write the results of forwards into the cache and the turns, and end turns.
 
-    `suspects`: turns of a forward that the device refused. Each is launched once more, alone, so
-    that one poisonous turn does not take its neighbours with it; failing again ends it.
+    `suspects`: turns of a forward that failed on the device. Each is launched once more, alone, so
+    that a turn that makes forwards fail does not end its neighbors too. A second failure ends it.
     """
 
     def __init__(
@@ -53,7 +56,13 @@ class Settler:
         self.suspects: list[Turn] = []
 
     def settle(self, launch: Batch, result: StepResult, now_s: float) -> None:
-        """Take in the result of the oldest launch."""
+        """Record the result of the oldest launch in flight.
+
+        Args:
+            launch: what was launched.
+            result: one outcome per row of `launch`, in its order, or an error of the device.
+            now_s: time of this step, for the timings of turns.
+        """
         assert launch.step == result.step, "results come in launch order"
         self._counters.steps += 1
         self._counters.forward_s += result.forward_s
@@ -64,10 +73,13 @@ class Settler:
         for row, outcome in zip(launch.rows, result.rows, strict=True):
             turn = self._scheduler.find_incarnation(row)
             if turn is None:
+                # With overlap, the turn may have ended or been retracted after this launch. Its row
+                # and pages may belong to another turn by now, so nothing is recorded.
                 self._counters.overshoots += 1
                 continue
             turn.clock.forward_s += result.forward_s
             turn.clock.num_steps += 1
+            # Only this turn fails: NaN in one row does not spread to the other rows of a forward.
             if outcome.finite:
                 self._settle_row(turn, row, outcome, now_s)
             else:
@@ -82,13 +94,21 @@ class Settler:
         num_outputs: int | None,
         matched_token: int | None = None,
     ) -> None:
-        """End a turn well. `num_outputs` of its outputs and its input stay in the history;
+        """End a turn without an error, and report what the engine keeps of it.
 
-        with None the session is as it was before. A turn that waits holds nothing, so nothing of
-        it stays in the engine: the server sends it again.
+        Args:
+            turn: waiting or running.
+            reason: why it ends.
+            now_s: time of this step.
+            num_outputs: how many outputs stay in the history, behind the input; later ones were
+                sampled before a cancel or a stop string was seen. None discards the input too, and
+                the session is as it was before the turn.
+            matched_token: the stop token that ended it.
         """
         request = turn.request
         history_len, num_kept = request.base_len, 0
+        # A waiting turn holds no KV, and the cache has dropped what a retracted one had computed.
+        # The engine keeps the history before the turn; the server sends what it keeps of the rest.
         if turn.state is TurnState.RUNNING:
             if num_outputs is not None:
                 num_kept = min(num_outputs, len(turn.outputs))
@@ -111,14 +131,14 @@ class Settler:
         )
 
     def fail(self, turn: Turn, error: SessionServerError) -> None:
-        """End a turn by a fault: nothing it computed stays, the history is as before."""
+        """End a turn with an error. Discard what it computed; the history is as before the turn."""
         request = turn.request
         if turn.state is TurnState.RUNNING:
             self._cache.discard(request.turn_id)
         self.forget(turn, error)
 
     def forget(self, turn: Turn, error: SessionServerError) -> None:
-        """The rest of a failure once the cache no longer knows the turn."""
+        """End a turn with an error once the cache no longer knows the turn."""
         request = turn.request
         self._let_go(turn)
         self._outbox.emit(
@@ -140,16 +160,19 @@ class Settler:
     def _settle_row(self, turn: Turn, row: BatchRow, outcome: RowResult, now_s: float) -> None:
         admission = turn.borrowed
         assert row.start == admission.computed_len, "rows settle in the order of positions"
+        # Before a stop token cuts off the rest: those drafts were accepted too.
         if row.num_drafts:
             self._settle_drafts(turn, row, len(outcome.token_ids) - 1)
         token_ids = self._until_stop(turn, outcome.token_ids)
         num_certain = row.num_tokens - row.num_drafts
+        # Each accepted draft has computed its own position. The last token of `token_ids` was only
+        # sampled: the next forward computes its position.
         admission.computed_len = row.start + num_certain + max(0, len(token_ids) - 1)
         admission.num_sampling -= row.sample
         turn.outputs.extend(token_ids)
         self._counters.generated_tokens += len(token_ids)
         if turn in self.suspects:
-            self.suspects.remove(turn)
+            self.suspects.remove(turn)  # its forward succeeded, so it joins the others again
         self._outbox.write(self._cache.record(turn.turn_id, admission.computed_len, token_ids))
         turn.scores.extend(outcome.scores)
         self._report_prompt(turn, now_s)
@@ -159,6 +182,7 @@ class Settler:
 
     def _report_prompt(self, turn: Turn, now_s: float) -> None:
         computed_len = turn.borrowed.computed_len
+        # Reported once. A retracted turn computes its prompt again, which the client does not see.
         if turn.clock.prompt_done_s is not None:
             return
         if computed_len < turn.prompt_len:
@@ -173,14 +197,17 @@ class Settler:
             self._outbox.emit(PromptScored(turn_id=turn.turn_id, logprobs=tuple(turn.scores)))
 
     def _settle_drafts(self, turn: Turn, row: BatchRow, num_right: int) -> None:
-        """Positions behind the first wrong guess are as if they had never been launched."""
+        """Take back the positions of rejected drafts, and adapt how many the turn drafts next."""
         turn.borrowed.launched_len -= row.num_drafts - num_right
         turn.learn(row.num_drafts, num_right)
         self._counters.draft_tokens += row.num_drafts
         self._counters.accepted_tokens += num_right
 
     def _until_stop(self, turn: Turn, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """What the turn would have said without guessing: nothing behind a stop token."""
+        """Return the tokens up to the first stop token, as they would be without drafts.
+
+        The last token is not looked at: `_finish_if_done` checks it.
+        """
         for index, token in enumerate(token_ids[:-1]):
             if self._is_stop(turn, token, len(turn.outputs) + index + 1):
                 return token_ids[: index + 1]
@@ -203,6 +230,7 @@ class Settler:
 
     def _finish_if_done(self, turn: Turn, now_s: float) -> None:
         num_outputs = len(turn.outputs)
+        # A turn with `max_new` 0 ends with the last chunk of its prompt, not with the first.
         if turn.borrowed.computed_len < turn.prompt_len:
             return
         if num_outputs and self._is_stop(turn, turn.outputs[-1], num_outputs):
@@ -217,10 +245,12 @@ class Settler:
             self.finish(turn, FinishReason.LENGTH, now_s, num_outputs=num_outputs)
 
     def _is_stop(self, turn: Turn, token: int, num_outputs: int) -> bool:
-        """Whether `token`, the `num_outputs`th output, ends the turn; it counts as output and stays
-        in the history.
+        """Return whether `token`, output number `num_outputs` counted from 1, ends the turn.
+
+        A stop token counts as output and stays in the history.
         """
         sampling = turn.request.sampling
+        # The sampler masks stop tokens until then, but when a turn ends is decided here alone.
         if num_outputs < sampling.min_tokens:
             return False
         if token in sampling.stop_token_ids:
