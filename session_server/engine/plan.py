@@ -70,7 +70,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
         refuse: a turn that must end, or all would wait forever: nothing runs, nothing more can be
             cooled, and it still lacks pages.
         blocked: the first turn left waiting, and why.
-        num_overtakings: how many of `admit` bypassed it.
+        num_bypasses: how many of `admit` bypassed it.
         is_denial: no waiting turn can be admitted before pages, rows or places come back, and this
             plan found that out. See `SchedulerView.known_denial`.
     """
@@ -81,7 +81,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     work: tuple[Work, ...]
     refuse: TurnId | None
     blocked: tuple[TurnId, BlockReason] | None
-    num_overtakings: int = 0
+    num_bypasses: int = 0
     is_denial: bool = False
 
     @property
@@ -96,7 +96,7 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     Running turns go first, oldest first. They may take pages from idle sessions, then from the
     youngest running turn. Waiting turns take what is left, in order. They may cool idle sessions
     too, but admission never causes a retraction. Turns that this forward brings to their next token
-    may bypass a blocked turn; one that waits for pages is bypassed `MAX_OVERTAKINGS` times at most.
+    may bypass a blocked turn; one that waits for pages is bypassed `MAX_BYPASSES` times at most.
 
     A turn takes as many new pages in every pool. A pool that is short asks only those that hold
     pages of that pool.
@@ -137,7 +137,7 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
         work=tuple(Work(t, n, drafts.get(t, 0)) for t, n in work.items()),
         refuse=_turn_to_refuse(claims.running, admission.blocked) if is_stuck else None,
         blocked=admission.blocked,
-        num_overtakings=admission.num_overtakings,
+        num_bypasses=admission.num_bypasses,
         is_denial=is_unchanged
         and not prefilling
         and known_denial is None

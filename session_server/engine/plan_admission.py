@@ -13,7 +13,7 @@ from session_server.engine.plan_tokens import Candidate
 from session_server.engine.scheduler_view import BlockReason, Limits, WaitingTurn
 from session_server.engine.shortage import PoolPages, Shortage, less, total
 
-MAX_OVERTAKINGS: Final = 64
+MAX_BYPASSES: Final = 64
 """How many shorter turns may bypass a turn that waits for pages."""
 
 
@@ -23,7 +23,7 @@ class AdmissionPass:
     Attributes:
         work: tokens of the admitted turns, in order of admission.
         blocked: the first turn that cannot be admitted, and why.
-        num_overtakings: admitted turns that bypassed `blocked`.
+        num_bypasses: admitted turns that bypassed `blocked`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AdmissionPass:
         self._limits = limits
         self.work: dict[TurnId, int] = {}
         self.blocked: tuple[TurnId, BlockReason] | None = None
-        self.num_overtakings = 0
+        self.num_bypasses = 0
 
     def deny(self, blocked: tuple[TurnId, BlockReason]) -> None:
         """Admit nobody, for a reason that an earlier plan has found."""
@@ -61,9 +61,9 @@ class AdmissionPass:
                 if reason is not None:
                     self.blocked = candidate.turn.turn_id, reason
                     max_bypasses = self._max_bypasses(candidate.turn, reason, len(candidates))
-            elif max_bypasses > self.num_overtakings and self._may_bypass(candidate):
+            elif max_bypasses > self.num_bypasses and self._may_bypass(candidate):
                 reason = self._try_admit(candidate)
-                self.num_overtakings += reason is None
+                self.num_bypasses += reason is None
                 if reason is BlockReason.PAGES:
                     break  # the next one would ask idle sessions in vain too, which is expensive
         if self.blocked is None:
@@ -100,7 +100,7 @@ class AdmissionPass:
                 return num_candidates  # no bound: the next forwards bring it tokens
             case BlockReason.PAGES if self._is_anybody_running():
                 # Bounded, since whoever bypasses it may take the pages that it waits for.
-                return max(0, MAX_OVERTAKINGS - turn.num_overtakings)
+                return max(0, MAX_BYPASSES - turn.times_bypassed)
             case BlockReason.PAGES | BlockReason.TURNS | BlockReason.SHORTAGE:
                 # Without a running turn no pages come back, so this one must be refused or helped
                 # first; a place or a shortage of running turns blocks everybody.

@@ -117,7 +117,7 @@ class Scheduler:
             elif turn.turn_id in admitted:
                 self._retract(turn, applied)
         if plan.blocked is not None and plan.blocked[1] is BlockReason.PAGES:
-            self._turns[plan.blocked[0]].clock.num_overtakings += plan.num_overtakings
+            self._turns[plan.blocked[0]].clock.times_bypassed += plan.num_bypasses
         return applied
 
     def _cool(self, session_ids: Iterable[SessionId], applied: Applied) -> None:

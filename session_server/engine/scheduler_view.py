@@ -96,8 +96,8 @@ class WaitingTurn(Protocol):
     def session_id(self) -> SessionId: ...
 
     @property
-    def num_overtakings(self) -> int:
-        """Turns that have passed it while it waited for pages."""
+    def times_bypassed(self) -> int:
+        """Turns behind it that were admitted while it waited for pages."""
         ...
 
     def quote(self) -> AdmissionQuote:

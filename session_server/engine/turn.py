@@ -70,7 +70,7 @@ class Admission:
 class TurnClock:
     """When things happened to a turn, in the seconds that `Engine.step` is given, and how often.
 
-    `num_overtakings`: turns that passed it while it waited for pages.
+    `times_bypassed`: turns admitted before it while it waited for pages.
     """
 
     submitted_s: float
@@ -80,7 +80,7 @@ class TurnClock:
     forward_s: float = 0.0
     num_steps: int = 0
     num_retractions: int = 0
-    num_overtakings: int = 0
+    times_bypassed: int = 0
 
     def timings(self, now_s: float) -> TurnTimings:
         """The durations so far; a stage that was not reached lasts until now or took no time."""

@@ -131,9 +131,9 @@ class LiveWaiting(msgspec.Struct, gc=False):
         return self.turn.request.session_id
 
     @property
-    def num_overtakings(self) -> int:
+    def times_bypassed(self) -> int:
         """See `WaitingTurn`."""
-        return self.turn.clock.num_overtakings
+        return self.turn.clock.times_bypassed
 
     def quote(self) -> AdmissionQuote:
         """See `WaitingTurn`."""

@@ -426,7 +426,7 @@ ENGINE = (
         "it is not waited for",
     ),
     _constant(
-        "engine.plan_admission:MAX_OVERTAKINGS",
+        "engine.plan_admission:MAX_BYPASSES",
         "shorter turns that bypass one that waits for pages",
         "turns",
         "none bypasses it any more",

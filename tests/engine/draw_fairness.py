@@ -64,7 +64,7 @@ def main(path: Path) -> None:
     for label, is_fair in (("first come, first served", False), ("as it is", True)):
         rules = nullcontext() if is_fair else FIRST_COME_TAKES_ALL.apply()
         passing = patch.object(
-            plan_admission, "MAX_OVERTAKINGS", plan_admission.MAX_OVERTAKINGS if is_fair else 0
+            plan_admission, "MAX_BYPASSES", plan_admission.MAX_BYPASSES if is_fair else 0
         )
         with rules, passing:
             for axes, values, play in (

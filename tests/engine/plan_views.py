@@ -26,7 +26,7 @@ class FakeWaiting:
     turn_id: TurnId
     session_id: SessionId
     price: AdmissionQuote
-    num_overtakings: int = 0
+    times_bypassed: int = 0
 
     def quote(self) -> AdmissionQuote:
         return self.price

@@ -10,7 +10,7 @@ from msgspec import structs
 from cache.types import SessionId, TurnId
 from session_server.engine import plan as plan_module
 from session_server.engine.plan import plan_step
-from session_server.engine.plan_admission import MAX_OVERTAKINGS
+from session_server.engine.plan_admission import MAX_BYPASSES
 from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.shortage import PoolPages
 from tests.engine import plan_views
@@ -57,18 +57,18 @@ def test_behind_a_turn_that_waits_for_pages_only_those_come_that_are_soon_done()
     )
     plan = plan_step(view, LIMITS)
     assert plan.blocked == ("big", BlockReason.PAGES)
-    assert (plan.admit, plan.num_overtakings) == (("short", "late"), 2)
+    assert (plan.admit, plan.num_bypasses) == (("short", "late"), 2)
 
 
 def test_a_turn_that_waits_for_pages_is_passed_only_so_often() -> None:
-    big = replace(waiting("big", 40), num_overtakings=MAX_OVERTAKINGS - 1)
+    big = replace(waiting("big", 40), times_bypassed=MAX_BYPASSES - 1)
     view = FakeView(
         running=(running("r", 1, spare=1),),
         waiting=(big, waiting("one", 2), waiting("two", 2)),
         headroom_pages=(9,),
     )
     assert plan_step(view, LIMITS).admit == ("one",)
-    tired = replace(big, num_overtakings=MAX_OVERTAKINGS)
+    tired = replace(big, times_bypassed=MAX_BYPASSES)
     assert plan_step(replace(view, waiting=(tired, *view.waiting[1:])), LIMITS).admit == ()
 
 

@@ -102,7 +102,7 @@ def test_prompts_that_do_not_fit_together_do_not_hold_up_those_that_do() -> None
 def test_a_turn_that_waits_for_pages_is_not_starved_by_those_that_pass_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan_admission, "MAX_OVERTAKINGS", 8)
+    monkeypatch.setattr(plan_admission, "MAX_BYPASSES", 8)
     crowd = Crowd(replace(ROOMY, num_pages=100, max_context_len=390))
     crowd.submit("first", 100, max_new=40)
     crowd.submit("hog", 380)

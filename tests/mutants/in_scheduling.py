@@ -196,7 +196,7 @@ QUEUE_IS_OVERTAKEN = Mutant(
     "systematic",
     Edit(
         "session_server.engine.plan_admission:AdmissionPass.admit",
-        "elif max_bypasses > self.num_overtakings and self._may_bypass(candidate):",
+        "elif max_bypasses > self.num_bypasses and self._may_bypass(candidate):",
         "else:",
     ),
 )
