@@ -43,12 +43,12 @@ class AdmissionPass:
         self.num_bypasses = 0
 
     def deny(self, blocked: tuple[TurnId, BlockReason]) -> None:
-        """Admit nobody, for a reason that an earlier plan has found."""
+        """Admit no turn, for a reason that an earlier plan found."""
         turn_id, reason = blocked
         self.blocked = turn_id, BlockReason.SHORTAGE if self._claims.has_shortage else reason
 
     def admit(self, candidates: Sequence[Candidate], waiting: Iterable[WaitingTurn]) -> None:
-        """Admit candidates in order. Behind the first that is blocked only bypassing turns come.
+        """Admit candidates in order. Behind the first that is blocked, admit only some.
 
         Args:
             candidates: the first turns of `waiting`, priced.
@@ -70,7 +70,7 @@ class AdmissionPass:
             self._block_first_unpriced(itertools.islice(waiting, len(candidates), None))
 
     def _block_first_unpriced(self, rest: Iterator[WaitingTurn]) -> None:
-        """Every candidate was admitted: the next one in line waits for a place or for tokens."""
+        """Report the first turn behind the candidates: it lacks a place, or else tokens."""
         turn = next(rest, None)
         if turn is not None:
             is_full = self._num_free_places() == 0
@@ -102,8 +102,8 @@ class AdmissionPass:
                 # Bounded, since whoever bypasses it may take the pages that it waits for.
                 return max(0, MAX_BYPASSES - turn.times_bypassed)
             case BlockReason.PAGES | BlockReason.TURNS | BlockReason.SHORTAGE:
-                # Without a running turn no pages come back, so this one must be refused or helped
-                # first; a place or a shortage of running turns blocks everybody.
+                # Without a running turn no pages come back, so this turn must come first, or be
+                # refused. A lack of places, or of pages for running turns, blocks every turn.
                 return 0
             case _:
                 assert_never(reason)
@@ -145,9 +145,9 @@ class AdmissionPass:
                 yield tuple(max(0, num_pages - claimed) for num_pages in turn.promised_pages)
 
     def _reclaim(self, candidate: Candidate, needed: PoolPages) -> bool:
-        """Cool idle sessions until `needed` pages and a row are there; return whether they are.
+        """Cool idle sessions for `needed` pages and a row, and return whether there are enough.
 
-        Nothing is cooled in vain, except when nothing runs.
+        If there are not, cool none, unless nothing runs.
         """
         quote, budget = candidate.quote, self._budget
         shortage = Shortage(budget.pages, needed, quote.needs_row - budget.num_rows)
@@ -173,7 +173,7 @@ class AdmissionPass:
         if self._is_anybody_running():
             budget.idle.put_back(asked)
         else:
-            # No running turn will ever give pages back. Sessions that share pages report none of
-            # them, so cool all: the next plan sees what has come free.
+            # No running turn will give pages back. Sessions that share pages report none of them,
+            # so cool all: it may free more than was counted, and the next plan sees that.
             budget.cool(asked)
         return False

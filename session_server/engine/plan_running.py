@@ -1,4 +1,4 @@
-"""Pages for running turns: who is short cools idle sessions, then retracts younger turns."""
+"""Pages for running turns. If they run short, cool idle sessions, then retract younger turns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from session_server.engine.shortage import Shortage, total
 
 
 class RunningClaims(msgspec.Struct, frozen=True, gc=False):
-    """What running turns got.
+    """What running turns get in this forward.
 
-    `running`: those that are not retracted, oldest first. `work`: tokens of those that go on.
-    `is_oldest_short`: the oldest turn lacks pages although everything was taken for it.
+    `running`: turns that are not retracted, oldest first. `work`: tokens of those with pages.
+    `retracted`: in order, each time the youngest first. `is_oldest_short`: the oldest turn lacks
+    pages although everything was taken for it.
     """
 
     running: Sequence[RunningTurn]
@@ -36,15 +37,17 @@ def claim_pages(
     """Take pages for the shares of running turns, oldest first; the youngest may be retracted."""
     running, work, retracted = list(turns), dict[TurnId, int](), list[TurnId]()
     is_oldest_short, index = False, 0
-    # Not a `for`: reclaiming removes turns behind `index`.
+    # Not a `for` loop: retraction removes turns behind `index`.
     while index < len(running):
         turn = running[index]
         num_tokens = shares.get(turn.turn_id, 0)
         num_pages = budget.new_pages(num_tokens, turn.num_spare)
         if num_tokens > 0 and not budget.has_pages(num_pages):
-            lost = _reclaim(running, index, num_pages, budget)
-            retracted += [other.turn_id for other in lost]
-            running = [other for other in running if other.turn_id not in retracted]
+            lost = [other.turn_id for other in _reclaim(running, index, num_pages, budget)]
+            retracted += lost
+            if lost:
+                gone = set(lost)
+                running = [other for other in running if other.turn_id not in gone]
         if num_tokens > 0 and budget.has_pages(num_pages):
             budget.grow(num_pages)
             work[turn.turn_id] = num_tokens
@@ -82,13 +85,13 @@ def _reclaim(
     if not shortage:
         budget.idle.put_back(shortage.spared)
     elif not is_oldest:
-        # The totals sufficed but not in the right pools. This turn waits for older ones to end.
+        # The totals counted more than was given. Take nothing: this turn waits for older ones.
         budget.idle.put_back(shortage.asked)
         return ()
     else:
-        # Everybody's progress depends on the oldest turn. Sessions that share pages report none of
-        # them, so take everything, even if the count says that it is not enough: the next plan
-        # sees what has come free.
+        # All others wait for the oldest turn. Sessions that share pages report none of them, so
+        # take everything, although the count says that it is not enough: it may free more than
+        # was counted, and the next plan sees that.
         cooled, retracted = shortage.asked, list(younger)
     budget.cool(cooled)
     budget.retract(retracted)

@@ -41,7 +41,8 @@ def price_waiting(
         return
     short_len, num_short_tokens = share_len(limits.num_tokens), 0
     for turn in itertools.islice(view.waiting, limits.num_turns):
-        # Short turns are met whole. Once they fill the forward, nobody behind them gets a token.
+        # Short turns get all they lack. Once they fill the forward, no turn behind them gets a
+        # token, so its price is not needed.
         if num_short_tokens >= limits.num_tokens:
             return
         candidate = Candidate(turn, turn.quote())

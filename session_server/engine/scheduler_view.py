@@ -51,7 +51,7 @@ class RunningTurn(Protocol):
 
     @property
     def num_drafts(self) -> int:
-        """Guesses it could verify besides; only with a single uncomputed position."""
+        """Drafts that it could verify too; 0 unless a single position is uncomputed."""
         ...
 
     @property
