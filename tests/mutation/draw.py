@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -18,6 +19,7 @@ from tests.mutation.stages import serving_files
 OPERATORS = {
     name: get_operator(name)() for name in operator_names() if not get_operator(name).arguments()
 }
+FLAGS: Final = {"frozen", "kw_only", "slots"}
 Position = tuple[int, int]
 Site = tuple[Path, Position, str]
 """A file, where in it, and the kind of operator: eleven ways to replace one `+` are one site."""
@@ -73,17 +75,20 @@ def _mutants(source: str, path: Path) -> Iterator[MutationSpec]:
 
 
 def _ignored(tree: ast.Module) -> Iterator[tuple[Position, Position, str]]:
-    """Yield spans, and the operators that change nothing in them: `|` between types in annotations,
-    which are not evaluated, and flags of `@dataclass(frozen=True, slots=True)`."""
+    """Yield spans, and the operators that change nothing in them: `|` in annotations, which are not
+    evaluated, and flags of classes that only restrict how they may be used."""
     for node in ast.walk(tree):
         annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         for annotation in annotations:
             if isinstance(annotation, ast.expr):
                 yield (*_span(annotation), "_BitOr_")
         if isinstance(node, ast.ClassDef):
-            for decorator in node.decorator_list:
-                if "dataclass" in ast.unparse(decorator):
-                    yield (*_span(decorator), "ReplaceTrueWithFalse")
+            flags = [
+                decorator for decorator in node.decorator_list if "dataclass" in ast.dump(decorator)
+            ]
+            flags += [keyword.value for keyword in node.keywords if keyword.arg in FLAGS]
+            for flag in flags:
+                yield (*_span(flag), "ReplaceTrueWithFalse")
 
 
 def _span(node: ast.expr) -> tuple[Position, Position]:

@@ -46,6 +46,7 @@ class Judge:
             self._seconds = json.loads(self._seconds_path.read_text())
         self._start_s = 5.0
         self._reliable: set[str] = set()
+        """Test files that have passed as a whole, and tests that have passed without a mutant."""
         self.unusable: set[str] = set()
         """Test files that failed without a mutant: they kill nothing."""
 
@@ -85,8 +86,8 @@ class Judge:
     def _killer(self, tree: Tree, spec: MutationSpec, group: Sequence[str]) -> str | None:
         """Return the first test of a group that notices the mutant, None if all pass.
 
-        A failure counts if the same test passes without the mutant, and a timeout if the same
-        files then end within a third of it.
+        A failure counts if its file has passed before or the test passes without the mutant, a
+        timeout if the same files then end within a third of it.
         """
         while files := sorted(set(group) - self.unusable, key=self._expected_s):
             limit_s = 3 * sum(map(self._expected_s, files), self._start_s) + 5
@@ -101,7 +102,7 @@ class Judge:
                 self.unusable |= {name.split("::")[0] for name in right.failed}
                 continue
             test = run.failed[0] if run.failed else files[0]
-            if test not in self._reliable:
+            if not {test, test.split("::")[0]} & self._reliable:
                 again = [test] if "::" in test else ["--collect-only", test]
                 if not self._run(tree, again, _MAX_UNMUTATED_S).passed:
                     self.unusable.add(test.split("::")[0])
@@ -125,6 +126,7 @@ class Judge:
             name: s for name, s in run.seconds.items() if name in files and name not in failed
         }
         self._seconds |= passed
+        self._reliable |= passed.keys()
         if passed:
             self._start_s = max(1.0, run.took_s - sum(run.seconds.values()))
             self._seconds_path.write_text(json.dumps(self._seconds, indent=1))

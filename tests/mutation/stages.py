@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Final
 
 NOT_SERVING: Final = {"session_server/bench", "session_server/demo", "session_server/inspector"}
-NEVER: Final = ("tests/mutants/", "tests/mutation/", "tests/docs/", "tests/examples/")
-"""Tests about tests and pages, and those that build environments."""
+NEVER: Final = (
+    "tests/mutants/",
+    "tests/mutation/",
+    "tests/scenarios/test_catalogue.py",
+    "tests/examples/",
+    "tests/wire/test_wheel.py",
+    "tests/test_contracts.py",
+    "tests/test_shape.py",
+    "tests/test_tooling.py",
+)
+"""Tests that look at the text of the code, which every mutant changes, or build environments."""
 
 LONGEST: Final = ("tests/sim/test_million.py", "tests/oracle/test_detours.py")
 """Tests that come after all others."""
@@ -31,7 +40,7 @@ NEIGHBORS: Final = {
     "session_server/text": "sessions web faults wire",
     "session_server/web": "faults wire client chaos",
 }
-"""Directories of tests that come after the mirrored one; a package without an entry has none."""
+"""Directories of tests after the mirrored one; `tests/docs`, which knows bounds, is always last."""
 
 
 def package_of(path: Path) -> str:
@@ -68,7 +77,7 @@ def stages(root: Path, path: Path) -> list[list[str]]:
         direct,
         *(
             [test for test in imports if test.startswith(f"tests/{neighbor}/")]
-            for neighbor in NEIGHBORS.get(package, "").split()
+            for neighbor in (*NEIGHBORS[package].split(), "docs")
         ),
     ]
     last = [test for group in groups for test in group if test in LONGEST]
