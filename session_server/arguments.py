@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-KEY_ADVICE: Final = "this server asks for a key: give it with --api-key"
+from session_server.core.owner import KEY_VARIABLE
+
+KEY_ADVICE: Final = f"this server asks for a key: give it with --api-key or in {KEY_VARIABLE}"
 """What a command says to whom a server has refused."""
 
 
@@ -45,4 +48,9 @@ def add_server(parser: argparse.ArgumentParser, *, about: str, default: str | No
     group = parser.add_argument_group("server", "Which server, and who asks.")
     shown = f"{about} (default: {default})" if default else about
     group.add_argument("--url", default=default, help=shown)
-    group.add_argument("--api-key", metavar="KEY", help="shown to the server")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get(KEY_VARIABLE) or None,
+        help=f"shown to the server (default: what {KEY_VARIABLE} holds, which ps does not show)",
+    )

@@ -225,8 +225,23 @@ class HttpSettings(_Part):
         Bound("", "limits nothing"),
     ] = 30000
     api_key: Annotated[
-        SecretStr | None, Field(description="clients must show it; none: open to who can connect")
+        SecretStr | None,
+        Field(description="a key that clients must show; every user of this machine sees it in ps"),
     ] = None
+    api_key_file: Annotated[
+        Path | None,
+        Field(
+            description="keys that clients must show, one per line: [NAME] KEY, or [NAME] "
+            "sha256:HEX; keys of one name have one owner"
+        ),
+    ] = None
+    allow_open: Annotated[
+        bool, Field(description="serve everybody who can connect, from elsewhere and without a key")
+    ] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Field(max_length=64, description="names by which clients reach this server"),
+    ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],
         Field(max_length=64, description="browser origins besides this host and loopback"),

@@ -64,6 +64,9 @@ FLAGS: Final = (
     Flag(("--host",), "http", "host"),
     Flag(("--port",), "http", "port"),
     Flag(("--api-key",), "http", "api_key"),
+    Flag(("--api-key-file",), "http", "api_key_file"),
+    Flag(("--allow-open",), "http", "allow_open", True),
+    Flag(("--allowed-host",), "http", "allowed_hosts"),
     Flag(("--allowed-origin",), "http", "allowed_origins"),
     Flag(("--max-message-bytes",), "http", "max_message_bytes"),
     Flag(("--max-connections",), "http", "max_connections"),
@@ -101,7 +104,7 @@ MEANINGLESS_VALUES: Final = (
     "--watchdog-timeout",
 )
 
-_REPEATED: Final = frozenset({"allowed_origins"})
+_REPEATED: Final = frozenset({"allowed_hosts", "allowed_origins"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +159,7 @@ def _add_flag(group: argparse._ArgumentGroup, flag: Flag, defaults: BaseModel) -
             *flag.names,
             action="store_const",
             const=flag.constant,
-            help=f"do not {description}",
+            help=f"do not {description}" if flag.constant is False else description,
             **options,
         )
         return

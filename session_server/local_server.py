@@ -6,6 +6,7 @@ the same shut-down as in production.
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import signal
@@ -17,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
+
+from session_server.core.owner import KEY_VARIABLE
 
 _READY: Final = re.compile(r"listening on (http://\S+)")
 _TAIL_LINES: Final = 40
@@ -69,7 +72,13 @@ class LocalServer:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(  # noqa: S603 - our own argv, no shell
-            self._argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+            self._argv,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+            # A key in the environment is meant for another server.
+            env={name: value for name, value in os.environ.items() if name != KEY_VARIABLE},
         )
         threading.Thread(target=self._read_lines, daemon=True).start()
         deadline = time.monotonic() + self._start_timeout_s

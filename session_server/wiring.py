@@ -24,11 +24,12 @@ from typing import Any, Final
 
 import msgspec
 
-from session_server.config import EngineMode, Settings
+from session_server.config import EngineMode, HttpSettings, Settings
 from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineEvent, EngineReady
+from session_server.core.owner import KEY_VARIABLE
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.process import EngineProcess, ProcessSettings
 from session_server.engine_host.restarts import RestartPolicy
@@ -44,19 +45,23 @@ from session_server.sessions.salts import TenantSalts
 from session_server.text.model_text import ModelText
 from session_server.web import app as web_app
 from session_server.web import server as web_server
+from session_server.web.keys import KeyRing, is_readable_by_all, key_ring
 from session_server.web.listener import (
     bind,
     limits_that_fit,
     raise_descriptor_limit,
     readers_that_fit,
 )
-from session_server.web.services import AppServices, ModelCard, WebSettings, digest_of
+from session_server.web.request_guard import is_loopback
+from session_server.web.services import AppServices, ModelCard, WebSettings
 
 _logger: Final = logging.getLogger(LOGGER_NAME)
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_UNUSABLE: Final = 2
+
+_SECRET: Final = {"http": {"api_key", "api_key_file"}}
 
 _TOKEN_TEXTS_KEPT: Final = 1 << 16
 """Texts of single tokens kept for logprobs."""
@@ -66,11 +71,18 @@ _MAX_TURNS: Final = 16_384
 
 
 def serve(settings: Settings) -> int:
-    """Serve until a signal. Returns the exit status: 2 when the model cannot be used, 1 when the
-    engine or the address failed, 0 after a clean shutdown."""
+    """Serve until a signal. Returns the exit status: 2 when the model or the keys cannot be used, 1
+    when the engine or the address failed, 0 after a clean shutdown."""
     logger = configure_logging(settings.http.log_level, settings.http.log_format)
     try:
-        return asyncio.run(_serve(settings, logger))
+        # Taken out, so that the processes we start do not have it.
+        keys = keys_of(settings.http, environment=os.environ.pop(KEY_VARIABLE, None))
+        check_exposure(settings.http, keys)
+    except ValueError as error:
+        print(f"session-server serve: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    try:
+        return asyncio.run(_serve(settings, keys, logger))
     except EngineUnavailable as error:
         print(f"session-server serve: the engine did not start: {error.message}", file=sys.stderr)
     except OSError as error:
@@ -80,7 +92,34 @@ def serve(settings: Settings) -> int:
     return EXIT_FAILED
 
 
-async def _serve(settings: Settings, logger: logging.Logger) -> int:
+def keys_of(http: HttpSettings, *, environment: str | None) -> KeyRing:
+    """Return the keys of the command line, the environment and the file.
+
+    Raises:
+        InvalidKeys: one is empty or malformed, or the file cannot be used.
+    """
+    given = None if http.api_key is None else http.api_key.get_secret_value()
+    keys = key_ring(given=given, environment=environment, path=http.api_key_file)
+    if given is not None:
+        _logger.warning(
+            "every user of this machine can see --api-key with ps: better is --api-key-file, or %s",
+            KEY_VARIABLE,
+        )
+    if http.api_key_file is not None and is_readable_by_all(http.api_key_file):
+        _logger.warning("every user of this machine can read --api-key-file")
+    return keys
+
+
+def check_exposure(http: HttpSettings, keys: KeyRing) -> None:
+    """Raise ValueError where everybody in the network would be served, unasked."""
+    if keys.is_open and not http.allow_open and not is_loopback(http.host):
+        raise ValueError(
+            f"--host {http.host} without a key would serve everybody who can connect: give "
+            f"--api-key-file FILE or {KEY_VARIABLE}, or say --allow-open"
+        )
+
+
+async def _serve(settings: Settings, keys: KeyRing, logger: logging.Logger) -> int:
     # Before the engine: what it would refuse is refused at once, and an address in use should not
     # take a model's loading time to find out.
     try:
@@ -94,7 +133,7 @@ async def _serve(settings: Settings, logger: logging.Logger) -> int:
         listener = bind(settings.http.host, settings.http.port)
         with contextlib.closing(listener):
             return await _serve_on(
-                listener, settings, directory=directory, text=text, logger=logger
+                listener, settings, keys=keys, directory=directory, text=text, logger=logger
             )
     finally:
         await text.close()
@@ -104,6 +143,7 @@ async def _serve_on(
     listener: socket.socket,
     settings: Settings,
     *,
+    keys: KeyRing,
     directory: Path,
     text: ModelText,
     logger: logging.Logger,
@@ -115,7 +155,9 @@ async def _serve_on(
     logger.info("starting the engine model=%s", directory.name)
     ready = await manager.start()
     try:
-        services = make_services(settings, manager, metrics, directory=directory, ready=ready)
+        services = make_services(
+            settings, manager, metrics, keys=keys, directory=directory, ready=ready
+        )
         app = web_app.create_app(services)
         # What is here now stays: the collector need not look at it again, which takes 50 ms.
         gc.collect()
@@ -182,7 +224,7 @@ def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
         from session_server.engine_wiring import build_engine
 
         return InlineEngine(lambda: build_engine(settings))
-    frame = settings.model_dump_json(exclude={"http": {"api_key"}}).encode()
+    frame = settings.model_dump_json(exclude=_SECRET).encode()
     return EngineProcess(
         ProcessSettings(
             argv=(sys.executable, "-m", "session_server", "_engine"),
@@ -223,6 +265,7 @@ def make_services(
     *,
     directory: Path,
     ready: EngineReady,
+    keys: KeyRing | None = None,
 ) -> AppServices:
     """What the web layer is given."""
     text = manager.text
@@ -240,14 +283,13 @@ def make_services(
                 text.default_sampling, seed=settings.model.random_seed
             ),
         ),
-        settings=_web_settings(settings),
-        server_args=settings.model_dump(mode="json", exclude={"http": {"api_key"}}),
+        settings=_web_settings(settings, keys or KeyRing()),
+        server_args=settings.model_dump(mode="json", exclude=_SECRET),
     )
 
 
-def _web_settings(settings: Settings) -> WebSettings:
+def _web_settings(settings: Settings, keys: KeyRing) -> WebSettings:
     http = settings.http
-    key = http.api_key.get_secret_value() if http.api_key else None
     descriptors = raise_descriptor_limit(http.max_connections)
     max_readers = readers_that_fit(http.max_connections, descriptors=descriptors)
     if max_readers < http.max_connections:
@@ -260,7 +302,8 @@ def _web_settings(settings: Settings) -> WebSettings:
     return WebSettings(
         host=http.host,
         port=http.port,
-        key_digests=(digest_of(key),) if key else (),
+        keys=keys,
+        hosts=http.allowed_hosts,
         allowed_origins=http.allowed_origins,
         max_message_bytes=http.max_message_bytes,
         max_connections=max_readers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +22,10 @@ class Owner:
     def __post_init__(self) -> None:
         if not 0.0 < self.share <= 1.0:
             raise ValueError(f"share must lie in (0, 1], is {self.share}")
+
+
+ANONYMOUS: Final = Owner("anonymous")
+"""Everybody, where no key is asked for."""
+
+KEY_VARIABLE: Final = "SESSION_SERVER_API_KEY"
+"""Environment variable of a key: the one that clients show, and one that `serve` asks for."""

@@ -1,24 +1,19 @@
 """Who asks: an API key becomes the owner of sessions, and without one nothing is shown.
 
-Keys are kept and compared as digests, in constant time. The check is a dependency of the whole
-application, so that a route is closed unless it is named in `PUBLIC_ROUTES`; it looks at the route
-that was matched, never at the path.
+The check is a dependency of the whole application, so that a route is closed unless it is named in
+`PUBLIC_ROUTES`; it looks at the route that was matched, never at the path.
 """
 
 from __future__ import annotations
 
-import hmac
 from typing import Final
 
 from starlette.requests import HTTPConnection
 
-from session_server.core.errors import Unauthorized
 from session_server.core.owner import Owner
-from session_server.web.services import AppServices, digest_of
+from session_server.web.services import AppServices
 
 PUBLIC_ROUTES: Final = frozenset({"index", "health", "ready"})
-ANONYMOUS: Final = Owner("anonymous")
-MAX_KEY_CHARS: Final = 512
 BEARER_PROTOCOL: Final = "bearer."
 
 
@@ -27,23 +22,6 @@ def services_of(connection: HTTPConnection) -> AppServices:
     services = connection.app.state.services
     assert isinstance(services, AppServices), "create_app set it"
     return services
-
-
-def owner_of(services: AppServices, key: str | None) -> Owner:
-    """The owner behind a key.
-
-    Raises:
-        Unauthorized: keys are required, and this is none of them.
-    """
-    digests = services.settings.key_digests
-    if not digests:
-        return ANONYMOUS
-    digest = digest_of((key or "")[:MAX_KEY_CHARS])
-    # Every digest is compared, so that the time tells nothing.
-    matches = [hmac.compare_digest(digest, known) for known in digests]
-    if key is None or not any(matches):
-        raise Unauthorized("A valid API key is required: Authorization: Bearer <key>.")
-    return Owner(digest)
 
 
 def header_key(connection: HTTPConnection) -> str | None:
@@ -61,4 +39,4 @@ async def authorize(connection: HTTPConnection) -> Owner | None:
     route = connection.scope.get("route")
     if getattr(route, "name", None) in PUBLIC_ROUTES:
         return None
-    return owner_of(services_of(connection), header_key(connection))
+    return services_of(connection).settings.keys.owner_of(header_key(connection))

@@ -5,6 +5,7 @@ smuggling), a body that is not too large.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Sequence
 from typing import Final
@@ -19,6 +20,14 @@ from session_server.web.services import WebSettings
 
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST: Final = re.compile(r"^(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253})(?::\d{1,5})?$")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name to bind is this machine's alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class RequestGuard:

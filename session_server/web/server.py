@@ -75,7 +75,7 @@ async def serve(
     url = _url_of(listener)
 
     def say_ready() -> None:
-        announce(url, ready, needs_key=bool(services.settings.key_digests))
+        announce(url, ready, needs_key=not services.settings.keys.is_open)
 
     asyncio.get_running_loop().set_exception_handler(_log_fault)
     server = DrainingServer(config_for(app, services), say_ready)

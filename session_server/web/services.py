@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,26 +10,21 @@ from session_server.core.sampling import SamplingParams
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.manager import SessionManager
 from session_server.web.connection_table import ConnectionLimits
-
-
-def digest_of(key: str) -> str:
-    """What is kept of an API key, and the owner name its sessions carry."""
-    return hashlib.sha256(key.encode()).hexdigest()
+from session_server.web.keys import KeyRing
 
 
 @dataclass(frozen=True, slots=True)
 class WebSettings:
     """Bounds of the sockets. Times in seconds, sizes in bytes.
 
-    `key_digests`: `digest_of` the API keys; empty leaves the server open to who can connect.
     `send_timeout_s`: a socket that takes nothing for so long is dropped and may resume.
-    `idle_s`: a socket that hears and says nothing for so long is closed. `hosts`: names besides
-    loopback under which a loopback-bound server answers.
+    `idle_s`: a socket that hears and says nothing for so long is closed. `hosts`: names under
+    which the server answers, besides the one it is bound to and loopback.
     """
 
     host: str = "127.0.0.1"
     port: int = 30000
-    key_digests: tuple[str, ...] = ()
+    keys: KeyRing = field(default_factory=KeyRing)
     allowed_origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     max_message_bytes: int = 1 << 20

@@ -43,7 +43,7 @@ from session_server.protocol.session_protocol import (
 )
 from session_server.sessions.journal import OffsetLost
 from session_server.sessions.views import OpenRequest, SessionView
-from session_server.web.auth import BEARER_PROTOCOL, header_key, owner_of, services_of
+from session_server.web.auth import BEARER_PROTOCOL, header_key, services_of
 from session_server.web.caller import Call, make_call
 from session_server.web.readers import Watch
 from session_server.web.refusals import error_response
@@ -93,13 +93,14 @@ class SessionSocket:
         """Serve the connection to its end."""
         try:
             key = self._offered_key()
-            needs_auth = bool(self._services.settings.key_digests) and key is None
+            keys = self._services.settings.keys
+            needs_auth = not keys.is_open and key is None
             self._protocol = SessionProtocol(
                 defaults=self._services.model.defaults,
                 needs_auth=needs_auth,
                 max_message_bytes=self._services.settings.max_message_bytes,
             )
-            owner = None if needs_auth else owner_of(self._services, key)
+            owner = None if needs_auth else keys.owner_of(key)
             if owner is None:
                 with self._sockets.unproven():
                     await self._accept()
@@ -155,7 +156,7 @@ class SessionSocket:
         if not isinstance(command, Authenticate):
             self._protocol.take_frames()
             raise Unauthorized("The first message must be session.auth.", param="type")
-        owner = owner_of(self._services, command.token)
+        owner = self._services.settings.keys.owner_of(command.token)
         self._protocol.authenticated()
         return owner
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from session_server.web.auth import ANONYMOUS
+from session_server.core.owner import ANONYMOUS
 from tests.rig.decisions import Decisions
 from tests.rig.history import ENDS
 from tests.rig.proxy import CALM, ChaosProxy, Direction, Fate, Fault

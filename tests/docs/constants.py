@@ -66,7 +66,8 @@ CONNECTIONS = (
         "connections",
         "further ones are refused: 503 `server_busy`",
     ),
-    _constant("web.auth:MAX_KEY_CHARS", "an API key", "characters", "`unauthorized`"),
+    _constant("web.keys:MAX_KEYS", "keys of a file", "keys", "the server does not start"),
+    _constant("web.keys:MAX_KEY_CHARS", "an API key", "characters", "`unauthorized`"),
     _constant("web.http_guard:STALL_S", "time in which an HTTP reader takes nothing", "s", _CLOSED),
     _constant(
         "web.services:WebSettings.send_timeout_s",

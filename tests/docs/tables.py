@@ -51,7 +51,7 @@ def flag_table() -> str:
             default = getattr(part, flag.field)
             default = getattr(default, "value", default)
             shown = "" if flag.constant is not None or default in (None, ()) else f"`{default}`"
-            prefix = "do not " if flag.constant is not None else ""
+            prefix = "do not " if flag.constant is False else ""
             yield f"| {names} | {shown} | {prefix}{field.description} |"
         ignored = ", ".join(f"`{name}`" for name in (*MEANINGLESS_SWITCHES, *MEANINGLESS_VALUES))
         yield ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
-from session_server.web.auth import ANONYMOUS
+from session_server.core.owner import ANONYMOUS
 from tests.faults.points import Points, injects
 from tests.rig.moments import SEED, turn
 from tests.rig.raw_peer import frames_in, raw_frame, request, upgrade

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from session_server.web.auth import ANONYMOUS
+from session_server.core.owner import ANONYMOUS
 from tests.faults.malformed import bodies, frames
 from tests.faults.points import Points, injects
 from tests.rig.moments import turn

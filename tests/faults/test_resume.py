@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import SessionEntry, TurnDelta
 from session_server.protocol.session_protocol import CloseCode
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import SessionLimits
-from session_server.web.auth import ANONYMOUS
 from tests.faults.points import Points, injects
 from tests.rig.moments import turn
 from tests.rig.raw_peer import RawPeer, frames_in, upgrade

@@ -10,11 +10,11 @@ import asyncio
 from typing import Any
 from unittest import mock
 
+from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnCancelled, TurnCompleted
 from session_server.protocol.session_protocol import CloseCode
 from session_server.web import http_guard, websocket_guard
-from session_server.web.auth import ANONYMOUS
-from session_server.web.services import digest_of
+from session_server.web.keys import KeyRing
 from tests.faults.points import Points, injects
 from tests.rig.moments import SEED, turn
 from tests.rig.raw_peer import RawPeer, frames_in, post, text_frame, upgrade
@@ -101,8 +101,8 @@ async def test_a_body_that_stops_is_not_waited_for(points: Points) -> None:
 @injects("slow handshake, slow body", "a first message that stops at any byte", points=48)
 async def test_a_first_message_that_stops_is_not_waited_for(points: Points) -> None:
     lingering = mock.patch.object(websocket_guard, "LINGER_S", SOON_S)
-    keys = (digest_of("secret"),)
-    async with wired(key_digests=keys, auth_timeout_s=SOON_S) as server:
+    keys = KeyRing.of("secret")
+    async with wired(keys=keys, auth_timeout_s=SOON_S) as server:
         first = text_frame({"type": "session.auth", "token": "secret"})
         ends = range(len(first))
         peers = [await server.peer() for _ in ends]

@@ -15,7 +15,7 @@ from session_server.core.errors import (
     SessionBusy,
     SessionServerError,
 )
-from session_server.core.owner import Owner
+from session_server.core.owner import ANONYMOUS, Owner
 from session_server.core.session_events import (
     ChatInput,
     Message,
@@ -27,8 +27,7 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.views import OpenRequest
-from session_server.web.auth import ANONYMOUS
-from session_server.web.services import digest_of
+from session_server.web.keys import KeyRing, digest_of
 from session_server.web.sockets import UNPROVEN_SHARE
 from tests.faults.points import Points, injects
 from tests.rig.moments import OWNER, Rig, turn
@@ -146,7 +145,7 @@ async def test_one_connection_too_many_is_refused_until_one_has_gone(points: Poi
 @injects("slow handshake, slow body", "strangers that say nothing, as many as may", points=20)
 async def test_strangers_who_say_nothing_keep_nobody_out(points: Points) -> None:
     most = UNPROVEN_SHARE * 20
-    async with wired(max_connections=most, key_digests=(digest_of("secret"),)) as server:
+    async with wired(max_connections=most, keys=KeyRing.of("secret")) as server:
         server.sessions.open(Owner(digest_of("secret")), OpenRequest(session_id="s"))
         peers = []
         for _ in range(20):

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from session_server.core.errors import SessionServerError
+from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnCreated, TurnEnd, TurnRequest
 from session_server.engine.settings import MemoryCheck
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest, TurnView
-from session_server.web.auth import ANONYMOUS
 from tests.rig.moments import turn
 from tests.rig.raw_peer import RawPeer
 from tests.rig.recovery import all_is_back, folded

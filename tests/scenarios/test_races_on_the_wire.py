@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 
 from session_server.core.commands import CancelTurn
+from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnCancelled, TurnCompleted
-from session_server.web.auth import ANONYMOUS
 from tests.mutants.guards import (
     ALL_TURNS_LOOK_ALIKE,
     CANCELLED_STAYS_IN_LINE,

@@ -18,7 +18,8 @@ from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.text.model_text import ModelText, load_local_text
 from session_server.web.app import create_app
-from session_server.web.services import AppServices, ModelCard, WebSettings, digest_of
+from session_server.web.keys import KeyRing
+from session_server.web.services import AppServices, ModelCard, WebSettings
 from tests.sessions.recount import recount
 from tests.sim.config import Habits
 from tests.sim.context import SimContext
@@ -183,7 +184,7 @@ class SimServer:
                 defaults=SamplingParams(),
             ),
             settings=WebSettings(
-                key_digests=tuple(map(digest_of, self.keys)),
+                keys=KeyRing.of(*self.keys),
                 max_queued_turns=MAX_QUEUED_TURNS,
                 send_timeout_s=SEND_TIMEOUT_S,
             ),

@@ -23,7 +23,7 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest
-from session_server.web.services import digest_of
+from session_server.web.keys import digest_of
 from tests.sim.clients import Client
 from tests.sim.context import SimContext
 from tests.sim.draws import mix, name_value

@@ -12,16 +12,17 @@ from websockets.exceptions import InvalidStatus
 
 from session_server.core.errors import WIRE_ERRORS, SessionServerError
 from session_server.core.events import EngineResumed, EngineStalled
+from session_server.core.owner import ANONYMOUS
 from session_server.sessions import engine_link
-from session_server.web.auth import ANONYMOUS, PUBLIC_ROUTES
+from session_server.web.auth import PUBLIC_ROUTES
+from session_server.web.keys import KeyRing
 from session_server.web.refusals import error_response
-from session_server.web.services import digest_of
 from tests.web.serving import Served, served
 
-KEYS = (digest_of("secret"), digest_of("other"))
+KEYS = KeyRing.of("secret", "other")
 
 
-@served(key_digests=KEYS)
+@served(keys=KEYS)
 async def test_every_route_but_the_probes_wants_a_key(this: Served) -> None:
     num_closed = 0
     for method, path, name in http_routes(this):
@@ -43,7 +44,7 @@ async def test_every_route_but_the_probes_wants_a_key(this: Served) -> None:
     assert refused.value.response.status_code == 401
 
 
-@served(key_digests=KEYS)
+@served(keys=KEYS)
 async def test_no_trick_of_the_header_opens_a_route(this: Served) -> None:
     tricks = ["secret", "Basic secret", "Bearer", "Bearer secre", "Bearer secret x", ""]
     for trick in tricks:
@@ -55,7 +56,7 @@ async def test_no_trick_of_the_header_opens_a_route(this: Served) -> None:
     assert good.status_code == 200
 
 
-@served(key_digests=KEYS)
+@served(keys=KEYS)
 async def test_another_owners_session_does_not_exist(this: Served) -> None:
     mine = {"authorization": "Bearer secret"}
     theirs = {"authorization": "Bearer other"}
@@ -165,7 +166,7 @@ async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
     assert "session_server_event_loop_tasks" in metrics.text
 
 
-@served(key_digests=KEYS)
+@served(keys=KEYS)
 async def test_a_browser_that_opens_the_address_is_told_where_to_go(this: Served) -> None:
     answer = await this.http.get("/")
     assert answer.status_code == 200

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import Message, TurnCancelled, TurnEnd
 from session_server.sessions import tokenising
 from session_server.sessions.prompt import Prompt, build_prompt
 from session_server.sessions.views import OpenRequest
 from session_server.text.rendering import Rendering
 from session_server.web import http_guard
-from session_server.web.auth import ANONYMOUS
 from tests.web.serving import Served, served, turn
 from tests.web.test_websocket import flood
 from tests.web.wire_client import narrow_socket

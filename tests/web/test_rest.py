@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnCancelled
-from session_server.web.auth import ANONYMOUS
 from session_server.web.caller import Call
 from session_server.web.generation_run import GenerationRun
 from session_server.web.turns import TurnReading, session_events

@@ -13,12 +13,12 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 from websockets.frames import Opcode
 
-from session_server.web.auth import ANONYMOUS
-from session_server.web.services import digest_of
+from session_server.core.owner import ANONYMOUS
+from session_server.web.keys import KeyRing
 from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
 from tests.web.wire_client import Wire, narrow_socket
 
-KEYS = (digest_of("secret"), digest_of("other"))
+KEYS = KeyRing.of("secret", "other")
 
 BAD_FRAMES = [
     "{",
@@ -297,7 +297,7 @@ async def flood(this: Served, session_id: str) -> None:
         await asyncio.sleep(0)
 
 
-@served(key_digests=KEYS)
+@served(keys=KEYS)
 async def test_a_key_comes_by_header_by_subprotocol_or_as_first_message(this: Served) -> None:
     header: dict[str, Any] = {"additional_headers": {"authorization": "Bearer secret"}}
     async with this.socket(**header) as wire:
@@ -313,7 +313,7 @@ async def test_a_key_comes_by_header_by_subprotocol_or_as_first_message(this: Se
         assert (await wire.turn("t1"))["type"] == "turn.completed"
 
 
-@served(key_digests=KEYS, auth_timeout_s=0.2)
+@served(keys=KEYS, auth_timeout_s=0.2)
 async def test_no_or_a_wrong_key_opens_nothing(this: Served) -> None:
     wrong: dict[str, Any] = {"additional_headers": {"authorization": "Bearer wrong"}}
     with pytest.raises(InvalidStatus) as refused:
@@ -332,7 +332,7 @@ async def test_no_or_a_wrong_key_opens_nothing(this: Served) -> None:
     assert this.sessions.stats().sessions == 0
 
 
-@served(key_digests=KEYS)
+@served(keys=KEYS)
 async def test_another_keys_session_does_not_exist(this: Served) -> None:
     async with this.socket(additional_headers={"authorization": "Bearer secret"}) as wire:
         session_id = wire.hello["session_id"]
@@ -343,7 +343,7 @@ async def test_another_keys_session_does_not_exist(this: Served) -> None:
         assert refused.value.response.status_code == 404
 
 
-@served(key_digests=KEYS)
+@served(keys=KEYS)
 async def test_equal_session_names_of_two_keys_share_neither_connection_nor_readers(
     this: Served,
 ) -> None:

@@ -1,0 +1,137 @@
+"""API keys: kept and compared as digests, each with the owner whose sessions it opens."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from session_server.core.errors import Unauthorized
+from session_server.core.owner import ANONYMOUS, Owner
+
+MAX_KEY_CHARS: Final = 512
+MAX_KEYS: Final = 10_000
+_DIGEST_PREFIX: Final = "sha256:"
+_DIGEST: Final = re.compile(r"sha256:([0-9a-f]{64})")
+_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+
+class InvalidKeys(ValueError):
+    """Keys that cannot be used. The message names their place and never a key."""
+
+
+def digest_of(key: str) -> str:
+    """Return what is kept of an API key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class KeyRing:
+    """Map the keys that open this server to their owners. Without keys it is open to everybody.
+
+    Only digests are kept. A key belongs to one `Owner`, whose share and priority it has.
+    """
+
+    def __init__(self, owners: Mapping[str, Owner] = MappingProxyType({})) -> None:
+        self._buckets: dict[str, list[tuple[str, Owner]]] = {}
+        for digest, owner in owners.items():
+            self._buckets.setdefault(_bucket_of(digest), []).append((digest, owner))
+
+    @classmethod
+    def of(cls, *keys: str) -> KeyRing:
+        """Return a ring of keys without names: each has an owner of its own."""
+        return cls({digest_of(key): Owner(digest_of(key)) for key in keys})
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is asked for."""
+        return not self._buckets
+
+    def owner_of(self, key: str | None) -> Owner:
+        """Return the owner that a key belongs to.
+
+        Raises:
+            Unauthorized: keys are required, and this is none of them.
+        """
+        if self.is_open:
+            return ANONYMOUS
+        if key is not None and len(key) <= MAX_KEY_CHARS:
+            digest = digest_of(key)
+            # The bucket depends on a hash of the key: how long this takes tells nothing of a key.
+            for known, owner in self._buckets.get(_bucket_of(digest), ()):
+                if hmac.compare_digest(digest, known):
+                    return owner
+        raise Unauthorized("A valid API key is required: Authorization: Bearer <key>.")
+
+
+def key_ring(*, given: str | None, environment: str | None, path: Path | None) -> KeyRing:
+    """Return all keys: one from the command line, one from the environment, those of a file.
+
+    Raises:
+        InvalidKeys: one is empty or malformed, or the file cannot be read or holds none.
+    """
+    owners: dict[str, Owner] = {}
+    for key, where in ((given, "--api-key"), (environment, "the environment")):
+        if key is not None:
+            digest = _digest(key, where)
+            owners[digest] = Owner(digest)
+    if path is not None:
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidKeys(f"{path}: {error}") from None
+        owners |= _owners_in(text, str(path))
+    return KeyRing(owners)
+
+
+def is_readable_by_all(path: Path) -> bool:
+    """Whether every user of this machine may read a file."""
+    return bool(path.stat().st_mode & stat.S_IROTH)
+
+
+def _owners_in(text: str, where: str) -> dict[str, Owner]:
+    """Return the owner of each digest. A line is `[NAME] KEY`, where KEY may be `sha256:HEX`.
+
+    Keys of one name have one owner, so that a key can be replaced and its sessions stay.
+    """
+    owners: dict[str, Owner] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        place = f"{where}, line {number}"
+        *names, key = words
+        if len(names) > 1 or not all(map(_NAME.fullmatch, names)):
+            raise InvalidKeys(f"{place}: a line is [NAME] KEY")
+        digest = _digest(key, place)
+        owner = Owner(f"name:{names[0]}" if names else digest)
+        if owners.setdefault(digest, owner) != owner:
+            raise InvalidKeys(f"{place}: this key already has another owner")
+        if len(owners) > MAX_KEYS:
+            raise InvalidKeys(f"{where}: more than {MAX_KEYS} keys")
+    if not owners:
+        raise InvalidKeys(f"{where}: no key in it")
+    return owners
+
+
+def _bucket_of(digest: str) -> str:
+    return digest[:8]
+
+
+def _digest(key: str, where: str) -> str:
+    if key.startswith(_DIGEST_PREFIX):
+        found = _DIGEST.fullmatch(key)
+        if found is None:
+            raise InvalidKeys(f"{where}: sha256: is followed by 64 digits of 0-9a-f")
+        return found[1]
+    if not key.strip():
+        raise InvalidKeys(f"{where}: the key is empty")
+    # A header carries nothing else unchanged.
+    is_sendable = key.isascii() and key.isprintable() and key == key.strip()
+    if not is_sendable or len(key) > MAX_KEY_CHARS:
+        raise InvalidKeys(f"{where}: a key has 1 to {MAX_KEY_CHARS} printable ASCII characters")
+    return digest_of(key)

@@ -1,0 +1,196 @@
+"""API keys: where they come from, what is refused, and whose sessions they open."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from session_server import flags, wiring
+from session_server.arguments import add_server
+from session_server.config import HttpSettings, Settings
+from session_server.core.errors import Unauthorized
+from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner
+from session_server.local_server import LocalServer
+from session_server.web import keys
+from session_server.web.keys import (
+    MAX_KEY_CHARS,
+    InvalidKeys,
+    KeyRing,
+    digest_of,
+    is_readable_by_all,
+    key_ring,
+)
+from session_server.wiring import check_exposure, keys_of
+
+
+def ring_of(path: Path, text: str) -> KeyRing:
+    path.write_text(text, "utf-8")
+    return key_ring(given=None, environment=None, path=path)
+
+
+def test_without_keys_everybody_is_the_same_owner() -> None:
+    ring = key_ring(given=None, environment=None, path=None)
+    assert ring.is_open
+    assert ring.owner_of(None) == ring.owner_of("anything") == ANONYMOUS
+
+
+def test_keys_come_from_the_command_line_the_environment_and_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n", "utf-8")
+    ring = key_ring(given="two", environment="three", path=path)
+    assert not ring.is_open
+    for key in ("one", "two", "three"):
+        assert ring.owner_of(key) == Owner(digest_of(key))
+    for key in (None, "", "four", "one ", "x" * (MAX_KEY_CHARS + 1)):
+        with pytest.raises(Unauthorized):
+            ring.owner_of(key)
+
+
+def test_a_file_has_comments_names_and_digests(tmp_path: Path) -> None:
+    ring = ring_of(
+        tmp_path / "keys",
+        f"# ours\n\n  alice   first \nalice sha256:{digest_of('second')}\n"
+        f"sha256:{digest_of('third')}\nbob\n",
+    )
+    assert ring.owner_of("first") == ring.owner_of("second") == Owner("name:alice")
+    assert ring.owner_of("third") == Owner(digest_of("third"))
+    assert ring.owner_of("bob") == Owner(digest_of("bob")), "one word is a key"
+    with pytest.raises(Unauthorized):
+        ring.owner_of(f"sha256:{digest_of('third')}")
+
+
+def test_a_file_has_as_many_keys_as_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "MAX_KEYS", 3)
+    for number in (2, 3):
+        ring = ring_of(tmp_path / "keys", "\n".join(f"k{n}" for n in range(number)))
+        assert ring.owner_of(f"k{number - 1}") == Owner(digest_of(f"k{number - 1}"))
+    with pytest.raises(InvalidKeys, match="more than 3 keys"):
+        ring_of(tmp_path / "keys", "k0\nk1\nk2\nk3")
+
+
+def test_what_is_kept_of_keys_shows_none(tmp_path: Path) -> None:
+    ring = ring_of(tmp_path / "keys", "alice s3cret\n")
+    assert "s3cret" not in repr(vars(ring))
+
+
+def test_the_longest_key_is_one(tmp_path: Path) -> None:
+    longest = "k" * MAX_KEY_CHARS
+    assert ring_of(tmp_path / "keys", longest).owner_of(longest) == Owner(digest_of(longest))
+    with pytest.raises(InvalidKeys, match="1 to 512"):
+        ring_of(tmp_path / "keys", longest + "k")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no key in it"),
+        ("# none\n\n", "no key in it"),
+        ("good\na b secret\n", "line 2: a line is"),
+        ("b@d secret\n", "line 1: a line is"),
+        ("alice \x01secret\n", "line 1: a key has"),
+        ("secr\u00e9t-secret\n", "line 1: a key has"),
+        ("sha256:secret\n", "line 1: sha256: is followed by"),
+        ("alice secret\nbob secret\n", "line 2: this key already has another owner"),
+    ],
+)
+def test_a_bad_file_is_refused_by_line_and_shows_no_key(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    with pytest.raises(InvalidKeys, match=told) as refused:
+        ring_of(tmp_path / "keys", text)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\t"])
+def test_an_empty_key_is_refused_wherever_it_stands(empty: str) -> None:
+    for given, environment in ((empty, None), (None, empty)):
+        with pytest.raises(InvalidKeys, match="empty"):
+            key_ring(given=given, environment=environment, path=None)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    flags.add_arguments(parser)
+    settings = flags.read_settings(parser.parse_args(["--api-key", empty]))
+    with pytest.raises(InvalidKeys, match="--api-key"):
+        keys_of(settings.http, environment=None)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(InvalidKeys, match=str(path)):
+            key_ring(given=None, environment=None, path=path)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidKeys, match="binary"):
+        key_ring(given=None, environment=None, path=binary)
+
+
+def test_a_key_that_others_on_the_machine_see_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("k", "utf-8")
+    path.chmod(0o600)
+    assert not is_readable_by_all(path)
+    keys_of(HttpSettings(api_key_file=path), environment="e")
+    assert caplog.messages == []
+    path.chmod(0o644)
+    keys_of(HttpSettings(api_key_file=path, api_key="k"), environment=None)  # type: ignore[arg-type]
+    assert "ps" in caplog.messages[0]
+    assert "read --api-key-file" in caplog.messages[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "allow_open", "has_key", "starts"),
+    [
+        ("127.0.0.1", False, False, True),
+        ("127.8.8.8", False, False, True),
+        ("localhost", False, False, True),
+        ("::1", False, False, True),
+        ("0.0.0.0", False, False, False),
+        ("::", False, False, False),
+        ("192.0.2.7", False, False, False),
+        ("server.example", False, False, False),
+        ("0.0.0.0", True, False, True),
+        ("0.0.0.0", False, True, True),
+    ],
+)
+def test_a_server_open_to_the_network_starts_only_when_told_to(
+    host: str, allow_open: bool, has_key: bool, starts: bool
+) -> None:
+    http = HttpSettings(host=host, allow_open=allow_open)
+    ring = KeyRing.of("k") if has_key else KeyRing()
+    if starts:
+        check_exposure(http, ring)
+        return
+    with pytest.raises(ValueError, match=r"--api-key-file.*--allow-open"):
+        check_exposure(http, ring)
+
+
+def test_serve_refuses_before_it_loads_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wiring, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(wiring, "open_model", None)
+    exposed = Settings(http=HttpSettings(host="0.0.0.0"))
+    assert wiring.serve(exposed) == wiring.EXIT_UNUSABLE
+    assert "--allow-open" in capsys.readouterr().err
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    assert wiring.serve(Settings()) == wiring.EXIT_UNUSABLE
+    assert "the environment: the key is empty" in capsys.readouterr().err
+    assert KEY_VARIABLE not in os.environ, "processes of the server inherit it"
+
+
+def test_a_key_of_the_environment_is_shown_to_others_and_not_asked_for_by_our_own_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "k")
+    parser = argparse.ArgumentParser()
+    add_server(parser, about="a server")
+    assert parser.parse_args([]).api_key == "k"
+    assert parser.parse_args(["--api-key", "other"]).api_key == "other"
+    told = f"import os; print('listening on http://' + os.environ.get({KEY_VARIABLE!r}, 'open'))"
+    with LocalServer(program=(sys.executable, "-c", told)) as server:
+        assert server.url == "http://open"
