@@ -13,8 +13,6 @@ from typing import Any, Final
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import WebSocketRoute
@@ -28,8 +26,8 @@ from session_server.web.generation_run import SGLangState
 from session_server.web.openapi import answers, asyncapi_of, openapi_of
 from session_server.web.readers import Readers
 from session_server.web.refusals import HttpRefusal, JsonResponse, answer_error, error_response
-from session_server.web.request_guard import RequestGuard
-from session_server.web.services import AppServices, WebSettings
+from session_server.web.request_guard import guards
+from session_server.web.services import AppServices
 from session_server.web.sockets import Sockets
 from session_server.web.websocket import session_endpoint
 
@@ -47,7 +45,7 @@ def create_app(services: AppServices) -> FastAPI:
         description="A streaming-session LLM server: a turn costs what its new tokens cost.",
         lifespan=_lifespan,
         dependencies=[Depends(authorize)],
-        middleware=_middleware(services.settings),
+        middleware=guards(services.settings),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -74,19 +72,6 @@ def create_app(services: AppServices) -> FastAPI:
     for kind in (HttpRefusal, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer_error)
     return app
-
-
-def _middleware(settings: WebSettings) -> list[Middleware]:
-    guard = Middleware(RequestGuard, settings=settings)
-    if not settings.allowed_origins:
-        return [guard]
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origins=settings.allowed_origins,
-        allow_methods=("GET", "POST", "PATCH", "DELETE"),
-        allow_headers=("authorization", "content-type", "last-event-id"),
-    )
-    return [guard, cors]
 
 
 async def _openapi(request: Request) -> Response:

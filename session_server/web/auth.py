@@ -11,6 +11,7 @@ from typing import Final
 from starlette.requests import HTTPConnection
 
 from session_server.core.owner import Owner
+from session_server.web.headers import AUTHORIZATION
 from session_server.web.services import AppServices
 
 PUBLIC_ROUTES: Final = frozenset({"index", "health", "ready"})
@@ -26,7 +27,7 @@ def services_of(connection: HTTPConnection) -> AppServices:
 
 def header_key(connection: HTTPConnection) -> str | None:
     """The key of an Authorization header, if there is one."""
-    scheme, _, key = connection.headers.get("authorization", "").partition(" ")
+    scheme, _, key = connection.headers.get(AUTHORIZATION, "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 

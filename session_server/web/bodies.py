@@ -10,6 +10,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from session_server.protocol.messages import decode
+from session_server.web.headers import CONTENT_TYPE
 from session_server.web.refusals import JSON, HttpRefusal
 
 BodyT = TypeVar("BodyT")
@@ -28,7 +29,7 @@ async def read_body(request: Request, kind: type[BodyT], *, media_type: str | No
         raise HttpRefusal(400, "The body is incomplete.") from None
     if not payload:
         return decode(b"{}", kind)
-    said = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+    said = request.headers.get(CONTENT_TYPE, JSON).partition(";")[0].strip().lower()
     if media_type is not None and said != media_type:
         raise HttpRefusal(415, "The body must be application/json.")
     return decode(payload, kind)

@@ -1,6 +1,9 @@
-"""Checks of every request before a route sees it: one Host that we answer to (DNS rebinding), an
-Origin we trust (browsers always send one, for WebSockets too), one framing header (request
-smuggling), a body that is not too large.
+"""Checks of every request before a route sees it: its Host, its origin, its length.
+
+Browsers send what any page tells them to. One rule holds for `fetch`, WebSockets and everything
+else that a page can do: it must come from this server's own host, from this machine where the
+server is bound to it alone, or from an `--allowed-origin`. Programs that are no browsers send
+neither an Origin nor Sec-Fetch-Site, and are not concerned.
 """
 
 from __future__ import annotations
@@ -12,14 +15,25 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from session_server.protocol.errors import ErrorResponse
+from session_server.web.headers import READ_BY_ROUTES, SHOWN_TO_PAGES
 from session_server.web.refusals import HttpRefusal, JsonResponse
 from session_server.web.services import WebSettings
 
-_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_LOOPBACK_ORIGIN: Final = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?"
+_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST: Final = re.compile(r"^(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253})(?::\d{1,5})?$")
+_FOREIGN_SITES: Final = ("cross-site", "same-site")
+
+
+def is_browser(headers: Headers) -> bool:
+    """Whether a page may have sent this request. A page cannot hide that it is in a browser."""
+    return "sec-fetch-site" in headers or headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def is_loopback(host: str) -> bool:
@@ -30,16 +44,31 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def guards(settings: WebSettings) -> list[Middleware]:
+    """Return the middleware that every request passes, outermost first."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=[origin.rstrip("/").lower() for origin in settings.allowed_origins],
+        allow_origin_regex=_LOOPBACK_ORIGIN if is_loopback(settings.host) else None,
+        allow_methods=METHODS,
+        allow_headers=READ_BY_ROUTES,
+        expose_headers=SHOWN_TO_PAGES,
+    )
+    return [Middleware(RequestGuard, settings=settings), cors]
+
+
 class RequestGuard:
-    """ASGI middleware; refuses what no route should see, and bounds bodies."""
+    """ASGI middleware that refuses what no route should see."""
 
     def __init__(self, app: ASGIApp, *, settings: WebSettings) -> None:
         self._app = app
         self._max_body_bytes = settings.max_message_bytes
+        self._is_local = is_loopback(settings.host)
         self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.allowed_origins)
-        # Bound to every interface, the names by which we are reached are not ours to know.
-        is_local = settings.host in _LOOPBACK
-        self._hosts = _LOOPBACK | {host.lower() for host in settings.hosts} if is_local else None
+        self._hosts = frozenset(host.lower() for host in (settings.host, *settings.hosts))
+        # A page that reaches us under a name of its own (DNS rebinding) has no key. Where one is
+        # asked for, unlisted names are as good as any.
+        self._is_any_host = not self._is_local and not settings.hosts and not settings.keys.is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check, then hand on."""
@@ -47,16 +76,21 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         try:
-            self._check(Headers(scope=scope))
+            self._check(scope, Headers(scope=scope))
         except HttpRefusal as refusal:
             response = JsonResponse(ErrorResponse(error=refusal.body), refusal.status)
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _check(self, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
         host = self._checked_host(headers.getlist("host"))
-        self._check_origin(headers.getlist("origin"), host)
+        origins = headers.getlist("origin")
+        if origins:
+            self._check_origin(origins, host)
+        elif headers.get("sec-fetch-site") in _FOREIGN_SITES and not _is_navigation(scope, headers):
+            # Images, forms, scripts and frames of another page send no Origin with a GET.
+            raise HttpRefusal(403, "This origin is not allowed.")
         lengths = headers.getlist("content-length")
         if len(lengths) > 1 or (lengths and headers.getlist("transfer-encoding")):
             raise HttpRefusal(400, "A request has one length: Content-Length or chunks.")
@@ -70,22 +104,43 @@ class RequestGuard:
         if match is None:
             raise HttpRefusal(400, "A request names exactly one host.")
         name = match["name"].strip("[]").lower()
-        if self._hosts is not None and name not in self._hosts:
-            raise HttpRefusal(421, "This server does not answer to that host name.")
+        if not (self._is_any_host or name in self._hosts or self._is_no_name(name)):
+            raise HttpRefusal(
+                421, "This server does not answer to that host name; see --allowed-host."
+            )
         return hosts[0].lower()
 
+    def _is_no_name(self, name: str) -> bool:
+        """Whether a Host cannot be a name that somebody made resolve to us."""
+        if name in _LOOPBACK_NAMES:
+            return True
+        return not self._is_local and _is_address(name)
+
     def _check_origin(self, origins: Sequence[str], host: str) -> None:
-        if not origins:
-            return  # not a browser
         origin = origins[0].rstrip("/").lower()
         parts = urlsplit(origin) if len(origins) == 1 and len(origin) <= 512 else None
         if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
             raise HttpRefusal(403, "This origin is not allowed.")
-        is_same = parts.netloc == host
-        if not (is_same or _is_loopback(parts.netloc) or origin in self._origins):
+        is_near = self._is_local and re.fullmatch(_LOOPBACK_ORIGIN, origin) is not None
+        if not (parts.netloc == host or is_near or origin in self._origins):
             raise HttpRefusal(403, "This origin is not allowed.")
 
 
-def _is_loopback(netloc: str) -> bool:
-    match = _HOST.match(netloc)
-    return match is not None and match["name"].strip("[]") in _LOOPBACK
+def _is_navigation(scope: Scope, headers: Headers) -> bool:
+    """Whether somebody follows a link to us in a window of its own.
+
+    A page can do that to its visitors too, so that a GET must not change anything in a browser.
+    """
+    return (
+        scope.get("method") == "GET"
+        and headers.get("sec-fetch-mode") == "navigate"
+        and headers.get("sec-fetch-dest") == "document"
+    )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

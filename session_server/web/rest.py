@@ -32,6 +32,7 @@ from session_server.sessions.views import OpenRequest
 from session_server.web.bodies import read_body
 from session_server.web.caller import Caller
 from session_server.web.event_stream import EventStream
+from session_server.web.headers import ACCEPT, IDEMPOTENCY_KEY, LAST_EVENT_ID
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
 from session_server.web.slices import encoded_list
@@ -41,7 +42,6 @@ from session_server.web.views import item_view_body, session_body, turn_body, tu
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
 MAX_PAGE = 1000
-IDEMPOTENCY_KEY = "idempotency-key"
 MAX_KEY_CHARS = 128
 AfterSeq = Annotated[int | None, Query(ge=0, le=MAX_SEQ)]
 
@@ -203,11 +203,11 @@ async def read_events(
 
 def wants_events(request: Request) -> bool:
     """Whether the client asked for server-sent events."""
-    return "text/event-stream" in request.headers.get("accept", "")
+    return "text/event-stream" in request.headers.get(ACCEPT, "")
 
 
 def _last_event_id(request: Request) -> int | None:
-    text = request.headers.get("last-event-id")
+    text = request.headers.get(LAST_EVENT_ID)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 16):

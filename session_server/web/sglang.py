@@ -1,7 +1,9 @@
 """SGLang's HTTP contract over the same sessions, so that its clients and tests run unchanged.
 
 What differs on purpose: `abort_request` matches the rid exactly and only the caller's own requests,
-and a session belongs to the key that opened it. An aborted turn rolls its session back, and so does
+and a session belongs to the key that opened it. Sessions are opened and closed by POST alone, for
+any page can make a browser send a GET; the GET that flushes the cache, which SGLang's own clients
+send, is refused to browsers. An aborted turn rolls its session back, and so does
 one whose client hung up.
 """
 
@@ -49,7 +51,8 @@ from session_server.web.caller import Caller
 from session_server.web.event_stream import EventStream
 from session_server.web.generation_run import SGLangState, start_generation
 from session_server.web.openapi import answers, body_of
-from session_server.web.refusals import JsonResponse, status_of_code
+from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
+from session_server.web.request_guard import is_browser
 
 router = APIRouter(tags=["sglang"])
 
@@ -58,11 +61,6 @@ _DONE: Final = b"data: [DONE]\n\n"
 _PROBE: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 
 
-@router.get(
-    "/open_session",
-    openapi_extra=body_of(OpenSessionBody, required=False),
-    responses=answers(None, "The session's id, a bare JSON string."),
-)
 @router.post(
     "/open_session",
     openapi_extra=body_of(OpenSessionBody, required=False),
@@ -85,11 +83,6 @@ async def open_session(request: Request, caller: Caller) -> Response:
     return JsonResponse(view.session_id)
 
 
-@router.get(
-    "/close_session",
-    openapi_extra=body_of(CloseSessionBody),
-    responses=answers(None, "Closed, or unknown: the answer is the same."),
-)
 @router.post(
     "/close_session",
     openapi_extra=body_of(CloseSessionBody),
@@ -148,8 +141,10 @@ async def abort_request(request: Request, caller: Caller) -> Response:
 
 @router.get("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
 @router.post("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
-async def flush_cache(caller: Caller) -> Response:
+async def flush_cache(request: Request, caller: Caller) -> Response:
     """Empty the tree and every session's KV; histories stay."""
+    if request.method == "GET" and is_browser(request.headers):
+        raise HttpRefusal(403, "From a browser, flush the cache with POST.")
     if await caller.sessions.flush():
         return PlainTextResponse("Cache flushed.\n")
     raise InvalidRequest("Flush cache failed: there are running or waiting requests.")

@@ -107,9 +107,3 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 async def test_a_body_that_does_not_come_is_not_waited_for(this: Served) -> None:
     head = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
     assert b" 408 " in await this.raw(head)
-
-
-@served(host="0.0.0.0", hosts=())
-async def test_bound_to_every_interface_any_name_is_ours(this: Served) -> None:
-    request = b"GET /health HTTP/1.1\r\nHost: server.example:1\r\nConnection: close\r\n\r\n"
-    assert b" 200 " in await this.raw(request)
