@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import WebSocketRoute
+from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from session_server.core.errors import SessionServerError, wire_error
@@ -33,6 +33,17 @@ from session_server.web.websocket import session_endpoint
 
 TICK_S: Final = 1.0
 LAG_PROBE_S: Final = 0.1
+
+_ROUTERS: Final = (rest.router, admin.router, sglang.router)
+_PATHS: Final = sorted(
+    {
+        route.path
+        for router in _ROUTERS
+        for route in router.routes
+        if isinstance(route, Route) and route.path.startswith("/v1/") and "{" not in route.path
+    }
+)
+"""What a client that has the right version can call as it stands."""
 
 _logger: Final = logging.getLogger("session_server.web")
 
@@ -61,14 +72,15 @@ def create_app(services: AppServices) -> FastAPI:
         sessions=lambda: services.sessions.stats().sessions,
         tasks=lambda: len(asyncio.all_tasks()),
     )
-    for module in (rest, admin, sglang):
-        app.include_router(module.router)
+    for router in _ROUTERS:
+        app.include_router(router)
     for path, endpoint in (("/openapi.json", _openapi), ("/asyncapi.json", _asyncapi)):
         described = answers(None, "The published contract.")
         app.add_api_route(path, endpoint, tags=["operations"], responses=described)
     app.router.routes.append(WebSocketRoute("/v1/sessions/{session_id}/ws", session_endpoint))
     app.router.routes.append(WebSocketRoute("/{path:path}", _no_such_socket))
     app.add_exception_handler(SessionServerError, _answer_refusal)
+    app.add_exception_handler(HTTPStatus.NOT_FOUND, _no_such_path)
     for kind in (HttpRefusal, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer_error)
     return app
@@ -84,9 +96,17 @@ async def _asyncapi(request: Request) -> Response:
     return JsonResponse(_document(request, "asyncapi"))
 
 
+async def _no_such_path(request: Request, _: Exception) -> Response:
+    """Answer any other path with what there is."""
+    is_near = request.scope["path"].startswith("/v1/")
+    hint = f"Under /v1 there are {', '.join(_PATHS)}." if is_near else "GET / lists what there is."
+    return error_response(HttpRefusal(404, f"There is no such path. {hint}"))
+
+
 async def _no_such_socket(websocket: WebSocket) -> None:
     """Any other path; left to the framework it would be a 403 without a word."""
-    await websocket.send_denial_response(error_response(HTTPException(HTTPStatus.NOT_FOUND)))
+    text = "There is no such path. Sockets are at /v1/sessions/new/ws and /v1/sessions/{id}/ws."
+    await websocket.send_denial_response(error_response(HttpRefusal(404, text)))
 
 
 def _document(request: Request, kind: str) -> dict[str, Any]:

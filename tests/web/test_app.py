@@ -140,6 +140,18 @@ async def test_the_asyncapi_document_describes_every_frame(this: Served) -> None
 
 
 @served()
+async def test_an_unknown_path_is_answered_with_what_there_is(this: Served) -> None:
+    for path, told in (
+        ("/nope", "GET / lists what there is."),
+        ("/v1/chat/completions", "/v1/admin/memory, /v1/models, /v1/sessions."),
+        ("/v1/v1/sessions", "/v1/sessions."),
+    ):
+        answer = await this.http.get(path)
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"].endswith(told)
+
+
+@served()
 async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
     assert (await this.http.get("/health")).json() == {"status": "ok"}
     assert (await this.http.get("/ready")).json() == {"status": "ready"}
