@@ -97,8 +97,8 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 
     @served()
     async def test(this: Served) -> None:
-        assert b" 408 " in await this.raw(b"GET /health HTTP/1.1\r\nHost: loc")
-        assert b" 408 " in await this.raw(b"")
+        assert b" 408 " in await this.until_closed(b"GET /health HTTP/1.1\r\nHost: loc")
+        assert b" 408 " in await this.until_closed(b"")
 
     test()
 
@@ -106,4 +106,4 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 @served(message_timeout_s=0.1)
 async def test_a_body_that_does_not_come_is_not_waited_for(this: Served) -> None:
     head = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
-    assert b" 408 " in await this.raw(head)
+    assert b" 408 " in await this.until_closed(head)

@@ -98,7 +98,7 @@ def test_a_refused_peer_that_goes_on_sending_is_cut(monkeypatch: pytest.MonkeyPa
     test()
 
 
-@served(message_timeout_s=0.2)
+@served()
 async def test_a_body_in_time_is_served_however_it_comes(this: Served) -> None:
     body = b'{"id":"slow"}'
     async with peers_of(this) as (peer,):
@@ -107,7 +107,9 @@ async def test_a_body_in_time_is_served_however_it_comes(this: Served) -> None:
             await peer.send(bytes([byte]))
             await asyncio.sleep(0)
         assert b" 201 " in await peer.read_until(b"slow")
-        await asyncio.sleep(0.3)  # longer than a body may take: it counts no more
+        (connection,) = connections(this)
+        assert isinstance(connection, GuardedHttp)
+        assert connection._deadline is None, "a body that is here is not waited for"
         await peer.send(GET)
         assert b" 200 " in await peer.read_until(b"ok")
 
