@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from session_server.core.errors import Unauthorized
-from session_server.core.owner import ANONYMOUS, Owner
+from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner
 
 MAX_KEY_CHARS: Final = 512
 MAX_KEYS: Final = 10_000
@@ -75,7 +75,7 @@ def key_ring(*, given: str | None, environment: str | None, path: Path | None) -
         InvalidKeys: one is empty or malformed, or the file cannot be read or holds none.
     """
     owners: dict[str, Owner] = {}
-    for key, where in ((given, "--api-key"), (environment, "the environment")):
+    for key, where in ((given, "--api-key"), (environment, KEY_VARIABLE)):
         if key is not None:
             digest = _digest(key, where)
             owners[digest] = Owner(digest)

@@ -179,7 +179,7 @@ def test_serve_refuses_before_it_loads_anything(
     assert "--allow-open" in capsys.readouterr().err
     monkeypatch.setenv(KEY_VARIABLE, "")
     assert wiring.serve(Settings()) == wiring.EXIT_UNUSABLE
-    assert "the environment: the key is empty" in capsys.readouterr().err
+    assert f"{KEY_VARIABLE}: the key is empty" in capsys.readouterr().err
     assert KEY_VARIABLE not in os.environ, "processes of the server inherit it"
 
 

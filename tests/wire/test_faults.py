@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -115,9 +116,15 @@ def test_sigterm_lets_running_turns_end_tells_everybody_and_leaves_with_zero() -
             assert await busy.close_code() == 1012
             assert await idle.close_code() == 1012
 
-    with LocalServer([*SMALL, "--drain-timeout", "60"]) as server:
+    lines: list[str] = []
+    flags = [*SMALL, "--drain-timeout", "60", "--log-level", "info", "--log-format", "json"]
+    with LocalServer(flags, on_line=lines.append) as server:
         asyncio.run(asyncio.wait_for(scenario(server), 120))
         assert server.stop() == 0
+    log = [json.loads(line) for line in lines if line.startswith("{")]
+    (draining,) = (line for line in log if line["message"] == "draining")
+    assert (draining["sessions"], draining["turns"], draining["deadline_s"]) == (2, 1, 60)
+    assert log[-1]["message"] == "stopped"
 
 
 def test_prompts_keys_and_queries_are_in_no_log_metric_or_error(tmp_path: Path) -> None:
