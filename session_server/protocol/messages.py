@@ -38,6 +38,7 @@ MAX_CONTENT_CHARS: Final = 1 << 20
 MAX_PARTS: Final = 64
 MAX_INPUT_IDS: Final = 1 << 20
 MAX_TOKEN_ID: Final = (1 << 31) - 1
+MAX_PRIORITY: Final = 100
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_METADATA: Final = 16
@@ -59,7 +60,7 @@ Metadata = Annotated[
     Meta(max_length=MAX_METADATA),
 ]
 TtlS = Annotated[float, Meta(ge=MIN_TTL_S, le=MAX_TTL_S, description="idle seconds to live")]
-Priority = Annotated[int, Meta(ge=-100, le=100)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]

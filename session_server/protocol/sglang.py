@@ -34,6 +34,7 @@ from session_server.protocol.messages import (
     Bias,
     Fraction,
     Penalty,
+    Priority,
     StopString,
     TokenIds,
 )
@@ -128,7 +129,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     session_params: SessionParamsBody | None = None
     session_id: Rid | None = None
-    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    priority: Priority | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ class Budget:
     `limit` bounds the total. An owner whose share is a part of the whole holds at most that part
     of it, and takes from the reserve (the last tenth) only while it holds at most a hundredth:
     owners that hold much cannot keep out those that hold little. An owner whose share is the
-    whole is bounded by `limit` alone. `owner_limit` bounds each owner besides.
+    whole is bounded by `limit` alone. `owner_limit` bounds each owner besides. An exempt owner is
+    counted and never refused.
     """
 
     def __init__(self, noun: str, limit: int, *, owner_limit: int | None = None) -> None:
@@ -51,6 +52,8 @@ class Budget:
             ServerBusy: the server would hold more than `limit`.
             QuotaExceeded: the owner would hold more than it may.
         """
+        if owner.is_exempt:
+            return
         total, held = self._total + amount, self.held_by(owner) + amount
         if total > self._limit:
             raise ServerBusy(f"the server would hold {total:,} {self._noun} of {self._limit:,}")

@@ -188,7 +188,7 @@ class InputRate:
         Raises:
             QuotaExceeded: earlier turns have used up the rate; nothing was counted.
         """
-        if self._rate is None:
+        if self._rate is None or owner.is_exempt:
             return
         debt = self._debts.get(owner) or _Debt()
         self._refill(debt, now_s)

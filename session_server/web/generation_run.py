@@ -41,6 +41,7 @@ from session_server.sessions.request_tree import BranchPoint, RequestTrees
 from session_server.sessions.views import OpenRequest, TurnView
 from session_server.web.caller import Call
 from session_server.web.event_stream import HEARTBEAT
+from session_server.web.probe import SharedProbe
 from session_server.web.running_requests import RunningRequests
 from session_server.web.slices import run_in_slices
 from session_server.web.turns import TurnReading
@@ -54,6 +55,7 @@ class SGLangState:
     def __init__(self, sessions: SessionManager) -> None:
         self.requests = RunningRequests()
         self.trees = RequestTrees(sessions)
+        self.probe = SharedProbe()
         self._branching: WeakSet[Journal] = WeakSet()
 
     def make_branching(self, journal: Journal) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Final
 
@@ -47,10 +49,11 @@ from session_server.protocol.sglang import (
 from session_server.sessions.views import OpenRequest
 from session_server.web.admin import is_healthy
 from session_server.web.bodies import read_body
-from session_server.web.caller import Caller
+from session_server.web.caller import Call, Caller
 from session_server.web.event_stream import EventStream
 from session_server.web.generation_run import SGLangState, start_generation
 from session_server.web.openapi import answers, body_of
+from session_server.web.probe import PROBER
 from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
 from session_server.web.request_guard import is_browser
 
@@ -153,10 +156,20 @@ async def flush_cache(request: Request, caller: Caller) -> Response:
 @router.get("/health_generate", responses=answers(None, "One token was generated."))
 async def health_generate(request: Request, caller: Caller) -> Response:
     """Generate one token in a session of its own; 503 when that does not work in time."""
+    state, probing = _state_of(request), replace(caller, owner=PROBER)
+    is_good = await state.probe.run(partial(_generate_one, probing, state))
+    return Response(status_code=200 if is_good else 503)
+
+
+async def _generate_one(caller: Call, state: SGLangState) -> bool:
     job = Generation(
         rid=f"HEALTH_CHECK_{secrets.token_hex(8)}",
         request=TurnRequest(
-            turn_id=new_turn_id(), input=TokenInput((0,)), sampling=_PROBE, queue=False
+            turn_id=new_turn_id(),
+            input=TokenInput((0,)),
+            sampling=_PROBE,
+            queue=False,
+            priority=PROBER.max_priority,
         ),
         session=None,
         stream=False,
@@ -165,15 +178,12 @@ async def health_generate(request: Request, caller: Caller) -> Response:
     )
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            run = await start_generation(
-                caller, _state_of(request), job, arrived_s=caller.services.now_s()
-            )
+            run = await start_generation(caller, state, job, arrived_s=caller.services.now_s())
             with run.scope():
                 end = await run.reading.wait()
     except (TimeoutError, SessionServerError):
-        return Response(status_code=503)
-    is_good = is_healthy(caller.services) and not isinstance(end, TurnFailedEntry)
-    return Response(status_code=200 if is_good else 503)
+        return False
+    return is_healthy(caller.services) and not isinstance(end, TurnFailedEntry)
 
 
 @router.get("/get_model_info", responses=answers(None, "The model."))

@@ -57,6 +57,16 @@ def test_the_reserve_is_for_owners_that_hold_little() -> None:
         budget.take(of_many("late"), 1)
 
 
+def test_an_exempt_owner_is_counted_and_not_refused() -> None:
+    budget = Budget("sessions", 10, owner_limit=2)
+    budget.take(Owner("a"), 2)
+    probe = Owner("probe", is_exempt=True)
+    budget.take(probe, 9)
+    assert (budget.total, budget.held_by(probe)) == (11, 9)
+    with pytest.raises(ServerBusy):
+        budget.check(Owner("b"), 1)
+
+
 def test_a_limit_too_small_to_share_still_serves_each_owner() -> None:
     budget = Budget("sessions", 1)
     budget.take(of_many("a"))

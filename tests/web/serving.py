@@ -18,7 +18,7 @@ from session_server.core.engine_client import EngineClient
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
-from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.text.model_text import ModelText, load_local_text
 from session_server.web.app import create_app
@@ -163,11 +163,15 @@ def served(
 
 @contextlib.asynccontextmanager
 async def serving(
-    *, limits: SessionLimits | None = None, **settings: Any
+    *,
+    limits: SessionLimits | None = None,
+    quotas: QuotaLimits | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Served[PaperEngine]]:
     """A server inside the block."""
     engine = PaperEngine(vocab_size=1536, eos_ids=(4,), next_token=lambda context: WORD)
-    manager = SessionManager(engine, model_text(), salts=TenantSalts(bytes(32)), limits=limits)
+    salts = TenantSalts(bytes(32))
+    manager = SessionManager(engine, model_text(), salts=salts, limits=limits, quotas=quotas)
     async with serving_over(engine, manager, **settings) as this:
         yield this
 

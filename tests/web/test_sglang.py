@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 
-from session_server.core.commands import FlushCache
-from tests.web.serving import WORD, Served, served
+from session_server.core.commands import FlushCache, SubmitTurn
+from session_server.sessions.quotas import QuotaLimits
+from tests.web.serving import DEADLINE_S, WORD, Served, served, serving, turn
 
 
 @served()
@@ -57,6 +58,30 @@ async def test_a_request_without_a_session_leaves_none_behind(this: Served) -> N
     assert refused.status_code == 400
     assert "exceeds the maximum allowed length" in refused.json()["error"]["message"]
     await this.until(lambda: this.sessions.stats().sessions == 0)
+
+
+def test_the_server_is_probed_though_clients_hold_all_there_is() -> None:
+    async def check() -> None:
+        async with serving(quotas=QuotaLimits(sessions=1, turns=1)) as this:
+            session_id = await this.open()
+            assert (await this.http.post("/v1/sessions", json={})).status_code == 503
+            this.is_held = True
+            body = turn(input_ids=[7], on_disconnect="detach")
+            running = asyncio.create_task(
+                this.http.post(f"/v1/sessions/{session_id}/turns", json=body)
+            )
+            await this.until(lambda: this.sessions.stats().live_turns == 1)
+            probes = [asyncio.create_task(this.http.get("/health_generate")) for _ in range(5)]
+            await this.until(lambda: this.sessions.stats().live_turns == 2)
+            this.is_held = False
+            assert {(await probe).status_code for probe in probes} == {200}
+            assert (await running).status_code == 200
+            assert this.sessions.stats().sessions == 1
+            sent = [each for each in this.engine.seen if isinstance(each, SubmitTurn)]
+            # Probes at the same time are one turn, and it passes those that wait.
+            assert sorted(each.priority for each in sent) == [0, 100]
+
+    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
 
 
 @served()
