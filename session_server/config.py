@@ -232,9 +232,15 @@ class HttpSettings(_Part):
         Path | None,
         Field(
             description="keys that clients must show, one per line: [NAME] KEY, or [NAME] "
-            "sha256:HEX; keys of one name have one owner"
+            "sha256:HEX; keys of one name have one owner. Behind it max_priority=N and share=PART: "
+            "what the key may ask for"
         ),
     ] = None
+    max_priority: Annotated[
+        int,
+        Field(ge=-100, le=100, description="highest priority of turns, unless a key has its own"),
+        Bound("", "a higher one is lowered to it"),
+    ] = 0
     allow_open: Annotated[
         bool, Field(description="serve everybody who can connect, from elsewhere and without a key")
     ] = False

@@ -65,6 +65,7 @@ FLAGS: Final = (
     Flag(("--port",), "http", "port"),
     Flag(("--api-key",), "http", "api_key"),
     Flag(("--api-key-file",), "http", "api_key_file"),
+    Flag(("--max-priority",), "http", "max_priority"),
     Flag(("--allow-open",), "http", "allow_open", True),
     Flag(("--allowed-host",), "http", "allowed_hosts"),
     Flag(("--allowed-origin",), "http", "allowed_origins"),

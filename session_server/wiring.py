@@ -99,7 +99,12 @@ def keys_of(http: HttpSettings, *, environment: str | None) -> KeyRing:
         InvalidKeys: one is empty or malformed, or the file cannot be used.
     """
     given = None if http.api_key is None else http.api_key.get_secret_value()
-    keys = key_ring(given=given, environment=environment, path=http.api_key_file)
+    keys = key_ring(
+        given=given,
+        environment=environment,
+        path=http.api_key_file,
+        max_priority=http.max_priority,
+    )
     if given is not None:
         _logger.warning(
             "every user of this machine can see --api-key with ps: better is --api-key-file, or %s",

@@ -190,7 +190,12 @@ class TurnFields(Body, frozen=True, kw_only=True):
     sampling: Annotated[SamplingBody, _about("see below")] | None = None
     generate: Annotated[bool, _about("false: compute the input, answer nothing")] = True
     queue: Annotated[bool, _about("false: refuse instead of waiting behind a running turn")] = True
-    priority: Annotated[Priority, _about("each level is worth ten seconds of waiting")] = 0
+    priority: Annotated[
+        Priority,
+        _about(
+            "each level is worth ten seconds of waiting; above your key's ceiling it is lowered"
+        ),
+    ] = 0
     on_disconnect: (
         Annotated[
             OnDisconnect,

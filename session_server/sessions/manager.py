@@ -53,7 +53,7 @@ from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import CloseReason, Session
-from session_server.sessions.turn import CancelReason, Turn, fingerprint
+from session_server.sessions.turn import CancelReason, Turn, fingerprint, with_allowed_priority
 from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.validation import check_metadata, check_open, check_ttl, check_turn
 from session_server.sessions.views import (
@@ -293,7 +293,7 @@ class SessionManager:
             return session.ended_view(request.turn_id, ended)
         turn = session.find(request.turn_id)
         if turn is None:
-            turn = self._new_turn(session, request, mark)
+            turn = self._new_turn(session, with_allowed_priority(request, owner), mark)
             turn.on_end = on_end
             self._flow.enqueue(session, turn)
         else:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from session_server.core.errors import SessionServerError
 from session_server.core.ids import TurnId, new_turn_id
+from session_server.core.owner import Owner
 from session_server.core.sampling import TokenLogprob
 from session_server.core.session_events import TurnEnd, TurnRequest
 from session_server.sessions.answer import Answer
@@ -87,6 +88,11 @@ class Turn:
     def is_accepted(self) -> bool:
         """Whether `TurnCreated` was written."""
         return self.created_seq > 0
+
+
+def with_allowed_priority(request: TurnRequest, owner: Owner) -> TurnRequest:
+    """Return the request with its priority lowered to what its owner may ask for."""
+    return replace(request, priority=min(request.priority, owner.max_priority))
 
 
 def fingerprint(request: TurnRequest) -> bytes:

@@ -7,17 +7,25 @@ import hmac
 import re
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from session_server.core.errors import Unauthorized
 from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner
+from session_server.protocol.messages import MAX_PRIORITY
 
 MAX_KEY_CHARS: Final = 512
 MAX_KEYS: Final = 10_000
 _DIGEST_PREFIX: Final = "sha256:"
 _DIGEST: Final = re.compile(r"sha256:([0-9a-f]{64})")
+SHARE_OF_MANY: Final = 0.5
+"""Part of all sessions, turns and bytes that one owner may hold where there are several."""
+
+_OPTION: Final = re.compile(r"(max_priority|share)=(\S*)")
+_INTEGER: Final = re.compile(r"-?[0-9]{1,3}")
+_DECIMAL: Final = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,9})?")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 
@@ -36,7 +44,11 @@ class KeyRing:
     Only digests are kept. A key belongs to one `Owner`, whose share and priority it has.
     """
 
-    def __init__(self, owners: Mapping[str, Owner] = MappingProxyType({})) -> None:
+    def __init__(
+        self, owners: Mapping[str, Owner] = MappingProxyType({}), *, anonymous: Owner = ANONYMOUS
+    ) -> None:
+        """`owners`: by the digest of their key. `anonymous`: the owner where there is no key."""
+        self._anonymous = anonymous
         self._buckets: dict[str, list[tuple[str, Owner]]] = {}
         for digest, owner in owners.items():
             self._buckets.setdefault(_bucket_of(digest), []).append((digest, owner))
@@ -58,7 +70,7 @@ class KeyRing:
             Unauthorized: keys are required, and this is none of them.
         """
         if self.is_open:
-            return ANONYMOUS
+            return self._anonymous
         if key is not None and len(key) <= MAX_KEY_CHARS:
             digest = digest_of(key)
             # The bucket depends on a hash of the key: how long this takes tells nothing of a key.
@@ -68,24 +80,46 @@ class KeyRing:
         raise Unauthorized("A valid API key is required: Authorization: Bearer <key>.")
 
 
-def key_ring(*, given: str | None, environment: str | None, path: Path | None) -> KeyRing:
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    """What a key opens and may ask for; None: what is the default of all keys."""
+
+    owner_id: str
+    max_priority: int | None = None
+    share: float | None = None
+
+
+def key_ring(
+    *, given: str | None, environment: str | None, path: Path | None, max_priority: int = 0
+) -> KeyRing:
     """Return all keys: one from the command line, one from the environment, those of a file.
+
+    `max_priority`: the ceiling of keys whose line names none, and of everybody without keys.
 
     Raises:
         InvalidKeys: one is empty or malformed, or the file cannot be read or holds none.
     """
-    owners: dict[str, Owner] = {}
+    grants: dict[str, _Grant] = {}
     for key, where in ((given, "--api-key"), (environment, KEY_VARIABLE)):
         if key is not None:
             digest = _digest(key, where)
-            owners[digest] = Owner(digest)
+            grants[digest] = _Grant(digest)
     if path is not None:
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidKeys(f"{path}: {error}") from None
-        owners |= _owners_in(text, str(path))
-    return KeyRing(owners)
+        grants |= _grants_in(text, str(path))
+    is_alone = len({grant.owner_id for grant in grants.values()}) == 1
+    owners = {
+        digest: Owner(
+            grant.owner_id,
+            max_priority=max_priority if grant.max_priority is None else grant.max_priority,
+            share=grant.share or (1.0 if is_alone else SHARE_OF_MANY),
+        )
+        for digest, grant in grants.items()
+    }
+    return KeyRing(owners, anonymous=replace(ANONYMOUS, max_priority=max_priority))
 
 
 def is_readable_by_all(path: Path) -> bool:
@@ -93,29 +127,63 @@ def is_readable_by_all(path: Path) -> bool:
     return bool(path.stat().st_mode & stat.S_IROTH)
 
 
-def _owners_in(text: str, where: str) -> dict[str, Owner]:
-    """Return the owner of each digest. A line is `[NAME] KEY`, where KEY may be `sha256:HEX`.
+def _grants_in(text: str, where: str) -> dict[str, _Grant]:
+    """Return the grant of each digest.
 
-    Keys of one name have one owner, so that a key can be replaced and its sessions stay.
+    A line is `[NAME] KEY [max_priority=N] [share=PART]`, where KEY may be `sha256:HEX`. Keys of one
+    name have one owner, so that a key can be replaced and its sessions stay.
     """
-    owners: dict[str, Owner] = {}
+    grants: dict[str, _Grant] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         place = f"{where}, line {number}"
+        options = _take_options(words)
         *names, key = words
         if len(names) > 1 or not all(map(_NAME.fullmatch, names)):
-            raise InvalidKeys(f"{place}: a line is [NAME] KEY")
+            raise InvalidKeys(f"{place}: a line is [NAME] KEY [max_priority=N] [share=PART]")
         digest = _digest(key, place)
-        owner = Owner(f"name:{names[0]}" if names else digest)
-        if owners.setdefault(digest, owner) != owner:
-            raise InvalidKeys(f"{place}: this key already has another owner")
-        if len(owners) > MAX_KEYS:
+        grant = _Grant(
+            f"name:{names[0]}" if names else digest,
+            _max_priority(options, place),
+            _share(options, place),
+        )
+        if grants.setdefault(digest, grant) != grant:
+            raise InvalidKeys(f"{place}: this key already has another owner or other options")
+        if len(grants) > MAX_KEYS:
             raise InvalidKeys(f"{where}: more than {MAX_KEYS} keys")
-    if not owners:
+    if not grants:
         raise InvalidKeys(f"{where}: no key in it")
-    return owners
+    return grants
+
+
+def _take_options(words: list[str]) -> dict[str, str]:
+    """Remove and return the options at a line's end. The first word is never one."""
+    options: dict[str, str] = {}
+    while len(words) > 1 and (match := _OPTION.fullmatch(words[-1])) is not None:
+        options[match[1]] = match[2]
+        del words[-1]
+    return options
+
+
+def _max_priority(options: Mapping[str, str], place: str) -> int | None:
+    text = options.get("max_priority")
+    if text is None:
+        return None
+    if _INTEGER.fullmatch(text) is None or abs(int(text)) > MAX_PRIORITY:
+        limits = f"[-{MAX_PRIORITY}, {MAX_PRIORITY}]"
+        raise InvalidKeys(f"{place}: max_priority is an integer in {limits}")
+    return int(text)
+
+
+def _share(options: Mapping[str, str], place: str) -> float | None:
+    text = options.get("share")
+    if text is None:
+        return None
+    if _DECIMAL.fullmatch(text) is None or not 0.0 < float(text) <= 1.0:
+        raise InvalidKeys(f"{place}: share is a part above 0 and up to 1")
+    return float(text)
 
 
 def _bucket_of(digest: str) -> str:

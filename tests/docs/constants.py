@@ -67,6 +67,12 @@ CONNECTIONS = (
         "further ones are refused: 503 `server_busy`",
     ),
     _constant("web.keys:MAX_KEYS", "keys of a file", "keys", "the server does not start"),
+    _constant(
+        "web.keys:SHARE_OF_MANY",
+        "part of all sessions, turns and bytes that one of several owners may hold",
+        "",
+        "refused: `quota_exceeded`",
+    ),
     _constant("web.keys:MAX_KEY_CHARS", "an API key", "characters", "`unauthorized`"),
     _constant("web.http_guard:STALL_S", "time in which an HTTP reader takes nothing", "s", _CLOSED),
     _constant(

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from session_server.core.commands import CancelTurn, StopTurn
+from session_server.core.commands import CancelTurn, StopTurn, SubmitTurn
 from session_server.core.errors import (
     ContextTooLong,
     InvalidRequest,
@@ -23,6 +23,7 @@ from session_server.core.errors import (
     TurnNotFound,
     UnsupportedOperation,
 )
+from session_server.core.owner import Owner
 from session_server.core.session_events import (
     ChatInput,
     Message,
@@ -289,6 +290,18 @@ class TestText:
 
 
 class TestOrder:
+    @pytest.mark.parametrize(("asked", "sent"), [(100, 3), (4, 3), (3, 3), (2, 2), (-100, -100)])
+    def test_a_priority_above_the_owner_s_ceiling_is_lowered_to_it(
+        self, world: World, asked: int, sent: int
+    ) -> None:
+        owner = Owner("ceiling", max_priority=3)
+        session = world.open(owner=owner)
+        request = replace(turn("1"), priority=asked)
+        world.submit(session, request, owner=owner)
+        submitted = [each for each in world.engine.seen if isinstance(each, SubmitTurn)]
+        assert [each.priority for each in submitted] == [sent]
+        assert world.submit(session, request, owner=owner).turn_id == "1"
+
     def test_turns_run_one_after_another_in_order(self, world: World) -> None:
         session = world.open()
         views = [world.submit(session, turn(str(index))) for index in range(4)]

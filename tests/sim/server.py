@@ -18,7 +18,7 @@ from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.text.model_text import ModelText, load_local_text
 from session_server.web.app import create_app
-from session_server.web.keys import KeyRing
+from session_server.web.keys import KeyRing, digest_of
 from session_server.web.services import AppServices, ModelCard, WebSettings
 from tests.sessions.recount import recount
 from tests.sim.config import Habits
@@ -184,7 +184,10 @@ class SimServer:
                 defaults=SamplingParams(),
             ),
             settings=WebSettings(
-                keys=KeyRing.of(*self.keys),
+                keys=KeyRing(
+                    # Some of the priorities that clients draw are above this ceiling.
+                    {digest_of(k): Owner(digest_of(k), max_priority=3) for k in self.keys}
+                ),
                 max_queued_turns=MAX_QUEUED_TURNS,
                 send_timeout_s=SEND_TIMEOUT_S,
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 from session_server import flags, wiring
 from session_server.arguments import add_server
 from session_server.config import HttpSettings, Settings
+from session_server.core.commands import SubmitTurn
 from session_server.core.errors import Unauthorized
 from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner
 from session_server.local_server import LocalServer
+from session_server.sessions.quotas import QuotaLimits
 from session_server.web import keys
 from session_server.web.keys import (
     MAX_KEY_CHARS,
+    SHARE_OF_MANY,
     InvalidKeys,
     KeyRing,
     digest_of,
@@ -25,6 +29,7 @@ from session_server.web.keys import (
     key_ring,
 )
 from session_server.wiring import check_exposure, keys_of
+from tests.web.serving import DEADLINE_S, serving, turn
 
 
 def ring_of(path: Path, text: str) -> KeyRing:
@@ -194,3 +199,54 @@ def test_a_key_of_the_environment_is_shown_to_others_and_not_asked_for_by_our_ow
     told = f"import os; print('listening on http://' + os.environ.get({KEY_VARIABLE!r}, 'open'))"
     with LocalServer(program=(sys.executable, "-c", told)) as server:
         assert server.url == "http://open"
+
+
+def test_a_key_has_the_priority_and_the_share_of_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(
+        "a first share=0.25 max_priority=-3\nsecond max_priority=100\nshare=1\n", "utf-8"
+    )
+    ring = key_ring(given=None, environment=None, path=path, max_priority=7)
+    owners = [ring.owner_of(key) for key in ("first", "second", "share=1")]
+    assert [owner.max_priority for owner in owners] == [-3, 100, 7]
+    assert [owner.share for owner in owners] == [0.25, SHARE_OF_MANY, SHARE_OF_MANY]
+
+
+def test_one_owner_may_hold_everything_and_one_of_several_a_share(tmp_path: Path) -> None:
+    alone = ring_of(tmp_path / "keys", "a old\na new\n")
+    assert (alone.owner_of("old").share, alone.owner_of("old").max_priority) == (1.0, 0)
+    assert ring_of(tmp_path / "keys", "a old\nb new\n").owner_of("old").share == SHARE_OF_MANY
+    ring = key_ring(given=None, environment=None, path=None, max_priority=5)
+    assert (ring.owner_of(None).share, ring.owner_of(None).max_priority) == (1.0, 5)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("share=0", "share=1.01", "share=nan", "share=", "share=1e-3"),
+        *("max_priority=101", "max_priority=-101", "max_priority=1.0", "max_priority="),
+    ],
+)
+def test_an_option_out_of_its_range_is_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(InvalidKeys, match=f"line 1: {option.partition('=')[0]}"):
+        ring_of(tmp_path / "keys", f"name key {option}\n")
+
+
+def test_a_key_may_not_hold_everything_beside_another_and_cannot_push_ahead(tmp_path: Path) -> None:
+    ring = ring_of(tmp_path / "keys", "greedy\nmodest max_priority=2\n")
+
+    async def check() -> None:
+        async with serving(quotas=QuotaLimits(sessions=10), keys=ring) as this:
+            hog, other = ({"authorization": f"Bearer {key}"} for key in ("greedy", "modest"))
+            codes = [await this.http.post("/v1/sessions", headers=hog) for _ in range(6)]
+            assert [answer.status_code for answer in codes] == [201] * 5 + [429]
+            opened = await this.http.post("/v1/sessions", headers=other)
+            assert opened.status_code == 201
+            for headers, answer, priority in ((hog, codes[0], 0), (other, opened, 2)):
+                path = f"/v1/sessions/{answer.json()['id']}/turns"
+                body = turn(input_ids=[7], priority=100)
+                assert (await this.http.post(path, json=body, headers=headers)).status_code == 200
+                sent = [each for each in this.engine.seen if isinstance(each, SubmitTurn)]
+                assert sent[-1].priority == priority
+
+    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
