@@ -63,6 +63,7 @@ def result(**changes: object) -> TurnResult:
     ("turn", "line"),
     [
         (result(), "in 640 (480 cached, 160 new) · out 32 · ttft 24 ms · 80 tok/s"),
+        (result(timings=Timings(ttft_ms=3, decode_ms=0.5)), "ttft 3 ms · 62000 tok/s"),
         (result(timings=Timings(ttft_ms=3)), "in 640 (480 cached, 160 new) · out 32 · ttft 3 ms"),
         (result(status="cancelled", finish_reason=None), "80 tok/s · cancelled"),
         (result(finish_reason="length"), "80 tok/s · cut at max tokens"),
@@ -138,6 +139,29 @@ def test_an_interrupt_cancels_the_turn_and_not_the_program() -> None:
             process.send_signal(signal.SIGINT)
             assert "cancelled" in await read_until(process, "you > ")
             assert "Still here." in await finish(process, "are you there?", "/quit")
+
+    asyncio.run(test())
+
+
+def test_an_interrupt_outside_of_a_turn_leaves_as_a_shell_expects() -> None:
+    is_opening = asyncio.Event()
+
+    async def first(peer: Peer) -> None:
+        await peer.hello()
+        await peer.closed(1)
+
+    async def second(peer: Peer) -> None:
+        is_opening.set()
+        await peer.socket.wait_closed()
+
+    async def test() -> None:
+        async with playing(first, second) as server:
+            process = await chat(server.url)
+            assert process.stdin is not None
+            process.stdin.write(b"/system be a pirate\n")
+            await is_opening.wait()
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == 130
 
     asyncio.run(test())
 

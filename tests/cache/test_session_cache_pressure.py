@@ -40,6 +40,15 @@ def test_cooling_is_worth_only_what_nobody_else_has_locked(world: World) -> None
     assert idle.freed_pages == {POOL: 0}
 
 
+def test_an_eviction_leaves_a_sixteenth_of_the_pool_free() -> None:
+    world = make_world(1, num_pages=481)
+    run_turn(world, A, [1] * 470, num_outputs=8)
+    world.close(A)
+    assert headroom(world.cache).free_pages[POOL] == 10
+    run_turn(world, B, [2] * 10, num_outputs=1)
+    assert headroom(world.cache).free_pages[POOL] == 480 // 16
+
+
 def test_cooling_a_cold_session_is_harmless(world: World) -> None:
     world.cache.cool(A)
     assert world.cache.slot(A).state is SlotState.COLD

@@ -125,6 +125,14 @@ def test_every_fourth_layer_of_qwen3_5_is_gated_attention_rotated_in_part() -> N
     assert (attention.rope.theta, attention.rope_dim) == (1e7, 8)
 
 
+def test_qwen3_5_without_a_word_on_rotation() -> None:
+    raw = {key: value for key, value in QWEN.items() if key != "rope_parameters"}
+    attention = parse_config(raw).layers[3].mixer
+    assert isinstance(attention, AttentionConfig)
+    assert attention.rope is not None
+    assert (attention.rope.theta, attention.rope_dim) == (10_000.0, 8)
+
+
 @pytest.mark.parametrize(
     ("raw", "elements"),
     [

@@ -488,6 +488,15 @@ class TestLengths:
             assert max(lengths) == 16 * 64
             assert world.history(session) == ()
 
+    def test_the_beginning_of_an_input_may_be_twice_the_context(self) -> None:
+        state = Transcript("append", (), now=datetime.now().astimezone()).state()
+        max_len, head = 11, "<|im_start|>" * 14 + "a" * 8
+        assert len(head) == 16 * max_len
+        assert len(model_text().tokenizer.encode_control(head)) == 2 * max_len
+        check_beginning(model_text(), state, TextInput(f"{head}tail"), max_len=max_len)
+        with pytest.raises(ContextTooLong, match="at least 22 tokens"):
+            check_beginning(model_text(), state, TextInput("a" * 12 + head), max_len=max_len)
+
     @given(text=st.text("ab <|im_start|>\n", max_size=200), max_len=st.integers(1, 12))
     @settings(max_examples=300, deadline=None, derandomize=True)
     def test_what_is_refused_by_its_beginning_is_too_long_as_a_whole(
