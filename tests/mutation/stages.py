@@ -40,7 +40,7 @@ NEIGHBORS: Final = {
     "session_server/text": "sessions web faults wire",
     "session_server/web": "faults wire client chaos",
 }
-"""Directories of tests after the mirrored one; `tests/docs`, which knows bounds, is always last."""
+"""Directories of tests that may notice what the mirrored one does not, the cheap ones first."""
 
 
 def package_of(path: Path) -> str:
@@ -63,9 +63,9 @@ def serving_files(root: Path) -> dict[str, list[Path]]:
 def stages(root: Path, path: Path) -> list[list[str]]:
     """Return test files in groups, to be run one after the other until a test fails.
 
-    First come mirrored tests that import the mutated file, then the others of that directory,
-    other tests that import the file, neighboring directories, and the longest. No file is in two
-    groups.
+    First come mirrored tests that import the mutated file, then the others of that directory, those
+    that know bounds, others that import the file, neighboring directories, and the longest. No file
+    is in two groups.
     """
     package, module = package_of(path), ".".join(path.with_suffix("").parts)
     mirrored = f"tests/{package.split('/')[-1]}/" if package != "session_server" else "tests/test_"
@@ -74,10 +74,11 @@ def stages(root: Path, path: Path) -> list[list[str]]:
     groups = [
         [test for test in direct if test.startswith(mirrored) or test.endswith(f"_{path.name}")],
         [test for test in imports if test.startswith(mirrored)],
+        [test for test in imports if test.startswith("tests/docs/")],
         direct,
         *(
             [test for test in imports if test.startswith(f"tests/{neighbor}/")]
-            for neighbor in (*NEIGHBORS[package].split(), "docs")
+            for neighbor in NEIGHBORS[package].split()
         ),
     ]
     last = [test for group in groups for test in group if test in LONGEST]
