@@ -45,11 +45,11 @@ class LayerGroup:
     """Layers that share one pool and one page table.
 
     `layers` are indices into the model. `num_kv_heads`, `head_dim` describe one layer.
-    `dtype_bytes` is the size of one stored element. `window`: the last positions that kind WINDOW
-    reads, the newest included; 0 for the others. A latent group has one head, of the compressed
-    vector and, as its last `rope_dim` elements, the rotary key. `stored_as`: the dtype of elements
-    that are stored in another than the model computes in. `state_shapes`: the parts of what one
-    recurrent layer keeps, in elements of 4 bytes; such a group has neither heads nor positions.
+    `dtype_bytes`: size of one stored element. `window`: the last positions that kind WINDOW reads,
+    the newest included; 0 for the others. A latent group has one head: the latent and, as its last
+    `qk_rope_head_dim` elements, the rotary key. `stored_as`: the dtype of stored elements where it
+    differs from the activations'. `state_shapes`: the parts of one recurrent layer's state, in
+    elements of 4 bytes; such a group has neither heads nor positions.
     """
 
     pool: PoolName
@@ -59,7 +59,7 @@ class LayerGroup:
     head_dim: int
     dtype_bytes: int
     window: int = 0
-    rope_dim: int = 0
+    qk_rope_head_dim: int = 0
     stored_as: str | None = None
     state_shapes: tuple[tuple[int, ...], ...] = ()
 

@@ -202,9 +202,9 @@ def _check_weights(settings: Settings) -> Finding:
     found = (
         f"{config.model_type}, {plan.found.stored_bytes / 1e6:.1f} MB, context {plan.max_turn_len}"
     )
-    if plan.max_turn_len < config.max_context_len:
+    if plan.max_turn_len < config.max_position_embeddings:
         advice = "free memory, or serve with a larger --mem-fraction-static"
-        found += f" of {config.max_context_len}: KV memory holds no more"
+        found += f" of {config.max_position_embeddings}: KV memory holds no more"
         return Finding("model", Verdict.WARNING, found, advice)
     return Finding("model", Verdict.GOOD, found)
 

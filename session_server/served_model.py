@@ -20,7 +20,7 @@ def checked_directory(settings: Settings) -> Path:
         ValueError: more context is asked for than the model was made for.
     """
     directory = model_directory(settings.model)
-    check_context_length(settings, load_config(directory).max_context_len)
+    check_context_length(settings, load_config(directory).max_position_embeddings)
     return directory
 
 

@@ -23,18 +23,18 @@ class MlaPool(KvStorage):
     To its readers every query head reads the same row: there is one head, the rotary key its end.
     """
 
-    __slots__ = ("_by_layer", "_rows", "rank")
+    __slots__ = ("_by_layer", "_rows", "kv_lora_rank")
 
     def __init__(self, group: LayerGroup, pages: PageFormat) -> None:
         """See `KvStorage`."""
         assert group.kind is LayerKind.LATENT, "this pool stores latents only"
         assert group.num_kv_heads == 1, "all heads share one latent"
-        assert 0 < group.rope_dim < group.head_dim, "a row is a latent and a rotary key"
+        assert 0 < group.qk_rope_head_dim < group.head_dim, "a row is a latent and a rotary key"
         width = group.head_dim
         super().__init__(group, pages, (pages.num_pages, pages.page_size, width))
         self._by_layer = self._storage.flatten(1, 2).unbind(0)
         self._rows = self._storage.view(len(group.layers), 1, 1, -1, width)
-        self.rank = width - group.rope_dim
+        self.kv_lora_rank = width - group.qk_rope_head_dim
         """Elements of a latent."""
 
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
@@ -67,7 +67,7 @@ class MlaPool(KvStorage):
             The latents [layers, 1, num_slots, latent] and rotary keys [layers, 1, num_slots, rope].
         """
         rows = self._storage[:, None, page, :num_slots]
-        return rows[..., : self.rank], rows[..., self.rank :]
+        return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
         """Copy whole pages of one layer together.

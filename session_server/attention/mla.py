@@ -58,15 +58,15 @@ BLOCK_LEN: Final = 512
 class MlaShape:
     """What the pool does not know of a head: the non-rotary elements of a key, those of a value."""
 
-    nope_dim: int
-    value_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
 
 
-def min_expanded_tokens(*, rank: int, nope_dim: int, value_dim: int) -> float:
+def min_expanded_tokens(*, kv_lora_rank: int, qk_nope_head_dim: int, v_head_dim: int) -> float:
     """The least new tokens for which expanding is cheaper; infinite where it never is."""
-    expanded = nope_dim + value_dim
-    saved = 2 * rank - expanded
-    return rank * expanded / saved if saved > 0 else math.inf
+    expanded = qk_nope_head_dim + v_head_dim
+    saved = 2 * kv_lora_rank - expanded
+    return kv_lora_rank * expanded / saved if saved > 0 else math.inf
 
 
 class MlaBackend:
@@ -99,7 +99,9 @@ class MlaBackend:
         self._absorbed = absorbed(pool, table, rule)
         if expand_from is None:
             expand_from = min_expanded_tokens(
-                rank=pool.rank, nope_dim=shape.nope_dim, value_dim=shape.value_dim
+                kv_lora_rank=pool.kv_lora_rank,
+                qk_nope_head_dim=shape.qk_nope_head_dim,
+                v_head_dim=shape.v_head_dim,
             )
         self._expand_from = expand_from
 
@@ -219,18 +221,18 @@ class MlaPlan:
 
     def _absorb(self, layer: int, q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
         assert self._absorbed is not None, "somebody is absorbed"
-        nope_dim, num_tokens = self._shape.nope_dim, len(q)
-        to_latents = torch.bmm(q[..., :nope_dim].transpose(0, 1), up[:, :nope_dim])
-        absorbed = torch.cat((to_latents.transpose(0, 1), q[..., nope_dim:]), dim=-1)
+        qk_nope_head_dim, num_tokens = self._shape.qk_nope_head_dim, len(q)
+        to_latents = torch.bmm(q[..., :qk_nope_head_dim].transpose(0, 1), up[:, :qk_nope_head_dim])
+        absorbed = torch.cat((to_latents.transpose(0, 1), q[..., qk_nope_head_dim:]), dim=-1)
         mixed = self._absorbed.attend(layer, absorbed, _both(rows), None)
-        latents = mixed.view(num_tokens, self._rule.num_heads, -1)[..., : self._pool.rank]
-        values = torch.bmm(latents.transpose(0, 1), up[:, nope_dim:].transpose(1, 2))
+        latents = mixed.view(num_tokens, self._rule.num_heads, -1)[..., : self._pool.kv_lora_rank]
+        values = torch.bmm(latents.transpose(0, 1), up[:, qk_nope_head_dim:].transpose(1, 2))
         return values.transpose(0, 1).flatten(1)
 
     def _expand(self, layer: int, q: Tensor, chunk: _Chunk, up: Tensor) -> Tensor:
         """Attention over blocks of keys, merged by log-sum-exp (Milakov and Gimelshein 2018)."""
         heads = q.transpose(0, 1)
-        shape = (self._rule.num_heads, chunk.span.num_tokens, self._shape.value_dim)
+        shape = (self._rule.num_heads, chunk.span.num_tokens, self._shape.v_head_dim)
         out = torch.zeros(shape, dtype=torch.float32, device=q.device)
         lse = out.new_full(shape[:2], -math.inf)
         for block in chunk.blocks:
@@ -246,18 +248,20 @@ class MlaPlan:
         self, layer: int, q: Tensor, block: _Block, up: Tensor
     ) -> tuple[Tensor, Tensor]:
         """float32 [heads, queries, value] and its log-sum-exp [heads, queries]."""
-        rank, nope_dim = self._pool.rank, self._shape.nope_dim
+        rank, qk_nope_head_dim = self._pool.kv_lora_rank, self._shape.qk_nope_head_dim
         rows = self._pool.gather(layer, block.pages)[0, 0, : block.num_keys]
         expanded = torch.matmul(rows[:, :rank], up.flatten(0, 1).t())
         keys_values = expanded.view(block.num_keys, len(up), -1).transpose(0, 1)
-        scores = torch.matmul(q[..., nope_dim:], rows[:, rank:].t())
-        scores = torch.baddbmm(scores, q[..., :nope_dim], keys_values[..., :nope_dim].mT)
+        scores = torch.matmul(q[..., qk_nope_head_dim:], rows[:, rank:].t())
+        scores = torch.baddbmm(
+            scores, q[..., :qk_nope_head_dim], keys_values[..., :qk_nope_head_dim].mT
+        )
         scores = scores.float().mul_(self._rule.scale)
         if block.unseen is not None:
             scores.masked_fill_(block.unseen, -math.inf)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(q.dtype)
-        return torch.bmm(weights, keys_values[..., nope_dim:]).float(), lse
+        return torch.bmm(weights, keys_values[..., qk_nope_head_dim:]).float(), lse
 
 
 def _both(rows: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class LatentLayers:
         for layer in range(num_layers):
             rows = self._noise(len(slots), 1, group.head_dim)
             self._pool.write(layer, slots, rows.expand(-1, 2, -1))
-        self._rope = Rope(mixer.rope, mixer.rope_dim, device=cpu)
+        self._rope = Rope(mixer.rope, mixer.qk_rope_head_dim, device=cpu)
         self._layers = [MlaMixer(mixer, layer, self._weights()) for layer in range(num_layers)]
 
     @property
@@ -99,7 +99,7 @@ class LatentLayers:
             self._pool,
             self._table,
             AttentionRule(mixer.num_heads, mixer.scale),
-            MlaShape(mixer.nope_dim, mixer.value_dim),
+            MlaShape(mixer.qk_nope_head_dim, mixer.v_head_dim),
             absorbed=factory,
             expand_from=expand_from,
         )
@@ -114,14 +114,16 @@ class LatentLayers:
 
     def _weights(self) -> MlaWeights:
         mixer, hidden = self._mixer, self._hidden_size
-        heads, stored = mixer.num_heads, mixer.rank + mixer.rope_dim
-        lowered = heads * (mixer.nope_dim + mixer.rope_dim) + stored
+        heads, stored = mixer.num_heads, mixer.kv_lora_rank + mixer.qk_rope_head_dim
+        lowered = heads * (mixer.qk_nope_head_dim + mixer.qk_rope_head_dim) + stored
         return MlaWeights(
             down=make_linear(self._noise(lowered, hidden, std=hidden**-0.5)),
             query=None,
-            norm=RmsNorm(torch.ones(mixer.rank), 1e-6),
-            up=self._noise(heads, mixer.nope_dim + mixer.value_dim, mixer.rank, std=0.05),
-            output=make_linear(self._noise(hidden, heads * mixer.value_dim, std=0.02)),
+            norm=RmsNorm(torch.ones(mixer.kv_lora_rank), 1e-6),
+            up=self._noise(
+                heads, mixer.qk_nope_head_dim + mixer.v_head_dim, mixer.kv_lora_rank, std=0.05
+            ),
+            output=make_linear(self._noise(hidden, heads * mixer.v_head_dim, std=0.02)),
         )
 
     def _noise(self, *shape: int, std: float = 1.0) -> Tensor:

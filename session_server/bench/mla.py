@@ -18,11 +18,11 @@ from session_server.models.config import MlaConfig, RopeConfig
 
 DEEPSEEK_V2_LITE: Final = MlaConfig(
     num_heads=16,
-    rank=512,
-    q_rank=None,
-    nope_dim=128,
-    rope_dim=64,
-    value_dim=128,
+    kv_lora_rank=512,
+    q_lora_rank=None,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
     scale=192**-0.5,
     rope=RopeConfig(10_000.0),
 )

@@ -147,7 +147,7 @@ def make_report(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             context_len=context_len,
-            model_context_len=config.max_context_len,
+            model_context_len=config.max_position_embeddings,
         ),
         layers=_layers(config),
         pools=_pools(found),
@@ -190,7 +190,7 @@ def session_figures(
 def num_idle_parameters(config: ModelConfig) -> int:
     """Parameters of the experts that one token is not sent to."""
     return sum(
-        (layer.ffn.num_experts - layer.ffn.num_chosen)
+        (layer.ffn.num_experts - layer.ffn.num_experts_per_tok)
         * _num_parameters(layer.ffn.expert, config.hidden_size)
         for layer in config.layers
         if isinstance(layer.ffn, MoeConfig)
@@ -226,8 +226,8 @@ def _figures(layer: LayerConfig) -> LayerFigures:
     return replace(
         figures,
         num_experts=ffn.num_experts,
-        num_chosen_experts=ffn.num_chosen,
-        shared_size=0 if ffn.shared is None else ffn.shared.intermediate_size,
+        num_chosen_experts=ffn.num_experts_per_tok,
+        shared_size=0 if ffn.shared_expert is None else ffn.shared_expert.intermediate_size,
     )
 
 

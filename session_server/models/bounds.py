@@ -158,9 +158,11 @@ def check_sizes(config: ModelConfig) -> None:
     Raises:
         CheckpointError: a size is zero or too large, or the model has too many experts.
     """
-    _check_number("the context length", config.max_context_len, (1, MAX_CONTEXT_LEN), kinds=(int,))
+    _check_number(
+        "the context length", config.max_position_embeddings, (1, MAX_CONTEXT_LEN), kinds=(int,)
+    )
     for layer in set(config.layers):
-        rotated = layer.mixer.rope_dim if layer.mixer.rope is not None else 2
+        rotated = layer.mixer.rotary_dim if layer.mixer.rope is not None else 2
         if rotated % 2 != 0 or rotated < 2:
             raise CheckpointError(f"config.json: {rotated} rotated elements of a head are not even")
         for part in _parts(layer):
@@ -196,10 +198,10 @@ def _check_number(name: str, value: object, bounds: Range, *, kinds: tuple[type,
 
 def _check_experts(ffn: MoeConfig) -> None:
     routing = ffn.routing
-    if ffn.num_chosen > ffn.num_experts or routing.num_chosen_groups > routing.num_groups:
+    if ffn.num_experts_per_tok > ffn.num_experts or routing.topk_group > routing.n_group:
         raise CheckpointError(
-            f"config.json: {ffn.num_chosen} of {ffn.num_experts} experts from "
-            f"{routing.num_chosen_groups} of {routing.num_groups} groups cannot be chosen"
+            f"config.json: {ffn.num_experts_per_tok} of {ffn.num_experts} experts from "
+            f"{routing.topk_group} of {routing.n_group} groups cannot be chosen"
         )
 
 
@@ -214,5 +216,5 @@ def _parts(layer: LayerConfig) -> Iterable[Any]:
     if isinstance(layer.ffn, MoeConfig):
         yield layer.ffn.expert
         yield layer.ffn.routing
-        if layer.ffn.shared is not None:
-            yield layer.ffn.shared
+        if layer.ffn.shared_expert is not None:
+            yield layer.ffn.shared_expert

@@ -1,7 +1,8 @@
-"""What a model is: frozen, free of torch, made by `registry.load_config` from a `config.json`.
+"""Describe a model: frozen dataclasses without torch, made by `registry.load_config`.
 
-A model is a list of layers, and a layer is a mixer (attention) and an ffn. Families differ in
-these descriptions only; there is one decoder.
+A model is a list of layers; a layer is a mixer (attention or recurrence) and an ffn. Families
+differ in these descriptions only; there is one decoder. A field that has a name in Hugging Face's
+`config.json` keeps it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ STATE_POOL: Final = PoolName("state")
 """The pool of recurrent layers, whose pages are states."""
 
 STATE_BYTES: Final = 4
-"""Of one element of a state: fp32, whatever the weights are."""
+"""Bytes of one element of a recurrent state: fp32 for every dtype of the weights."""
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: Final[dict[DTypeName, int]] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class RopeKind(Enum):
-    """How rotary frequencies are stretched beyond the trained context."""
+    """Select how rotary frequencies are scaled beyond the trained context (`rope_type`)."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -45,26 +46,26 @@ class RopeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and its scaling.
+    """Configure rotary position embeddings (Su et al. 2021) and their scaling.
 
-    `low` and `high` are `low_freq_factor`, `high_freq_factor` of llama3, or `beta_slow`,
-    `beta_fast` of YaRN (Peng et al. 2023). `attention_factor` multiplies cosines and sines. `dim`:
-    elements of a head that are rotated, the first ones; None for all.
+    `low` and `high` are llama3's `low_freq_factor` and `high_freq_factor`, or YaRN's `beta_slow`
+    and `beta_fast` (Peng et al. 2023). `attention_factor` multiplies cosines and sines.
+    `rotary_dim`: leading elements of a head that are rotated; None for all of them.
     """
 
-    theta: float
-    kind: RopeKind = RopeKind.DEFAULT
+    rope_theta: float
+    rope_type: RopeKind = RopeKind.DEFAULT
     factor: float = 1.0
     low: float = 1.0
     high: float = 1.0
-    original_context_len: int = 0
+    original_max_position_embeddings: int = 0
     attention_factor: float = 1.0
     truncate: bool = True
-    dim: int | None = None
+    rotary_dim: int | None = None
 
 
 class QkNorm(Enum):
-    """What of Q and K is normalised together."""
+    """Select which elements of Q and K share one norm: none, those of a head, or all."""
 
     NONE = "none"
     HEAD = "head"
@@ -73,12 +74,13 @@ class QkNorm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Grouped-query attention over the whole context, or over a sliding window of it.
+    """Configure grouped-query attention over the whole context or a sliding window of it.
 
-    `scale`: factor on the scores. `rope`: None where heads know no positions. `window`: positions a
-    token sees, its own included; None for all. `softcap`: scores are squashed into (-softcap,
-    softcap). `has_sinks`: every head has a score that takes part in the softmax and brings no
-    value. `is_gated`: what a head gives goes through a gate that is made of the input.
+    `scale`: factor on the scores. `rope`: None for layers without position embeddings.
+    `sliding_window`: positions a token attends to, its own included; None for all of them.
+    `attn_logit_softcapping`: bounds scores to (-cap, cap) with a tanh. `has_sinks`: each head has a
+    learned score that takes part in the softmax and has no value. `is_gated`: a gate computed from
+    the layer's input multiplies each head's output.
     """
 
     num_heads: int
@@ -89,179 +91,186 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: QkNorm = QkNorm.NONE
-    window: int | None = None
-    softcap: float | None = None
+    sliding_window: int | None = None
+    attn_logit_softcapping: float | None = None
     has_sinks: bool = False
     is_gated: bool = False
 
     @property
     def pool(self) -> PoolName:
-        """Where its K and V are kept."""
-        return FULL_POOL if self.window is None else WINDOW_POOL
+        """Return the pool that keeps the layer's K and V."""
+        return FULL_POOL if self.sliding_window is None else WINDOW_POOL
 
     @property
-    def rope_dim(self) -> int:
-        """Elements of a head that are rotated, the first ones."""
-        return (self.rope.dim if self.rope is not None else None) or self.head_dim
+    def rotary_dim(self) -> int:
+        """Return how many leading elements of a head are rotated."""
+        return (self.rope.rotary_dim if self.rope is not None else None) or self.head_dim
 
     def group(self, layers: tuple[int, ...], dtype: DTypeName) -> LayerGroup:
-        """What such layers store."""
+        """Describe what such layers store per position."""
         return LayerGroup(
             pool=self.pool,
-            kind=LayerKind.FULL if self.window is None else LayerKind.WINDOW,
+            kind=LayerKind.FULL if self.sliding_window is None else LayerKind.WINDOW,
             layers=layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype_bytes=DTYPE_BYTES[dtype],
-            window=self.window or 0,
+            window=self.sliding_window or 0,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MlaConfig:
-    """Multi-head latent attention (MLA, DeepSeek-AI 2024).
+    """Configure multi-head latent attention (MLA, DeepSeek-AI 2024).
 
-    `rank`: elements of the latent that K and V are made of. `q_rank`: of the one that queries are
-    made of; None where they are projected at once. `nope_dim`, `rope_dim`: elements of a key of one
-    head that know no position, and of the rotated key that all heads share. `value_dim`: of a
-    value. `scale`: factor on the scores. `bias`: on projections from and to the hidden state.
+    `kv_lora_rank`: elements of the latent that K and V are projected from. `q_lora_rank`: elements
+    of the queries' latent; None where queries are projected directly. `qk_nope_head_dim`: elements
+    of a head's key without position embedding. `qk_rope_head_dim`: elements of the rotary key that
+    all heads share. `v_head_dim`: elements of a head's value. `scale`: factor on the scores.
+    `attention_bias`: on projections from and to the hidden state.
     """
 
     num_heads: int
-    rank: int
-    q_rank: int | None
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
     scale: float
     rope: RopeConfig
-    bias: bool = False
+    attention_bias: bool = False
 
     @property
     def pool(self) -> PoolName:
-        """Where its latents are kept."""
+        """Return the pool that keeps the layer's latents."""
         return LATENT_POOL
 
+    @property
+    def rotary_dim(self) -> int:
+        """Return how many elements of the rotary key are rotated: all."""
+        return self.qk_rope_head_dim
+
     def group(self, layers: tuple[int, ...], dtype: DTypeName) -> LayerGroup:
-        """What such layers store."""
+        """Describe what such layers store per position."""
         return LayerGroup(
             pool=self.pool,
             kind=LayerKind.LATENT,
             layers=layers,
             num_kv_heads=1,
-            head_dim=self.rank + self.rope_dim,
+            head_dim=self.kv_lora_rank + self.qk_rope_head_dim,
             dtype_bytes=DTYPE_BYTES[dtype],
-            rope_dim=self.rope_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
         )
 
 
 class _Recurrent:
-    """What recurrent layers have in common: a pool, and no positions."""
+    """Share what all recurrent layers have: the state pool, and no position embeddings."""
 
     __slots__ = ()
 
     @property
     def pool(self) -> PoolName:
-        """Where its states are kept."""
+        """Return the pool that keeps the layer's states."""
         return STATE_POOL
 
     @property
     def rope(self) -> None:
-        """Order is all it knows of positions."""
+        """Return None: a recurrence has no position embeddings."""
         return
 
     @property
-    def rope_dim(self) -> int:
-        """Nothing is rotated."""
+    def rotary_dim(self) -> int:
+        """Return 0: nothing is rotated."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class ShortConvConfig(_Recurrent):
-    """A gated convolution of every channel by itself (LFM2, Liquid AI 2025).
+    """Configure a gated depthwise convolution (LFM2, Liquid AI 2025).
 
-    `width`: tokens it sees, its own included.
+    `conv_kernel_size`: tokens the convolution reads, the current one included.
     """
 
     channels: int
-    width: int
+    conv_kernel_size: int
     bias: bool = False
 
     def group(self, layers: tuple[int, ...], dtype: DTypeName) -> LayerGroup:
-        """What such layers store: their last inputs."""
+        """Describe what such layers store: the convolution's last inputs."""
         del dtype
-        return _states(layers, (self.width - 1, self.channels))
+        return _states(layers, (self.conv_kernel_size - 1, self.channels))
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Config(_Recurrent):
-    """A selective state space with one decay per head (Mamba2, Dao and Gu 2024).
+    """Configure a selective state space with one decay per head (Mamba2, Dao and Gu 2024).
 
-    `num_groups`: of heads that share what writes to and reads from their states. `state_size`:
-    elements of a state per element of a head. `width`: tokens its convolution sees. `step_limits`:
-    bounds of a step's length. `bias`: on projections; `conv_bias`: on the convolution.
+    `n_groups`: groups of heads that share the B and C projections. `state_size`: elements of a
+    state per element of a head. `conv_kernel_size`: tokens the convolution reads.
+    `time_step_limit`: bounds of the discretization step. `bias`: on projections; `conv_bias`: on
+    the convolution.
     """
 
     num_heads: int
     head_dim: int
-    num_groups: int
+    n_groups: int
     state_size: int
-    width: int
-    step_limits: tuple[float, float]
+    conv_kernel_size: int
+    time_step_limit: tuple[float, float]
     conv_bias: bool = True
     bias: bool = False
 
     @property
     def inner_size(self) -> int:
-        """Elements of all heads together."""
+        """Return the elements of all heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def conv_size(self) -> int:
-        """Channels of the convolution: heads, and what writes and reads in every group."""
-        return self.inner_size + 2 * self.num_groups * self.state_size
+        """Return the convolution's channels: all heads, and B and C of every group."""
+        return self.inner_size + 2 * self.n_groups * self.state_size
 
     def group(self, layers: tuple[int, ...], dtype: DTypeName) -> LayerGroup:
-        """What such layers store: the last inputs of the convolution, and the states of heads."""
+        """Describe what such layers store: the convolution's last inputs and the heads' states."""
         del dtype
         heads = (self.num_heads, self.head_dim, self.state_size)
-        return _states(layers, (self.width - 1, self.conv_size), heads)
+        return _states(layers, (self.conv_kernel_size - 1, self.conv_size), heads)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaConfig(_Recurrent):
-    """A gated delta rule (Yang et al. 2025): a state per head that maps keys to values.
+    """Configure a gated delta rule (Yang et al. 2025): each head's state maps keys to values.
 
-    `num_key_heads`: of keys and queries, each for some neighbouring value heads. `width`: tokens
-    its convolution sees.
+    `linear_num_key_heads`: heads of keys and queries, each shared by consecutive value heads.
+    `linear_conv_kernel_dim`: tokens the convolution reads, the current one included.
     """
 
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int
 
     @property
     def keys_size(self) -> int:
-        """Elements of all keys together, and of all queries."""
-        return self.num_key_heads * self.key_dim
+        """Return the elements of all keys together, which all queries have too."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
 
     @property
     def values_size(self) -> int:
-        """Elements of all values together."""
-        return self.num_value_heads * self.value_dim
+        """Return the elements of all values together."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
     def conv_size(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Return the convolution's channels: queries, keys and values."""
         return 2 * self.keys_size + self.values_size
 
     def group(self, layers: tuple[int, ...], dtype: DTypeName) -> LayerGroup:
-        """What such layers store: the last inputs of the convolution, and the states of heads."""
+        """Describe what such layers store: the convolution's last inputs and the heads' states."""
         del dtype
-        heads = (self.num_value_heads, self.key_dim, self.value_dim)
-        return _states(layers, (self.width - 1, self.conv_size), heads)
+        heads = (self.linear_num_value_heads, self.linear_key_head_dim, self.linear_value_head_dim)
+        return _states(layers, (self.linear_conv_kernel_dim - 1, self.conv_size), heads)
 
 
 def _states(layers: tuple[int, ...], *shapes: tuple[int, ...]) -> LayerGroup:
@@ -277,7 +286,7 @@ def _states(layers: tuple[int, ...], *shapes: tuple[int, ...]) -> LayerGroup:
 
 
 class GateKind(Enum):
-    """How the gate of a feed-forward acts on the other half."""
+    """Select the activation that a feed-forward's gate goes through (`hidden_act`)."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
@@ -286,15 +295,15 @@ class GateKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """The activation. `alpha`, `limit`: sharpness and bounds of `CLAMPED` (gpt-oss)."""
+    """Configure the activation. `alpha`, `swiglu_limit`: slope and bounds of `CLAMPED`."""
 
     kind: GateKind = GateKind.SILU
     alpha: float = 1.0
-    limit: float = 0.0
+    swiglu_limit: float = 0.0
 
 
 class MlpLayout(Enum):
-    """What a checkpoint calls the matrices of a feed-forward: gate, up and down."""
+    """Name a checkpoint's matrices of a feed-forward: gate, up and down."""
 
     LLAMA = ("gate_proj", "up_proj", "down_proj")
     LFM2 = ("w1", "w3", "w2")
@@ -304,7 +313,7 @@ class MlpLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MlpConfig:
-    """Gated feed-forward (Shazeer 2020)."""
+    """Configure a gated feed-forward (Shazeer 2020)."""
 
     intermediate_size: int
     bias: bool = False
@@ -313,55 +322,55 @@ class MlpConfig:
 
 
 class ExpertLayout(Enum):
-    """How a checkpoint spells its experts."""
+    """Select how a checkpoint stores its experts."""
 
     QWEN = "qwen"
-    """Every expert by itself, or all of them stacked, outputs before inputs."""
+    """One matrix per expert, or all experts stacked; outputs before inputs."""
     GRANITE = "granite"
-    """Stacked, outputs before inputs; beside what every token goes through."""
+    """Stacked, outputs before inputs, beside a shared expert."""
     GPT_OSS = "gpt_oss"
-    """Stacked, inputs before outputs, gate and up taking turns; or MXFP4 blocks and scales."""
+    """Stacked, inputs before outputs, gate and up interleaved; or MXFP4 blocks and scales."""
 
 
-class Scoring(Enum):
-    """How a router's outputs become the shares of experts."""
+class ScoringFunc(Enum):
+    """Select how a router's logits become the weights of experts."""
 
     SOFTMAX = "softmax"
-    """Of all experts. A group is as good as its best one."""
+    """A softmax over all experts. A group scores as its best expert."""
     SIGMOID = "sigmoid"
-    """Each on its own. A learned correction counts where experts are chosen, not in their weights,
-    and a group is as good as its two best together (DeepSeek-AI 2024, the V3 report)."""
+    """A sigmoid per expert. A learned correction changes which experts are chosen, not their
+    weights, and a group scores as its two best experts together (DeepSeek-V3 report, 2024)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """Experts are chosen from the best `num_chosen_groups` of `num_groups` groups of neighbours.
+    """Choose experts from the best `topk_group` of `n_group` groups of consecutive experts.
 
-    `weight_scale` multiplies the weights of the chosen.
+    `routed_scaling_factor` multiplies the weights of the chosen experts.
     """
 
-    scoring: Scoring = Scoring.SOFTMAX
-    num_groups: int = 1
-    num_chosen_groups: int = 1
-    weight_scale: float = 1.0
+    scoring_func: ScoringFunc = ScoringFunc.SOFTMAX
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """A mixture of experts (Shazeer et al. 2017), the best `num_chosen` of them for every token.
+    """Configure a mixture of experts (Shazeer et al. 2017) with `num_experts_per_tok` per token.
 
-    `normalised`: the weights of the chosen add up to one, instead of those of all experts.
-    `shared`: what every token goes through besides (Dai et al. 2024).
+    `norm_topk_prob`: scale the weights of the chosen experts so that they add up to one.
+    `shared_expert`: the feed-forward that every token goes through besides (Dai et al. 2024).
     """
 
     num_experts: int
-    num_chosen: int
+    num_experts_per_tok: int
     expert: MlpConfig
-    normalised: bool
+    norm_topk_prob: bool
     layout: ExpertLayout
     router_bias: bool = False
     routing: RoutingConfig = RoutingConfig()
-    shared: MlpConfig | None = None
+    shared_expert: MlpConfig | None = None
 
 
 MixerConfig = AttentionConfig | MlaConfig | ShortConvConfig | Mamba2Config | GatedDeltaConfig
@@ -369,15 +378,15 @@ MixerConfig = AttentionConfig | MlaConfig | ShortConvConfig | Mamba2Config | Gat
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One decoder layer. `residual_scale`: factor on what its mixer and its ffn add."""
+    """Configure one decoder layer. `residual_multiplier`: factor on what mixer and ffn add."""
 
     mixer: MixerConfig
     ffn: MlpConfig | MoeConfig
-    residual_scale: float = 1.0
+    residual_multiplier: float = 1.0
 
 
 class NormPlacement(Enum):
-    """Where in a layer the norms stand, seen from mixer and ffn."""
+    """Place a layer's norms before mixer and ffn, after them, or both."""
 
     PRE = "pre"
     POST = "post"
@@ -386,11 +395,11 @@ class NormPlacement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """Root-mean-square norms. `adds_one`: the gain is one more than the weight stored.
-    `final_scale`: factor on the gain of the last one, before the head.
+    """Configure root-mean-square norms. `adds_one`: the gain is the stored weight plus one.
+    `final_scale`: factor on the gain of the last norm, before the LM head.
     """
 
-    eps: float
+    rms_norm_eps: float
     placement: NormPlacement = NormPlacement.PRE
     adds_one: bool = False
     final_scale: float = 1.0
@@ -398,10 +407,10 @@ class NormConfig:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What a checkpoint calls the parts of a model and of a layer.
+    """Name a checkpoint's tensors of a model and of a layer.
 
-    `norms`: before and after the mixer, before and after the ffn; None for the names most families
-    have where theirs are placed. `qk_norm`: of Q and K, `{}` standing for either.
+    `norms`: names before and after the mixer, before and after the ffn; None for the usual names.
+    `qk_norm`: name of the norms of Q and K, with `{}` for either letter.
     """
 
     norms: tuple[str | None, ...] | None = None
@@ -413,11 +422,12 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything the decoder and the cache need to know of a checkpoint.
+    """Describe everything the decoder and the cache need to know about a checkpoint.
 
-    `max_context_len`: positions the model can address. `dtype`: what the checkpoint says it was
-    saved in. `embedding_scale` multiplies embeddings; `logit_softcap` squashes logits.
-    `num_draft_layers`: layers behind the last that guess further tokens, and are not loaded.
+    `max_position_embeddings`: positions the model can address. `dtype`: what the checkpoint says it
+    was saved in. `embedding_multiplier`: factor on embeddings. `final_logit_softcapping`: bounds
+    logits with a tanh. `num_nextn_predict_layers`: layers after the last that predict further
+    tokens; they are not loaded.
     """
 
     model_type: str
@@ -425,24 +435,24 @@ class ModelConfig:
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     norm: NormConfig
-    tied_embeddings: bool
-    max_context_len: int
+    tie_word_embeddings: bool
+    max_position_embeddings: int
     dtype: DTypeName
-    embedding_scale: float = 1.0
-    logit_softcap: float | None = None
-    num_draft_layers: int = 0
+    embedding_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    num_nextn_predict_layers: int = 0
     spelling: Spelling = Spelling()
 
     @property
     def pools(self) -> Mapping[PoolName, tuple[int, ...]]:
-        """The layers of every pool, as indices into the model."""
+        """Return the indices of each pool's layers."""
         by_pool: dict[PoolName, list[int]] = {}
         for index, layer in enumerate(self.layers):
             by_pool.setdefault(layer.mixer.pool, []).append(index)
         return MappingProxyType({pool: tuple(by_pool[pool]) for pool in sorted(by_pool)})
 
     def mixer_of(self, pool: PoolName) -> MixerConfig:
-        """What the layers of a pool have in common: all that attention needs to know."""
+        """Return the mixer that all layers of a pool share: all that attention needs to know."""
         mixers = [self.layers[index].mixer for index in self.pools[pool]]
         heads = {m.num_heads for m in mixers if isinstance(m, AttentionConfig | MlaConfig)}
         stored = {mixer.group((), self.dtype) for mixer in mixers}
@@ -452,12 +462,12 @@ class ModelConfig:
     def cache_spec(
         self, page_size: int, dtype: DTypeName, kv_dtype: DTypeName | None = None
     ) -> CacheSpec:
-        """What the layers store per position.
+        """Describe what the layers store per position.
 
         Args:
-            page_size: positions of a page.
-            dtype: what the model computes in.
-            kv_dtype: what K, V and latents are stored in; None for `dtype`.
+            page_size: positions per page.
+            dtype: the dtype of activations.
+            kv_dtype: the dtype that K, V and latents are stored in; None for `dtype`.
         """
         groups = (self.mixer_of(pool).group(layers, dtype) for pool, layers in self.pools.items())
         if kv_dtype is not None and kv_dtype != dtype:

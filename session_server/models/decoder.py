@@ -76,13 +76,13 @@ class Decoder:
         self._norm = norm
         self._head = head
         # Rounded as the embedding is: families are trained with the rounded factor.
-        self._scale = torch.tensor(config.embedding_scale, dtype=embedding.dtype).item()
+        self._scale = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item()
         mixers = [layer.mixer for layer in config.layers]
-        turned = [(m.rope, m.rope_dim) for m in mixers if m.rope is not None]
+        turned = [(m.rope, m.rotary_dim) for m in mixers if m.rope is not None]
         kinds = list(dict.fromkeys(turned))
         self._ropes = tuple(Rope(rope, size, device=embedding.device) for rope, size in kinds)
         # Layers that rotate nothing are given the positions, which stand last.
-        of_layers = [-1 if m.rope is None else kinds.index((m.rope, m.rope_dim)) for m in mixers]
+        of_layers = [-1 if m.rope is None else kinds.index((m.rope, m.rotary_dim)) for m in mixers]
         pools = [mixer.pool for mixer in mixers]
         self._layers = tuple(zip(layers, of_layers, pools, strict=True))
 
@@ -138,5 +138,5 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token: [n, hidden] -> float32 [n, vocab]."""
-        logits, softcap = self._head(hidden).float(), self.config.logit_softcap
+        logits, softcap = self._head(hidden).float(), self.config.final_logit_softcapping
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

@@ -114,7 +114,7 @@ def windowed_layers(
 ) -> list[LayerConfig]:
     """Layers of one ffn: without a window they attend like `full`, with one like `windowed`."""
     return [
-        LayerConfig(full if window is None else replace(windowed, window=window), ffn)
+        LayerConfig(full if window is None else replace(windowed, sliding_window=window), ffn)
         for window in windows
     ]
 
@@ -215,9 +215,9 @@ def context_len(raw: RawConfig) -> int:
     length = integer(raw, "max_position_embeddings")
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope = rope_of(raw, settings.get("full_attention") or settings)
-    if rope.kind is RopeKind.YARN:
+    if rope.rope_type is RopeKind.YARN:
         # Qwen's way to switch YaRN on leaves max_position_embeddings at the trained length.
-        return max(length, int(rope.factor * rope.original_context_len))
+        return max(length, int(rope.factor * rope.original_max_position_embeddings))
     return length
 
 
@@ -244,8 +244,8 @@ def model(
         hidden_size=integer(raw, "hidden_size"),
         layers=described,
         norm=norm,
-        tied_embeddings=bool(raw.get("tie_word_embeddings", tied)),
-        max_context_len=context_len(raw),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", tied)),
+        max_position_embeddings=context_len(raw),
         dtype=dtype_name(raw),
     )
 

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig, Scoring
+from session_server.models.config import ExpertLayout, MlpConfig, MoeConfig, ScoringFunc
 from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
 from session_server.models.layers.moe import MixtureOfExperts
@@ -35,12 +35,12 @@ def take_ffn(
     weight = tensors.take(f"{prefix}{router}.weight", ffn.num_experts, hidden)
     bias = tensors.take(f"{prefix}{router}.bias", ffn.num_experts) if ffn.router_bias else None
     correction = None
-    if ffn.routing.scoring is Scoring.SIGMOID:
+    if ffn.routing.scoring_func is ScoringFunc.SIGMOID:
         name = f"{prefix}{router}.e_score_correction_bias"
         correction = tensors.take_as(torch.float32, name, ffn.num_experts)
     shared = None
-    if ffn.shared is not None:
-        shared = _dense(ffn.shared, hidden, tensors, f"{prefix}{beside}")
+    if ffn.shared_expert is not None:
+        shared = _dense(ffn.shared_expert, hidden, tensors, f"{prefix}{beside}")
     return MixtureOfExperts(
         Router(make_linear(weight, bias), ffn, correction),
         list(experts(ffn, hidden, tensors, prefix + inner)),

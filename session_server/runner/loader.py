@@ -100,7 +100,8 @@ def choose(config: ModelConfig, options: RunnerOptions) -> Choice:
         dtype=dtype,
         kv_dtype=dtype if options.kv_dtype == "auto" else options.kv_dtype,
         max_context_len=min(
-            config.max_context_len, options.max_context_len or config.max_context_len
+            config.max_position_embeddings,
+            options.max_context_len or config.max_position_embeddings,
         ),
         num_rows=options.num_rows,
     )
@@ -150,10 +151,10 @@ def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -
         raise DraftMismatch(
             f"{cannot}: it knows {of_draft.vocab_size} tokens and not {of_model.vocab_size}"
         )
-    if of_draft.max_context_len < max_context_len:
+    if of_draft.max_position_embeddings < max_context_len:
         raise DraftMismatch(
             f"{cannot} over {max_context_len} tokens: its own context has "
-            f"{of_draft.max_context_len}; shorten the context to that"
+            f"{of_draft.max_position_embeddings}; shorten the context to that"
         )
     if STATE_POOL in of_draft.pools:
         raise DraftMismatch(f"{cannot}: it has recurrent layers, and nobody keeps its states")

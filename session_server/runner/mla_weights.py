@@ -23,45 +23,45 @@ def take_mla(mixer: MlaConfig, hidden: int, tensors: Tensors, prefix: str) -> Ml
         tensors: where the weights are.
         prefix: of their names.
     """
-    heads, width = mixer.num_heads, mixer.nope_dim + mixer.value_dim
-    up = tensors.take(f"{prefix}kv_b_proj.weight", heads * width, mixer.rank)
-    output = tensors.take(f"{prefix}o_proj.weight", hidden, heads * mixer.value_dim)
-    output_bias = tensors.take(f"{prefix}o_proj.bias", hidden) if mixer.bias else None
+    heads, width = mixer.num_heads, mixer.qk_nope_head_dim + mixer.v_head_dim
+    up = tensors.take(f"{prefix}kv_b_proj.weight", heads * width, mixer.kv_lora_rank)
+    output = tensors.take(f"{prefix}o_proj.weight", hidden, heads * mixer.v_head_dim)
+    output_bias = tensors.take(f"{prefix}o_proj.bias", hidden) if mixer.attention_bias else None
     return MlaWeights(
         down=_down(mixer, hidden, tensors, prefix),
         query=_query(mixer, tensors, prefix),
-        norm=RmsNorm(tensors.take(f"{prefix}kv_a_layernorm.weight", mixer.rank), NORM_EPS),
-        up=up.view(heads, width, mixer.rank),
+        norm=RmsNorm(tensors.take(f"{prefix}kv_a_layernorm.weight", mixer.kv_lora_rank), NORM_EPS),
+        up=up.view(heads, width, mixer.kv_lora_rank),
         output=make_linear(output, output_bias),
     )
 
 
 def _down(mixer: MlaConfig, hidden: int, tensors: Tensors, prefix: str) -> Linear:
     """Queries, or their latent, and what is stored, in one projection."""
-    query = f"{prefix}q_proj" if mixer.q_rank is None else f"{prefix}q_a_proj"
-    query_size, stored = mixer.q_rank or _query_size(mixer), f"{prefix}kv_a_proj_with_mqa"
-    stored_size = mixer.rank + mixer.rope_dim
+    query = f"{prefix}q_proj" if mixer.q_lora_rank is None else f"{prefix}q_a_proj"
+    query_size, stored = mixer.q_lora_rank or _query_size(mixer), f"{prefix}kv_a_proj_with_mqa"
+    stored_size = mixer.kv_lora_rank + mixer.qk_rope_head_dim
     weights = (
         tensors.take(f"{query}.weight", query_size, hidden),
         tensors.take(f"{stored}.weight", stored_size, hidden),
     )
-    if not mixer.bias:
+    if not mixer.attention_bias:
         return make_linear(joined(weights))
     stored_bias = tensors.take(f"{stored}.bias", stored_size)
     # Queries projected at once have no bias in any checkpoint.
     query_bias = stored_bias.new_zeros(query_size)
-    if mixer.q_rank is not None:
+    if mixer.q_lora_rank is not None:
         query_bias = tensors.take(f"{query}.bias", query_size)
     return make_linear(joined(weights), joined((query_bias, stored_bias)))
 
 
 def _query(mixer: MlaConfig, tensors: Tensors, prefix: str) -> QueryUp | None:
-    if mixer.q_rank is None:
+    if mixer.q_lora_rank is None:
         return None
-    gain = tensors.take(f"{prefix}q_a_layernorm.weight", mixer.q_rank)
-    up = tensors.take(f"{prefix}q_b_proj.weight", _query_size(mixer), mixer.q_rank)
+    gain = tensors.take(f"{prefix}q_a_layernorm.weight", mixer.q_lora_rank)
+    up = tensors.take(f"{prefix}q_b_proj.weight", _query_size(mixer), mixer.q_lora_rank)
     return QueryUp(RmsNorm(gain, NORM_EPS), make_linear(up))
 
 
 def _query_size(mixer: MlaConfig) -> int:
-    return mixer.num_heads * (mixer.nope_dim + mixer.rope_dim)
+    return mixer.num_heads * (mixer.qk_nope_head_dim + mixer.qk_rope_head_dim)

@@ -113,10 +113,12 @@ class PagedDecoder:
         if isinstance(mixer, MlaConfig):
             assert isinstance(pool, MlaPool), "latents lie in a pool of their own kind"
             rule = AttentionRule(mixer.num_heads, mixer.scale)
-            shape = MlaShape(mixer.nope_dim, mixer.value_dim)
+            shape = MlaShape(mixer.qk_nope_head_dim, mixer.v_head_dim)
             return MlaBackend(pool, table, rule, shape, absorbed=factory)
         assert isinstance(mixer, AttentionConfig), "its pool has pages of positions"
-        rule = AttentionRule(mixer.num_heads, mixer.scale, mixer.window, mixer.softcap)
+        rule = AttentionRule(
+            mixer.num_heads, mixer.scale, mixer.sliding_window, mixer.attn_logit_softcapping
+        )
         return factory(pool, table, rule)
 
     def forward(self, inputs: ForwardInputs, wanted: Tensor) -> Tensor:

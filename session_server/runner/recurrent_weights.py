@@ -36,7 +36,7 @@ def take_short_conv(mixer: ShortConvConfig, tensors: Tensors, prefix: str) -> Sh
     output = tensors.take(f"{prefix}out_proj.weight", size, size)
     return ShortConvWeights(
         inputs=make_linear(inputs, bias("in_proj", 3 * size)),
-        taps=_taps(tensors, f"{prefix}conv", size, mixer.width),
+        taps=_taps(tensors, f"{prefix}conv", size, mixer.conv_kernel_size),
         bias=bias("conv", size),
         output=make_linear(output, bias("out_proj", size)),
     )
@@ -64,12 +64,12 @@ def take_mamba2(
     gain = tensors.take(f"{prefix}norm.weight", inner)
     return Mamba2Weights(
         inputs=make_linear(inputs, bias("in_proj", num_inputs, is_there=mixer.bias)),
-        taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.width),
+        taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.conv_kernel_size),
         conv_bias=bias("conv1d", mixer.conv_size, is_there=mixer.conv_bias),
         step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
         rates=_rates(tensors, prefix, heads),
         skip=tensors.take_as(torch.float32, f"{prefix}D", heads),
-        norm=RmsNorm(gain.view(mixer.num_groups, -1), config.norm.eps),
+        norm=RmsNorm(gain.view(mixer.n_groups, -1), config.norm.rms_norm_eps),
         output=make_linear(output, bias("out_proj", hidden, is_there=mixer.bias)),
     )
 
@@ -78,19 +78,19 @@ def take_gated_delta(
     mixer: GatedDeltaConfig, config: ModelConfig, tensors: Tensors, prefix: str
 ) -> GatedDeltaWeights:
     """Build one; arguments as those of `take_mamba2`."""
-    hidden, heads = config.hidden_size, mixer.num_value_heads
+    hidden, heads = config.hidden_size, mixer.linear_num_value_heads
     sizes = {"qkv": mixer.conv_size, "z": mixer.values_size, "b": heads, "a": heads}
     inputs = [
         tensors.take(f"{prefix}in_proj_{name}.weight", size, hidden) for name, size in sizes.items()
     ]
     output = tensors.take(f"{prefix}out_proj.weight", hidden, mixer.values_size)
-    gain = tensors.take(f"{prefix}norm.weight", mixer.value_dim)
+    gain = tensors.take(f"{prefix}norm.weight", mixer.linear_value_head_dim)
     return GatedDeltaWeights(
         inputs=make_linear(joined(inputs)),
-        taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.width),
+        taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.linear_conv_kernel_dim),
         step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
         rates=_rates(tensors, prefix, heads),
-        norm=RmsNorm(gain, config.norm.eps),
+        norm=RmsNorm(gain, config.norm.rms_norm_eps),
         output=make_linear(output),
     )
 

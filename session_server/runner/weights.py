@@ -119,7 +119,7 @@ def weight_bytes(config: ModelConfig, *, device: torch.device, dtype: torch.dtyp
     """Memory of the parameters once they are loaded, layouts' padding aside."""
     wanted = WantedTensors((), dtype)
     _build(config, wanted)
-    num_shared = config.vocab_size * config.hidden_size if config.tied_embeddings else 0
+    num_shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     # An embedding is read by rows: a head in a layout of its own is a second copy.
     is_copied = is_packed(num_shared, dtype, device)
     return wanted.num_bytes + (num_shared * dtype.itemsize if is_copied else 0)
@@ -128,11 +128,11 @@ def weight_bytes(config: ModelConfig, *, device: torch.device, dtype: torch.dtyp
 def _ignorable(config: ModelConfig, names: Iterable[str]) -> set[str]:
     """Those of `names` that some checkpoints carry and nobody needs."""
     num_layers = len(config.layers)
-    further = range(num_layers, num_layers + config.num_draft_layers)
+    further = range(num_layers, num_layers + config.num_nextn_predict_layers)
     behind = tuple(f"model.layers.{index}." for index in further)
     ignorable = {name for name in names if name.startswith(behind)}
     ignorable |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(num_layers)}
-    return ignorable | {_HEAD} if config.tied_embeddings else ignorable
+    return ignorable | {_HEAD} if config.tie_word_embeddings else ignorable
 
 
 def _build(config: ModelConfig, tensors: Tensors) -> Decoder:
@@ -140,8 +140,8 @@ def _build(config: ModelConfig, tensors: Tensors) -> Decoder:
     embedding = tensors.take(_EMBEDDING, *shape)
     layers = [_layer(config, index, tensors) for index in range(len(config.layers))]
     gain = _gain(config.norm, tensors, f"model.{config.spelling.final_norm}", config.hidden_size)
-    norm = RmsNorm(gain.mul_(config.norm.final_scale), config.norm.eps)
-    head = embedding if config.tied_embeddings else tensors.take(_HEAD, *shape)
+    norm = RmsNorm(gain.mul_(config.norm.final_scale), config.norm.rms_norm_eps)
+    head = embedding if config.tie_word_embeddings else tensors.take(_HEAD, *shape)
     return Decoder(config, embedding=embedding, layers=layers, norm=norm, head=make_linear(head))
 
 
@@ -151,9 +151,9 @@ def _layer(config: ModelConfig, index: int, tensors: Tensors) -> DecoderLayer:
     def norm(name: str | None) -> RmsNorm | None:
         if name is None:
             return None
-        return RmsNorm(_gain(config.norm, tensors, prefix + name, hidden), config.norm.eps)
+        return RmsNorm(_gain(config.norm, tensors, prefix + name, hidden), config.norm.rms_norm_eps)
 
-    scale = None if layer.residual_scale == 1.0 else Scale(layer.residual_scale)
+    scale = None if layer.residual_multiplier == 1.0 else Scale(layer.residual_multiplier)
     names = config.spelling.norms or _NORM_NAMES[config.norm.placement]
     return DecoderLayer(
         mixer_norms=Norms(norm(names[0]), norm(names[1]) or scale),
@@ -196,7 +196,7 @@ def _gqa(config: ModelConfig, mixer: AttentionConfig, tensors: Tensors, prefix: 
             of_heads = q.view(mixer.num_heads, 2, head_dim, *inputs)
             q, gate = (of_heads[:, side].reshape(sizes[0], *inputs) for side in (0, 1))
             gates = (gate,)
-        q, k = (interleave_pairs(side, head_dim, mixer.rope_dim) for side in (q, k))
+        q, k = (interleave_pairs(side, head_dim, mixer.rotary_dim) for side in (q, k))
         return joined((q, k, v, *gates))
 
     qkv = make_linear(fused("weight", hidden), fused("bias") if mixer.qkv_bias else None)
@@ -222,14 +222,16 @@ def _qk_norm(
         interleave_pairs(
             _gain(norm, tensors, names.format(side), mixer.head_dim * (1 if by_head else num)),
             mixer.head_dim,
-            mixer.rope_dim,
+            mixer.rotary_dim,
         )
         for side, num in zip("qk", heads, strict=True)
     )
     if by_head:
         gains = joined((q.expand(heads[0], -1), k.expand(heads[1], -1)))
-        return RmsNorm(gains, norm.eps)
-    return ProjectionNorm(RmsNorm(q, norm.eps), RmsNorm(k, norm.eps), num_heads=heads[0])
+        return RmsNorm(gains, norm.rms_norm_eps)
+    return ProjectionNorm(
+        RmsNorm(q, norm.rms_norm_eps), RmsNorm(k, norm.rms_norm_eps), num_heads=heads[0]
+    )
 
 
 def _gain(norm: NormConfig, tensors: Tensors, name: str, size: int) -> Tensor:

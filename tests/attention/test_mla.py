@@ -25,10 +25,10 @@ NUM_LAYERS = 2
 ROPE_DIM = 8
 BACKENDS = [CpuBackend, ReferenceBackend]
 
-SHAPE = MlaShape(nope_dim=12, value_dim=10)
+SHAPE = MlaShape(qk_nope_head_dim=12, v_head_dim=10)
 RULE = AttentionRule(num_heads=3, scale=0.3)
 RANK = 24
-MIN_EXPANDED = math.ceil(min_expanded_tokens(rank=RANK, nope_dim=12, value_dim=10))
+MIN_EXPANDED = math.ceil(min_expanded_tokens(kv_lora_rank=RANK, qk_nope_head_dim=12, v_head_dim=10))
 
 
 class World:
@@ -39,13 +39,13 @@ class World:
         rows: list[tuple[int, int]],
         page_size: int,
         *,
-        rank: int = RANK,
+        kv_lora_rank: int = RANK,
         seed: int = 0,
         stored: torch.dtype = torch.float32,
     ) -> None:
         """`rows`: (start, number of new tokens) of each."""
         self.generator = torch.Generator().manual_seed(seed)
-        self.page_size, self.rank = page_size, rank
+        self.page_size, self.kv_lora_rank = page_size, kv_lora_rank
         rows = sorted(rows, key=lambda row: (row[1], sum(row)))
         pages = self._deal([pages_for(sum(row), page_size) for row in rows], Random(seed))
         num_pages = max(max(of_row) for of_row in pages) + 2
@@ -54,14 +54,14 @@ class World:
             LayerKind.LATENT,
             tuple(range(NUM_LAYERS)),
             num_kv_heads=1,
-            head_dim=rank + ROPE_DIM,
+            head_dim=kv_lora_rank + ROPE_DIM,
             dtype_bytes=stored.itemsize,
-            rope_dim=ROPE_DIM,
+            qk_rope_head_dim=ROPE_DIM,
         )
         self.pool = MlaPool(group, cpu_pages(num_pages, page_size, stored))
         slots = torch.arange(num_pages * page_size)
         for layer in range(NUM_LAYERS):
-            self.write(layer, slots, self.noise(len(slots), rank + ROPE_DIM))
+            self.write(layer, slots, self.noise(len(slots), kv_lora_rank + ROPE_DIM))
         self.table = table_of(POOL, pages)
         self.slots = slots_of(pages, page_size)
         spans, offset = [], 0
@@ -100,9 +100,14 @@ class World:
         plan = MlaBackend(self.pool, self.table, RULE, shape, absorbed=factory).plan(self.meta)
         num_tokens = len(self.meta.slots[POOL])
         for layer in range(NUM_LAYERS):
-            q = self.noise(num_tokens, RULE.num_heads, shape.nope_dim + ROPE_DIM)
-            rows = self.noise(num_tokens, self.rank + ROPE_DIM)
-            up = self.noise(RULE.num_heads, shape.nope_dim + shape.value_dim, self.rank) / 4
+            q = self.noise(num_tokens, RULE.num_heads, shape.qk_nope_head_dim + ROPE_DIM)
+            rows = self.noise(num_tokens, self.kv_lora_rank + ROPE_DIM)
+            up = (
+                self.noise(
+                    RULE.num_heads, shape.qk_nope_head_dim + shape.v_head_dim, self.kv_lora_rank
+                )
+                / 4
+            )
             mixed = plan.attend(layer, q, rows, up)
             expected = self._written_out(layer, q, up, shape)
             torch.testing.assert_close(mixed, expected, rtol=0, atol=3e-5)
@@ -116,7 +121,7 @@ class World:
         for span in self.meta.spans:
             slots = self.slots[span.row - 1][: span.end]
             expanded = torch.einsum("hor,lr->hlo", up.double(), latents[slots].double())
-            k, v = expanded.split((shape.nope_dim, shape.value_dim), dim=-1)
+            k, v = expanded.split((shape.qk_nope_head_dim, shape.v_head_dim), dim=-1)
             rope = rope_keys[slots].double().expand(RULE.num_heads, -1, -1)
             own = q[span.offset : span.offset + span.num_tokens].double().transpose(0, 1)
             scores = own @ torch.cat((k, rope), dim=-1).mT * RULE.scale
@@ -181,14 +186,14 @@ def test_random_batches_are_exact_at_any_page_size(seed: int) -> None:
 @pytest.mark.parametrize("factory", BACKENDS)
 def test_chunks_of_a_latent_that_is_cheaper_to_read_are_absorbed(factory: BackendFactory) -> None:
     """Beyond what is folded, beside single tokens, with and without history."""
-    shape = MlaShape(nope_dim=20, value_dim=20)
-    assert min_expanded_tokens(rank=20, nope_dim=20, value_dim=20) == math.inf
+    shape = MlaShape(qk_nope_head_dim=20, v_head_dim=20)
+    assert min_expanded_tokens(kv_lora_rank=20, qk_nope_head_dim=20, v_head_dim=20) == math.inf
     rows = [(40, 1), (130, MAX_FOLDED_TOKENS + 1), (0, 60), (75, 60)]
-    World(rows, 8, rank=20).assert_exact(factory, shape)
+    World(rows, 8, kv_lora_rank=20).assert_exact(factory, shape)
 
 
 def test_expanding_pays_from_where_the_multiplications_say() -> None:
-    deepseek = min_expanded_tokens(rank=512, nope_dim=128, value_dim=128)
+    deepseek = min_expanded_tokens(kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128)
     assert deepseek == pytest.approx(170.7, abs=0.1)
 
     def absorbed(num_tokens: float, num_others: int) -> float:

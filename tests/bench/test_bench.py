@@ -26,7 +26,7 @@ def test_the_random_checkpoint_loads_through_the_real_path(tmp_path: Path) -> No
         tmp_path,
         RunnerOptions(page_size=16, num_rows=2, memory=MemoryLimits(max_total_tokens=256)),
     )
-    assert loaded.config.max_context_len == 4096
+    assert loaded.config.max_position_embeddings == 4096
 
 
 @pytest.mark.timeout(200)

@@ -62,7 +62,7 @@ LATENT_GROUP = LayerGroup(
     num_kv_heads=1,
     head_dim=4,
     dtype_bytes=4,
-    rope_dim=1,
+    qk_rope_head_dim=1,
 )
 
 STATE_GROUP = LayerGroup(STATE_POOL, LayerKind.RECURRENT, (3,), 0, 0, 4, state_shapes=((2, 3),))

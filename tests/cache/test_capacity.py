@@ -13,7 +13,9 @@ from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName
 
 FULL = LayerGroup(PoolName("full"), LayerKind.FULL, (0, 1), 2, 16, 2)
-LATENT = LayerGroup(PoolName("latent"), LayerKind.LATENT, tuple(range(27)), 1, 576, 2, rope_dim=64)
+LATENT = LayerGroup(
+    PoolName("latent"), LayerKind.LATENT, tuple(range(27)), 1, 576, 2, qk_rope_head_dim=64
+)
 WINDOW = LayerGroup(PoolName("window"), LayerKind.WINDOW, (2, 3, 4), 2, 16, 2, window=64)
 MIXED = CacheSpec((FULL, WINDOW), 16)
 PER_ROW = 4 + 1 + 2 * 4 + 1 + 1

@@ -12,7 +12,9 @@ from cache.types import PoolName, pages_for
 from tests.cache.work import count_calls
 
 GROUP = LayerGroup(PoolName("full"), LayerKind.FULL, (0, 1, 2), 2, 16, 2)
-LATENT = LayerGroup(PoolName("latent"), LayerKind.LATENT, tuple(range(27)), 1, 576, 2, rope_dim=64)
+LATENT = LayerGroup(
+    PoolName("latent"), LayerKind.LATENT, tuple(range(27)), 1, 576, 2, qk_rope_head_dim=64
+)
 """DeepSeek-V2-Lite in halves."""
 WINDOW = LayerGroup(PoolName("window"), LayerKind.WINDOW, (3,), 1, 4, 4, window=6)
 

@@ -16,7 +16,7 @@ from session_server.models.config import (
     MlpConfig,
     MoeConfig,
     RoutingConfig,
-    Scoring,
+    ScoringFunc,
 )
 from session_server.models.errors import CheckpointError, UnsupportedModel
 from session_server.models.layers.linear import PlainLinear
@@ -101,13 +101,13 @@ def test_v2_lite_caches_a_ninth_of_its_keys_and_values() -> None:
     config = parse_config(V2_LITE)
     mixer = config.layers[0].mixer
     assert isinstance(mixer, MlaConfig)
-    assert (mixer.q_rank, mixer.rank, mixer.rope_dim) == (None, 512, 64)
+    assert (mixer.q_lora_rank, mixer.kv_lora_rank, mixer.qk_rope_head_dim) == (None, 512, 64)
     # Cosines and sines are not stretched where both weights are the same; scores are.
     assert mixer.rope.attention_factor == 1.0
     temperature = 0.1 * 0.707 * math.log(40) + 1
     assert mixer.scale == pytest.approx(temperature**2 / math.sqrt(192))
     (group,) = config.cache_spec(16, "bfloat16").groups
-    assert (group.pool, group.kind, group.rope_dim) == (LATENT_POOL, LayerKind.LATENT, 64)
+    assert (group.pool, group.kind, group.qk_rope_head_dim) == (LATENT_POOL, LayerKind.LATENT, 64)
     assert group.bytes_per_token == 27 * 576 * 2
     assert 27 * 16 * (192 + 128) * 2 / group.bytes_per_token > 8.8
 
@@ -119,11 +119,11 @@ def test_the_lower_layers_are_dense_and_the_others_share_experts() -> None:
     of_lite, of_v3 = lite.layers[-1].ffn, v3.layers[-1].ffn
     assert isinstance(of_lite, MoeConfig)
     assert isinstance(of_v3, MoeConfig)
-    assert of_lite.shared == MlpConfig(2816)
+    assert of_lite.shared_expert == MlpConfig(2816)
     assert of_lite.routing == RoutingConfig()
-    assert of_v3.routing == RoutingConfig(Scoring.SIGMOID, 8, 4, 2.5)
-    assert (of_lite.normalised, of_v3.normalised) == (False, True)
-    assert (lite.num_draft_layers, v3.num_draft_layers) == (0, 1)
+    assert of_v3.routing == RoutingConfig(ScoringFunc.SIGMOID, 8, 4, 2.5)
+    assert (of_lite.norm_topk_prob, of_v3.norm_topk_prob) == (False, True)
+    assert (lite.num_nextn_predict_layers, v3.num_nextn_predict_layers) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -156,22 +156,22 @@ def test_a_missing_size_is_named(key: str) -> None:
         parse_config({name: value for name, value in V2_LITE.items() if name != key})
 
 
-@pytest.mark.parametrize("scoring", Scoring)
-@pytest.mark.parametrize("num_chosen_groups", [1, 2, 4])
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("scoring", ScoringFunc)
+@pytest.mark.parametrize("topk_group", [1, 2, 4])
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
 def test_a_token_goes_to_the_best_experts_of_the_best_groups(
-    scoring: Scoring, num_chosen_groups: int, *, normalised: bool
+    scoring: ScoringFunc, topk_group: int, *, norm_topk_prob: bool
 ) -> None:
-    generator = torch.Generator().manual_seed(num_chosen_groups)
+    generator = torch.Generator().manual_seed(topk_group)
     weight, x = (torch.randn(n, 6, generator=generator) for n in (12, 40))
-    bias = torch.randn(12, generator=generator) if scoring is Scoring.SIGMOID else None
+    bias = torch.randn(12, generator=generator) if scoring is ScoringFunc.SIGMOID else None
     config = MoeConfig(
         num_experts=12,
-        num_chosen=3,
+        num_experts_per_tok=3,
         expert=MlpConfig(8),
-        normalised=normalised,
+        norm_topk_prob=norm_topk_prob,
         layout=parse_config(V3).layers[-1].ffn.layout,
-        routing=RoutingConfig(scoring, 4, num_chosen_groups, 2.5),
+        routing=RoutingConfig(scoring, 4, topk_group, 2.5),
     )
     weights, chosen = Router(PlainLinear(weight, None), config, bias)(x)
     for token in range(len(x)):
@@ -183,8 +183,8 @@ def test_a_token_goes_to_the_best_experts_of_the_best_groups(
 
 def written_out(scores: Tensor, config: MoeConfig, bias: Tensor | None) -> dict[int, float]:
     """The weight of every chosen expert."""
-    routing, size = config.routing, config.num_experts // config.routing.num_groups
-    is_softmax = routing.scoring is Scoring.SOFTMAX
+    routing, size = config.routing, config.num_experts // config.routing.n_group
+    is_softmax = routing.scoring_func is ScoringFunc.SOFTMAX
     shares = (scores.softmax(0) if is_softmax else scores.sigmoid()).tolist()
     merits = shares if bias is None else [a + b for a, b in zip(shares, bias.tolist(), strict=True)]
 
@@ -192,8 +192,8 @@ def written_out(scores: Tensor, config: MoeConfig, bias: Tensor | None) -> dict[
         best = sorted(merits[group * size : (group + 1) * size])
         return best[-1] if is_softmax else best[-1] + best[-2]
 
-    groups = sorted(range(routing.num_groups), key=merit_of)[-routing.num_chosen_groups :]
+    groups = sorted(range(routing.n_group), key=merit_of)[-routing.topk_group :]
     allowed = [expert for expert in range(config.num_experts) if expert // size in groups]
-    chosen = sorted(allowed, key=lambda expert: merits[expert])[-config.num_chosen :]
-    total = sum(shares[expert] for expert in chosen) if config.normalised else 1.0
-    return {expert: shares[expert] / total * routing.weight_scale for expert in chosen}
+    chosen = sorted(allowed, key=lambda expert: merits[expert])[-config.num_experts_per_tok :]
+    total = sum(shares[expert] for expert in chosen) if config.norm_topk_prob else 1.0
+    return {expert: shares[expert] / total * routing.routed_scaling_factor for expert in chosen}

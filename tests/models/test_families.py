@@ -98,7 +98,7 @@ QWEN3_MOE = {
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    return [layer.mixer.window for layer in config.layers]
+    return [layer.mixer.sliding_window for layer in config.layers]
 
 
 def test_gemma2_alternates_and_caps() -> None:
@@ -106,11 +106,11 @@ def test_gemma2_alternates_and_caps() -> None:
     assert windows(config) == [512, None] * 3
     assert config.norm.placement is NormPlacement.SANDWICH
     assert config.norm.adds_one
-    assert config.tied_embeddings
-    assert config.embedding_scale == 8.0
-    assert config.logit_softcap == 30.0
+    assert config.tie_word_embeddings
+    assert config.embedding_multiplier == 8.0
+    assert config.final_logit_softcapping == 30.0
     mixer = config.layers[0].mixer
-    assert (mixer.softcap, mixer.scale) == (50.0, 1 / 12)
+    assert (mixer.attn_logit_softcapping, mixer.scale) == (50.0, 1 / 12)
     ffn = config.layers[0].ffn
     assert isinstance(ffn, MlpConfig)
     assert ffn.gate.kind is GateKind.GELU_TANH
@@ -123,7 +123,7 @@ def test_gemma3_turns_faster_in_the_layers_that_see_little() -> None:
     assert config.layers[2].mixer.rope == RopeConfig(1_000_000.0, RopeKind.LINEAR, 8.0)
     assert {layer.mixer.qk_norm for layer in config.layers} == {QkNorm.HEAD}
     assert {layer.mixer.scale for layer in config.layers} == {1 / 16}
-    assert config.logit_softcap is None
+    assert config.final_logit_softcapping is None
 
 
 def test_olmo3_norms_what_comes_out_and_stretches_full_layers_only() -> None:
@@ -133,8 +133,8 @@ def test_olmo3_norms_what_comes_out_and_stretches_full_layers_only() -> None:
     assert not config.norm.adds_one
     assert {layer.mixer.qk_norm for layer in config.layers} == {QkNorm.PROJECTION}
     assert config.layers[0].mixer.rope == RopeConfig(500_000.0)
-    assert config.layers[3].mixer.rope.kind is RopeKind.YARN
-    assert config.layers[3].mixer.rope.theta == 500_000.0
+    assert config.layers[3].mixer.rope.rope_type is RopeKind.YARN
+    assert config.layers[3].mixer.rope.rope_theta == 500_000.0
 
 
 def test_gpt_oss_has_sinks_and_clamped_experts() -> None:
@@ -144,12 +144,17 @@ def test_gpt_oss_has_sinks_and_clamped_experts() -> None:
     assert mixer.has_sinks
     assert mixer.qkv_bias
     assert mixer.output_bias
-    assert mixer.rope.kind is RopeKind.YARN
+    assert mixer.rope.rope_type is RopeKind.YARN
     assert not mixer.rope.truncate
     assert math.isclose(mixer.rope.attention_factor, 0.1 * math.log(32) + 1)
     assert isinstance(ffn, MoeConfig)
-    assert (ffn.num_experts, ffn.num_chosen, ffn.normalised, ffn.router_bias) == (4, 2, True, True)
-    assert (ffn.expert.gate.kind, ffn.expert.gate.limit) == (GateKind.CLAMPED, 7.0)
+    assert (ffn.num_experts, ffn.num_experts_per_tok, ffn.norm_topk_prob, ffn.router_bias) == (
+        4,
+        2,
+        True,
+        True,
+    )
+    assert (ffn.expert.gate.kind, ffn.expert.gate.swiglu_limit) == (GateKind.CLAMPED, 7.0)
     assert ffn.expert.bias
 
 

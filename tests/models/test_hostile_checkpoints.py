@@ -155,8 +155,8 @@ def test_a_mutated_configuration_is_a_sane_model_or_an_error_of_ours(
 def assert_sane(config: ModelConfig) -> None:
     """Every size is positive and bounded, every factor is a number."""
     assert 0 < len(config.layers) <= bounds.MAX_LAYERS
-    assert 0 < config.max_context_len <= bounds.MAX_CONTEXT_LEN
-    assert all(layer.mixer.rope_dim % 2 == 0 for layer in config.layers)
+    assert 0 < config.max_position_embeddings <= bounds.MAX_CONTEXT_LEN
+    assert all(layer.mixer.rotary_dim % 2 == 0 for layer in config.layers)
     for number in numbers_in(set(config.layers)):
         assert not math.isnan(number)
         assert 0 <= number <= 1e15 or number == math.inf

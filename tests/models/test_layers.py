@@ -108,7 +108,7 @@ GATES = {
 @pytest.mark.parametrize("kind", GateKind)
 def test_a_gate_is_its_formula(kind: GateKind) -> None:
     gate, up = torch.randn(2, 7, 16)
-    made = make_gate(GateConfig(kind, alpha=1.7, limit=0.7))
+    made = make_gate(GateConfig(kind, alpha=1.7, swiglu_limit=0.7))
     torch.testing.assert_close(made(gate.clone(), up.clone()), GATES[kind](gate, up))
 
 

@@ -74,10 +74,10 @@ QWEN = {
 def test_lfm2_in_the_spelling_of_transformers_4() -> None:
     config = parse_config(LFM2)
     assert config.pools == {FULL_POOL: (2,), STATE_POOL: (0, 1, 3)}
-    assert config.layers[0].mixer == ShortConvConfig(channels=64, width=3)
+    assert config.layers[0].mixer == ShortConvConfig(channels=64, conv_kernel_size=3)
     # 240 -> two thirds of it, up to a multiple of 32.
     assert config.layers[0].ffn == MlpConfig(160, layout=MlpLayout.LFM2)
-    assert config.tied_embeddings
+    assert config.tie_word_embeddings
     as_it_is = parse_config({**LFM2, "block_auto_adjust_ff_dim": False})
     assert as_it_is.layers[0].ffn == MlpConfig(240, layout=MlpLayout.LFM2)
 
@@ -101,9 +101,9 @@ def test_granite_in_both_spellings() -> None:
     assert (attention.rope, attention.scale) == (None, 0.0625)
     assert isinstance(ffn, MoeConfig)
     assert ffn.layout is ExpertLayout.GRANITE
-    assert ffn.shared == MlpConfig(96, layout=MlpLayout.GRANITE)
-    assert (config.embedding_scale, config.norm.final_scale) == (12.0, 0.125)
-    assert config.layers[0].residual_scale == 0.22
+    assert ffn.shared_expert == MlpConfig(96, layout=MlpLayout.GRANITE)
+    assert (config.embedding_multiplier, config.norm.final_scale) == (12.0, 0.125)
+    assert config.layers[0].residual_multiplier == 0.22
 
 
 def test_granite_with_positions_and_without_experts() -> None:
@@ -122,7 +122,7 @@ def test_every_fourth_layer_of_qwen3_5_is_gated_attention_rotated_in_part() -> N
     assert isinstance(attention, AttentionConfig)
     assert attention.is_gated
     assert attention.rope is not None
-    assert (attention.rope.theta, attention.rope_dim) == (1e7, 8)
+    assert (attention.rope.rope_theta, attention.rotary_dim) == (1e7, 8)
 
 
 def test_qwen3_5_without_a_word_on_rotation() -> None:

@@ -43,18 +43,18 @@ def test_a_llama_of_transformers_4() -> None:
         }
     )
     rope = config.layers[0].mixer.rope
-    assert rope.kind is RopeKind.LLAMA3
-    assert (rope.theta, rope.factor) == (500000.0, 8.0)
+    assert rope.rope_type is RopeKind.LLAMA3
+    assert (rope.rope_theta, rope.factor) == (500000.0, 8.0)
     assert (rope.low, rope.high) == (1.0, 4.0)
-    assert rope.original_context_len == 8192
-    assert config.max_context_len == 131072
+    assert rope.original_max_position_embeddings == 8192
+    assert config.max_position_embeddings == 131072
     assert config.dtype == "bfloat16"
     assert len(config.layers) == 3
     mixer = config.layers[0].mixer
     assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim) == (8, 2, 8)
     assert not any((mixer.qkv_bias, mixer.output_bias, mixer.has_sinks))
     assert mixer.qk_norm is QkNorm.NONE
-    assert not config.tied_embeddings
+    assert not config.tie_word_embeddings
 
 
 def test_both_spellings_of_rotary_settings_are_the_same_model() -> None:
@@ -69,7 +69,7 @@ def test_qwen_models_differ_where_they_should() -> None:
     qwen3 = parse_config({**BASE, "model_type": "qwen3", "head_dim": 32})
     assert qwen2.layers[0].mixer.qkv_bias
     assert not qwen2.layers[0].mixer.output_bias
-    assert qwen2.tied_embeddings
+    assert qwen2.tie_word_embeddings
     assert qwen3.layers[0].mixer.qk_norm is QkNorm.HEAD
     assert not qwen3.layers[0].mixer.qkv_bias
     assert qwen3.layers[0].mixer.head_dim == 32
@@ -90,9 +90,9 @@ def test_without_kv_heads_every_head_has_its_own() -> None:
 
 def test_the_layers_of_mistral_have_its_window() -> None:
     config = parse_config({**BASE, "model_type": "mistral", "sliding_window": 1000})
-    assert config.max_context_len == 4096
+    assert config.max_position_embeddings == 4096
     assert config.pools == {WINDOW_POOL: (0, 1, 2)}
-    assert {layer.mixer.window for layer in config.layers} == {1000}
+    assert {layer.mixer.sliding_window for layer in config.layers} == {1000}
 
 
 def test_the_upper_layers_of_qwen_have_a_window_where_one_is_used() -> None:
@@ -115,14 +115,14 @@ def test_a_window_that_is_off_or_wide_enough_changes_nothing(
     model_type: str, window: dict[str, Any]
 ) -> None:
     config = parse_config({**BASE, "model_type": model_type, **window})
-    assert config.max_context_len == 4096
+    assert config.max_position_embeddings == 4096
     assert config.pools == {FULL_POOL: (0, 1, 2)}
 
 
 def test_yarn_of_a_short_configured_context_reaches_its_stretched_length() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     config = parse_config({**BASE, "max_position_embeddings": 32768, "rope_scaling": scaling})
-    assert config.max_context_len == 131072
+    assert config.max_position_embeddings == 131072
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.runner.rows import Rows
 def test_the_embedded_model_loads_through_the_path_of_any_checkpoint() -> None:
     loaded = load_runner(MODEL_DIR, RunnerOptions(page_size=16, num_rows=2, device="cpu"))
     assert loaded.dtype == "float32"
-    assert loaded.plan.capacity.max_context_len == loaded.config.max_context_len
+    assert loaded.plan.capacity.max_context_len == loaded.config.max_position_embeddings
     num_pages = {name: pool.num_pages for name, pool in loaded.runner.pools.items()}
     assert num_pages == loaded.plan.capacity.num_pages
 

@@ -61,8 +61,8 @@ class Layers:
                 groups.append(LayerGroup(pool, kind, (index,), 0, 0, 4, state_shapes=((1,),)))
                 continue
             window = self.window if kind is LayerKind.WINDOW else 0
-            rope_dim = 1 if kind is LayerKind.LATENT else 0
-            groups.append(LayerGroup(pool, kind, (index,), 1, 1, 4, window, rope_dim))
+            qk_rope_head_dim = 1 if kind is LayerKind.LATENT else 0
+            groups.append(LayerGroup(pool, kind, (index,), 1, 1, 4, window, qk_rope_head_dim))
         return CacheSpec(tuple(groups), page_size)
 
     def capacity(

@@ -91,13 +91,13 @@ def test_a_session_of_fifty_windows_holds_one_and_two_pages_of_window_kv(tmp_pat
 
 
 def test_a_session_over_latents_holds_the_predicted_bytes(tmp_path: Path) -> None:
-    rank, rope_dim, num_layers = 20, 8, 3
+    kv_lora_rank, rope_dim, num_layers = 20, 8, 3
 
     def look(books: dict[str, Any]) -> None:
         (session,) = books["sessions"]
         page_bytes = books["pools"]["latent"]["page_bytes"]
         held = held_pages(books, "latent") * page_bytes
-        per_token = num_layers * (rank + rope_dim) * 4
+        per_token = num_layers * (kv_lora_rank + rope_dim) * 4
         assert held == pages_for(session["committed_len"], PAGE_SIZE) * PAGE_SIZE * per_token
 
     with served("deepseek_v2", tmp_path) as server:

@@ -16,7 +16,7 @@ from session_server.models.config import (
     RopeConfig,
     RopeKind,
     RoutingConfig,
-    Scoring,
+    ScoringFunc,
 )
 from session_server.models.errors import UnsupportedModel
 from session_server.models.families import dense
@@ -31,9 +31,9 @@ def deepseek_v2(raw: RawConfig) -> ModelConfig:
     fields.refuse_unless(raw, "scoring_func", "softmax")
     fields.refuse_unless(raw, "norm_topk_prob", False)
     is_grouped = raw.get("topk_method", "greedy") == "group_limited_greedy"
-    routing = _routing(raw, Scoring.SOFTMAX) if is_grouped else RoutingConfig()
+    routing = _routing(raw, ScoringFunc.SOFTMAX) if is_grouped else RoutingConfig()
     scale = float(raw.get("routed_scaling_factor") or 1.0)
-    return _deepseek(raw, replace(routing, weight_scale=scale), num_dense=0)
+    return _deepseek(raw, replace(routing, routed_scaling_factor=scale), num_dense=0)
 
 
 def deepseek_v3(raw: RawConfig) -> ModelConfig:
@@ -43,9 +43,9 @@ def deepseek_v3(raw: RawConfig) -> ModelConfig:
     fields.refuse_unless(raw, "rope_interleave", True)
     _refuse_other_blocks(raw.get("quantization_config") or {})
     scale = float(raw.get("routed_scaling_factor", 2.5))
-    routing = replace(_routing(raw, Scoring.SIGMOID), weight_scale=scale)
+    routing = replace(_routing(raw, ScoringFunc.SIGMOID), routed_scaling_factor=scale)
     num_further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers", 1))
-    return replace(_deepseek(raw, routing, num_dense=3), num_draft_layers=num_further)
+    return replace(_deepseek(raw, routing, num_dense=3), num_nextn_predict_layers=num_further)
 
 
 def _deepseek(raw: RawConfig, routing: RoutingConfig, *, num_dense: int) -> ModelConfig:
@@ -75,14 +75,14 @@ def _mixer(raw: RawConfig) -> MlaConfig:
     has_q_rank = raw.get("q_lora_rank") is not None
     return MlaConfig(
         num_heads=fields.integer(raw, "num_attention_heads"),
-        rank=rank,
-        q_rank=fields.integer(raw, "q_lora_rank") if has_q_rank else None,
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        value_dim=fields.integer(raw, "v_head_dim"),
+        kv_lora_rank=rank,
+        q_lora_rank=fields.integer(raw, "q_lora_rank") if has_q_rank else None,
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=fields.integer(raw, "v_head_dim"),
         scale=_scale(raw, rope) / math.sqrt(nope_dim + rope_dim),
         rope=rope,
-        bias=bool(raw.get("attention_bias", False)),
+        attention_bias=bool(raw.get("attention_bias", False)),
     )
 
 
@@ -91,33 +91,33 @@ def _scale(raw: RawConfig, rope: RopeConfig) -> float:
     2023), of which cosines and sines only have the part that `mscale` says."""
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     weight = settings.get("mscale_all_dim")
-    if rope.kind is RopeKind.DEFAULT or not weight:
+    if rope.rope_type is RopeKind.DEFAULT or not weight:
         return 1.0
     return fields.yarn_magnitude(rope.factor, float(weight)) ** 2
 
 
 def _experts(raw: RawConfig, routing: RoutingConfig) -> MoeConfig:
     num_experts = fields.integer(raw, "n_routed_experts")
-    if num_experts % routing.num_groups != 0:
+    if num_experts % routing.n_group != 0:
         raise UnsupportedModel(
-            f"{num_experts} routed experts do not divide over {routing.num_groups} groups"
+            f"{num_experts} routed experts do not divide over {routing.n_group} groups"
         )
     expert = fields.silu_mlp(raw, "moe_intermediate_size")
     num_shared = raw.get("n_shared_experts") or 0
     return MoeConfig(
         num_experts=num_experts,
-        num_chosen=fields.integer(raw, "num_experts_per_tok"),
+        num_experts_per_tok=fields.integer(raw, "num_experts_per_tok"),
         expert=expert,
-        normalised=bool(raw.get("norm_topk_prob", routing.scoring is Scoring.SIGMOID)),
+        norm_topk_prob=bool(raw.get("norm_topk_prob", routing.scoring_func is ScoringFunc.SIGMOID)),
         layout=ExpertLayout.QWEN,
         routing=routing,
-        shared=replace(expert, intermediate_size=num_shared * expert.intermediate_size)
+        shared_expert=replace(expert, intermediate_size=num_shared * expert.intermediate_size)
         if num_shared
         else None,
     )
 
 
-def _routing(raw: RawConfig, scoring: Scoring) -> RoutingConfig:
+def _routing(raw: RawConfig, scoring: ScoringFunc) -> RoutingConfig:
     return RoutingConfig(scoring, fields.integer(raw, "n_group"), fields.integer(raw, "topk_group"))
 
 

@@ -26,7 +26,7 @@ def qwen3_moe(raw: RawConfig) -> ModelConfig:
     mixer = dense.qwen3_mixer(raw)
     ffns = (_qwen3_ffn(raw, index) for index in range(len(windows)))
     layers = (
-        LayerConfig(replace(mixer, window=window), ffn)
+        LayerConfig(replace(mixer, sliding_window=window), ffn)
         for window, ffn in zip(windows, ffns, strict=True)
     )
     return fields.model(raw, layers, dense.norm(raw))
@@ -39,9 +39,9 @@ def _qwen3_ffn(raw: RawConfig, index: int) -> MlpConfig | MoeConfig:
     num_experts = "num_local_experts" if "num_local_experts" in raw else "num_experts"
     return MoeConfig(
         num_experts=fields.integer(raw, num_experts),
-        num_chosen=fields.integer(raw, "num_experts_per_tok"),
+        num_experts_per_tok=fields.integer(raw, "num_experts_per_tok"),
         expert=fields.silu_mlp(raw, "moe_intermediate_size"),
-        normalised=bool(raw.get("norm_topk_prob", False)),
+        norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
         layout=ExpertLayout.QWEN,
     )
 
@@ -60,13 +60,13 @@ def gpt_oss(raw: RawConfig) -> ModelConfig:
     gate = GateConfig(
         GateKind.CLAMPED,
         alpha=float(raw.get("swiglu_alpha", 1.702)),
-        limit=float(raw.get("swiglu_limit", 7.0)),
+        swiglu_limit=float(raw.get("swiglu_limit", 7.0)),
     )
     ffn = MoeConfig(
         num_experts=fields.integer(raw, "num_local_experts"),
-        num_chosen=fields.integer(raw, "num_experts_per_tok"),
+        num_experts_per_tok=fields.integer(raw, "num_experts_per_tok"),
         expert=MlpConfig(fields.integer(raw, "intermediate_size"), bias=True, gate=gate),
-        normalised=True,
+        norm_topk_prob=True,
         layout=ExpertLayout.GPT_OSS,
         router_bias=True,
     )

@@ -26,7 +26,7 @@ from session_server.models.fields import RawConfig
 def gemma2(raw: RawConfig) -> ModelConfig:
     """Gemma 2 (2024): soft-capped scores and logits; every second layer is full."""
     softcap = _softcap(raw, "attn_logit_softcapping")
-    mixer = replace(_mixer(raw, fields.one_rope(raw)), softcap=softcap)
+    mixer = replace(_mixer(raw, fields.one_rope(raw)), attn_logit_softcapping=softcap)
     return _gemma(raw, (mixer, mixer), lambda index: index % 2 == 0)
 
 
@@ -56,8 +56,8 @@ def _gemma(
     norm = NormConfig(float(raw.get("rms_norm_eps", 1e-6)), NormPlacement.SANDWICH, adds_one=True)
     return replace(
         fields.model(raw, layers, norm, tied=True),
-        embedding_scale=math.sqrt(fields.integer(raw, "hidden_size")),
-        logit_softcap=_softcap(raw, "final_logit_softcapping"),
+        embedding_multiplier=math.sqrt(fields.integer(raw, "hidden_size")),
+        final_logit_softcapping=_softcap(raw, "final_logit_softcapping"),
     )
 
 

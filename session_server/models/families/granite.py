@@ -48,7 +48,7 @@ def granite(raw: RawConfig) -> ModelConfig:
     )
     return replace(
         fields.model(raw, layers, norm),
-        embedding_scale=float(raw.get("embedding_multiplier") or 1.0),
+        embedding_multiplier=float(raw.get("embedding_multiplier") or 1.0),
         spelling=Spelling(ffn="" if isinstance(ffn, MoeConfig) else "shared_mlp."),
     )
 
@@ -79,10 +79,10 @@ def _mamba2(raw: RawConfig) -> Mamba2Config:
     return Mamba2Config(
         num_heads=num_heads,
         head_dim=inner // num_heads,
-        num_groups=fields.integer({"mamba_n_groups": 1, **raw}, "mamba_n_groups"),
+        n_groups=fields.integer({"mamba_n_groups": 1, **raw}, "mamba_n_groups"),
         state_size=fields.integer({"mamba_d_state": 256, **raw}, "mamba_d_state"),
-        width=fields.integer({"mamba_d_conv": 4, **raw}, "mamba_d_conv"),
-        step_limits=(_bound(low), _bound(high)),
+        conv_kernel_size=fields.integer({"mamba_d_conv": 4, **raw}, "mamba_d_conv"),
+        time_step_limit=(_bound(low), _bound(high)),
         conv_bias=bool(raw.get("mamba_conv_bias", True)),
         bias=bool(raw.get("mamba_proj_bias", False)),
     )
@@ -99,9 +99,11 @@ def _ffn(raw: RawConfig) -> MlpConfig | MoeConfig:
         return shared
     return MoeConfig(
         num_experts=fields.integer({"num_local_experts": 8, **raw}, "num_local_experts"),
-        num_chosen=fields.integer({"num_experts_per_tok": 2, **raw}, "num_experts_per_tok"),
+        num_experts_per_tok=fields.integer(
+            {"num_experts_per_tok": 2, **raw}, "num_experts_per_tok"
+        ),
         expert=fields.silu_mlp(raw),
-        normalised=True,
+        norm_topk_prob=True,
         layout=ExpertLayout.GRANITE,
-        shared=shared,
+        shared_expert=shared,
     )

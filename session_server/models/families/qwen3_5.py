@@ -46,7 +46,7 @@ def _attention(raw: RawConfig, part: float) -> AttentionConfig:
     bias = bool(raw.get("attention_bias", False))
     return replace(
         mixer,
-        rope=replace(mixer.rope, dim=int(mixer.head_dim * part)),
+        rope=replace(mixer.rope, rotary_dim=int(mixer.head_dim * part)),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=QkNorm.HEAD,

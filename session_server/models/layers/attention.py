@@ -42,7 +42,7 @@ class GqaMixer:
         """
         self._config = config
         # Of heads that are rotated in part: a slice of all is not free.
-        self._rope_dim = config.rope.dim if config.rope is not None else None
+        self._rope_dim = config.rope.rotary_dim if config.rope is not None else None
         self._layer = layer
         self._weights = weights
 

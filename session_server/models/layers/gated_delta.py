@@ -23,7 +23,7 @@ class GatedDeltaWeights:
 
     `inputs`: [hidden] -> [conv + values + 2 * value_heads]: queries, keys and values, the gate, how
     much is overwritten and how much is forgotten. `taps`: [width, conv], the newest last. float32
-    [value_heads]: `step_bias` and `rates` (negative) of forgetting. `norm`: of [value_dim].
+    [value_heads]: `step_bias` and `rates` (negative) of forgetting. `norm`: of [value_head_dim].
     `output`: [values] -> [hidden].
     """
 
@@ -50,7 +50,7 @@ class GatedDeltaMixer:
         """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden]."""
         del phases
         config, weights, num_tokens = self.config, self.weights, len(x)
-        heads = config.num_value_heads
+        heads = config.linear_num_value_heads
         sizes = [config.conv_size, config.values_size, heads, heads]
         mixed, gate, write, forget = torch.split(weights.inputs(x), sizes, dim=-1)
         mixed = functional.silu(attention.convolve(self.layer, mixed, weights.taps, None)).float()
@@ -60,8 +60,9 @@ class GatedDeltaMixer:
         out = attention.recur(
             self.layer,
             DeltaRule(),
-            _unit(q.view(num_tokens, config.num_key_heads, -1)) * config.key_dim**-0.5,
-            _unit(k.view(num_tokens, config.num_key_heads, -1)),
+            _unit(q.view(num_tokens, config.linear_num_key_heads, -1))
+            * config.linear_key_head_dim**-0.5,
+            _unit(k.view(num_tokens, config.linear_num_key_heads, -1)),
             v.view(num_tokens, heads, -1),
             decay,
             write.float().sigmoid(),
@@ -72,12 +73,12 @@ class GatedDeltaMixer:
 
 
 class DeltaRule:
-    """`state = exp(decay) * state`, then `state += k (outer) write * (v - k . state)`; `out = q .
-    state`. A `Recurrence`.
+    """Update states by the gated delta rule (Yang et al. 2025); a `Recurrence`.
 
-    The state of a head is [key_dim, value_dim]. Inputs, float32: `q`, `k` [n, key_heads, key_dim],
-    of neighbouring value heads; `v` [n, value_heads, value_dim]; `decay` (<= 0) and `write`
-    [n, value_heads].
+    `state = exp(decay) * state`, then `state += k (outer) write * (v - k . state)`, and `out = q .
+    state`. A head's state is [key_head_dim, value_head_dim]. Inputs, float32: `q` and `k` are [n,
+    key_heads, key_head_dim], each shared by consecutive value heads; `v` is [n, value_heads,
+    value_head_dim]; `decay` (<= 0) and `write` are [n, value_heads].
     """
 
     __slots__ = ()

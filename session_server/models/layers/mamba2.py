@@ -52,22 +52,24 @@ class Mamba2Mixer:
         sizes = [config.inner_size, config.conv_size, config.num_heads]
         gate, mixed, steps = torch.split(weights.inputs(x), sizes, dim=-1)
         mixed = attention.convolve(self.layer, mixed, weights.taps, weights.conv_bias)
-        written = config.num_groups * config.state_size
+        written = config.n_groups * config.state_size
         sizes = [config.inner_size, written, written]
         heads, write, read = torch.split(functional.silu(mixed).float(), sizes, dim=-1)
         heads = heads.view(num_tokens, config.num_heads, config.head_dim)
-        lengths = functional.softplus(steps.float() + weights.step_bias).clamp(*config.step_limits)
+        lengths = functional.softplus(steps.float() + weights.step_bias).clamp(
+            *config.time_step_limit
+        )
         out = attention.recur(
             self.layer,
             StateSpace(),
             heads * lengths.unsqueeze(-1),
             lengths * weights.rates,
-            write.view(num_tokens, config.num_groups, config.state_size),
-            read.view(num_tokens, config.num_groups, config.state_size),
+            write.view(num_tokens, config.n_groups, config.state_size),
+            read.view(num_tokens, config.n_groups, config.state_size),
         )
         out = out.addcmul_(heads, weights.skip.unsqueeze(-1))
         gated = out.view(num_tokens, -1).mul_(functional.silu(gate.float())).to(x.dtype)
-        normed = weights.norm(gated.view(num_tokens, config.num_groups, -1))
+        normed = weights.norm(gated.view(num_tokens, config.n_groups, -1))
         return weights.output(normed.view(num_tokens, -1))
 
 

@@ -15,7 +15,9 @@ from session_server.models.layers.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class QueryUp:
-    """What makes queries of their latent: a norm of it, and [q_rank] -> [heads * (nope + rope)]."""
+    """Hold what projects the queries' latent up: a norm, and [q_lora_rank] -> [heads * (nope +
+    rope)].
+    """
 
     norm: RmsNorm
     up: Linear
@@ -25,9 +27,9 @@ class QueryUp:
 class MlaWeights:
     """What one latent attention layer has learned.
 
-    `down`: [hidden] -> queries, or their latent, then [rank + rope], rotary pairs adjacent.
+    `down`: [hidden] -> queries, or their latent, then [kv_lora_rank + rope], rotary pairs adjacent.
     `query`: None where `down` gives queries. `norm`: of the latent. `up`: [heads, nope + value,
-    rank], what makes K and V of a latent. `output`: [heads * value] -> [hidden].
+    kv_lora_rank], what makes K and V of a latent. `output`: [heads * value] -> [hidden].
     """
 
     down: Linear
@@ -56,12 +58,12 @@ class MlaMixer:
         config, weights = self.config, self.weights
         lowered = weights.down(x)
         # What is stored lies behind the queries, and becomes what is stored where it lies.
-        split = lowered.shape[-1] - config.rank - config.rope_dim
+        split = lowered.shape[-1] - config.kv_lora_rank - config.qk_rope_head_dim
         q, rows = lowered[:, :split], lowered[:, split:]
         if weights.query is not None:
             q = weights.query.up(weights.query.norm(q))
         q = q.view(len(x), config.num_heads, -1)
-        weights.norm.apply_(rows[:, : config.rank])
-        Rope.rotate_(q[..., config.nope_dim :], phases)
-        Rope.rotate_(rows[:, None, config.rank :], phases)
+        weights.norm.apply_(rows[:, : config.kv_lora_rank])
+        Rope.rotate_(q[..., config.qk_nope_head_dim :], phases)
+        Rope.rotate_(rows[:, None, config.kv_lora_rank :], phases)
         return weights.output(attention.attend(self.layer, q, rows, weights.up))

@@ -60,6 +60,6 @@ def _gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
 
 def _clamped(gate: Tensor, up: Tensor, config: GateConfig) -> Tensor:
     """gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, both within bounds."""
-    bounded = gate.clamp(max=config.limit)
+    bounded = gate.clamp(max=config.swiglu_limit)
     opened = bounded * torch.sigmoid(bounded * config.alpha)
-    return opened.mul_(up.clamp(-config.limit, config.limit).add_(1))
+    return opened.mul_(up.clamp(-config.swiglu_limit, config.swiglu_limit).add_(1))

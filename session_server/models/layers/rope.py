@@ -53,18 +53,18 @@ class Rope:
         heads.copy_(torch.view_as_real(pairs * phases).flatten(-2))
 
 
-def interleave_pairs(rows: Tensor, head_dim: int, rope_dim: int | None = None) -> Tensor:
+def interleave_pairs(rows: Tensor, head_dim: int, rotary_dim: int | None = None) -> Tensor:
     """Reorder the outputs of a Q or K projection so that rotary pairs are neighbours.
 
     Args:
         rows: [heads * head_dim, ...], head after head, halves paired.
         head_dim: size of one head.
-        rope_dim: elements that are rotated, the first ones of a head; None for all.
+        rotary_dim: elements that are rotated, the first ones of a head; None for all.
     """
-    if rope_dim is not None and rope_dim < head_dim:
+    if rotary_dim is not None and rotary_dim < head_dim:
         heads = rows.clone().view(-1, head_dim, *rows.shape[1:])
-        rotated = heads[:, :rope_dim]
-        turned = interleave_pairs(rotated.flatten(0, 1), rope_dim)
+        rotated = heads[:, :rotary_dim]
+        turned = interleave_pairs(rotated.flatten(0, 1), rotary_dim)
         rotated.copy_(turned.view(rotated.shape))
         return heads.view(rows.shape)
     halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
@@ -74,8 +74,8 @@ def interleave_pairs(rows: Tensor, head_dim: int, rope_dim: int | None = None) -
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of every pair, float32 [head_dim / 2], scaling applied."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / config.theta**exponents
-    match config.kind:
+    frequencies = 1.0 / config.rope_theta**exponents
+    match config.rope_type:
         case RopeKind.DEFAULT:
             return frequencies
         case RopeKind.LINEAR:
@@ -85,13 +85,13 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         case RopeKind.YARN:
             return _yarn(frequencies, config, head_dim)
         case _:
-            assert_never(config.kind)
+            assert_never(config.rope_type)
 
 
 def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
     """Llama 3.1's rule: long waves are stretched, short ones kept, a ramp between."""
     wavelengths = 2 * math.pi / frequencies
-    turns = config.original_context_len / wavelengths
+    turns = config.original_max_position_embeddings / wavelengths
     kept = ((turns - config.low) / (config.high - config.low)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / config.factor
 
@@ -100,8 +100,8 @@ def _yarn(frequencies: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
     """YaRN (Peng et al. 2023): the ramp runs over dimensions, not over wavelengths."""
 
     def dimension_of(num_turns: float) -> float:
-        ratio = config.original_context_len / (num_turns * 2 * math.pi)
-        return head_dim * math.log(ratio) / (2 * math.log(config.theta))
+        ratio = config.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
 
     first, last = dimension_of(config.high), dimension_of(config.low)
     if config.truncate:

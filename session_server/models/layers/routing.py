@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from session_server.models.config import MoeConfig, Scoring
+from session_server.models.config import MoeConfig, ScoringFunc
 from session_server.models.layers.linear import Linear
 
 
@@ -29,25 +29,25 @@ class Router:
         """Weights, in the dtype of `x`, and indices of the chosen experts, each [tokens, k]."""
         config, routing = self._config, self._config.routing
         scores = self._scores(x).float()
-        is_softmax = routing.scoring is Scoring.SOFTMAX
+        is_softmax = routing.scoring_func is ScoringFunc.SOFTMAX
         shares = scores.softmax(-1) if is_softmax else scores.sigmoid()
         merits = shares if self._correction is None else shares + self._correction
-        if routing.num_chosen_groups < routing.num_groups:
+        if routing.topk_group < routing.n_group:
             merits = self._of_best_groups(merits)
-        chosen = merits.topk(config.num_chosen, dim=-1).indices
+        chosen = merits.topk(config.num_experts_per_tok, dim=-1).indices
         weights = shares.gather(1, chosen)
-        if config.normalised:
+        if config.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        if routing.weight_scale != 1.0:
-            weights = weights * routing.weight_scale
+        if routing.routed_scaling_factor != 1.0:
+            weights = weights * routing.routed_scaling_factor
         return weights.to(x.dtype), chosen
 
     def _of_best_groups(self, merits: Tensor) -> Tensor:
         """`merits` [tokens, experts], minus infinity in all other groups."""
         routing = self._config.routing
-        by_group = merits.view(len(merits), routing.num_groups, -1)
-        num_counted = 1 if routing.scoring is Scoring.SOFTMAX else 2
+        by_group = merits.view(len(merits), routing.n_group, -1)
+        num_counted = 1 if routing.scoring_func is ScoringFunc.SOFTMAX else 2
         of_groups = by_group.topk(num_counted, dim=-1).values.sum(-1)
-        best = of_groups.topk(routing.num_chosen_groups, dim=-1).indices
+        best = of_groups.topk(routing.topk_group, dim=-1).indices
         is_left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, value=False)
         return by_group.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(1)
