@@ -44,8 +44,10 @@ class KVLease:
 
     __slots__ = (
         "_first_named",
+        "_found_len",
         "_mark_len",
         "_private",
+        "_set_aside",
         "_stores",
         "computed_len",
         "holder",
@@ -67,7 +69,10 @@ class KVLease:
         self._private: PagesByPool = {pool: [] for pool in stores.paged}
         # In pools that forget: the row names no protected page before this one.
         self._first_named = dict.fromkeys(stores.forgetful, 0)
+        self._found_len = 0
         self._mark_len = 0
+        # Of the page that the mark cuts, if the tree's copy has replaced it in the row since.
+        self._set_aside: PagesByPool = {}
         self.computed_len = 0
         self.holder = Holder.ACTIVE
 
@@ -87,17 +92,18 @@ class KVLease:
         return self._protected_pages + len(next(iter(self._private.values())))
 
     def private_pages(self, pool: PoolName) -> tuple[int, ...]:
-        """Pages of one pool that no other session can see, in order of position."""
+        """Return the pages of one pool that no other session can see: those of the row in order of
+        position, and what is set aside for a rollback."""
         if pool == self.states.pool:
             return self.states.pages
-        return tuple(filter(None, self._private[pool]))
+        return (*filter(None, self._private[pool]), *self._set_aside.get(pool, ()))
 
     def num_private(self, pool: PoolName) -> int:
         """How many `private_pages` there are."""
         if pool == self.states.pool:
             return len(self.states.pages)
         private = self._private[pool]
-        return len(private) - private.count(NULL_PAGE)
+        return len(private) - private.count(NULL_PAGE) + len(self._set_aside.get(pool, ()))
 
     def freed_pages(self) -> Mapping[PoolName, int]:
         """Pages of positions that only this lease keeps from being free or evictable, per pool. A
@@ -114,8 +120,8 @@ class KVLease:
         return int(np.count_nonzero(entries[self._first_named[pool] : self._protected_pages]))
 
     def private_entries(self, pool: PoolName) -> tuple[int, ...]:
-        """What the row has behind the protected part: `private_pages`, and where one was let go
-        `NULL_PAGE`; nothing in a recurrent pool."""
+        """Return what the row has behind the protected part: private pages, and `NULL_PAGE` where
+        one was freed; nothing in a recurrent pool."""
         return tuple(self._private.get(pool, ()))
 
     @property
@@ -201,31 +207,54 @@ class KVLease:
             private.extend(bought)
         return writes
 
-    def mark(self, to_len: int) -> None:
-        """Rewind, and keep what it takes to come back to where that led, until `park`."""
+    def mark(self, base_len: int, reuse_len: int) -> None:
+        """Rewind to where a turn begins, and keep what it takes to come back there, until `park`.
+
+        Args:
+            base_len: length of the history that stays.
+            reuse_len: the turn computes positions from here on, even where their content is valid.
+        """
         self._stores.rows.begin_changes(self.row)
-        self.rewind(to_len)
+        self.rewind(base_len)
+        self._found_len = self.computed_len
+        self.rewind(reuse_len)
         self._mark_len = self.computed_len
         if self._stores.forgetful:
             self._stores.tree.mark(self.receipt, self.protected_len)
 
     def extend_match(self, tokens: Tokens) -> list[TableWrite]:
         """Adopt what the tree holds of the tokens after `protected_len`, if it reaches further
-        than what is computed. The private pages it replaces are freed.
+        than what is computed. The private pages it replaces are set aside.
         """
-        tree = self._stores.tree
-        match = tree.match_below(self.receipt, tokens)
+        match = self._stores.tree.match_below(self.receipt, tokens)
         if self.protected_len + match.matched_len <= self.computed_len:
             return []
+        if self._cut_page() == self._protected_pages:
+            self._keep_aside({pool: pages[:1] for pool, pages in self._private.items()})
+            for pages in self._private.values():
+                pages[0] = NULL_PAGE
         self._drop_private(0)
         self.states.drop_beyond(0, self.holder)
         start = self._protected_pages
-        locked = tree.advance(self.receipt, match)
+        locked = self._stores.tree.advance(self.receipt, match)
         self.computed_len = self.protected_len
         rows = self._stores.rows
         writes = [rows.write(pool, self.row, start, pages) for pool, pages in locked.items()]
         self._forget_protected(start)
         return self._for_device(writes)
+
+    def release_set_aside(self) -> bool:
+        """Free the page that is kept for a rollback alone, which then leads to whole pages.
+
+        Returns:
+            Whether there was one.
+        """
+        had_pages = bool(self._set_aside)
+        for pool, pages in self._set_aside.items():
+            self._stores.allocators[pool].release(pages, self.holder)
+        self._set_aside = {}
+        self.states.release_set_aside(self.holder)
+        return had_pages
 
     def advance(self, computed_len: int) -> None:
         """Note how far the content is valid now, and free the pages that nothing reads again.
@@ -274,11 +303,14 @@ class KVLease:
         if self.states.pool is not None:
             ours[self.states.pool] = self.states.take(start, num_pages)
         theirs = stores.tree.insert(self.receipt, tokens[: num_pages * stores.page_size], ours)
+        self._keep_replaced(start, ours, theirs)
         writes = []
         for pool, known in theirs.items():
             replaced = [mine for mine, its in zip(ours[pool], known, strict=False) if mine != its]
             if replaced:
-                stores.allocators[pool].release(filter(None, replaced), self.holder)
+                kept = self._set_aside.get(pool, ())
+                freed = (page for page in replaced if page != NULL_PAGE and page not in kept)
+                stores.allocators[pool].release(freed, self.holder)
             if pool == self.states.pool:
                 self._repoint(pool, start, known + ours[pool][len(known) :])
             elif replaced:
@@ -296,19 +328,20 @@ class KVLease:
         """
         target = self.rewound_len(to_len)
         if target < self.protected_len:
-            self._drop_private(0)
-            kept_pages = target // self._stores.page_size
-            for pool in self._stores.ledgers:
-                self._stores.rows.clear(pool, self.row, kept_pages, self._protected_pages)
-            self._stores.tree.shorten(self.receipt, target)
+            self._shorten_lock(target)
             target = self.protected_len
         self.computed_len = target
         self.states.drop_beyond(target, self.holder)
         self._drop_private(pages_for(target, self._stores.page_size) - self._protected_pages)
 
-    def roll_back(self, to_len: int) -> None:
+    def roll_back(self, to_len: int, tokens: Tokens) -> list[TableWrite]:
         """Undo: like `rewind`, but published pages that only this lease uses are taken back, so
-        that the page `to_len` cuts becomes private again and stays.
+        that the page `to_len` cuts becomes private again and stays. Where less than the turn found
+        would be left, hold the page again that was set aside, or match what the tree has of it.
+
+        Args:
+            to_len: what stays of the history, not less than where the turn began.
+            tokens: the history from its beginning.
         """
         taken = self._stores.tree.take_back(self.receipt, to_len, self.holder)
         start = self._protected_pages
@@ -320,7 +353,48 @@ class KVLease:
             self._private[pool][:0] = pages
             # In a pool that forgets the row may not name them any more; the device's mirror does.
             self._repoint(pool, start, pages)
+        if self._set_aside and self.rewound_len(to_len) < self._mark_len:
+            return self._take_aside_back()
         self.rewind(to_len)
+        if self.computed_len < self._found_len:
+            # The turn was to compute these positions again; published pages may have them still.
+            return self.extend_match(tokens[self.protected_len : self._found_len])
+        return []
+
+    def _cut_page(self) -> int | None:
+        """Return the index of the page that the turn began in; None if it began in a new one."""
+        index, offset = divmod(self._mark_len, self._stores.page_size)
+        return index if offset and not self._set_aside else None
+
+    def _keep_replaced(self, start: int, ours: PagesByPool, theirs: PagesByPool) -> None:
+        """Set aside the page that the turn began in, if publishing it replaces it in every pool.
+        Another session may have locked the tree's copy, which a rollback could not take then."""
+        if self._cut_page() == start and all(
+            theirs[pool] and theirs[pool][0] != ours[pool][0] for pool in self._private
+        ):
+            self._keep_aside({pool: ours[pool][:1] for pool in self._private})
+
+    def _keep_aside(self, pages: PagesByPool) -> None:
+        self._set_aside = pages
+        self.states.set_aside(self._mark_len)
+
+    def _take_aside_back(self) -> list[TableWrite]:
+        """Hold the page again that the turn began in, with the content that it found there."""
+        self._shorten_lock(self._mark_len)
+        start, pages, self._set_aside = self._protected_pages, self._set_aside, {}
+        self._private.update(pages)
+        self.computed_len = self._mark_len
+        self.states.drop_beyond(0, self.holder)
+        self.states.take_aside_back()
+        return [self._stores.rows.write(p, self.row, start, ids) for p, ids in pages.items()]
+
+    def _shorten_lock(self, to_len: int) -> None:
+        """Unlock the published pages past the last whole page of `to_len`, and hold no others."""
+        self._drop_private(0)
+        kept_pages = to_len // self._stores.page_size
+        for pool in self._stores.ledgers:
+            self._stores.rows.clear(pool, self.row, kept_pages, self._protected_pages)
+        self._stores.tree.shorten(self.receipt, to_len)
 
     def rewound_len(self, to_len: int) -> int:
         """How much content `rewind` leaves: the longest length <= `to_len` that a forward can go on
@@ -347,7 +421,8 @@ class KVLease:
 
     def park(self) -> None:
         """Private pages ACTIVE -> SESSION_HELD; the mark is given up."""
-        self._mark_len = 0
+        self.release_set_aside()
+        self._found_len = self._mark_len = 0
         self.states.keep_only(self.computed_len, self.holder)
         if self._stores.forgetful:
             self._stores.tree.mark(self.receipt, None)
@@ -356,6 +431,7 @@ class KVLease:
 
     def release(self) -> None:
         """Free the private pages, unlock, give the row back. The lease is dead afterwards."""
+        self.release_set_aside()
         self._drop_private(0)
         self.states.drop_beyond(0, self.holder)
         self._clear_row()
@@ -377,6 +453,7 @@ class KVLease:
             stores.ledgers[pool].transfer(len(held), self.holder, Holder.QUARANTINE)
             stores.quarantined[pool].extend(held)
             private.clear()
+        self._set_aside = {}
         self.states.condemn(self.holder)
         stores.rows.free(self.row)
 

@@ -23,17 +23,18 @@ from cache.types import NULL_PAGE, Holder
 class LeaseStates:
     """Pages of the recurrent pool by the length whose state they hold; none without such a pool."""
 
-    __slots__ = ("_pages", "_stores", "pool")
+    __slots__ = ("_aside", "_pages", "_stores", "pool")
 
     def __init__(self, stores: KVStores) -> None:
         self._stores = stores
         self.pool = stores.recurrent.pool if stores.recurrent is not None else None
         self._pages: dict[int, int] = {}
+        self._aside: dict[int, int] = {}
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """The pages, in no order."""
-        return tuple(self._pages.values())
+        """Return the pages, in no order, the one that is set aside included."""
+        return (*self._pages.values(), *self._aside.values())
 
     @property
     def lengths(self) -> list[int]:
@@ -86,17 +87,34 @@ class LeaseStates:
         """Give back the states of all other lengths."""
         self._drop([n for n in self._pages if n != length], holder)
 
+    def set_aside(self, length: int) -> None:
+        """Keep the state at that length, if there is one, where no forward writes or reads it."""
+        if length in self._pages:
+            self._aside[length] = self._pages.pop(length)
+
+    def take_aside_back(self) -> None:
+        """Hold the state that was set aside like any other again."""
+        self._pages.update(self._aside)
+        self._aside.clear()
+
+    def release_set_aside(self, holder: Holder) -> None:
+        """Give back the state that was set aside."""
+        if self._aside and self.pool is not None:
+            self._stores.allocators[self.pool].release(self._aside.values(), holder)
+            self._aside.clear()
+
     def rebook(self, source: Holder, target: Holder) -> None:
         """Move all from one account to another."""
         if self.pool is not None:
-            self._stores.ledgers[self.pool].transfer(len(self._pages), source, target)
+            self._stores.ledgers[self.pool].transfer(len(self.pages), source, target)
 
     def condemn(self, holder: Holder) -> None:
         """Move all to quarantine."""
         if self.pool is not None:
             self.rebook(holder, Holder.QUARANTINE)
-            self._stores.quarantined[self.pool].extend(self._pages.values())
+            self._stores.quarantined[self.pool].extend(self.pages)
             self._pages.clear()
+            self._aside.clear()
 
     def take(self, start: int, num_pages: int) -> list[int]:
         """Hand over the states at the ends of the whole pages from page `start` on, `NULL_PAGE`

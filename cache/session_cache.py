@@ -247,7 +247,7 @@ class SessionAwareCache:
         lease = slot.restore_to_req(turn_id)
         # A forward needs a query, so the last token is never reused.
         reuse_len = min(context_len - 1, context_len if max_reuse_len is None else max_reuse_len)
-        lease.mark(min(base_len, reuse_len))
+        lease.mark(base_len, reuse_len)
         slot.tokens.truncate(base_len)
         slot.tokens.append(new_tokens)
         writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))
@@ -317,22 +317,33 @@ class SessionAwareCache:
         turn = self._changing_turn(turn_id)
         slot, lease = turn.slot, turn.lease
         assert turn.base_len <= keep_len <= len(slot.tokens), "a turn ends in its own tokens"
-        lease.roll_back(keep_len)
+        writes = lease.roll_back(keep_len, slot.tokens.view())
         slot.tokens.truncate(keep_len)
-        writes = self._publish(slot, lease)
+        writes += self._publish(slot, lease)
         self._finish(turn_id)
         return writes
 
-    def discard(self, turn_id: TurnId) -> None:
+    def discard(self, turn_id: TurnId) -> list[TableWrite]:
         """End a turn whose KV is not to be trusted: as if it never was.
 
         The history is cut to `base_len`; nothing it computed stays, and what it had published is
         taken back where no other session has locked it.
         """
         turn = self._changing_turn(turn_id)
-        turn.lease.roll_back(min(turn.base_len, turn.loan.cached_len))
-        turn.slot.tokens.truncate(turn.base_len)
+        slot, to_len = turn.slot, min(turn.base_len, turn.loan.cached_len)
+        writes = turn.lease.roll_back(to_len, slot.tokens.view())
+        slot.tokens.truncate(turn.base_len)
         self._finish(turn_id)
+        return writes
+
+    def release_set_aside(self, turn_id: TurnId) -> bool:
+        """Free the page that a running turn keeps for its rollback alone; a rollback leads to whole
+        pages then. For a turn that nothing else can help.
+
+        Returns:
+            Whether there was one.
+        """
+        return self._changing_turn(turn_id).lease.release_set_aside()
 
     def retract(self, turn_id: TurnId) -> Tokens:
         """Take the memory of a running turn: publish, let go, commit nothing.

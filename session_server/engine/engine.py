@@ -253,13 +253,15 @@ class Engine:
     def _give_up(self, turn_id: TurnId) -> None:
         """Nothing runs, nothing can be taken, and this turn does not fit: it must not hang.
 
-        Happens only when pages are lost to quarantine, since a turn that cannot fit the pool is
-        refused when it is submitted.
+        Happens only when pages are lost to quarantine, or one is kept for a rollback: a turn that
+        cannot fit the pool is refused when it is submitted.
         """
         turn = self._scheduler.find(turn_id)
         assert turn is not None
         if turn in self._settler.suspects:
             self._settler.suspects.remove(turn)  # alone it cannot take pages; let it join the rest
             return
+        if turn.admission is not None and self._cache.release_set_aside(turn_id):
+            return  # that page, kept for a rollback alone, may be the one that it lacked
         error = ServerBusy("the memory left does not hold this turn")
         self._settler.fail(turn, error)

@@ -134,7 +134,7 @@ class Settler:
         """End a turn with an error. Discard what it computed; the history is as before the turn."""
         request = turn.request
         if turn.state is TurnState.RUNNING:
-            self._cache.discard(request.turn_id)
+            self._outbox.write(self._cache.discard(request.turn_id))
         self.forget(turn, error)
 
     def forget(self, turn: Turn, error: SessionServerError) -> None:

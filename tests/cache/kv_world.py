@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
@@ -40,7 +40,7 @@ from cache import (
 from cache.components import Component
 from cache.radix_node import RadixNode
 from cache.stores import StoreParts
-from cache.types import PoolName, RowId
+from cache.types import NULL_PAGE, PoolName, RowId
 from tests.cache.free_lists import FREE_LISTS, Allocation
 from tests.cache.headroom import headroom
 
@@ -105,6 +105,23 @@ def make_cache(
     )
 
 
+@dataclass(frozen=True)
+class Rest:
+    """What a turn found, after its history was cut: what it is rolled back to.
+
+    `last_page`: of the first pool, the private page that holds the end of it; 0 if none does.
+    `reused_len`: what the turn does not compute again of it.
+    """
+
+    committed_len: int = 0
+    last_page: int = 0
+    reused_len: int = 0
+
+    @property
+    def is_recomputed(self) -> bool:
+        return self.reused_len < self.committed_len
+
+
 @dataclass
 class LiveTurn:
     """A running turn as the model knows it."""
@@ -114,7 +131,7 @@ class LiveTurn:
     base_len: int
     tokens: list[int]
     computed_len: int
-    mark_len: int
+    rest: Rest
 
 
 @dataclass
@@ -221,6 +238,7 @@ class World:
     ) -> TurnLoan:
         history = self.histories[session_id]
         base_len = len(history) if base_len is None else base_len
+        rest = self._find_rest(session_id, base_len)
         before, num_nodes = self.cache.slot(session_id), self._num_nodes()
         known_len = self._published_len(session_id, [*history[:base_len], *new_tokens])
         self.num_turns += 1
@@ -247,10 +265,9 @@ class World:
         tokens = [*history, *new_tokens]
         limit = len(tokens) - 1 if max_reuse_len is None else min(max_reuse_len, len(tokens) - 1)
         assert loan.cached_len <= limit, "one token at least is computed"
-        is_going_on = before.state is SlotState.PARKED and base_len == before.num_tokens
-        mark_len = before.committed_len if is_going_on and max_reuse_len is None else 0
+        rest = replace(rest, reused_len=min(rest.committed_len, loan.cached_len))
         self.turns[session_id] = LiveTurn(
-            turn_id, session_id, base_len, tokens, loan.cached_len, mark_len
+            turn_id, session_id, base_len, tokens, loan.cached_len, rest
         )
         return loan
 
@@ -288,7 +305,7 @@ class World:
 
     def end(self, session_id: SessionId, keep_len: int) -> None:
         turn = self.turns[session_id]
-        before = self.cache.slot(session_id)
+        before, last_page = self.cache.slot(session_id), self._page_at(turn.rest, session_id)
         num_nodes, num_published = self._num_nodes(), self._num_tree_pages()
         writes = self.cache.end_turn(turn.turn_id, keep_len)
         self._mark_publish(writes, num_nodes, num_published)
@@ -300,20 +317,39 @@ class World:
         after = self.cache.slot(session_id)
         if keep_len < before.protected_len:
             self._mark("page taken back", after.committed_len == keep_len)
-            self._mark("page shared, not taken back", after.committed_len < keep_len)
-        elif not self.cache.stores.forgetful:
-            assert after.committed_len == min(before.committed_len, keep_len)
-        if keep_len >= before.committed_len:
-            assert after.committed_len == before.committed_len, "what was computed last is kept"
+        kept_len = min(before.committed_len, keep_len)
+        most_len = max(kept_len, turn.rest.committed_len if turn.rest.is_recomputed else 0)
+        assert after.committed_len <= most_len
+        if keep_len >= before.protected_len and not self.cache.stores.forgetful:
+            assert after.committed_len >= kept_len
+        elif keep_len >= before.committed_len:
+            assert after.committed_len >= kept_len, "what was computed last is kept"
         if keep_len == turn.base_len:
-            whole = turn.mark_len // self.page_size * self.page_size
-            assert after.committed_len >= whole, "a rollback lost the way back"
-            self._mark("rollback to a window", bool(self.cache.stores.forgetful) and whole > WINDOW)
+            self._check_rollback(turn, before, last_page)
         self._ended(session_id)
+
+    def _check_rollback(self, turn: LiveTurn, before: SlotView, last_page: int) -> None:
+        """A session is as its turn found it. `last_page`: where its row had the end of that."""
+        rest, committed_len = turn.rest, self.cache.slot(turn.session_id).committed_len
+        forgets = bool(self.cache.stores.forgetful)
+        self._mark("rollback to a window", forgets and rest.committed_len > WINDOW)
+        if rest.is_recomputed:
+            assert committed_len >= rest.reused_len // self.page_size * self.page_size
+            return
+        is_published = before.protected_len > rest.committed_len
+        was_replaced = is_published and last_page not in (NULL_PAGE, rest.last_page)
+        can_be_lost = not was_replaced or WINDOW_POOL in self.device.tags
+        if committed_len < rest.committed_len and is_published and can_be_lost:
+            # The page it began in is published in some pool, and another session has locked it
+            # there, or a window has passed it.
+            assert committed_len >= rest.committed_len // self.page_size * self.page_size
+            return
+        self._mark("page set aside", was_replaced and rest.last_page != NULL_PAGE)
+        assert committed_len >= rest.committed_len, "a rollback lost the way back"
 
     def discard(self, session_id: SessionId) -> None:
         turn = self.turns[session_id]
-        self.cache.discard(turn.turn_id)
+        self.device.apply(self.cache.discard(turn.turn_id))
         self.histories[session_id] = turn.tokens[: turn.base_len]
         self.marks["discard"] += 1
         self._ended(session_id)
@@ -562,6 +598,18 @@ class World:
         self.waiting.pop(session_id, None)
         self.fresh_forks.discard(session_id)
         del self.histories[session_id], self.namespaces[session_id]
+
+    def _find_rest(self, session_id: SessionId, base_len: int) -> Rest:
+        slot = self.cache.slot(session_id)
+        if slot.state is not SlotState.PARKED:
+            return Rest()
+        rest = Rest(self.cache.kept_len(session_id, base_len))
+        is_private = rest.committed_len > slot.protected_len
+        return replace(rest, last_page=self._page_at(rest, session_id)) if is_private else rest
+
+    def _page_at(self, rest: Rest, session_id: SessionId) -> int:
+        entries = self.cache.stores.rows.entries(self.pool, self._row(session_id))
+        return int(entries[rest.committed_len // self.page_size])
 
     def _row(self, session_id: SessionId) -> RowId:
         (slot,) = self.cache.inspect_slots(session_id)

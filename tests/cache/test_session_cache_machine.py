@@ -186,9 +186,9 @@ def test_long_walks_over_states_end_with_every_page_back(page_size: int) -> None
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_long_walks_under_pressure_end_with_every_page_back(page_size: int) -> None:
-    # With one token per page no page is ever cut, so none is cut and shared.
-    cut_and_shared = {"page shared, not taken back"} if page_size > 1 else set()
-    walk(page_size, "full", INTERESTING | cut_and_shared)
+    # With one token per page no page is ever cut, so none is kept for a rollback.
+    cut_and_kept = {"page set aside"} if page_size > 1 else set()
+    walk(page_size, "full", INTERESTING | cut_and_kept)
 
 
 def walk(page_size: int, mixture: Mixture, expected: frozenset[str]) -> None:

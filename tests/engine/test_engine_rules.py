@@ -416,3 +416,21 @@ def test_closing_an_unknown_session_is_answered_and_changes_nothing() -> None:
     bench.step(CloseSession(session_id=SessionId("nobody")))
     assert len(bench.events) == 1
     bench.close_all()
+
+
+def test_a_turn_gives_up_the_page_kept_for_its_rollback_before_it_is_refused() -> None:
+    bench = Bench(Sizes(num_pages=12, page_size=4, max_context_len=64))
+    first, second = bench.open("first"), bench.open("second")
+    bench.run(bench.submit_command(first, "a", PROMPT[:5], max_tokens=1))
+    history = (*PROMPT[:5], *bench.tokens("a"))
+    context = (*history, *PROMPT * 2)[:30]
+    bench.run(bench.submit_command(second, "b", context, max_tokens=1))
+    bench.run(CloseSession(session_id=second))
+    more = context[len(history) :]
+    # With 18 tokens its context fills all 12 pages, and the page it began in is a 13th.
+    turn = bench.submit_command(first, "c", more, base_len=len(history), max_tokens=18)
+    bench.run(turn)
+    assert bench.turns[turn.turn_id].starts[0].cached_tokens == 28, "it adopted published pages"
+    bench.expect("c", context)
+    assert bench.finished("c").history_len == 48, "it filled the pool"
+    bench.close_all()

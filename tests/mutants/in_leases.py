@@ -56,7 +56,7 @@ DUPLICATE_IS_FORGOTTEN = Mutant(
     "systematic",
     Edit(
         "cache.lease:KVLease.publish",
-        "stores.allocators[pool].release(filter(None, replaced), self.holder)",
+        "stores.allocators[pool].release(freed, self.holder)",
         "pass",
     ),
 )
@@ -139,7 +139,7 @@ FAILED_TURN_STAYS = Mutant(
     "sglang#36475 (R3)",
     Edit(
         "cache.session_cache:SessionAwareCache.discard",
-        "turn.slot.tokens.truncate(turn.base_len)",
+        "slot.tokens.truncate(turn.base_len)",
         "pass",
     ),
 )
@@ -169,8 +169,8 @@ CUT_HISTORY_KEEPS_KV = Mutant(
     "vllm#49377 (A5)",
     Edit(
         "cache.session_cache:SessionAwareCache.begin_turn",
-        "lease.mark(min(base_len, reuse_len))",
-        "lease.mark(min(max(base_len, lease.computed_len), reuse_len))",
+        "lease.mark(base_len, reuse_len)",
+        "lease.mark(max(base_len, lease.computed_len), reuse_len)",
     ),
 )
 
@@ -249,7 +249,7 @@ CANCELLED_PROMPT_IS_PUBLISHED = Mutant(
     "TensorRT-LLM#15018, #12933 (A7)",
     Edit(
         "cache.session_cache:SessionAwareCache.end_turn",
-        "lease.roll_back(keep_len)",
-        "lease.computed_len = min(keep_len, lease.capacity_len)\n        lease.roll_back(keep_len)",
+        "writes = lease.roll_back(",
+        "lease.computed_len = min(keep_len, lease.capacity_len)\n        writes = lease.roll_back(",
     ),
 )

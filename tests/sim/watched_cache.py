@@ -215,12 +215,12 @@ class WatchedCache(SessionAwareCache):
         with self._rolling_back(turn_id):
             return super().end_turn(turn_id, keep_len)
 
-    def discard(self, turn_id: TurnId) -> None:
+    def discard(self, turn_id: TurnId) -> list[TableWrite]:
         """See `SessionAwareCache`."""
         self._let_go(turn_id)
         self.reached["discard"] += 1
         with self._rolling_back(turn_id):
-            super().discard(turn_id)
+            return super().discard(turn_id)
 
     def retract(self, turn_id: TurnId) -> Tokens:
         """See `SessionAwareCache`."""
