@@ -43,14 +43,15 @@ def find_violations(
 
     What a recount costs in one go grows with what the cache holds: `Recount` makes it in slices.
     """
-    stores = cache.stores
+    stores, slots = cache.inspect()
     found = [
         Violation(f"{ledger.pool}: the accounts do not sum to the pool: {ledger.snapshot()}")
         for ledger in stores.ledgers.values()
         if not ledger.is_balanced()
     ]
     if level == 1:
-        for slot in cache.inspect_slots(session_id):
+        named = slots.values() if session_id is None else filter(None, [slots.get(session_id)])
+        for slot in named:
             found += slot_violations(slot, stores, whole=False)
     if level == 2:
         recount = Recount(cache)

@@ -95,7 +95,7 @@ class Rotation:
         still be published: then nobody is named. A wrong page makes those after it look wrong, too:
         earlier pages that sessions not named share are looked at next.
         """
-        index = content.start // cache.stores.page_size
+        index = content.start // cache.spec.page_size
         end = content.start + len(content.tokens)
         text = f"positions {content.start} to {end} hold other KV than their tokens give"
         named = _holders(cache, index, content.pages)
@@ -111,19 +111,19 @@ class Rotation:
         while self._suspects:
             index, pages = self._suspects.popleft()
             for slot in _holders(cache, index, pages):
-                is_published = (index + 1) * cache.stores.page_size <= slot.cache_protected_len
+                is_published = (index + 1) * cache.spec.page_size <= slot.cache_protected_len
                 if is_published and (content := _content(cache, slot, index)) is not None:
                     return content
         return None
 
     def _page_of(self, cache: SessionAwareCache, session_id: SessionId) -> PageContent | None:
         """The page of a session whose turn it is in this round, or its last one."""
-        for slot in cache.inspect_slots(session_id):
-            num_pages = pages_for(slot.kv_committed_len, cache.stores.page_size)
-            if slot.state is SlotState.PARKED and num_pages:
-                index = (self._round + zlib.crc32(session_id.encode())) % num_pages
-                return _content(cache, slot, index) or _content(cache, slot, num_pages - 1)
-        return None
+        slot = cache.inspect().slots.get(session_id)
+        if slot is None or slot.state is not SlotState.PARKED or slot.kv_committed_len == 0:
+            return None
+        num_pages = pages_for(slot.kv_committed_len, cache.spec.page_size)
+        index = (self._round + zlib.crc32(session_id.encode())) % num_pages
+        return _content(cache, slot, index) or _content(cache, slot, num_pages - 1)
 
 
 def _content(cache: SessionAwareCache, slot: SessionSlot, index: int) -> PageContent | None:
@@ -132,29 +132,30 @@ def _content(cache: SessionAwareCache, slot: SessionSlot, index: int) -> PageCon
     None where it cannot be computed again: it was let go, or what its positions read was.
     """
     assert slot.lease is not None
-    start = index * cache.stores.page_size
+    start = index * cache.spec.page_size
     pages = _pages_at(cache, slot, index)
     if not all(pages.values()) or slot.lease.rewound_len(start) < start:
         return None
-    end = min(start + cache.stores.page_size, slot.kv_committed_len)
+    end = min(start + cache.spec.page_size, slot.kv_committed_len)
     tokens, states = slot.tokens.copy(start, end), slot.lease.kept_states(start, end)
     return PageContent(slot.session_id, slot.lease.row, start, tokens, pages, states)
 
 
 def _pages_at(cache: SessionAwareCache, slot: SessionSlot, index: int) -> Mapping[PoolName, int]:
     assert slot.lease is not None
-    rows, row = cache.stores.rows, slot.lease.row
-    return {pool: int(rows.entries(pool, row)[index]) for pool in cache.stores.paged}
+    rows, row = cache.inspect().stores.rows, slot.lease.row
+    return {pool: int(rows.entries(pool, row)[index]) for pool in cache.paged_pools}
 
 
 def _holders(
     cache: SessionAwareCache, index: int, pages: Mapping[PoolName, int]
 ) -> list[SessionSlot]:
     """The slots whose row has one of the pages at `index`."""
-    rows = cache.stores.rows
+    stores, slots = cache.inspect()
+    rows = stores.rows
     return [
         slot
-        for slot in cache.inspect_slots()
+        for slot in slots.values()
         if slot.lease is not None
         and any(
             page != NULL_PAGE and rows.entries(pool, slot.lease.row)[index] == page

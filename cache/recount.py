@@ -121,10 +121,10 @@ class _Todo:
     __slots__ = ("nodes", "num_left", "rows", "sessions", "watch")
 
     def __init__(self, cache: SessionAwareCache) -> None:
-        stores = cache.stores
+        stores, slots = cache.inspect()
         self.watch = stores.changes.watch()
         self.num_left = 0
-        self.sessions = [slot.session_id for slot in cache.inspect_slots()]
+        self.sessions = list(slots)
         self.rows = list(range(stores.rows.num_rows + 1))
         self.nodes: list[tuple[RadixNode | None, bytes, RadixNode]] = [
             (None, root.key, root) for _, root in stores.tree.roots()
@@ -145,7 +145,7 @@ class Recount:
 
     def __init__(self, cache: SessionAwareCache) -> None:
         self._cache = cache
-        self._stores = cache.stores
+        self._stores = cache.inspect().stores
         self.violations: list[Violation] = []
         self.has_seen_changes = False
         self._sums = {p: _PoolSums(ledger.num_pages) for p, ledger in self._stores.ledgers.items()}
@@ -161,7 +161,7 @@ class Recount:
         Returns:
             Whether the recount is complete; `violations` is final then.
         """
-        if self._cache.stores is not self._stores:
+        if self._cache.inspect().stores is not self._stores:
             # The books were begun anew, which recounts them as well.
             self.violations.clear()
             return True
@@ -208,15 +208,17 @@ class Recount:
         was = self._held.pop(session_id, None)
         if was is not None:
             self._add_held(was, -1)
-        for slot in self._cache.inspect_slots(session_id):
-            self.violations += slot_violations(slot, self._stores, whole=was is None)
-            if slot.lease is not None:
-                self._check_sole(slot.lease)
-                held = self._read_lease(slot.lease, is_lent=slot.is_active)
-                self._held[session_id] = held
-                self._add_held(held, +1)
-                return 1 + slot.lease.num_pages // _PAGES_PER_UNIT
-        return 1
+        slot = self._cache.inspect().slots.get(session_id)
+        if slot is None:
+            return 1
+        self.violations += slot_violations(slot, self._stores, whole=was is None)
+        if slot.lease is None:
+            return 1
+        self._check_sole(slot.lease)
+        held = self._read_lease(slot.lease, is_lent=slot.is_active)
+        self._held[session_id] = held
+        self._add_held(held, +1)
+        return 1 + slot.lease.num_pages // _PAGES_PER_UNIT
 
     def _read_lease(self, lease: KVLease, *, is_lent: bool) -> _Held:
         stores = self._stores

@@ -11,7 +11,7 @@ a turn is the caller's decision: see `accounts` and `idle_sessions`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -39,13 +39,12 @@ from cache.types import (
     Retention,
     SessionId,
     SlotState,
-    StateMoves,
     TableWrite,
     Tokens,
     TurnId,
     pages_for,
 )
-from cache.views import SlotView, TurnLoan
+from cache.views import CacheParts, Headroom, SlotView, TurnLimits, TurnLoan
 
 _LOW_WATER: Final = 32
 _HIGH_WATER: Final = 16
@@ -89,14 +88,16 @@ class SessionAwareCache:
             parts: what the stores are made of.
         """
         self._empty_stores = partial(KVStores.empty, spec, capacity, parts, changes=Changes())
-        self.stores = self._empty_stores()
+        self._stores = self._empty_stores()
         self.spec = spec
+        self.num_rows = capacity.num_rows
         self.max_context_len = capacity.max_context_len
+        self.paged_pools = tuple(self._stores.paged)
         self._empty_quota = partial(PinnedQuota, pinned_quota_pages)
-        self._pinned = self._empty_quota(self.stores)
+        self._pinned = self._empty_quota(self._stores)
         self._slots: dict[SessionId, SessionSlot] = {}
         self._turns: dict[TurnId, _Turn] = {}
-        self.idle = IdleLine(self.stores, self._pinned)
+        self.idle = IdleLine(self._stores, self._pinned)
 
     # Sessions
 
@@ -154,9 +155,9 @@ class SessionAwareCache:
         slot = self._slot(session_id)
         slot.refuse_if_busy()
         slot.refuse_beyond(to_len)
-        self.stores.changes.note_session(session_id)
+        self._stores.changes.note_session(session_id)
         if slot.lease is not None:
-            self.stores.changes.version += 1
+            self._stores.changes.version += 1
             with self.idle.changing(slot):
                 slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
@@ -174,10 +175,10 @@ class SessionAwareCache:
         slot.refuse_if_busy()
         if slot.lease is None:
             return
-        assert slot.lease.computed_len - slot.lease.protected_len < self.stores.page_size, (
+        assert slot.lease.computed_len - slot.lease.protected_len < self._stores.page_size, (
             "a parked lease has published its whole pages"
         )
-        self.stores.changes.note_session(session_id)
+        self._stores.changes.note_session(session_id)
         self.idle.leave(slot)
         slot.lease.release()
         slot.lease = None
@@ -239,9 +240,9 @@ class SessionAwareCache:
         if not 0 < context_len <= self.max_context_len:
             raise ValueError(f"a context of {context_len} tokens does not fit a row")
         self._refuse_over_quota(slot, context_len)
-        self.stores.changes.note_session(session_id)
+        self._stores.changes.note_session(session_id)
         if slot.lease is None:
-            slot.lease = KVLease(self.stores, slot.namespace)
+            slot.lease = KVLease(self._stores, slot.namespace)
         else:
             self.idle.leave(slot)
         lease = slot.restore_to_req(turn_id)
@@ -251,7 +252,7 @@ class SessionAwareCache:
         slot.tokens.truncate(base_len)
         slot.tokens.append(new_tokens)
         writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))
-        loan = TurnLoan(lease.row, lease.computed_len, tuple(writes))
+        loan = TurnLoan(lease, lease.computed_len, tuple(writes))
         self._turns[turn_id] = _Turn(slot, lease, base_len, context_len, loan)
         self._count_pinned(slot)
         assert lease.computed_len < len(slot.tokens), "one token at least is computed"
@@ -268,7 +269,7 @@ class SessionAwareCache:
         assert to_len <= self.max_context_len, "a row has no entry past the context length"
         if not (missing := turn.lease.missing_pages(to_len, num_drafts)):
             return []
-        wanted = [(self.stores.ledgers[pool], count) for pool, count in missing.items()]
+        wanted = [(self._stores.ledgers[pool], count) for pool, count in missing.items()]
         for ledger, count in wanted:
             if count > ledger.num_free + ledger.num_evictable:
                 raise OutOfPages(
@@ -282,12 +283,6 @@ class SessionAwareCache:
         writes = turn.lease.grow(to_len, num_drafts)
         self._count_pinned(turn.slot)
         return writes
-
-    def state_moves(
-        self, turn_id: TurnId, start: int, end: int, num_drafts: int = 0
-    ) -> StateMoves | None:
-        """What a forward over [start, end), for which was grown, does to a recurrent state."""
-        return self._turn(turn_id).lease.moves(start, end, num_drafts)
 
     def record(
         self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()
@@ -372,7 +367,7 @@ class SessionAwareCache:
         slot = self._slot(session_id)
         if slot.lease is None:
             return
-        self.stores.changes.note_session(session_id)
+        self._stores.changes.note_session(session_id)
         self.idle.leave(slot)
         slot.lease.quarantine()
         slot.lease = None
@@ -401,9 +396,9 @@ class SessionAwareCache:
         self._slots = {name: slot for name, slot in slots if slot.state is not SlotState.CLOSING}
         for slot in self._slots.values():
             slot.forget_kv()
-        self.stores = self._empty_stores(condemned=self.stores.quarantined)
-        self._pinned = self._empty_quota(self.stores)
-        self.idle = IdleLine(self.stores, self._pinned)
+        self._stores = self._empty_stores(condemned=self._stores.quarantined)
+        self._pinned = self._empty_quota(self._stores)
+        self.idle = IdleLine(self._stores, self._pinned)
         return resident
 
     # Answers
@@ -416,38 +411,42 @@ class SessionAwareCache:
 
     def peek(self, tokens: Tokens, namespace: Namespace) -> MatchResult:
         """What a cold turn with these tokens would find in the tree. Pure."""
-        return self.stores.tree.match(namespace, tokens[: max(0, len(tokens) - 1)])
+        return self._stores.tree.match(namespace, tokens[: max(0, len(tokens) - 1)])
 
     def is_current(self, match: MatchResult) -> bool:
         """Whether `peek` would find the same as when it gave this match. O(edges of the match)."""
-        return self.stores.tree.is_current(match)
+        return self._stores.tree.is_current(match)
 
     @property
     def match_version(self) -> int:
         """A number that changes whenever `peek`, for any tokens, or `kept_len`, for any idle
         session, may find something else."""
-        return self.stores.changes.version
+        return self._stores.changes.version
 
     def kept_len(self, session_id: SessionId, to_len: int) -> int:
         """Positions that a turn on the first `to_len` tokens of a parked session goes on from."""
         lease = self._slot(session_id).lease
         return lease.rewound_len(to_len) if lease is not None else 0
 
-    def capacity_len(self, turn_id: TurnId) -> int:
-        """Tokens that the pages of a running turn have room for. O(1)."""
-        return self._turn(turn_id).lease.capacity_len
+    def headroom(self) -> Headroom:
+        """Return what could be handed out now. O(pools)."""
+        ledgers = self._stores.paged.values()
+        pages = tuple([ledger.num_free + ledger.num_evictable for ledger in ledgers])
+        return Headroom(pages, self._stores.rows.num_free)
 
-    def retractable_pages(self, turn_id: TurnId) -> Mapping[PoolName, int]:
-        """What `retract` would make free or evictable, per pool, now."""
-        return self._turn(turn_id).lease.freed_pages()
+    def turn_limits(self, num_ahead: int) -> TurnLimits:
+        """Return what one turn may take of the pools, when so many positions may be launched
+        beyond what is settled."""
+        return TurnLimits.of(self._stores, self._pinned, self.max_context_len, num_ahead=num_ahead)
 
-    def pinned_quota(self) -> Mapping[PoolName, int]:
-        """Pages that PINNED sessions may keep, per pool."""
-        return self._pinned.quota_pages
+    def is_balanced(self) -> bool:
+        """Return whether the accounts of every pool sum to its pages: level 0 of the memory check.
+        O(pools)."""
+        return all(ledger.is_balanced() for ledger in self._stores.ledgers.values())
 
     def accounts(self) -> dict[PoolName, Accounts]:
         """The ledger of every pool, for reports."""
-        return {pool: ledger.snapshot() for pool, ledger in self.stores.ledgers.items()}
+        return {pool: ledger.snapshot() for pool, ledger in self._stores.ledgers.items()}
 
     def slot(self, session_id: SessionId) -> SlotView:
         """One session as it is now.
@@ -455,22 +454,20 @@ class SessionAwareCache:
         Raises:
             UnknownSession: there is none.
         """
-        return SlotView.of(self._slot(session_id), self.stores.ledgers)
+        return SlotView.of(self._slot(session_id), self._stores.ledgers)
 
     def slots(self) -> Iterator[SlotView]:
         """All sessions; O(sessions), for reports."""
-        return (SlotView.of(slot, self.stores.ledgers) for slot in self._slots.values())
+        return (SlotView.of(slot, self._stores.ledgers) for slot in self._slots.values())
 
     def tokens(self, session_id: SessionId, start: int = 0, end: int | None = None) -> Tokens:
         """A copy of [start, end) of a session's tokens, a running turn's included."""
         return self._slot(session_id).tokens.copy(start, end)
 
-    def inspect_slots(self, session_id: SessionId | None = None) -> Iterator[SessionSlot]:
-        """The slots themselves (or the one named, if it is there), for `cache.checker` alone."""
-        if session_id is None:
-            yield from self._slots.values()
-        elif session_id in self._slots:
-            yield self._slots[session_id]
+    def inspect(self) -> CacheParts:
+        """Return the parts of this cache, for `cache.checker` and for tests; what serves asks the
+        verbs and views above."""
+        return CacheParts(self._stores, self._slots)
 
     def flush(self) -> None:
         """Cool every session and empty the tree.
@@ -482,7 +479,7 @@ class SessionAwareCache:
             raise SlotBusy(f"{len(self._turns)} turns are running")
         for slot in self._slots.values():
             self.cool(slot.session_id)
-        for pool, ledger in self.stores.ledgers.items():
+        for pool, ledger in self._stores.ledgers.items():
             self._evict(pool, ledger.num_evictable)
 
     # Private
@@ -502,7 +499,7 @@ class SessionAwareCache:
 
     def _changing_turn(self, turn_id: TurnId) -> _Turn:
         turn = self._turn(turn_id)
-        self.stores.changes.note_session(turn.slot.session_id)
+        self._stores.changes.note_session(turn.slot.session_id)
         return turn
 
     def _publish(self, slot: SessionSlot, lease: KVLease) -> list[TableWrite]:
@@ -524,7 +521,7 @@ class SessionAwareCache:
         self._count_pinned(slot)
 
     def _forget(self, slot: SessionSlot) -> None:
-        self.stores.changes.note_session(slot.session_id)
+        self._stores.changes.note_session(slot.session_id)
         if slot.lease is not None:
             self.idle.leave(slot)
             slot.lease.release()
@@ -535,12 +532,12 @@ class SessionAwareCache:
     def _evict(self, pool: PoolName, num_pages: int) -> None:
         if num_pages <= 0:
             return
-        for name, pages in self.stores.tree.evict(pool, num_pages).items():
-            self.stores.allocators[name].release(pages, Holder.TREE)
+        for name, pages in self._stores.tree.evict(pool, num_pages).items():
+            self._stores.allocators[name].release(pages, Holder.TREE)
 
     def _refuse_over_quota(self, slot: SessionSlot, num_tokens: int) -> None:
         if slot.retention is Retention.PINNED:
-            num_pages = pages_for(num_tokens, self.stores.page_size)
+            num_pages = pages_for(num_tokens, self._stores.page_size)
             self._pinned.refuse_beyond(slot.session_id, num_pages)
 
     def _count_pinned(self, slot: SessionSlot) -> None:

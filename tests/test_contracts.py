@@ -167,3 +167,18 @@ def test_every_error_has_one_wire_form_and_every_code_one_error() -> None:
     assert declared - {SessionServerError} == set(WIRE_ERRORS)
     codes = [form.code for form in WIRE_ERRORS.values()]
     assert len(codes) == len(set(codes))
+
+
+def test_nobody_outside_the_cache_reaches_through_its_facade() -> None:
+    """The server uses verbs and views; the simulator, tests and the checker look inside through
+    `SessionAwareCache.inspect`, of which nothing that serves is told."""
+    found = []
+    for root in ("session_server", "tests", "examples"):
+        for path in (ROOT / root).rglob("*.py"):
+            if path.relative_to(ROOT).parts[:2] == ("tests", "mutants"):
+                continue  # they are pieces of the cache's own text
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            named = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+            banned = {"_stores", "stores"} if root == "session_server" else {"_stores"}
+            found += [f"{path}:{node.lineno} {node.attr}" for node in named if node.attr in banned]
+    assert not found

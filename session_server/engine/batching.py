@@ -27,7 +27,7 @@ def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: 
     row = BatchRow(
         turn_id=turn.turn_id,
         incarnation=admission.incarnation,
-        row=admission.row,
+        row=admission.loan.row,
         start=start,
         num_tokens=num_tokens + num_drafts,
         tokens=None if is_unseen else cache.tokens(session_id, start, end),
@@ -36,7 +36,7 @@ def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: 
         score=_score_range(cache, turn, start, end),
         num_drafts=num_drafts,
         drafts=drafts if num_drafts else None,
-        states=cache.state_moves(turn.turn_id, start, end + num_drafts, num_drafts),
+        states=admission.loan.state_moves(start, end + num_drafts, num_drafts),
     )
     admission.is_sampler_started = True
     admission.launched_len = end + num_drafts

@@ -81,7 +81,7 @@ class Engine:
         self._limits = Limits(
             num_tokens=settings.chunk_tokens,
             num_turns=settings.max_running,
-            page_size=cache.stores.page_size,
+            page_size=cache.spec.page_size,
         )
         self._outbox = Outbox()
         self.counters = Counters()

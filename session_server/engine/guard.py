@@ -135,15 +135,14 @@ class MemoryGuard:
 
     def report(self, request_id: int, now_s: float, *, with_trace: bool) -> MemoryReported:
         """The books as they are, and what the checker has done. O(sessions)."""
-        rows = self._cache.stores.rows
         return MemoryReported(
             request_id=request_id,
             pools={
                 str(pool): pool_report(accounts, self._cache.spec)
                 for pool, accounts in self._cache.accounts().items()
             },
-            rows=rows.num_rows,
-            rows_free=rows.num_free,
+            rows=self._cache.num_rows,
+            rows_free=self._cache.headroom().num_rows,
             sessions=tuple(session_pages(slot) for slot in self._cache.slots()),
             checks=self._checks(now_s),
             trace=self.watch.trace.frozen() if with_trace else (),

@@ -159,7 +159,7 @@ class Scheduler:
             return False
         self._outbox.write(loan.table_writes)
         self.waiting.remove(turn)
-        turn.admit(loan.row, loan.cached_len)
+        turn.admit(loan)
         self.running.insert(turn)
         if turn.clock.admitted_s is None:
             turn.clock.admitted_s = now_s

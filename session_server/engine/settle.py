@@ -167,13 +167,13 @@ class Settler:
         num_certain = row.num_tokens - row.num_drafts
         # Each accepted draft has computed its own position. The last token of `token_ids` was only
         # sampled: the next forward computes its position.
-        admission.computed_len = row.start + num_certain + max(0, len(token_ids) - 1)
+        computed_len = row.start + num_certain + max(0, len(token_ids) - 1)
         admission.num_sampling -= row.sample
         turn.outputs.extend(token_ids)
         self._counters.generated_tokens += len(token_ids)
         if turn in self.suspects:
             self.suspects.remove(turn)  # its forward succeeded, so it joins the others again
-        self._outbox.write(self._cache.record(turn.turn_id, admission.computed_len, token_ids))
+        self._outbox.write(self._cache.record(turn.turn_id, computed_len, token_ids))
         turn.scores.extend(outcome.scores)
         self._report_prompt(turn, now_s)
         if token_ids:

@@ -16,7 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from cache.types import RowId, Tokens, TurnId
+from cache.types import Tokens, TurnId
+from cache.views import TurnLoan
 from session_server.core.commands import SubmitTurn
 from session_server.core.events import TurnTimings
 from session_server.core.sampling import TokenLogprob
@@ -52,18 +53,28 @@ class Guess:
 class Admission:
     """One stay among the running turns, from admission to end or retraction.
 
-    `incarnation` distinguishes it from earlier stays, whose late results are dropped.
+    `loan`: the lease of the session, which has the row and the settled lengths. `launched_len`:
+    see above. `incarnation` distinguishes it from earlier stays, whose late results are dropped.
     `num_sampling`: launched rows whose token the host has not seen. `is_sampler_started`: the
     runner was sent what its sampler must remember. `guess`: what the next forward may verify.
     """
 
-    row: RowId
+    loan: TurnLoan
     incarnation: int
-    computed_len: int
     launched_len: int
     num_sampling: int = 0
     is_sampler_started: bool = False
     guess: Guess | None = None
+
+    @property
+    def computed_len(self) -> int:
+        """Positions whose KV is settled."""
+        return self.loan.computed_len
+
+    @property
+    def num_spare(self) -> int:
+        """Positions that pages already held can still take."""
+        return self.loan.capacity_len - self.launched_len
 
 
 @dataclass(slots=True)
@@ -208,14 +219,13 @@ class Turn:
             return None
         return max(0, wanted_from + len(self.scores) - 1)
 
-    def admit(self, row: RowId, cached_len: int) -> Admission:
-        """Start to run; `cached_len` positions need no computing."""
+    def admit(self, loan: TurnLoan) -> None:
+        """Start to run on a lease that was just lent."""
         self._move(TurnState.RUNNING)
         self.num_admissions += 1
-        self.admission = Admission(row, self.num_admissions, cached_len, cached_len)
+        self.admission = Admission(loan, self.num_admissions, loan.cached_len)
         if self.num_admissions == 1:
-            self.cached_len = min(cached_len, self.prompt_len)
-        return self.admission
+            self.cached_len = min(loan.cached_len, self.prompt_len)
 
     def learn(self, num_drafts: int, num_right: int) -> None:
         """Guess further after guessing right, and as far as it went after guessing wrong."""

@@ -105,14 +105,14 @@ class Quotes:
         return _Known(cache.match_version, None, self._quote(turn, kept_len, None))
 
     def _quote(self, turn: Turn, reuse_len: int, match: MatchResult | None) -> AdmissionQuote:
-        cache, page_size = self._cache, self._cache.stores.page_size
+        cache, page_size = self._cache, self._cache.spec.page_size
         # One page beyond the context, so that it is not retracted over its first tokens.
         soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.last_len))
         num_pages = pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)
         pages = tuple([min(num_pages, most) for most in self._most_pages])
         if match is not None:
             # Pages that its match locks cannot be evicted for anybody any more.
-            pages = total(pages, [tuple([match.evictable_pages[p] for p in cache.stores.paged])])
+            pages = total(pages, [tuple([match.evictable_pages[p] for p in cache.paged_pools])])
         own = cache.idle.reclaimable(turn.request.session_id)
         return AdmissionQuote(
             num_uncomputed=turn.known_len - reuse_len,

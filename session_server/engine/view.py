@@ -8,6 +8,7 @@ import msgspec
 
 from cache.session_cache import SessionAwareCache
 from cache.types import SessionId, TurnId, pages_for
+from cache.views import TurnLoan
 from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
 from session_server.engine.shortage import IdleTotal, PoolPages, total
 from session_server.engine.turn import Turn
@@ -29,10 +30,10 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
         return [
             LiveRunning(
                 turn_id=turn.request.turn_id,
-                session_id=turn.request.session_id,
                 num_uncomputed=turn.num_uncomputed,
                 num_drafts=turn.num_drafts,
-                num_spare=self.cache.capacity_len(turn.turn_id) - turn.borrowed.launched_len,
+                num_spare=turn.borrowed.num_spare,
+                loan=turn.borrowed.loan,
                 view=self,
             )
             for turn in self.running_turns
@@ -72,13 +73,12 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def headroom_pages(self) -> PoolPages:
         """See `SchedulerView`."""
-        ledgers = self.cache.stores.paged.values()
-        return tuple([ledger.num_free + ledger.num_evictable for ledger in ledgers])
+        return self.cache.headroom().pages
 
     @property
     def num_free_rows(self) -> int:
         """See `SchedulerView`."""
-        return self.cache.stores.rows.num_free
+        return self.cache.headroom().num_rows
 
 
 class LiveIdle(msgspec.Struct, gc=False):
@@ -92,24 +92,23 @@ class LiveRunning(msgspec.Struct, gc=False):
     """A `RunningTurn`. Its numbers are taken once, since a plan asks for them several times."""
 
     turn_id: TurnId
-    session_id: SessionId
     num_uncomputed: int
     num_drafts: int
     num_spare: int
+    loan: TurnLoan
     view: LiveView
 
     @property
     def held_pages(self) -> PoolPages:
         """See `RunningTurn`."""
-        return tuple(self.view.cache.retractable_pages(self.turn_id).values())
+        return tuple(self.loan.retractable_pages().values())
 
     @property
     def promised_pages(self) -> PoolPages:
         """See `RunningTurn`."""
         cache, missing = self.view.cache, max(0, self.num_uncomputed - self.num_spare)
-        num_pages = pages_for(missing, cache.stores.page_size)
-        private = cache.slot(self.session_id).private_pages
-        held_of = [private[pool] for pool in cache.stores.paged]
+        num_pages = pages_for(missing, cache.spec.page_size)
+        held_of = [self.loan.num_private(pool) for pool in cache.paged_pools]
         room = zip(self.view.most_pages, held_of, strict=True)
         return tuple(min(num_pages, max(0, most - held)) for most, held in room)
 

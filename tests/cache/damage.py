@@ -14,13 +14,13 @@ PARKED, LENT = SessionId("parked"), SessionId("lent")
 
 
 def lease_of(cache: SessionAwareCache, session_id: SessionId) -> KVLease:
-    (slot,) = cache.inspect_slots(session_id)
+    slot = cache.inspect().slots[session_id]
     assert slot.lease is not None
     return slot.lease
 
 
 def node_of(cache: SessionAwareCache, session_id: SessionId) -> RadixNode:
-    return cache.stores.tree.path(lease_of(cache, session_id).receipt)[-1]
+    return cache.inspect().stores.tree.path(lease_of(cache, session_id).receipt)[-1]
 
 
 def lose_a_private_page(cache: SessionAwareCache) -> None:
@@ -32,11 +32,11 @@ def share_a_page(cache: SessionAwareCache) -> None:
 
 
 def free_a_held_page(cache: SessionAwareCache) -> None:
-    cache.stores.allocators[POOL]._free.give([lease_of(cache, LENT)._private[POOL][0]])
+    cache.inspect().stores.allocators[POOL]._free.give([lease_of(cache, LENT)._private[POOL][0]])
 
 
 def misbook_a_page(cache: SessionAwareCache) -> None:
-    cache.stores.ledgers[POOL].transfer(1, Holder.ACTIVE, Holder.SESSION_HELD)
+    cache.inspect().stores.ledgers[POOL].transfer(1, Holder.ACTIVE, Holder.SESSION_HELD)
 
 
 def lose_a_lock(cache: SessionAwareCache) -> None:
@@ -65,15 +65,15 @@ def publish_other_tokens(cache: SessionAwareCache) -> None:
 
 def point_a_row_elsewhere(cache: SessionAwareCache) -> None:
     lease = lease_of(cache, PARKED)
-    cache.stores.rows.repoint(POOL, lease.row, 0, [PageId(30)])
+    cache.inspect().stores.rows.repoint(POOL, lease.row, 0, [PageId(30)])
 
 
 def write_the_padding_row(cache: SessionAwareCache) -> None:
-    cache.stores.rows._tables[POOL][0, 0] = 9
+    cache.inspect().stores.rows._tables[POOL][0, 0] = 9
 
 
 def leak_a_row(cache: SessionAwareCache) -> None:
-    cache.stores.rows.alloc()
+    cache.inspect().stores.rows.alloc()
 
 
 def run_ahead_of_the_history(cache: SessionAwareCache) -> None:
@@ -85,25 +85,25 @@ def fall_behind_the_lock(cache: SessionAwareCache) -> None:
 
 
 def forget_the_borrower(cache: SessionAwareCache) -> None:
-    next(cache.inspect_slots(LENT)).borrower = None
+    cache.inspect().slots[LENT].borrower = None
 
 
 def lose_a_free_page(cache: SessionAwareCache) -> None:
-    cache.stores.ledgers[POOL]._accounts[Holder.FREE] -= 1
+    cache.inspect().stores.ledgers[POOL]._accounts[Holder.FREE] -= 1
 
 
 def invent_a_free_page(cache: SessionAwareCache) -> None:
-    cache.stores.ledgers[POOL]._accounts[Holder.FREE] += 1
+    cache.inspect().stores.ledgers[POOL]._accounts[Holder.FREE] += 1
 
 
 def forget_active_pages(cache: SessionAwareCache) -> None:
-    accounts = cache.stores.ledgers[POOL]._accounts
+    accounts = cache.inspect().stores.ledgers[POOL]._accounts
     accounts[Holder.FREE] += accounts[Holder.ACTIVE]
     accounts[Holder.ACTIVE] = 0
 
 
 def list_a_free_page_twice(cache: SessionAwareCache, index: int = -1) -> None:
-    allocator = cache.stores.allocators[POOL]
+    allocator = cache.inspect().stores.allocators[POOL]
     allocator._free.give([int(free_pages(allocator)[index])])
 
 

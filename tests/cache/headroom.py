@@ -27,5 +27,5 @@ def headroom(cache: SessionAwareCache) -> Headroom:
     return Headroom(
         free_pages={pool: held.free for pool, held in accounts.items()},
         evictable_pages={pool: held.tree_evictable for pool, held in accounts.items()},
-        free_rows=cache.stores.rows.num_free,
+        free_rows=cache.inspect().stores.rows.num_free,
     )

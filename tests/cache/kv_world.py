@@ -127,6 +127,7 @@ class LiveTurn:
     """A running turn as the model knows it."""
 
     turn_id: TurnId
+    loan: TurnLoan
     session_id: SessionId
     base_len: int
     tokens: list[int]
@@ -163,7 +164,7 @@ class World:
     num_turns: int = 0
 
     def __post_init__(self) -> None:
-        stores = self.cache.stores
+        stores = self.cache.inspect().stores
         shape = (stores.rows.num_rows + 1, stores.rows.row_pages)
         self.device = Device(
             tags={
@@ -178,7 +179,7 @@ class World:
     @property
     def pool(self) -> PoolName:
         """The first pool: what is counted where one count will do."""
-        return self.cache.stores.components[0].pool
+        return self.cache.inspect().stores.components[0].pool
 
     # Sessions
 
@@ -267,7 +268,7 @@ class World:
         assert loan.cached_len <= limit, "one token at least is computed"
         rest = replace(rest, reused_len=min(rest.committed_len, loan.cached_len))
         self.turns[session_id] = LiveTurn(
-            turn_id, session_id, base_len, tokens, loan.cached_len, rest
+            turn_id, loan, session_id, base_len, tokens, loan.cached_len, rest
         )
         return loan
 
@@ -293,12 +294,12 @@ class World:
         end = turn.computed_len + num_tokens
         if not self.make_room(session_id, end):
             return
-        moves = self.cache.state_moves(turn.turn_id, turn.computed_len, end)
+        moves = turn.loan.state_moves(turn.computed_len, end)
         for _, page in moves.targets if moves else ():
             self.device.tags[STATE_POOL][page] = -1
         for pool in self.device.tables:
             tags = self.device.tags[pool]
-            row = self.cache.stores.rows.entries(pool, self._row(session_id))
+            row = self.cache.inspect().stores.rows.entries(pool, self._row(session_id))
             for position in range(turn.computed_len, end):
                 tags[row[position // self.page_size], position % self.page_size] = -1
         self.marks["overshoot"] += 1
@@ -320,7 +321,7 @@ class World:
         kept_len = min(before.committed_len, keep_len)
         most_len = max(kept_len, turn.rest.committed_len if turn.rest.is_recomputed else 0)
         assert after.committed_len <= most_len
-        if keep_len >= before.protected_len and not self.cache.stores.forgetful:
+        if keep_len >= before.protected_len and not self.cache.inspect().stores.forgetful:
             assert after.committed_len >= kept_len
         elif keep_len >= before.committed_len:
             assert after.committed_len >= kept_len, "what was computed last is kept"
@@ -331,7 +332,7 @@ class World:
     def _check_rollback(self, turn: LiveTurn, before: SlotView, last_page: int) -> None:
         """A session is as its turn found it. `last_page`: where its row had the end of that."""
         rest, committed_len = turn.rest, self.cache.slot(turn.session_id).committed_len
-        forgets = bool(self.cache.stores.forgetful)
+        forgets = bool(self.cache.inspect().stores.forgetful)
         self._mark("rollback to a window", forgets and rest.committed_len > WINDOW)
         if rest.is_recomputed:
             assert committed_len >= rest.reused_len // self.page_size * self.page_size
@@ -402,7 +403,7 @@ class World:
             turn = self.turns.get(session_id)
             expected = turn.tokens if turn else history
             assert self.cache.tokens(session_id).tolist() == expected, "history differs"
-        for component in self.cache.stores.components:
+        for component in self.cache.inspect().stores.components:
             if component.pool == STATE_POOL:
                 self._check_states()
             else:
@@ -419,8 +420,8 @@ class World:
         audit(self.cache)
         for accounts in self.cache.accounts().values():
             assert accounts.free + accounts.quarantine == accounts.pages - 1
-        assert headroom(self.cache).free_rows == self.cache.stores.rows.num_rows
-        assert not list(self.cache.stores.tree.roots())
+        assert headroom(self.cache).free_rows == self.cache.inspect().stores.rows.num_rows
+        assert not list(self.cache.inspect().stores.tree.roots())
 
     def fingerprint(self) -> tuple[object, ...]:
         """Everything visible; equal before and after a call that raised."""
@@ -436,7 +437,7 @@ class World:
     def _forward(self, turn: LiveTurn, count: int) -> int:
         end = turn.computed_len + count
         tags = chain(self.namespaces[turn.session_id], turn.tokens[:end])
-        for component in self.cache.stores.components:
+        for component in self.cache.inspect().stores.components:
             if component.pool == STATE_POOL:
                 self._forward_state(turn, tags)
             else:
@@ -445,7 +446,7 @@ class World:
 
     def _forward_state(self, turn: LiveTurn, tags: list[int]) -> None:
         start, states = turn.computed_len, self.device.tags[STATE_POOL][:, 0]
-        moves = self.cache.state_moves(turn.turn_id, start, len(tags))
+        moves = turn.loan.state_moves(start, len(tags))
         assert moves is not None
         assert (moves.source == 0) == (start == 0), "the padding page stands for the beginning"
         assert not start or states[moves.source] == tags[start - 1], "a state is not of the history"
@@ -460,7 +461,7 @@ class World:
         row, pool = self._row(turn.session_id), component.pool
         first, num_pages = component.first_page(turn.computed_len), -(-len(tags) // self.page_size)
         entries, cells = self.device.tables[pool][row], self.device.tags[pool]
-        host = self.cache.stores.rows.entries(pool, row)
+        host = self.cache.inspect().stores.rows.entries(pool, row)
         assert entries[first:num_pages].tolist() == host[first:num_pages].tolist(), (
             "a delta is lost"
         )
@@ -473,9 +474,10 @@ class World:
                 cells[page, offset] = tags[position]
 
     def _check_slots(self, component: Component) -> None:
-        for slot in self.cache.inspect_slots():
+        stores, slots = self.cache.inspect()
+        for slot in slots.values():
             if slot.lease is not None:
-                row = self.cache.stores.rows.entries(component.pool, slot.lease.row).tolist()
+                row = stores.rows.entries(component.pool, slot.lease.row).tolist()
                 length = slot.kv_committed_len
                 first, end = component.first_page(length), -(-length // self.page_size)
                 assert all(row[first:end]), "a page that is read next was let go"
@@ -493,7 +495,7 @@ class World:
     def _check_states(self) -> None:
         """What slots keep, and the books' own word for what they may keep."""
         states = self.device.tags[STATE_POOL][:, 0]
-        for slot in self.cache.inspect_slots():
+        for slot in self.cache.inspect().slots.values():
             lease = slot.lease
             if lease is None:
                 continue
@@ -507,7 +509,7 @@ class World:
                 assert states[page] == tags[length - 1], "the state to go on from is lost"
 
     def _check_tree(self, pool: PoolName) -> None:
-        for namespace, root in self.cache.stores.tree.roots():
+        for namespace, root in self.cache.inspect().stores.tree.roots():
             pending: list[tuple[RadixNode, list[int], list[int]]] = [(root, [], [])]
             while pending:
                 node, tokens, pages = pending.pop()
@@ -541,9 +543,11 @@ class World:
 
     def _has_tombstone(self, pool: PoolName) -> bool:
         """Whether an edge has lost a page of a pool and nothing else."""
-        if pool not in self.cache.stores.ledgers:
+        if pool not in self.cache.inspect().stores.ledgers:
             return False
-        nodes = (node for _, root in self.cache.stores.tree.roots() for node in root.below())
+        nodes = (
+            node for _, root in self.cache.inspect().stores.tree.roots() for node in root.below()
+        )
         return any(not node.pages[pool].view().all() for node in nodes)
 
     def _num_snapshots(self) -> int:
@@ -552,7 +556,7 @@ class World:
 
     def _published_len(self, session_id: SessionId, tokens: Sequence[int]) -> int:
         """How many of a turn's tokens the tree knows, whole pages, one token left to compute."""
-        roots = dict(self.cache.stores.tree.roots())
+        roots = dict(self.cache.inspect().stores.tree.roots())
         node, length = roots.get(self.namespaces[session_id]), 0
         known = np.array(tokens, np.int32)
         while node is not None and length < len(tokens) - 1:
@@ -608,11 +612,11 @@ class World:
         return replace(rest, last_page=self._page_at(rest, session_id)) if is_private else rest
 
     def _page_at(self, rest: Rest, session_id: SessionId) -> int:
-        entries = self.cache.stores.rows.entries(self.pool, self._row(session_id))
+        entries = self.cache.inspect().stores.rows.entries(self.pool, self._row(session_id))
         return int(entries[rest.committed_len // self.page_size])
 
     def _row(self, session_id: SessionId) -> RowId:
-        (slot,) = self.cache.inspect_slots(session_id)
+        slot = self.cache.inspect().slots[session_id]
         assert slot.lease is not None
         return slot.lease.row
 
@@ -621,7 +625,7 @@ class World:
         return accounts.tree_evictable + accounts.tree_protected
 
     def _num_nodes(self) -> int:
-        pending = [root for _, root in self.cache.stores.tree.roots()]
+        pending = [root for _, root in self.cache.inspect().stores.tree.roots()]
         count = 0
         while pending:
             children = list(pending.pop().children.values())

@@ -203,7 +203,7 @@ class Player:
     def whole_turn(self, random: Random) -> None:
         """From input to answer with nothing in between but pressure."""
         session_id = random.choice(self.idle)
-        if len(self.world.turns) == self.world.cache.stores.rows.num_rows:
+        if len(self.world.turns) == self.world.cache.inspect().stores.rows.num_rows:
             return
         while headroom(self.world.cache).free_rows == 0:
             idle = next(iter(self.world.cache.idle), None)

@@ -109,12 +109,12 @@ def test_level_1_looks_at_the_one_slot_it_is_asked_for(world: World) -> None:
 def test_level_0_sees_the_sums_alone(world: World) -> None:
     point_a_row_elsewhere(world.cache)
     assert find_violations(world.cache, 0) == []
-    world.cache.stores.ledgers[POOL]._accounts[Holder.FREE] += 1
+    world.cache.inspect().stores.ledgers[POOL]._accounts[Holder.FREE] += 1
     assert find_violations(world.cache, 0)
 
 
 def test_the_recount_does_not_ask_the_ledger(world: World) -> None:
-    ledger = world.cache.stores.ledgers[POOL]
+    ledger = world.cache.inspect().stores.ledgers[POOL]
     ledger._accounts[Holder.FREE] -= 1
     ledger._accounts[Holder.ACTIVE] += 1
     assert ledger.is_balanced()
@@ -127,5 +127,5 @@ def test_audit_is_the_same_for_idle_and_busy(world: World) -> None:
     audit(world.cache)
     world.close_everything()
     assert np.array_equal(
-        free_pages(world.cache.stores.allocators[POOL]), np.arange(1, 33, dtype=np.int32)
+        free_pages(world.cache.inspect().stores.allocators[POOL]), np.arange(1, 33, dtype=np.int32)
     )

@@ -24,12 +24,10 @@ def make_parked() -> World:
 
 def pages_of(world: World, session_id: SessionId) -> list[int]:
     view = world.cache.slot(session_id)
-    (slot,) = world.cache.inspect_slots(session_id)
+    slot = world.cache.inspect().slots[session_id]
     assert slot.lease is not None
-    return [
-        int(page)
-        for page in world.cache.stores.rows.entries(POOL, slot.lease.row)[: view.allocated_len // 4]
-    ]
+    entries = world.cache.inspect().stores.rows.entries(POOL, slot.lease.row)
+    return [int(page) for page in entries[: view.allocated_len // 4]]
 
 
 def look(rotation: Rotation, world: World) -> PageContent:
@@ -106,9 +104,9 @@ def test_where_a_window_let_go_only_what_can_be_computed_again_is_looked_at(
         run_turn(world, session_id, [1] * length)
     for _ in range(99):
         content = look(rotation, world)
-        (slot,) = cache.inspect_slots(content.session_id)
+        slot = cache.inspect().slots[content.session_id]
         assert slot.lease is not None
-        entries = cache.stores.rows.entries(WINDOW_POOL, slot.lease.row)
+        entries = cache.inspect().stores.rows.entries(WINDOW_POOL, slot.lease.row)
         first_read = max(0, content.start - WINDOW + 1) // page_size
         assert all(entries[first_read : content.start // page_size + 1])
         assert content.pages[WINDOW_POOL] == entries[content.start // page_size]

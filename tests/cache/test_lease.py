@@ -19,24 +19,24 @@ def cache() -> SessionAwareCache:
 
 
 def test_a_new_lease_holds_a_row_and_nothing_else(cache: SessionAwareCache) -> None:
-    lease = KVLease(cache.stores, NAMESPACES[0])
+    lease = KVLease(cache.inspect().stores, NAMESPACES[0])
     assert (lease.protected_len, lease.computed_len, lease.capacity_len) == (0, 0, 0)
     assert headroom(cache).free_rows == 3
 
 
 def test_no_row_means_no_lock_either(cache: SessionAwareCache) -> None:
-    leases = [KVLease(cache.stores, NAMESPACES[0]) for _ in range(4)]
+    leases = [KVLease(cache.inspect().stores, NAMESPACES[0]) for _ in range(4)]
     with pytest.raises(OutOfRows):
-        KVLease(cache.stores, NAMESPACES[1])
-    assert [namespace for namespace, _ in cache.stores.tree.roots()] == [NAMESPACES[0]]
+        KVLease(cache.inspect().stores, NAMESPACES[1])
+    assert [namespace for namespace, _ in cache.inspect().stores.tree.roots()] == [NAMESPACES[0]]
     for lease in leases:
         lease.release()
-    assert not list(cache.stores.tree.roots())
+    assert not list(cache.inspect().stores.tree.roots())
 
 
 @pytest.mark.parametrize(("to_len", "missing"), [(0, 0), (1, 1), (4, 1), (5, 2), (9, 3)])
 def test_capacity_is_bought_in_pages(cache: SessionAwareCache, to_len: int, missing: int) -> None:
-    lease = KVLease(cache.stores, NAMESPACES[0])
+    lease = KVLease(cache.inspect().stores, NAMESPACES[0])
     assert lease.missing_pages(to_len).get(POOL, 0) == missing
     lease.grow(to_len)
     assert lease.capacity_len == 4 * missing
@@ -44,7 +44,7 @@ def test_capacity_is_bought_in_pages(cache: SessionAwareCache, to_len: int, miss
 
 
 def test_a_parked_lease_does_not_publish(cache: SessionAwareCache) -> None:
-    lease = KVLease(cache.stores, NAMESPACES[0])
+    lease = KVLease(cache.inspect().stores, NAMESPACES[0])
     lease.grow(4)
     lease.computed_len = 4
     lease.park()
@@ -53,7 +53,7 @@ def test_a_parked_lease_does_not_publish(cache: SessionAwareCache) -> None:
 
 
 def test_a_lease_changes_hands_once(cache: SessionAwareCache) -> None:
-    lease = KVLease(cache.stores, NAMESPACES[0])
+    lease = KVLease(cache.inspect().stores, NAMESPACES[0])
     with pytest.raises(AuditFailed):
         lease.lend()
     lease.park()
@@ -63,7 +63,7 @@ def test_a_lease_changes_hands_once(cache: SessionAwareCache) -> None:
 
 def test_sessions_that_take_turns_keep_one_extent_each() -> None:
     cache = make_cache(4, num_pages=1025, num_rows=8, allocation="extent")
-    leases = [KVLease(cache.stores, NAMESPACES[0]) for _ in range(8)]
+    leases = [KVLease(cache.inspect().stores, NAMESPACES[0]) for _ in range(8)]
     for to_len in range(10, 200, 10):
         for lease in leases:
             lease.grow(to_len)
@@ -83,9 +83,11 @@ def test_E5_a_turn_names_only_its_new_pages_however_long_the_history() -> None:
         assert sum(len(write.pages) for write in writes) <= len(PROMPT) // 4 + 1
         world.step(A, 64)
         world.end(A, len(world.turns[A].tokens))
-    (slot,) = world.cache.inspect_slots(A)
+    slot = world.cache.inspect().slots[A]
     assert slot.lease is not None
-    assert len(world.cache.stores.tree.path(slot.lease.receipt)) == 1, "one edge, not one per turn"
+    assert len(world.cache.inspect().stores.tree.path(slot.lease.receipt)) == 1, (
+        "one edge, not one per turn"
+    )
 
 
 def test_retracting_gives_back_what_was_said() -> None:
@@ -94,9 +96,9 @@ def test_retracting_gives_back_what_was_said() -> None:
         world.begin(session_id, PROMPT)
         world.step(session_id, 64)
         world.step(session_id, 1)
-    turn_id = world.turns[A].turn_id
-    assert world.cache.capacity_len(turn_id) == 12
-    promised = dict(world.cache.retractable_pages(turn_id))[POOL]
+    loan = world.turns[A].loan
+    assert (loan.computed_len, loan.capacity_len) == (11, 12)
+    promised = loan.retractable_pages()[POOL]
     before = headroom(world.cache).pages(POOL)
     world.retract(A)
     assert headroom(world.cache).pages(POOL) == before + promised == before + 1

@@ -54,8 +54,8 @@ def test_what_a_turn_costs_does_not_grow_with_the_history(mixture: Mixture, page
 @pytest.mark.parametrize("mixture", ["full", "latent", "full + window"])
 def test_level_1_reads_the_row_from_what_the_turn_touched_on(mixture: Mixture) -> None:
     cache = make_parked(mixture, 4, 400)
-    pool, lease = cache.stores.components[0].pool, lease_of(cache, SESSION)
-    table = cache.stores.rows._tables[pool]
+    pool, lease = cache.inspect().stores.components[0].pool, lease_of(cache, SESSION)
+    table = cache.inspect().stores.rows._tables[pool]
     for entry, is_seen in ((3, False), (90, False), (100, True), (101, True)):
         page, table[lease.row, entry] = table[lease.row, entry], PageId(1)
         assert bool(find_violations(cache, 1, SESSION)) == is_seen, entry

@@ -35,7 +35,7 @@ def test_histories_stay_and_nothing_else(world: World) -> None:
     assert {view.state for view in world.cache.slots()} == {SlotState.COLD}
     accounts = world.cache.accounts()[POOL]
     assert accounts.free == accounts.pages - 1
-    assert headroom(world.cache).free_rows == world.cache.stores.rows.num_rows
+    assert headroom(world.cache).free_rows == world.cache.inspect().stores.rows.num_rows
 
 
 def test_a_loan_is_over_and_its_turn_can_borrow_again(world: World) -> None:
@@ -68,13 +68,13 @@ def test_a_slot_whose_loan_is_nowhere_written_is_cold_too(world: World) -> None:
 
 def test_quarantined_pages_stay_out_however_the_list_was_broken(world: World) -> None:
     world.cache.quarantine(A)
-    condemned = set(world.cache.stores.quarantined[POOL])
-    world.cache.stores.quarantined[POOL].extend([0, -3, 10_000, *condemned])
+    condemned = set(world.cache.inspect().stores.quarantined[POOL])
+    world.cache.inspect().stores.quarantined[POOL].extend([0, -3, 10_000, *condemned])
     world.cache.rebuild()
     audit(world.cache)
-    ledger = world.cache.stores.ledgers[POOL]
-    assert set(world.cache.stores.quarantined[POOL]) == condemned
-    allocator = world.cache.stores.allocators[POOL]
+    ledger = world.cache.inspect().stores.ledgers[POOL]
+    assert set(world.cache.inspect().stores.quarantined[POOL]) == condemned
+    allocator = world.cache.inspect().stores.allocators[POOL]
     assert ledger.num_free == ledger.num_pages - 1 - len(condemned)
     assert condemned.isdisjoint(allocator.acquire(ledger.num_free, Holder.ACTIVE))
 

@@ -130,7 +130,7 @@ def test_what_a_slice_costs_does_not_grow_with_the_number_of_sessions(mixture: M
 def test_books_that_are_begun_anew_end_a_recount(world: World) -> None:
     recount = Recount(world.cache)
     assert not recount.advance(1)
-    world.cache.stores.ledgers[POOL].num_pages += 1
+    world.cache.inspect().stores.ledgers[POOL].num_pages += 1
     world.cache.rebuild()
     assert recount.advance(1)
     assert recount.violations == []

@@ -138,9 +138,9 @@ def test_flushing_is_refused_while_a_turn_runs(world: World) -> None:
 def test_quarantined_pages_are_never_used_again_and_the_tokens_stay(is_running: bool) -> None:
     world = make_world()
     run_turn(world, A, PROMPT)
-    lease = next(world.cache.inspect_slots(A)).lease
+    lease = world.cache.inspect().slots[A].lease
     assert lease is not None
-    held = set(world.cache.stores.rows.entries(POOL, lease.row).tolist())
+    held = set(world.cache.inspect().stores.rows.entries(POOL, lease.row).tolist())
     if is_running:
         world.begin(A, PROMPT)
         world.step(A, 64)
@@ -148,7 +148,7 @@ def test_quarantined_pages_are_never_used_again_and_the_tokens_stay(is_running: 
     world.check()
     assert world.cache.slot(A).state is SlotState.COLD
     assert len(world.cache.tokens(A)) == 13
-    assert held - {0} <= set(world.cache.stores.quarantined[POOL])
+    assert held - {0} <= set(world.cache.inspect().stores.quarantined[POOL])
     assert run_turn(world, A, PROMPT) == 0
 
 

@@ -7,6 +7,7 @@ import pytest
 from cache.errors import SlotBusy
 from cache.lease import KVLease
 from cache.session_slot import TRANSITIONS, SessionSlot, TokenLog
+from cache.stores import KVStores
 from cache.types import Retention, SessionId, SlotState, TurnId
 from tests.cache.kv_world import NAMESPACES, POOL, make_cache
 
@@ -14,11 +15,16 @@ TURN, OTHER = TurnId("turn"), TurnId("other")
 
 
 @pytest.fixture
-def slot() -> SessionSlot:
+def stores() -> KVStores:
+    return make_cache(4).inspect().stores
+
+
+@pytest.fixture
+def slot(stores: KVStores) -> SessionSlot:
     """A cold slot that was just given a lease with two private pages of four tokens."""
     slot = SessionSlot(SessionId("s"), NAMESPACES[0], Retention.RECLAIMABLE)
     slot.tokens.append([1, 2, 3, 4, 5, 6])
-    slot.lease = KVLease(make_cache(4).stores, NAMESPACES[0])
+    slot.lease = KVLease(stores, NAMESPACES[0])
     slot.lease.grow(6)
     slot.lease.computed_len = 5
     return slot
@@ -62,9 +68,10 @@ def test_G1_only_whole_pages_are_protected(slot: SessionSlot) -> None:
     assert (slot.cache_protected_len, slot.kv_committed_len) == (4, 5)
 
 
-def test_private_pages_change_accounts_when_the_lease_changes_hands(slot: SessionSlot) -> None:
-    assert slot.lease is not None
-    ledger = slot.lease._stores.ledgers[POOL]
+def test_private_pages_change_accounts_when_the_lease_changes_hands(
+    slot: SessionSlot, stores: KVStores
+) -> None:
+    ledger = stores.ledgers[POOL]
     slot.restore_to_req(TURN)
     assert (ledger.snapshot().active, ledger.snapshot().session_held) == (2, 0)
     slot.take_back()

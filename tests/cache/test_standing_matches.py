@@ -79,7 +79,7 @@ def test_who_builds_on_the_same_history_brings_a_match_down() -> None:
 
 def test_eviction_of_its_end_brings_a_match_down() -> None:
     cache, match = make_cold()
-    for pool, pages in cache.stores.tree.evict(POOL, 1).items():
-        cache.stores.allocators[pool].release(pages, Holder.TREE)
+    for pool, pages in cache.inspect().stores.tree.evict(POOL, 1).items():
+        cache.inspect().stores.allocators[pool].release(pages, Holder.TREE)
     assert not cache.is_current(match)
     assert cache.peek(np.array([1, 2] * 50 + [0], np.int32), NAMESPACES[0]).matched_len == 96

@@ -19,7 +19,7 @@ from cache import (
 )
 from cache.capacity import ForgetfulRoom
 from cache.spec import STATES_PER_ROW
-from cache.types import Holder, StateMoves, TurnId
+from cache.types import Holder, StateMoves
 from tests.cache.kv_world import (
     FULL_GROUP,
     NAMESPACES,
@@ -69,10 +69,10 @@ def num_held(world: World, session_id: SessionId = SESSION) -> int:
 
 def evict(world: World) -> None:
     """Take all snapshots that may go."""
-    ledger = world.cache.stores.ledgers[STATE_POOL]
-    evicted = world.cache.stores.tree.evict(STATE_POOL, ledger.num_evictable)
+    ledger = world.cache.inspect().stores.ledgers[STATE_POOL]
+    evicted = world.cache.inspect().stores.tree.evict(STATE_POOL, ledger.num_evictable)
     for pool, pages in evicted.items():
-        world.cache.stores.allocators[pool].release(pages, Holder.TREE)
+        world.cache.inspect().stores.allocators[pool].release(pages, Holder.TREE)
     world.check()
 
 
@@ -108,14 +108,14 @@ def test_a_turn_rolled_back_leaves_the_state_it_began_with(page_size: int, lengt
     """At every residue of the page size; the turn has published its prompt."""
     world = make_world(page_size)
     say(world, [1] * length)
-    (before,) = world.cache.inspect_slots(SESSION)
+    before = world.cache.inspect().slots[SESSION]
     assert before.lease is not None
     state = before.lease.state_at(length)
     world.begin(SESSION, [2] * 40)
     run(world, 45, chunk=9)
     world.end(SESSION, length)
     world.check()
-    (after,) = world.cache.inspect_slots(SESSION)
+    after = world.cache.inspect().slots[SESSION]
     assert after.lease is not None
     assert (after.kv_committed_len, after.lease.state_at(length)) == (length, state)
     assert num_held(world) <= 2
@@ -189,12 +189,12 @@ def test_a_fork_shares_the_snapshot_and_leaves_it_as_it_is() -> None:
 
 def test_a_launch_reads_one_state_and_writes_others() -> None:
     world = make_world(16)
-    world.begin(SESSION, [1] * 60)
+    loan = world.begin(SESSION, [1] * 60)
     cache, turn_id = world.cache, world.turns[SESSION].turn_id
     cache.grow(turn_id, 20)
-    first = cache.state_moves(turn_id, 0, 20)
+    first = loan.state_moves(0, 20)
     cache.grow(turn_id, 32)
-    second = cache.state_moves(turn_id, 20, 32)
+    second = loan.state_moves(20, 32)
     assert isinstance(first, StateMoves)
     assert isinstance(second, StateMoves)
     assert first.source == 0, "a session begins at zero"
@@ -204,24 +204,24 @@ def test_a_launch_reads_one_state_and_writes_others() -> None:
     pages = [page for moves in (first, second) for _, page in moves.targets]
     assert len(set(pages)) == 3
     with pytest.raises(AuditFailed):
-        cache.state_moves(turn_id, 7, 20)
+        loan.state_moves(7, 20)
 
 
 def test_a_launch_that_failed_is_launched_again_from_the_same_state() -> None:
     world = make_world(16)
     say(world, [1] * 5)
-    world.begin(SESSION, [2] * 50)
+    loan = world.begin(SESSION, [2] * 50)
     cache, turn_id = world.cache, world.turns[SESSION].turn_id
     for end in (25, 45):
         cache.grow(turn_id, end)
-    before = cache.state_moves(turn_id, 5, 25)
+    before = loan.state_moves(5, 25)
     cache.grow(turn_id, 12)
-    again = cache.state_moves(turn_id, 5, 12)
+    again = loan.state_moves(5, 12)
     assert before is not None
     assert again is not None
     assert before.source == again.source
     cache.record(turn_id, 12)
-    (slot,) = cache.inspect_slots(SESSION)
+    slot = cache.inspect().slots[SESSION]
     assert slot.lease is not None
     assert slot.lease.states.lengths == [5, 12], "what the failed launches left is void"
     audit(cache)
@@ -251,7 +251,7 @@ def test_states_in_quarantine_are_counted_and_never_used_again() -> None:
 def test_the_checker_misses_no_state() -> None:
     world = make_world(16)
     say(world, [1] * 39)
-    (slot,) = world.cache.inspect_slots(SESSION)
+    slot = world.cache.inspect().slots[SESSION]
     assert slot.lease is not None
     slot.lease.states.keep_only(0, Holder.SESSION_HELD)
     with pytest.raises(AuditFailed, match="states after"):
@@ -263,12 +263,12 @@ def test_a_launch_with_guesses_leaves_a_state_after_each_of_them(num_right: int)
     """Over the end of a page, as it happens: what wrong ones left is overwritten, or goes."""
     world = make_world(4)
     say(world, [1] * 6)
-    world.begin(SESSION, [2] * 8)
+    loan = world.begin(SESSION, [2] * 8)
     cache, turn_id = world.cache, world.turns[SESSION].turn_id
-    (slot,) = cache.inspect_slots(SESSION)
+    slot = cache.inspect().slots[SESSION]
     assert slot.lease is not None
     cache.grow(turn_id, 10, 3)
-    moves = cache.state_moves(turn_id, 6, 10, 3)
+    moves = loan.state_moves(6, 10, 3)
     assert moves is not None
     assert [length for length, _ in moves.targets] == [7, 8, 9, 10]
     assert len({moves.source, *(page for _, page in moves.targets)}) == 5
@@ -277,7 +277,7 @@ def test_a_launch_with_guesses_leaves_a_state_after_each_of_them(num_right: int)
     assert slot.lease.state_at(computed_len) == moves.targets[num_right][1]
     audit(cache)
     cache.grow(turn_id, computed_len + 1)
-    going_on = cache.state_moves(turn_id, computed_len, computed_len + 1)
+    going_on = loan.state_moves(computed_len, computed_len + 1)
     assert going_on is not None
     assert going_on.source == moves.targets[num_right][1]
     cache.record(turn_id, computed_len + 1)
@@ -318,5 +318,5 @@ def test_every_row_comes_with_the_states_it_may_hold() -> None:
 def test_a_turn_without_recurrent_layers_moves_no_state() -> None:
     world = World(make_cache(), 4)
     world.open(SESSION, NAMESPACES[0])
-    world.begin(SESSION, [1, 2])
-    assert world.cache.state_moves(TurnId("turn-1"), 0, 2) is None
+    loan = world.begin(SESSION, [1, 2])
+    assert loan.state_moves(0, 2) is None

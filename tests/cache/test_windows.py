@@ -44,8 +44,8 @@ def say(
 
 def evict(world: World, num_pages: int) -> None:
     """Make room in the window's pool."""
-    for pool, pages in world.cache.stores.tree.evict(WINDOW_POOL, num_pages).items():
-        world.cache.stores.allocators[pool].release(pages, Holder.TREE)
+    for pool, pages in world.cache.inspect().stores.tree.evict(WINDOW_POOL, num_pages).items():
+        world.cache.inspect().stores.allocators[pool].release(pages, Holder.TREE)
     world.check()
 
 

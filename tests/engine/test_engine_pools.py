@@ -121,7 +121,7 @@ def test_a_turn_takes_no_more_of_a_window_pool_than_it_was_priced_at(
     bench.run(bench.submit_command(session_id, "first", prompt(1, 30)))
     slot = bench.cache.slot(session_id)
     before = slot.protected_pages[WINDOWED] + slot.private_pages[WINDOWED]
-    component = next(c for c in bench.cache.stores.components if c.pool == WINDOWED)
+    component = next(c for c in bench.cache.inspect().stores.components if c.pool == WINDOWED)
     assert before <= component.parked_pages(10_000)
     most = component.running_pages(10_000, num_in_flight * bench.sizes.chunk_tokens)
     seen = 0
@@ -179,4 +179,4 @@ def test_pinned_sessions_keep_their_part_of_every_pool() -> None:
     """A quota of half of the largest pool is half of each."""
     small = stage(Mixture.FULL_AND_WINDOW, num_pages=100, window_pages=40)
     bench = Bench(replace(small, pinned_quota_pages=50))
-    assert bench.cache.pinned_quota() == {FULL: 50, WINDOWED: 20}
+    assert bench.cache._pinned.quota_pages == {FULL: 50, WINDOWED: 20}

@@ -26,7 +26,7 @@ PROMPT = tuple(1 + i % 31 for i in range(20))
 
 def tamper(cache: SessionAwareCache, session_id: SessionId) -> None:
     """Make a session's lease claim content that it has no pages for."""
-    (slot,) = cache.inspect_slots(session_id)
+    slot = cache.inspect().slots[session_id]
     assert slot.lease is not None
     slot.lease.computed_len = slot.lease.capacity_len + 1
 

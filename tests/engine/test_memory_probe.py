@@ -60,16 +60,16 @@ def checks(bench: Bench) -> CheckerReport:
 
 
 def page_of(bench: Bench, session_id: SessionId, index: int) -> int:
-    (slot,) = bench.cache.inspect_slots(session_id)
+    slot = bench.cache.inspect().slots[session_id]
     assert slot.lease is not None
-    return int(bench.cache.stores.rows.entries(POOL, slot.lease.row)[index])
+    return int(bench.cache.inspect().stores.rows.entries(POOL, slot.lease.row)[index])
 
 
 def places(bench: Bench) -> set[tuple[int, int, int]]:
     """(row, start, length) of every page of every parked session."""
 
     def all_places() -> Iterator[tuple[int, int, int]]:
-        for slot in bench.cache.inspect_slots():
+        for slot in bench.cache.inspect().slots.values():
             if slot.state is SlotState.PARKED:
                 assert slot.lease is not None
                 for start in range(0, slot.kv_committed_len, PAGE_SIZE):
@@ -211,7 +211,7 @@ def test_a_damaged_state_is_found_and_only_its_session_pays(length: int) -> None
     )
     prompt = PROMPT[: length - 3]
     sick, well = park(bench, "sick", prompt), park(bench, "well", prompt)
-    (slot,) = bench.cache.inspect_slots(sick)
+    slot = bench.cache.inspect().slots[sick]
     assert slot.lease is not None
     assert slot.lease.states.lengths == ([] if length % PAGE_SIZE == 0 else [length])
     assert bench.runner.states is not None

@@ -152,7 +152,7 @@ def test_a_failed_assertion_ends_the_engine_as_ever() -> None:
 
 def test_a_page_that_is_listed_free_twice_goes_to_one_holder_or_to_nobody() -> None:
     outcomes: Counter[str] = Counter()
-    num_free = len(free_pages(Repair().bench.cache.stores.allocators[POOL]))
+    num_free = len(free_pages(Repair().bench.cache.inspect().stores.allocators[POOL]))
     for index in range(num_free):
         stage = Repair()
         bench = stage.bench
@@ -214,12 +214,12 @@ def test_pages_stay_in_quarantine_when_the_books_are_begun_again() -> None:
     bench = stage.bench
     damage.point_a_row_elsewhere(bench.cache)
     bench.step(ReportMemory(request_id=1, full=True))
-    condemned = set(bench.cache.stores.quarantined[POOL])
+    condemned = set(bench.cache.inspect().stores.quarantined[POOL])
     assert len(condemned) == 4
     damage.lose_a_free_page(bench.cache)
     stage.go_on()
     assert stage.report().checks.rebuilds == 1
-    assert set(bench.cache.stores.quarantined[POOL]) == condemned
+    assert set(bench.cache.inspect().stores.quarantined[POOL]) == condemned
     assert stage.report().checks.quarantined_sessions == (PARKED,)
     bench.close_all()
     assert bench.cache.accounts()[POOL].quarantine == len(condemned)

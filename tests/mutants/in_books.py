@@ -106,7 +106,7 @@ RECOUNT_MISSES_A_TURN = Mutant(
     "systematic",
     Edit(
         "cache.session_cache:SessionAwareCache._changing_turn",
-        "self.stores.changes.note_session(turn.slot.session_id)",
+        "self._stores.changes.note_session(turn.slot.session_id)",
         "pass",
     ),
 )

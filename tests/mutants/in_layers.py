@@ -220,7 +220,7 @@ ONE_POOL_IS_COUNTED = Mutant(
     "The plan takes what is free in the first pool for what is free in each.",
     "systematic",
     Edit(
-        "session_server.engine.view:LiveView.headroom_pages",
+        "cache.session_cache:SessionAwareCache.headroom",
         "for ledger in ledgers]",
         "for ledger in [next(iter(ledgers))] * len(ledgers)]",
     ),
@@ -230,7 +230,7 @@ WINDOW_POOLS_BOUND_NOTHING = Mutant(
     "A turn is taken in that a pool of windows is too small for.",
     "systematic",
     Edit(
-        "session_server.engine.room:TurnRoom.of",
+        "cache.views:TurnLimits.of",
         "if not component.forgets or component.parked_pages(row_pages) + most > usable:",
         "if not component.forgets:",
     ),

@@ -110,7 +110,7 @@ CLOSE_FORGETS_PAGES = Mutant(
     Edit(
         "cache.session_cache:SessionAwareCache._forget",
         "slot.lease.release()",
-        "self.stores.tree.unlock(slot.lease.receipt)",
+        "self._stores.tree.unlock(slot.lease.receipt)",
     ),
 )
 

@@ -58,9 +58,9 @@ PADDING_COUNTS_AS_ROOM = Mutant(
     "The padding page counts among those that a turn may fill.",
     "sglang#23635 (A4)",
     Edit(
-        "session_server.engine.room:TurnRoom.of",
-        "cache.stores.ledgers[component.pool].num_pages - 1",
-        "cache.stores.ledgers[component.pool].num_pages",
+        "cache.views:TurnLimits.of",
+        "stores.ledgers[component.pool].num_pages - 1",
+        "stores.ledgers[component.pool].num_pages",
     ),
 )
 
@@ -68,8 +68,8 @@ PINNED_COUNTS_AS_ROOM = Mutant(
     "What pinned sessions may keep counts among what a turn may fill.",
     "sglang#27024 (X2)",
     Edit(
-        "session_server.engine.room:TurnRoom.of",
-        "usable -= cache.pinned_quota()[component.pool]",
+        "cache.views:TurnLimits.of",
+        "usable -= pinned.quota_pages[component.pool]",
         "pass",
     ),
 )
@@ -263,7 +263,7 @@ QUOTE_TAKES_A_LOCK = Mutant(
     Edit(
         "session_server.engine.turn_line:Quotes._price",
         "match = cache.peek(",
-        "cache.stores.tree.lock_root(slot.namespace)\n            match = cache.peek(",
+        "cache.inspect().stores.tree.lock_root(slot.namespace)\n            match = cache.peek(",
     ),
 )
 

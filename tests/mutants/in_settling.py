@@ -9,8 +9,8 @@ SAMPLER_IS_NOT_STARTED = Mutant(
     "vllm-omni#5603 (R11)",
     Edit(
         "session_server.engine.turn:Turn.admit",
-        "Admission(row, self.num_admissions, cached_len, cached_len)",
-        "Admission(row, self.num_admissions, cached_len, cached_len, 0, self.num_admissions > 1)",
+        "Admission(loan, self.num_admissions, loan.cached_len)",
+        "Admission(loan, self.num_admissions, loan.cached_len, 0, self.num_admissions > 1)",
     ),
 )
 
@@ -146,8 +146,8 @@ REJECTED_GUESSES_COUNT = Mutant(
     "mlx-lm#1109 (A10)",
     Edit(
         "session_server.engine.settle:Settler._settle_row",
-        "admission.computed_len = row.start + num_certain + max(0, len(token_ids) - 1)",
-        "admission.computed_len = row.start + row.num_tokens",
+        "computed_len = row.start + num_certain + max(0, len(token_ids) - 1)",
+        "computed_len = row.start + row.num_tokens",
     ),
 )
 

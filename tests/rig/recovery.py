@@ -133,7 +133,7 @@ def all_is_back(manager: SessionManager, hand: HandEngine) -> None:
     assert hand.engine.inspect().watch.num_violations == 0, "the checker had to repair something"
     for accounts in hand.cache.accounts().values():
         assert accounts.free == accounts.pages - 1, accounts
-    assert headroom(hand.cache).free_rows == hand.cache.stores.rows.num_rows
+    assert headroom(hand.cache).free_rows == hand.cache.inspect().stores.rows.num_rows
     assert len(hand.cache) == 0, "the engine holds a session that the server forgot"
 
 

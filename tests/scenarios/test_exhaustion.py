@@ -165,7 +165,7 @@ def test_e8_books_that_disagree_cost_one_session_its_kv_and_nobody_else_anything
     sick, well = bench.open("sick"), bench.open("well")
     bench.step(bench.submit_command(sick, "a", PROMPT), bench.submit_command(well, "b", PROMPT[3:]))
     bench.settle()
-    (slot,) = bench.cache.inspect_slots(sick)
+    slot = bench.cache.inspect().slots[sick]
     assert slot.lease is not None
     slot.lease.computed_len = slot.lease.capacity_len + 1
     bench.step(ReportMemory(request_id=1, full=True))

@@ -52,7 +52,7 @@ def test_s2_a_conversation_cooled_again_and_again_gives_back_exactly_its_locks()
 @scenario("S2", SECOND_UNLOCK_PASSES)
 def test_s2_a_lock_is_given_back_once() -> None:
     world = make_world()
-    tree = world.cache.stores.tree
+    tree = world.cache.inspect().stores.tree
     run_turn(world, A, PROMPT)
     receipt = tree.lock_root(ALICE)
     tree.unlock(receipt)

@@ -118,9 +118,9 @@ class FairnessWatch:
 
     def _free_pages(self) -> int:
         """Of positions: a row comes with its states."""
-        return min(ledger.num_free for ledger in self._cache.stores.paged.values())
+        return min(self._cache.accounts()[pool].free for pool in self._cache.paged_pools)
 
     def _pages_to_come(self, turn: Turn) -> int:
-        held = self._cache.capacity_len(turn.turn_id)
+        held = turn.borrowed.loan.capacity_len
         missing = pages_for(max(0, turn.last_len - held), self._sizes.page_size)
         return missing + PLENTY

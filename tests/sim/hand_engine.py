@@ -226,7 +226,7 @@ class HandEngine:
 
     def ready(self, epoch: int) -> EngineReady:
         """Return what the engine says of itself when it comes up."""
-        stores = self.cache.stores
+        stores = self.cache.inspect().stores
         return EngineReady(
             epoch=epoch,
             max_turn_len=self.engine.max_turn_len,

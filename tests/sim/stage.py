@@ -154,7 +154,7 @@ class Stage(HandEngine):
             "rows": self._context.config.sizes.num_rows - headroom(self.cache).free_rows,
             "sessions": len(self.cache),
             "turns": len(self.history.live),
-            "namespaces": len(list(self.cache.stores.tree.roots())),
+            "namespaces": len(list(self.cache.inspect().stores.tree.roots())),
             "launches": self.num_launched,
         }
         if any(left.values()):
@@ -162,7 +162,7 @@ class Stage(HandEngine):
 
     def _watched_device(self) -> EchoRunner:
         """Return a device that compares what it reads with the shadow of the engine's history."""
-        sizes, stores = self._context.config.sizes, self.cache.stores
+        sizes, stores = self._context.config.sizes, self.cache.inspect().stores
         bounds = Bounds(self.engine.max_turn_len, bool(stores.forgetful), stores.page_size)
         reached = self._context.reached
         self.history = EngineHistory(self.settings, self._model, bounds, reached)
@@ -187,7 +187,7 @@ class Stage(HandEngine):
 
     def _check_memory(self, events: Sequence[EngineEvent]) -> None:
         cache = self.cache
-        for ledger in cache.stores.ledgers.values():
+        for ledger in cache.inspect().stores.ledgers.values():
             if not ledger.is_balanced():
                 raise Broken(Layer.LEDGER, f"the accounts do not sum: {ledger.snapshot()}")
         if cache.touched:

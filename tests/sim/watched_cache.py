@@ -145,6 +145,11 @@ class WatchedCache(SessionAwareCache):
         self._pinned_quota_pages = pinned_quota_pages
         self._windows = tuple(self.stores.ledgers[pool] for pool in window_pools(self.stores))
 
+    @property
+    def stores(self) -> KVStores:
+        """What is behind the verbs."""
+        return self.inspect().stores
+
     def open(
         self,
         session_id: SessionId,
@@ -284,7 +289,10 @@ class WatchedCache(SessionAwareCache):
         """A turn grows: a row comes with its states, so there is no shortage of them."""
         if self.stores.recurrent is None:
             return
-        lease, ledger = self._turn(turn_id).lease, self.stores.ledgers[self.stores.recurrent.pool]
+        lease, ledger = (
+            self._turn(turn_id).lease,
+            self.stores.ledgers[self.stores.recurrent.pool],
+        )
         num_missing = lease.states.num_missing(lease.computed_len, to_len, num_drafts)
         if num_missing > ledger.num_free + ledger.num_evictable:
             raise AuditFailed(f"{turn_id} lacks {num_missing} states: {ledger.snapshot()}")

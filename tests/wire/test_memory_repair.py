@@ -139,11 +139,11 @@ async def story(this: Patient, damage: Damage | None) -> tuple[list[str], list[i
 
 
 def invent_a_free_page(assembly: EngineAssembly) -> None:
-    assembly.engine.inspect().cache.stores.ledgers[FULL_POOL]._accounts[Holder.FREE] += 1
+    assembly.engine.inspect().cache.inspect().stores.ledgers[FULL_POOL]._accounts[Holder.FREE] += 1
 
 
 def first_parked_row(assembly: EngineAssembly) -> int:
-    slots = assembly.engine.inspect().cache.inspect_slots()
+    slots = assembly.engine.inspect().cache.inspect().slots.values()
     lease = next(slot for slot in slots if slot.state is SlotState.PARKED).lease
     assert lease is not None
     return lease.row
@@ -151,7 +151,7 @@ def first_parked_row(assembly: EngineAssembly) -> int:
 
 def point_a_row_elsewhere(assembly: EngineAssembly) -> None:
     """What its next forward would read is not what the lease holds."""
-    rows = assembly.engine.inspect().cache.stores.rows
+    rows = assembly.engine.inspect().cache.inspect().stores.rows
     rows._tables[FULL_POOL][first_parked_row(assembly), 1] += 1
     assembly.engine.inspect().guard.audit_all()
 
@@ -160,7 +160,7 @@ def overwrite_a_page(assembly: EngineAssembly) -> None:
     runner = assembly.runner
     assert isinstance(runner, ModelRunner)
     row = first_parked_row(assembly)
-    page = int(assembly.engine.inspect().cache.stores.rows.entries(FULL_POOL, row)[2])
+    page = int(assembly.engine.inspect().cache.inspect().stores.rows.entries(FULL_POOL, row)[2])
     kv = runner.pools[FULL_POOL]._storage[:, :, :, page]
     kv.copy_(torch.randn(kv.shape, generator=torch.Generator().manual_seed(1)))
 
