@@ -54,9 +54,10 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def supply(self) -> Supply:
         """What admission may take now. O(pools)."""
-        idle = self.idle_total
-        pages = total(self.headroom_pages, [idle.freed_pages])
-        return Supply(pages, self.num_free_rows + idle.num_sessions)
+        num_sessions, freed_pages = self.cache.idle.count()
+        headroom = self.cache.headroom()
+        pages = total(headroom.pages, [tuple(freed_pages.values())])
+        return Supply(pages, headroom.num_rows + num_sessions)
 
     @property
     def idle(self) -> Iterator[LiveIdle]:
