@@ -12,10 +12,13 @@ import threading
 import msgspec
 import pytest
 
+from session_server import wiring
+from session_server.config import HttpSettings, Settings
 from session_server.core.events import EngineDied, EngineStats
 from session_server.metrics import log_handler
 from session_server.metrics.log_handler import AlikeFilter, WaitlessHandler
 from session_server.metrics.logging import JsonFormatter
+from session_server.metrics.prometheus import ServerMetrics
 from session_server.metrics.throughput import ThroughputLog
 
 
@@ -219,3 +222,17 @@ def test_no_throughput_is_told_without_an_interval(caplog: pytest.LogCaptureFixt
         now_s += 1.0
         log.on_event(sample(generated=generated))
     assert caplog.messages == []
+
+
+def test_a_server_tells_its_throughput_as_often_as_it_is_told_to(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(http=HttpSettings(throughput_interval_s=5.0))
+    metrics = ServerMetrics(now_s=lambda: clock[0])
+    observers = wiring._observers(settings, metrics, logging.getLogger("t"))
+    with caplog.at_level(logging.INFO, logger="t"):
+        for generated in (0, 20, 40):
+            for observe in observers:
+                observe(sample(generated=generated))
+            clock[0] += 2.5
+    assert [line.split()[:2] for line in caplog.messages] == [["throughput", "output_per_s=8.0"]]
