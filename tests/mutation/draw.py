@@ -76,13 +76,15 @@ def _mutants(source: str, path: Path) -> Iterator[MutationSpec]:
 
 def _ignored(tree: ast.Module) -> Iterator[tuple[Position, Position, str]]:
     """Yield spans, and the operators that change nothing in them: `|` in annotations, which are not
-    evaluated, and flags of classes that only restrict how they may be used."""
+    evaluated, flags of classes that only restrict how they may be used, and all in protocols."""
     for node in ast.walk(tree):
         annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         for annotation in annotations:
             if isinstance(annotation, ast.expr):
                 yield (*_span(annotation), "_BitOr_")
         if isinstance(node, ast.ClassDef):
+            if any("Protocol" in ast.dump(base) for base in node.bases):
+                yield (node.lineno, 0), (node.end_lineno or 0, 1000), ""
             flags = [
                 decorator for decorator in node.decorator_list if "dataclass" in ast.dump(decorator)
             ]

@@ -304,8 +304,10 @@ async def test_a_key_comes_by_header_by_subprotocol_or_as_first_message(this: Se
         session_id = wire.hello["session_id"]
     offered: dict[str, Any] = {"subprotocols": [SUBPROTOCOL, "bearer.secret"]}
     async with this.socket(session_id, **offered) as wire:
+        assert wire.hello["session_id"] == session_id
         assert wire.socket.subprotocol == "kvsession.v1"
     async with this.socket(session_id, subprotocols=["bearer.secret"]) as wire:
+        assert wire.hello["session_id"] == session_id
         assert wire.socket.subprotocol is None
     async with this.bare_socket(session_id) as wire:
         await wire.send("session.auth", token="secret")
