@@ -104,7 +104,11 @@ sglang: $(STAMPS)/dev ## hold the contract of SGLang's sessions against real ser
 	$(SAY) 'sglang: models of every layout'
 	@$(TEST_ENV) $(BIN)/python -m pytest $(SGLANG_TESTS)
 
-PROOFS ?= test sglang oracle chaos seeded soak mutation
+.PHONY: everything
+everything: export PROVE := 1
+everything: test ## make test with every combination of settings
+
+PROOFS ?= everything sglang oracle chaos seeded soak mutation
 
 .PHONY: prove
 prove: $(STAMPS)/prove ## all of the above that proves something, and how long each took (PROOFS=)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from session_server.sessions.turn import TurnPhase
+from tests.depth import at_depth
 from tests.engine_host.live_echo import LiveStage
 from tests.rig.decisions import Decisions
 from tests.rig.echo_server import mortal_engine
@@ -21,7 +22,9 @@ from tests.rig.scene import echo_turn
 from tests.web.serving import Served, serving_live
 from tests.web.wire_client import Wire, open_wire
 
-NUM_KILLS = 24
+MIN_KILLS, MAX_KILLS = at_depth(10, proof=24), 24
+"""Kills end when everything was struck, but are so many at least and at most."""
+
 NUM_TALKERS = 10
 MAX_TOKENS = 400
 """Of a session's history; then another one is opened."""
@@ -105,6 +108,12 @@ def phases(this: Served) -> Counter[str]:
     return found
 
 
+def is_enough(struck: Counter[str]) -> bool:
+    """Whether engines were killed often enough, and whatever they did then."""
+    rare = min(struck["ending"], struck["kills of a starting engine"])
+    return struck["kills"] >= MIN_KILLS and rare >= 2
+
+
 @pytest.mark.timeout(600)
 def test_an_engine_killed_at_any_moment_costs_its_running_turns_and_nothing_else() -> None:
     saw: Counter[str] = Counter()
@@ -116,7 +125,7 @@ def test_an_engine_killed_at_any_moment_costs_its_running_turns_and_nothing_else
             talkers = [Talker(this, number, saw) for number in range(NUM_TALKERS)]
             talks = [asyncio.create_task(talker.run()) for talker in talkers]
             chance = Decisions(4)
-            while struck["kills"] < NUM_KILLS:
+            while struck["kills"] < MAX_KILLS and not is_enough(struck):
                 if chance.happens(0.8):  # the others strike an engine that starts
                     while engine.pid is None:
                         await asyncio.sleep(0.005)
@@ -141,9 +150,9 @@ def test_an_engine_killed_at_any_moment_costs_its_running_turns_and_nothing_else
 
     asyncio.run(asyncio.wait_for(test(), 550))
     print(dict(struck), dict(saw))
-    assert min(struck[phase] for phase in ("waiting", "prefill", "decode")) >= NUM_KILLS // 4
+    assert min(struck[phase] for phase in ("waiting", "prefill", "decode")) >= MIN_KILLS // 4
     assert struck["ending"] >= 2, "cancels that the engine did not live to confirm"
     assert struck["kills of a starting engine"] >= 2
-    assert saw["turn.failed"] >= NUM_KILLS // 4
-    assert saw["turn.completed"] >= NUM_KILLS
-    assert saw["turn.cancelled"] >= NUM_KILLS // 4
+    assert saw["turn.failed"] >= MIN_KILLS // 4
+    assert saw["turn.completed"] >= MIN_KILLS
+    assert saw["turn.cancelled"] >= MIN_KILLS // 4

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from session_server.core.owner import ANONYMOUS
+from tests.depth import at_depth
 from tests.rig.decisions import Decisions
 from tests.rig.history import ENDS
 from tests.rig.proxy import CALM, ChaosProxy, Direction, Fate, Fault
@@ -25,8 +26,11 @@ FIRST = turn(input_ids=[7, 8, 9], max_tokens=3)
 STRUCK = turn(input_ids=[10, 11], max_tokens=3)
 NEXT = turn(input_ids=[12], max_tokens=3)
 FAULTS = (Fault.HALF_CLOSE, Fault.BLACKHOLE)
-UP_STEP, DOWN_STEP = 2, 5
+UP_STEP, DOWN_STEP = at_depth((6, 15), proof=(2, 5))
 """Between two bytes that are struck, of the words and of the longer answer."""
+
+MIN_STRUCK = at_depth(34, proof=101)
+"""Lines that each fault strikes, at least."""
 
 PAST_END = 16
 PATIENCE_S = 0.03
@@ -123,7 +127,7 @@ def test_R3_a_line_half_dead_from_any_byte_on_leaves_an_exact_history() -> None:
             num_up, num_down = proxy.did["bytes_up"], proxy.did["bytes_down"]
             for blow in blows(num_up, num_down):
                 await strike(this, proxy, blow)
-            assert min(proxy.did[fault.value] for fault in FAULTS) > 100, (num_up, num_down)
+            assert min(proxy.did[fault.value] for fault in FAULTS) >= MIN_STRUCK, (num_up, num_down)
 
     asyncio.run(test())
     for fault in FAULTS:
