@@ -118,9 +118,13 @@ class CacheSettings(_Part):
     ] = 1024
     pinned_fraction: Annotated[
         float,
-        Field(ge=0, le=0.9, description="share of all pages that pinned sessions may hold"),
+        Field(
+            ge=0,
+            le=0.9,
+            description="share of all pages kept for pinned sessions; contexts are shorter by it",
+        ),
         Bound("of all pages", "a turn of a pinned session that would exceed it: `quota_exceeded`"),
-    ] = 0.25
+    ] = 0.0
     share_prefixes: Annotated[
         bool, Field(description="let sessions of one API key share the KV of equal beginnings")
     ] = True

@@ -249,6 +249,7 @@ def make_manager(settings: Settings, engine: EngineClient, text: ModelText) -> S
         limits=SessionLimits(
             default_ttl_s=sessions.ttl_s,
             max_queued_turns=sessions.max_queued_turns,
+            allows_pinned=settings.cache.pinned_fraction > 0,
             journal=JournalLimits(max_bytes=sessions.replay_bytes, max_age_s=sessions.replay_ttl_s),
         ),
         quotas=QuotaLimits(

@@ -224,7 +224,10 @@ class OpenBody(Body, frozen=True, kw_only=True):
     ) = None
     ttl_s: TtlS | None = None
     metadata: Annotated[Metadata, _about("yours; shown with the session")] | None = None
-    pinned: Annotated[bool, _about("pressure never takes the session's KV")] = False
+    pinned: Annotated[
+        bool,
+        _about("pressure never takes the session's KV; refused unless `--pinned-fraction` is set"),
+    ] = False
     history: (
         Annotated[
             Literal["append", "template"],

@@ -31,9 +31,14 @@ def new_session(
     """Make a session that is registered and counted nowhere.
 
     Raises:
-        UnsupportedOperation: messages without a chat template, or `history` "append" with a
-            template that rewrites its history.
+        UnsupportedOperation: messages without a chat template, `history` "append" with a template
+            that rewrites its history, or a pinned session where no memory is kept for any.
     """
+    if request.pinned and not limits.allows_pinned:
+        raise UnsupportedOperation(
+            "this server keeps no KV memory for pinned sessions: start it with --pinned-fraction",
+            param="pinned",
+        )
     mode = _history_mode(request, text)
     session = Session(
         owner=owner,

@@ -25,7 +25,8 @@ class SessionLimits:
     """What one session may hold. Times in seconds, sizes in characters.
 
     `max_queued_turns` wait behind a running turn. Inputs above `inline_input_chars` are tokenized
-    off the event loop, for at most `tokenize_deadline_s`.
+    off the event loop, for at most `tokenize_deadline_s`. `allows_pinned`: whether the server keeps
+    KV memory for pinned sessions.
     """
 
     default_ttl_s: float = 900.0
@@ -38,6 +39,7 @@ class SessionLimits:
     max_stop_chars: int = 256
     inline_input_chars: int = LONG_TEXT_CHARS
     tokenize_deadline_s: float = 30.0
+    allows_pinned: bool = True
     journal: JournalLimits = field(default_factory=JournalLimits)
 
 

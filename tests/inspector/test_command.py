@@ -65,7 +65,7 @@ def test_json_is_the_same_for_a_program(
 
 
 def test_the_context_is_the_one_that_is_served(capsys: pytest.CaptureFixture[str]) -> None:
-    """A quarter of the pages is kept for pinned sessions, as long as they may pin so much."""
+    """A context may fill the pool, less what is kept for pinned sessions where any is."""
     words = ("--max-total-tokens", "1024", "--json", "--lengths", "767,768,1024")
 
     def context(*flags: str) -> tuple[int, list[bool]]:
@@ -75,12 +75,13 @@ def test_the_context_is_the_one_that_is_served(capsys: pytest.CaptureFixture[str
         return found["model"]["context_len"], [each["is_too_long"] for each in found["sessions"]]
 
     settings = Settings(
-        model=ModelSettings(device="cpu"), cache=CacheSettings(max_total_tokens=1024)
+        model=ModelSettings(device="cpu"),
+        cache=CacheSettings(max_total_tokens=1024, pinned_fraction=0.25),
     )
-    served, too_long = context()
+    served, too_long = context("--pinned-fraction", "0.25")
     assert served == build_engine(settings).ready.max_turn_len < 1024
     assert too_long == [served < 767, served < 768, True]
-    assert context("--pinned-fraction", "0") == (1024, [False, False, False])
+    assert context() == (1024, [False, False, False])
 
 
 @pytest.mark.parametrize(

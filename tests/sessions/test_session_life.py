@@ -14,6 +14,7 @@ from session_server.core.errors import (
     SessionClosing,
     SessionExists,
     SessionNotFound,
+    UnsupportedOperation,
 )
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
@@ -82,6 +83,14 @@ class TestLife:
             world.create(messages=begun)
             with pytest.raises(ContextTooLong):
                 world.create(messages=begun * 10)
+
+    def test_nobody_pins_a_session_where_no_memory_is_kept_for_it(self) -> None:
+        with World(limits=SessionLimits(allows_pinned=False)) as world:
+            with pytest.raises(UnsupportedOperation, match="--pinned-fraction") as refused:
+                world.create(pinned=True)
+            assert refused.value.param == "pinned"
+            assert world.manager.list(OWNER).sessions == ()
+            world.create(pinned=False)
 
     def test_another_owner_s_session_looks_like_none(self, world: World) -> None:
         session = world.open(session_id="mine")
