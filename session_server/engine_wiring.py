@@ -211,7 +211,7 @@ def warm_up(runner: Runner, speculation: Speculation) -> None:
         is_bringing = num_drafts > 0 and speculation.drafter is Drafter.NGRAM
         row = BatchRow(
             turn_id=TurnId("warm-up"),
-            incarnation=0,
+            attempt=0,
             row=NULL_ROW,
             start=0,
             num_tokens=num_tokens + num_drafts,

@@ -103,7 +103,7 @@ class _Row:
         greedy = SamplingStart(SamplingParams(temperature=0.0), 0, 0, _NO_TOKENS, _NO_TOKENS)
         row = BatchRow(
             turn_id=TurnId("measured"),
-            incarnation=0,
+            attempt=0,
             row=_ROW,
             start=history,
             num_tokens=1,

@@ -60,12 +60,12 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
     turn is launched again only when its result is known. Sampler state is kept per `row`: it lives
     from one `SamplingStart` to the next.
     `score`: prompt positions whose successor's logprob is wanted, None for none.
-    `incarnation` counts admissions of the turn; results of an older one are dropped.
+    `attempt` counts admissions of the turn; results of an older one are dropped.
     `states`: where its recurrent state comes from and goes to; None where no layer has one.
     """
 
     turn_id: TurnId
-    incarnation: int
+    attempt: int
     row: RowId
     start: int
     num_tokens: int

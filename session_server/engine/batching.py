@@ -26,7 +26,7 @@ def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: 
     drafts = None if guess is None or guess.tokens is None else guess.tokens[:num_drafts]
     row = BatchRow(
         turn_id=turn.turn_id,
-        incarnation=admission.incarnation,
+        attempt=admission.attempt,
         row=admission.loan.row,
         start=start,
         num_tokens=num_tokens + num_drafts,

@@ -10,7 +10,7 @@
   fail, since one of them was half changed.
 
 Nothing here waits for forwards in flight. Their rows are dropped when they settle, because the
-turns have another incarnation or none, and what they still write is written before anything that is
+turns have another attempt or none, and what they still write is written before anything that is
 launched from now on: the device executes in launch order.
 """
 

@@ -59,12 +59,12 @@ class Scheduler:
         """A live turn by its id."""
         return self._turns.get(turn_id)
 
-    def find_incarnation(self, row: BatchRow) -> Turn | None:
+    def find_attempt(self, row: BatchRow) -> Turn | None:
         """The turn a launched row belongs to, unless it has ended or been taken off since."""
         turn = self._turns.get(row.turn_id)
         if turn is None or turn.admission is None:
             return None
-        return turn if turn.admission.incarnation == row.incarnation else None
+        return turn if turn.admission.attempt == row.attempt else None
 
     def turn_of(self, session_id: SessionId) -> Turn | None:
         """The live turn of a session."""

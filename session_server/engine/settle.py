@@ -71,7 +71,7 @@ class Settler:
             return
         assert len(launch.rows) == len(result.rows)
         for row, outcome in zip(launch.rows, result.rows, strict=True):
-            turn = self._scheduler.find_incarnation(row)
+            turn = self._scheduler.find_attempt(row)
             if turn is None:
                 # With overlap, the turn may have ended or been retracted after this launch. Its row
                 # and pages may belong to another turn by now, so nothing is recorded.
@@ -259,7 +259,7 @@ class Settler:
 
     def _settle_failure(self, launch: Batch, message: str) -> None:
         for row in launch.rows:
-            turn = self._scheduler.find_incarnation(row)
+            turn = self._scheduler.find_attempt(row)
             if turn is None:
                 self._counters.overshoots += 1
             elif turn in self.suspects:

@@ -54,13 +54,13 @@ class Admission:
     """One stay among the running turns, from admission to end or retraction.
 
     `loan`: the lease of the session, which has the row and the settled lengths. `launched_len`:
-    see above. `incarnation` distinguishes it from earlier stays, whose late results are dropped.
+    see above. `attempt` distinguishes it from earlier stays, whose late results are dropped.
     `num_sampling`: launched rows whose token the host has not seen. `is_sampler_started`: the
     runner was sent what its sampler must remember. `guess`: what the next forward may verify.
     """
 
     loan: TurnLoan
-    incarnation: int
+    attempt: int
     launched_len: int
     num_sampling: int = 0
     is_sampler_started: bool = False
@@ -235,7 +235,7 @@ class Turn:
         """Forget what is in flight; it will be computed again, and its results are dropped."""
         admission = self.borrowed
         self.num_admissions += 1
-        admission.incarnation = self.num_admissions
+        admission.attempt = self.num_admissions
         admission.launched_len = admission.computed_len
         admission.num_sampling = 0
         admission.is_sampler_started = False

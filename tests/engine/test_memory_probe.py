@@ -150,7 +150,7 @@ def test_no_probe_comes_between_a_failed_forward_and_its_retry() -> None:
             failed.append(ahead)
             follower = work(bench, 3)[0]
             assert follower.rows, "the suspect goes first"
-            assert follower.rows[0].incarnation > oldest.rows[0].incarnation
+            assert follower.rows[0].attempt > oldest.rows[0].attempt
         work(bench, 6)
     assert len(failed) >= 3
     bench.expect("work", (7, 8, 9))

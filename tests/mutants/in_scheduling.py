@@ -118,8 +118,8 @@ LATE_RESULT_IS_APPLIED = Mutant(
     "The result of an admission that was taken back is applied to the next one.",
     "vllm#48245, #49620 (A8)",
     Edit(
-        "session_server.engine.scheduler:Scheduler.find_incarnation",
-        "return turn if turn.admission.incarnation == row.incarnation else None",
+        "session_server.engine.scheduler:Scheduler.find_attempt",
+        "return turn if turn.admission.attempt == row.attempt else None",
         "return turn",
     ),
 )
@@ -128,13 +128,13 @@ RETRACTED_TURN_IS_SETTLED = Mutant(
     "The result of a turn that was retracted meanwhile is counted as said.",
     "systematic",
     Edit(
-        "session_server.engine.scheduler:Scheduler.find_incarnation",
+        "session_server.engine.scheduler:Scheduler.find_attempt",
         "if turn is None or turn.admission is None:\n            return None\n"
-        "        return turn if turn.admission.incarnation == row.incarnation else None",
+        "        return turn if turn.admission.attempt == row.attempt else None",
         "if turn is not None and turn.admission is None and row.sample:\n"
         "            turn.outputs.append(1)\n"
         "        if turn is None or turn.admission is None:\n            return None\n"
-        "        return turn if turn.admission.incarnation == row.incarnation else None",
+        "        return turn if turn.admission.attempt == row.attempt else None",
     ),
 )
 

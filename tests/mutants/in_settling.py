@@ -84,7 +84,7 @@ RESULTS_BY_RANK = Mutant(
     Edit(
         "session_server.engine.settle:Settler.settle",
         "zip(launch.rows, result.rows, strict=True)",
-        "zip([r for r in launch.rows if self._scheduler.find_incarnation(r)] or launch.rows,"
+        "zip([r for r in launch.rows if self._scheduler.find_attempt(r)] or launch.rows,"
         " result.rows, strict=False)",
     ),
 )

@@ -175,7 +175,7 @@ class Drive:
         greedy = SamplingStart(SamplingParams(temperature=0.0), 0, 0, NO_TOKENS, NO_TOKENS)
         return BatchRow(
             turn_id=TurnId(f"turn-{session.row}"),
-            incarnation=0,
+            attempt=0,
             row=RowId(session.row),
             start=start,
             num_tokens=num_tokens,

@@ -51,7 +51,7 @@ class Rows:
         num_certain = 1 if tokens is None else len(tokens)
         return BatchRow(
             turn_id=TurnId(f"turn-{row}"),
-            incarnation=0,
+            attempt=0,
             row=RowId(row),
             start=start,
             num_tokens=num_certain + num_drafts,

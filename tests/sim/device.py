@@ -244,7 +244,7 @@ class EchoRunner:
             states.leave(moves, start, values + wrong)
             self.reached["state left by a wrong draft"] += len(wrong)
             self.reached["state left at a page's end"] += len(moves.targets) > 1 + row.num_drafts
-        elif (row.turn_id, row.incarnation) in self._spoilt:
+        elif (row.turn_id, row.attempt) in self._spoilt:
             states.spoil(moves)
         else:
             raise ContentMismatch(
@@ -321,7 +321,7 @@ class EchoRunner:
 
     def _compare(self, row: BatchRow, values: list[int]) -> None:
         """Everything a row read against what belongs there."""
-        if (row.turn_id, row.incarnation) in self._spoilt:
+        if (row.turn_id, row.attempt) in self._spoilt:
             return
         first, expected = self.memory.first_read(row.start), values
         end = first + len(values)
@@ -359,7 +359,7 @@ class EchoRunner:
         """
         root = name_value(self._salt_of(row.turn_id))
         self._samplers[row.row] = Sampler(seed=GARBAGE, root=root, last_token=1)
-        self._spoilt.add((row.turn_id, row.incarnation))
+        self._spoilt.add((row.turn_id, row.attempt))
         for memory in self._memories.values():
             for position in range(row.start, row.start + row.num_tokens):
                 memory.put(row.row, position, GARBAGE)
