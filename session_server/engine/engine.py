@@ -206,17 +206,17 @@ class Engine:
 
     def _launch(self, now_s: float) -> tuple[StepPlan | None, Batch | None]:
         """The next plan, if one can be made, and the batch it gives, if there is one to launch."""
-        suspects = self._settler.suspects
-        if self._intake.is_leaving or self._flight.is_full or (suspects and self._flight):
+        retry_alone = self._settler.retry_alone
+        if self._intake.is_leaving or self._flight.is_full or (retry_alone and self._flight):
             return None, None
-        if not suspects and (probe := self._next_probe(now_s)) is not None:
+        if not retry_alone and (probe := self._next_probe(now_s)) is not None:
             return None, self._flight.launch((), self._outbox.take_writes(), probe)
         if not self._scheduler:
             return None, None
-        # A suspect is launched alone: nobody else runs, waits or is asked to give.
-        running = suspects[:1] if suspects else self._scheduler.running
+        # It is retried alone: no other turn runs, is admitted or gives up pages for it.
+        running = retry_alone[:1] if retry_alone else self._scheduler.running
         most_pages = self._scheduler.room.most_pages
-        line = WaitingLine(self._cache, most_pages) if suspects else self._scheduler.waiting
+        line = WaitingLine(self._cache, most_pages) if retry_alone else self._scheduler.waiting
         self._drafting.guess(running)
         if any(turn.is_held_back for turn in running):
             # The next forward takes everybody: one that is split costs nearly as much twice, and
@@ -258,8 +258,9 @@ class Engine:
         """
         turn = self._scheduler.find(turn_id)
         assert turn is not None
-        if turn in self._settler.suspects:
-            self._settler.suspects.remove(turn)  # alone it cannot take pages; let it join the rest
+        if turn in self._settler.retry_alone:
+            # Alone it cannot take pages of other turns, so let it run with them again.
+            self._settler.retry_alone.remove(turn)
             return
         if turn.admission is not None and self._cache.release_set_aside(turn_id):
             return  # that page, kept for a rollback alone, may be the one that it lacked

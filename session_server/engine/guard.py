@@ -201,7 +201,7 @@ class MemoryGuard:
             if slot.borrower is None or not are_turns_whole:
                 self._outbox.emit(SessionCooled(session_id=slot.session_id))
         self._outbox.take_writes()  # they are of rows that nobody holds any more
-        self._settler.suspects.clear()
+        self._settler.retry_alone.clear()
         for turn in tuple(self._scheduler.running):
             if are_turns_whole:
                 self._scheduler.take_off(turn)

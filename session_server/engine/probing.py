@@ -20,7 +20,7 @@ class Prober:
     One probe follows every `probe_interval_s` of work, and one every audit of an engine at rest,
     which then goes on sleeping; pages that a fault has put in doubt do not wait. A probe is one
     forward of at most a page of tokens, two never follow each other while turns run, and none is
-    launched while a suspect is retried: a suspect has the device to itself.
+    launched while a turn of a failed forward is retried, which has the device to itself.
 
     Why a session may be probed while others run, and be used again at once: the device executes in
     launch order. What was launched before the probe (a forward that overshot the turn's end, the

@@ -33,8 +33,9 @@ from session_server.engine.turn import Turn, TurnState
 class Settler:
     """Write the results of forwards into the cache and the turns, and end turns.
 
-    `suspects`: turns of a forward that failed on the device. Each is launched once more, alone, so
-    that a turn that makes forwards fail does not end its neighbors too. A second failure ends it.
+    `retry_alone`: turns of a forward that failed on the device. Each is retried once in a forward
+    of its own, so that a turn that makes forwards fail does not end its neighbors too. A second
+    failure ends it.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Settler:
         self._outbox = outbox
         self._counters = counters
         self._memory = memory
-        self.suspects: list[Turn] = []
+        self.retry_alone: list[Turn] = []
 
     def settle(self, launch: Batch, result: StepResult, now_s: float) -> None:
         """Record the result of the oldest launch in flight.
@@ -153,8 +154,8 @@ class Settler:
 
     def _let_go(self, turn: Turn) -> None:
         self._scheduler.remove(turn)
-        if turn in self.suspects:
-            self.suspects.remove(turn)
+        if turn in self.retry_alone:
+            self.retry_alone.remove(turn)
         self._memory.touch(turn.request.session_id)
 
     def _settle_row(self, turn: Turn, row: BatchRow, outcome: RowResult, now_s: float) -> None:
@@ -171,8 +172,8 @@ class Settler:
         admission.num_sampling -= row.sample
         turn.outputs.extend(token_ids)
         self._counters.generated_tokens += len(token_ids)
-        if turn in self.suspects:
-            self.suspects.remove(turn)  # its forward succeeded, so it joins the others again
+        if turn in self.retry_alone:
+            self.retry_alone.remove(turn)  # its forward succeeded, so it joins the others again
         self._outbox.write(self._cache.record(turn.turn_id, computed_len, token_ids))
         turn.scores.extend(outcome.scores)
         self._report_prompt(turn, now_s)
@@ -262,8 +263,8 @@ class Settler:
             turn = self._scheduler.find_attempt(row)
             if turn is None:
                 self._counters.overshoots += 1
-            elif turn in self.suspects:
+            elif turn in self.retry_alone:
                 self.fail(turn, DeviceFailed(f"the device refused the forward: {message}"))
             else:
                 turn.relaunch()
-                self.suspects.append(turn)
+                self.retry_alone.append(turn)

@@ -149,7 +149,7 @@ def test_no_probe_comes_between_a_failed_forward_and_its_retry() -> None:
         if oldest is not None and oldest.rows:
             failed.append(ahead)
             follower = work(bench, 3)[0]
-            assert follower.rows, "the suspect goes first"
+            assert follower.rows, "the turn that is retried alone goes first"
             assert follower.rows[0].attempt > oldest.rows[0].attempt
         work(bench, 6)
     assert len(failed) >= 3

@@ -232,8 +232,8 @@ NEIGHBOURS_ARE_SUSPECTS = Mutant(
     "systematic",
     Edit(
         "session_server.engine.engine:Engine._launch",
-        "suspects[:1] if suspects else",
-        "suspects if suspects else",
+        "retry_alone[:1] if retry_alone else",
+        "retry_alone if retry_alone else",
     ),
 )
 
@@ -242,7 +242,7 @@ SUSPECT_IS_NOT_CLEARED = Mutant(
     "systematic",
     Edit(
         "session_server.engine.settle:Settler._settle_row",
-        "self.suspects.remove(turn)",
+        "self.retry_alone.remove(turn)",
         "turn.clock",
     ),
 )

@@ -55,11 +55,11 @@ class FairnessWatch:
         is_hindered, self._num_hindrances = num_hindrances > self._num_hindrances, num_hindrances
         is_hindered |= any(isinstance(event, TurnFailed) for event in outcome.events)
         batch = outcome.batch
-        if not self._settler.suspects:
+        if not self._settler.retry_alone:
             self._num_retries = 0
         if batch is None or not batch.rows or is_hindered:
             return
-        if self._settler.suspects:
+        if self._settler.retry_alone:
             self._check_retry()
             return
         self._check_running(batch, outcome.events)
