@@ -89,7 +89,7 @@ class EngineResumed(Event, frozen=True, tag=True, kw_only=True):
 
 
 class SessionRefused(Event, frozen=True, tag=True, kw_only=True):
-    """`OpenSession` could not be obeyed (duplicate id, pin quota)."""
+    """Report that `OpenSession` was refused (duplicate id, pin quota)."""
 
     session_id: SessionId
     code: str

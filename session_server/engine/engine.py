@@ -1,4 +1,4 @@
-"""The engine: settle -> obey -> plan -> apply, one step at a time, without any IO.
+"""The engine: settle -> handle commands -> plan -> apply, one step at a time, without any IO.
 
 `Engine.step` knows no clock, thread, socket, randomness or device: time and results come in,
 events and at most one batch go out, and the same inputs give the same outputs. The same class
@@ -23,7 +23,7 @@ from session_server.engine.drafting import Drafting
 from session_server.engine.flight import Flight
 from session_server.engine.forced_retraction import force_retraction
 from session_server.engine.guard import MemoryGuard
-from session_server.engine.intake import Intake
+from session_server.engine.command_handler import CommandHandler
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
 from session_server.engine.plan import StepPlan, plan_step
@@ -109,7 +109,7 @@ class Engine:
         self._reporter = Reporter(
             cache, self._outbox, self._scheduler, counters=self.counters, memory=watch
         )
-        self._intake = Intake(
+        self._command_handler = CommandHandler(
             settings,
             cache=cache,
             scheduler=self._scheduler,
@@ -129,9 +129,9 @@ class Engine:
         return len(self._flight) > 0
 
     @property
-    def has_left(self) -> bool:
-        """Whether `Shutdown` was obeyed and the last launch is settled."""
-        return self._intake.is_leaving and not self._flight
+    def has_shut_down(self) -> bool:
+        """Whether `Shutdown` was handled and the last forward is settled."""
+        return self._command_handler.is_shutting_down and not self._flight
 
     @property
     def is_at_rest(self) -> bool:
@@ -157,7 +157,7 @@ class Engine:
         for result in results:
             self._settle(result, now_s)
         for command in commands:
-            self._obey(command, now_s)
+            self._handle(command, now_s)
         plan, batch = self._launch(now_s)
         has_repaired = self._guard.end_step(plan, batch)
         self._reporter.report(now_s, has_worked=bool(results or batch))
@@ -195,19 +195,21 @@ class Engine:
         except AuditFailed as error:
             self._guard.recover(error)
 
-    def _obey(self, command: EngineCommand, now_s: float) -> None:
+    def _handle(self, command: EngineCommand, now_s: float) -> None:
         try:
-            self._intake.obey(command, now_s)
+            self._command_handler.handle(command, now_s)
         except AuditFailed as error:
             self._guard.recover(error)
-            self._intake.obey(command, now_s)
+            self._command_handler.handle(command, now_s)
 
     # Launching
 
     def _launch(self, now_s: float) -> tuple[StepPlan | None, Batch | None]:
         """The next plan, if one can be made, and the batch it gives, if there is one to launch."""
         retry_alone = self._settler.retry_alone
-        if self._intake.is_leaving or self._flight.is_full or (retry_alone and self._flight):
+        if self._command_handler.is_shutting_down or self._flight.is_full:
+            return None, None
+        if retry_alone and self._flight:
             return None, None
         if not retry_alone and (probe := self._next_probe(now_s)) is not None:
             return None, self._flight.launch((), self._outbox.take_writes(), probe)

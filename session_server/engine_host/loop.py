@@ -72,7 +72,7 @@ class EngineLoop:
         self._inbox.put(command, block=block)
 
     def run(self) -> None:
-        """Step until `Shutdown` has been obeyed.
+        """Step until `Shutdown` was handled.
 
         Raises:
             BaseException: whatever escapes the engine or the runner. It is a bug, and the state
@@ -80,7 +80,7 @@ class EngineLoop:
         """
         device, progress = DeviceThreads(self._runner, self._inbox.put), self._progress
         is_blocked = True
-        while not self._engine.has_left:
+        while not self._engine.has_shut_down:
             commands, results = self._drain(is_blocked=is_blocked)
             started_s = self._clock()
             progress.begin_step(started_s, is_recount=any(map(_is_recount, commands)))

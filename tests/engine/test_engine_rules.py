@@ -390,10 +390,10 @@ def test_shutdown_finishes_what_is_in_flight_and_launches_no_more() -> None:
     bench.step(bench.submit_command(session_id, "t", PROMPT, max_tokens=50))
     outcome = bench.step(Shutdown())
     assert outcome.batch is None
-    assert not bench.engine.has_left
+    assert not bench.engine.has_shut_down
     outcome = bench.settle()
     assert outcome.batch is None
-    assert bench.engine.has_left
+    assert bench.engine.has_shut_down
 
 
 # Small print

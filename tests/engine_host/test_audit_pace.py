@@ -57,7 +57,7 @@ class EndlessAudit:
 
     is_audit_due = True
     is_at_rest = True
-    has_left = False
+    has_shut_down = False
     counters = Counters()
     loop: EngineLoop
 
@@ -73,7 +73,7 @@ class EndlessAudit:
 
     def step(self, now_s: float, commands: list[EngineCommand], results: object) -> StepOutcome:
         self.commands += commands
-        self.has_left = True
+        self.has_shut_down = True
         return StepOutcome([], None, is_blocked=True)
 
 

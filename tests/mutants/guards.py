@@ -11,7 +11,7 @@ REFUSAL_CLEARS_MARKER = Mutant(
     "Refusing a second turn forgets that the session has one.",
     "sglang#40250 (R1)",
     Edit(
-        "session_server.engine.intake:Intake._refuse",
+        "session_server.engine.command_handler:CommandHandler._refuse",
         "held_len = 0\n",
         "held_len = 0\n        self._scheduler._of_session.pop(command.session_id, None)\n",
     ),
@@ -51,7 +51,7 @@ LIMIT_OUTLIVES_ITS_TURN = Mutant(
     "The output limit of a session's first turn holds for the second.",
     "vllm-omni#5603 (R11)",
     Edit(
-        "session_server.engine.intake:Intake._submit",
+        "session_server.engine.command_handler:CommandHandler._submit",
         "max_new=min(sampling.max_tokens,",
         "max_new=min(self.__dict__.setdefault(command.session_id, sampling.max_tokens),",
     ),
@@ -61,7 +61,7 @@ STOP_KEEPS_OVERSHOOT = Mutant(
     "What was sampled after a stop string stays in the history.",
     "am17an/llama.cpp#20 (R12), sglang#22897 (G4)",
     Edit(
-        "session_server.engine.intake:Intake.obey",
+        "session_server.engine.command_handler:CommandHandler.handle",
         "self._end(turn_id, FinishReason.STOP, num_outputs, now_s)",
         "self._end(turn_id, FinishReason.STOP, 1 << 30, now_s)",
     ),
@@ -71,7 +71,7 @@ CANCEL_WAITS_FOR_THE_DEVICE = Mutant(
     "A cancel is carried out only when nothing is in flight.",
     "llama.cpp#24496 (E2), am17an/llama.cpp#20 (R12)",
     Edit(
-        "session_server.engine.intake:Intake._end",
+        "session_server.engine.command_handler:CommandHandler._end",
         "if turn is not None:",
         "if turn is not None and not (turn.admission and turn.admission.num_sampling):",
     ),
@@ -91,7 +91,7 @@ REFUSES_NO_LONG_TURN = Mutant(
     "A turn is measured against the model's context, not against the pool.",
     "vllm#39734, #1534 (X4)",
     Edit(
-        "session_server.engine.intake:Intake._input_refusal",
+        "session_server.engine.command_handler:CommandHandler._input_refusal",
         "if context_len + min(1, sampling.max_tokens) > self.room.max_turn_len:",
         "if context_len + min(1, sampling.max_tokens) > self._cache.max_context_len:",
     ),
@@ -101,7 +101,7 @@ OUTPUT_OUTGROWS_POOL = Mutant(
     "A turn may say more than the pool holds.",
     "sglang#27024 (X2)",
     Edit(
-        "session_server.engine.intake:Intake._submit",
+        "session_server.engine.command_handler:CommandHandler._submit",
         "self.room.max_turn_len - context_len",
         "self._cache.max_context_len - context_len",
     ),
@@ -123,7 +123,7 @@ SESSIONS_WITHOUT_END = Mutant(
     "The engine opens as many sessions as it is asked for.",
     "sglang#27024 (E4)",
     Edit(
-        "session_server.engine.intake:Intake._open",
+        "session_server.engine.command_handler:CommandHandler._open",
         "len(self._cache) >= settings.max_sessions",
         "len(self._cache) >= 1 << 30",
     ),

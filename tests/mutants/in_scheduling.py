@@ -8,7 +8,7 @@ SALT_IS_MISSING = Mutant(
     "All tenants share one namespace of KV.",
     "CVE-2025-46570 (C5)",
     Edit(
-        "session_server.engine.intake:Intake._open",
+        "session_server.engine.command_handler:CommandHandler._open",
         "Namespace(command.tenant_salt,",
         'Namespace("",',
     ),
@@ -18,7 +18,7 @@ TOKENS_ARE_NOT_CHECKED = Mutant(
     "Token ids outside the vocabulary reach the model.",
     "llama.cpp#10074 (A12)",
     Edit(
-        "session_server.engine.intake:Intake._are_tokens",
+        "session_server.engine.command_handler:CommandHandler._are_tokens",
         "max(tokens) < self._settings.vocab_size",
         "max(tokens) <= self._settings.vocab_size",
     ),
@@ -28,7 +28,7 @@ SENT_TWICE_RUNS_TWICE = Mutant(
     "A turn that is sent a second time is taken for a new one.",
     "vllm#23697 (R4)",
     Edit(
-        "session_server.engine.intake:Intake._submit",
+        "session_server.engine.command_handler:CommandHandler._submit",
         "if self._scheduler.find(command.turn_id) is not None:",
         "if False:",
     ),
@@ -38,7 +38,7 @@ SECOND_TURN_IS_ADMITTED = Mutant(
     "A second turn of a session that runs one is taken in.",
     "sglang#40250 (R1)",
     Edit(
-        "session_server.engine.intake:Intake._refusal",
+        "session_server.engine.command_handler:CommandHandler._refusal",
         "if self._scheduler.turn_of(session_id) is not None:",
         "if False:",
     ),
@@ -48,7 +48,7 @@ TOO_LONG_IS_ADMITTED = Mutant(
     "A turn whose answer has no room in the pool is taken in.",
     "vllm#39734 (X4)",
     Edit(
-        "session_server.engine.intake:Intake._input_refusal",
+        "session_server.engine.command_handler:CommandHandler._input_refusal",
         "context_len + min(1, sampling.max_tokens) > self.room.max_turn_len",
         "context_len > self.room.max_turn_len",
     ),
@@ -78,7 +78,7 @@ CANCEL_OF_WAITING_IS_LOST = Mutant(
     "A cancel that comes while its turn waits has no effect.",
     "sglang#31765 (R2)",
     Edit(
-        "session_server.engine.intake:Intake._end",
+        "session_server.engine.command_handler:CommandHandler._end",
         "if turn is not None:",
         "if turn is not None and turn.admission is not None:",
     ),
@@ -88,7 +88,7 @@ CLOSE_LEAVES_WAITING = Mutant(
     "Closing a session does not end its turn if that still waits.",
     "sglang#27024 (L11)",
     Edit(
-        "session_server.engine.intake:Intake._close",
+        "session_server.engine.command_handler:CommandHandler._close",
         "if turn is not None:",
         "if turn is not None and turn.admission is not None:",
     ),
@@ -98,7 +98,7 @@ FLUSH_UNDER_TURNS = Mutant(
     "A flush goes ahead while turns wait.",
     "systematic",
     Edit(
-        "session_server.engine.intake:Intake._flush",
+        "session_server.engine.command_handler:CommandHandler._flush",
         "len(self._scheduler) == 0",
         "not self._scheduler.running",
     ),

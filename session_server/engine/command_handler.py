@@ -54,9 +54,12 @@ from session_server.engine.settle import Settler
 from session_server.engine.turn import Turn, TurnClock
 
 
-class Intake:
-    """Obeys commands. `is_leaving`: `Shutdown` was among them, so nothing more is launched.
-    `room`: what a turn may take of the pools."""
+class CommandHandler:
+    """Handle commands, between the settling of results and the next plan.
+
+    `is_shutting_down`: a `Shutdown` was handled, so nothing more is launched. `room`: what a turn
+    may take of the pools.
+    """
 
     def __init__(
         self,
@@ -76,9 +79,9 @@ class Intake:
         self._memory = memory
         self.room = scheduler.room
         self._num_submitted = 0
-        self.is_leaving = False
+        self.is_shutting_down = False
 
-    def obey(self, command: EngineCommand, now_s: float) -> None:
+    def handle(self, command: EngineCommand, now_s: float) -> None:
         """Carry out one command. What cannot be done is answered by an event, never raised."""
         match command:
             case OpenSession():
@@ -98,7 +101,7 @@ class Intake:
                     self._memory.audit_all()
                 self._outbox.emit(self._memory.report(request_id, now_s, with_trace=trace))
             case Shutdown():
-                self.is_leaving = True
+                self.is_shutting_down = True
             case _:
                 assert_never(command)
 
