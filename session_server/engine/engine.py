@@ -19,11 +19,11 @@ from session_server.core.batch import Batch, BatchRow, Probe, StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.errors import ServerBusy
 from session_server.core.events import EngineEvent
+from session_server.engine.command_handler import CommandHandler
 from session_server.engine.drafting import Drafting
-from session_server.engine.flight import Flight
 from session_server.engine.forced_retraction import force_retraction
 from session_server.engine.guard import MemoryGuard
-from session_server.engine.command_handler import CommandHandler
+from session_server.engine.in_flight import InFlight
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
 from session_server.engine.plan import StepPlan, plan_step
@@ -55,7 +55,7 @@ class EngineParts(NamedTuple):
     cache: SessionAwareCache
     scheduler: Scheduler
     settler: Settler
-    flight: Flight
+    in_flight: InFlight
     watch: MemoryWatch
     guard: MemoryGuard
 
@@ -88,7 +88,7 @@ class Engine:
         room = TurnRoom.of(cache, settings)
         self._scheduler = Scheduler(cache, self._outbox, self.counters, room=room)
         self._drafting = Drafting(cache, settings.speculation)
-        self._flight = Flight(settings.num_in_flight)
+        self._in_flight = InFlight(settings.num_in_flight)
         watch = MemoryWatch(cache, settings.memory, stopwatch)
         self._settler = Settler(
             settings,
@@ -125,18 +125,18 @@ class Engine:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a launch is not settled."""
-        return len(self._flight) > 0
+        """Whether a forward is not settled."""
+        return len(self._in_flight) > 0
 
     @property
     def has_shut_down(self) -> bool:
         """Whether `Shutdown` was handled and the last forward is settled."""
-        return self._command_handler.is_shutting_down and not self._flight
+        return self._command_handler.is_shutting_down and not self._in_flight
 
     @property
     def is_at_rest(self) -> bool:
         """Whether it has no turn and nothing in flight."""
-        return not self._scheduler and not self._flight
+        return not self._scheduler and not self._in_flight
 
     @property
     def is_audit_due(self) -> bool:
@@ -151,18 +151,18 @@ class Engine:
         Args:
             now_s: seconds of any monotonic clock.
             commands: in the order they were sent.
-            results: of launched batches, in the order of their launches.
+            results: of launched batches, in launch order.
         """
         self._guard.begin_step(now_s, commands, results)
         for result in results:
             self._settle(result, now_s)
         for command in commands:
             self._handle(command, now_s)
-        plan, batch = self._launch(now_s)
+        plan, batch = self._next_batch(now_s)
         has_repaired = self._guard.end_step(plan, batch)
         self._reporter.report(now_s, has_worked=bool(results or batch))
         has_planned = batch is not None or (plan is not None and not plan.is_empty)
-        is_blocked = self._flight.is_full or not (has_planned or has_repaired)
+        is_blocked = self._in_flight.is_full or not (has_planned or has_repaired)
         return StepOutcome(self._outbox.take_events(), batch, is_blocked)
 
     def audit_slice(self) -> bool:
@@ -180,16 +180,16 @@ class Engine:
             self._cache,
             self._scheduler,
             self._settler,
-            self._flight,
+            self._in_flight,
             self._guard.watch,
             self._guard,
         )
 
     def _settle(self, result: StepResult, now_s: float) -> None:
-        launch = self._flight.land()
+        batch = self._in_flight.pop()
         try:
-            if launch.probe is None:
-                self._settler.settle(launch, result, now_s)
+            if batch.probe is None:
+                self._settler.settle(batch, result, now_s)
             else:
                 self._guard.prober.settle(result, now_s)
         except AuditFailed as error:
@@ -202,17 +202,17 @@ class Engine:
             self._guard.recover(error)
             self._command_handler.handle(command, now_s)
 
-    # Launching
+    # Planning
 
-    def _launch(self, now_s: float) -> tuple[StepPlan | None, Batch | None]:
+    def _next_batch(self, now_s: float) -> tuple[StepPlan | None, Batch | None]:
         """The next plan, if one can be made, and the batch it gives, if there is one to launch."""
         retry_alone = self._settler.retry_alone
-        if self._command_handler.is_shutting_down or self._flight.is_full:
+        if self._command_handler.is_shutting_down or self._in_flight.is_full:
             return None, None
-        if retry_alone and self._flight:
+        if retry_alone and self._in_flight:
             return None, None
         if not retry_alone and (probe := self._next_probe(now_s)) is not None:
-            return None, self._flight.launch((), self._outbox.take_writes(), probe)
+            return None, self._in_flight.push((), self._outbox.take_writes(), probe)
         if not self._scheduler:
             return None, None
         # It is retried alone: no other turn runs, is admitted or gives up pages for it.
@@ -228,18 +228,18 @@ class Engine:
         plan = plan_step(view, self._limits)
         if plan.is_denial and plan.blocked is not None:
             line.note_denial(plan.blocked, len(running), view.supply)
-        if self._retract_interval and self._flight.num_launches % self._retract_interval == 0:
+        if self._retract_interval and self._in_flight.num_forwards % self._retract_interval == 0:
             plan = force_retraction(plan, [turn.turn_id for turn in running])
         try:
             rows = self._apply(plan, now_s)
         except AuditFailed as error:
             self._guard.recover(error)
             return plan, None
-        return plan, self._flight.launch(rows, self._outbox.take_writes()) if rows else None
+        return plan, self._in_flight.push(rows, self._outbox.take_writes()) if rows else None
 
     def _next_probe(self, now_s: float) -> Probe | None:
         return self._guard.prober.choose(
-            now_s, is_working=bool(self._scheduler), num_launches=self._flight.num_launches
+            now_s, is_working=bool(self._scheduler), num_forwards=self._in_flight.num_forwards
         )
 
     def _apply(self, plan: StepPlan, now_s: float) -> list[BatchRow]:

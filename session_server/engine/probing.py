@@ -40,7 +40,7 @@ class Prober:
         self._worked_s = 0.0
         self._working_since_s: float | None = None
         self._is_owed = False
-        self._num_launches = 0
+        self._num_forwards = 0
         self.num_probes = 0
         self.probed_s: float | None = None
         self.forward_s = 0.0
@@ -49,15 +49,15 @@ class Prober:
         """Probe once although nothing works."""
         self._is_owed = self._watch.mode is not MemoryCheck.OFF
 
-    def choose(self, now_s: float, *, is_working: bool, num_launches: int) -> Probe | None:
+    def choose(self, now_s: float, *, is_working: bool, num_forwards: int) -> Probe | None:
         """The probe that should be launched next, if any; ask before every launch.
 
-        `num_launches`: how many there were before.
+        `num_forwards`: how many there were before.
         """
-        if not self._is_due(now_s, is_working=is_working, num_launches=num_launches):
+        if not self._is_due(now_s, is_working=is_working, num_forwards=num_forwards):
             return None
         self._worked_s, self._is_owed = 0.0, False
-        self._num_launches = num_launches + 1
+        self._num_forwards = num_forwards + 1
         content = self._looking_at = self._rotation.next(self._cache)
         return (
             None
@@ -80,7 +80,7 @@ class Prober:
             [] if result.probe_holds else self._rotation.blame(self._cache, content)
         )
 
-    def _is_due(self, now_s: float, *, is_working: bool, num_launches: int) -> bool:
+    def _is_due(self, now_s: float, *, is_working: bool, num_forwards: int) -> bool:
         if self._working_since_s is not None:
             self._worked_s += now_s - self._working_since_s
         self._working_since_s = now_s if is_working else None
@@ -88,7 +88,7 @@ class Prober:
             return False
         if not is_working:
             return self._is_owed or self._rotation.is_suspicious
-        if num_launches == self._num_launches:
+        if num_forwards == self._num_forwards:
             return False
         interval_s = self._watch.probe_interval_s
         return self._worked_s >= interval_s or self._rotation.is_suspicious

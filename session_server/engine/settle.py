@@ -56,25 +56,25 @@ class Settler:
         self._memory = memory
         self.retry_alone: list[Turn] = []
 
-    def settle(self, launch: Batch, result: StepResult, now_s: float) -> None:
-        """Record the result of the oldest launch in flight.
+    def settle(self, batch: Batch, result: StepResult, now_s: float) -> None:
+        """Record the result of the oldest forward in flight.
 
         Args:
-            launch: what was launched.
-            result: one outcome per row of `launch`, in its order, or an error of the device.
+            batch: what was launched.
+            result: one outcome per row of `batch`, in its order, or an error of the device.
             now_s: time of this step, for the timings of turns.
         """
-        assert launch.step == result.step, "results come in launch order"
+        assert batch.step == result.step, "results come in launch order"
         self._counters.steps += 1
         self._counters.forward_s += result.forward_s
         if result.error is not None:
-            self._settle_failure(launch, result.error)
+            self._settle_failure(batch, result.error)
             return
-        assert len(launch.rows) == len(result.rows)
-        for row, outcome in zip(launch.rows, result.rows, strict=True):
+        assert len(batch.rows) == len(result.rows)
+        for row, outcome in zip(batch.rows, result.rows, strict=True):
             turn = self._scheduler.find_attempt(row)
             if turn is None:
-                # With overlap, the turn may have ended or been retracted after this launch. Its row
+                # With overlap, the turn may have ended or been retracted since the launch. Its row
                 # and pages may belong to another turn by now, so nothing is recorded.
                 self._counters.overshoots += 1
                 continue
@@ -258,13 +258,13 @@ class Settler:
             return True
         return not sampling.ignore_eos and token in self._settings.eos_token_ids
 
-    def _settle_failure(self, launch: Batch, message: str) -> None:
-        for row in launch.rows:
+    def _settle_failure(self, batch: Batch, message: str) -> None:
+        for row in batch.rows:
             turn = self._scheduler.find_attempt(row)
             if turn is None:
                 self._counters.overshoots += 1
             elif turn in self.retry_alone:
                 self.fail(turn, DeviceFailed(f"the device refused the forward: {message}"))
             else:
-                turn.relaunch()
+                turn.discard_in_flight()
                 self.retry_alone.append(turn)

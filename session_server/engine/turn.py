@@ -231,7 +231,7 @@ class Turn:
         """Guess further after guessing right, and as far as it went after guessing wrong."""
         self.guess_len = 2 * num_drafts if num_right == num_drafts else num_right + 1
 
-    def relaunch(self) -> None:
+    def discard_in_flight(self) -> None:
         """Forget what is in flight; it will be computed again, and its results are dropped."""
         admission = self.borrowed
         self.num_admissions += 1

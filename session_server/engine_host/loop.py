@@ -85,11 +85,11 @@ class EngineLoop:
             started_s = self._clock()
             progress.begin_step(started_s, is_recount=any(map(_is_recount, commands)))
             for result in results:
-                progress.land(result, started_s)
+                progress.end_forward(result, started_s)
             outcome = self._engine.step(started_s, commands, results)
             if outcome.batch is not None:
                 device.launch(outcome.batch)
-                progress.launch(outcome.batch, self._clock())
+                progress.begin_forward(outcome.batch, self._clock())
             if outcome.events:
                 self._emit(outcome.events)
             is_blocked = outcome.is_blocked

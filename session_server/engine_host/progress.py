@@ -86,12 +86,12 @@ class Progress:
         limit_s = max(STEP_LIMIT_S, STALL_RATIO * self._slowest_step_s)
         self._step = (now_s, RECOUNT_LIMIT_S if is_recount else limit_s)
 
-    def launch(self, batch: Batch, now_s: float) -> None:
+    def begin_forward(self, batch: Batch, now_s: float) -> None:
         """Add a forward to those in flight."""
         self._in_flight.append((ForwardSize.of(batch), now_s))
         self._oldest = self._in_flight[0]
 
-    def land(self, result: StepResult, now_s: float) -> None:
+    def end_forward(self, result: StepResult, now_s: float) -> None:
         """Take the oldest forward out of those in flight."""
         size, _ = self._in_flight.popleft()
         if result.error is None:

@@ -141,7 +141,7 @@ def test_no_probe_comes_between_a_failed_forward_and_its_retry() -> None:
     work(bench, 20)
     failed: list[int] = []
     for _ in range(12):
-        ahead = bench.engine.inspect().flight.num_launches + 1
+        ahead = bench.engine.inspect().in_flight.num_forwards + 1
         bench.runner.faults.fail_steps.add(ahead)
         work(bench, 1)
         while (oldest := bench.runner.next_launch()) is not None and oldest.step < ahead:
@@ -322,7 +322,7 @@ def test_a_device_that_refuses_a_probe_has_found_nothing() -> None:
     bench = bench_of()
     session_id = park(bench, "s", PROMPT)
     bench.audit()
-    bench.runner.faults.fail_steps.add(bench.engine.inspect().flight.num_launches + 1)
+    bench.runner.faults.fail_steps.add(bench.engine.inspect().in_flight.num_forwards + 1)
     bench.step()
     bench.settle()
     report = checks(bench)

@@ -32,9 +32,9 @@ def after(*forwards: tuple[Batch, float]) -> tuple[Progress, float]:
     """An engine that has computed these forwards, with its time."""
     progress, now_s = Progress(), 0.0
     for number, (of, took_s) in enumerate(forwards):
-        progress.launch(of, now_s)
+        progress.begin_forward(of, now_s)
         now_s += took_s
-        progress.land(StepResult(number, (), took_s), now_s)
+        progress.end_forward(StepResult(number, (), took_s), now_s)
     return progress, now_s
 
 
@@ -53,23 +53,23 @@ def test_an_engine_at_rest_has_not_stalled_however_long_it_rests() -> None:
 
 def test_a_forward_that_is_usually_quick_has_stalled_after_the_least_limit() -> None:
     progress, now_s = after((DECODE, 0.01))
-    progress.launch(DECODE, now_s)
+    progress.begin_forward(DECODE, now_s)
     assert not has_stalled(progress, now_s + STEP_LIMIT_S)
     assert progress.pulse(now_s + STEP_LIMIT_S + 0.1).stalled_s == pytest.approx(STEP_LIMIT_S + 0.1)
-    progress.land(StepResult(2, (), 1.7), now_s + 1.7)
+    progress.end_forward(StepResult(2, (), 1.7), now_s + 1.7)
     assert not has_stalled(progress, now_s + 100.0)
 
 
 def test_a_machine_whose_steps_take_long_is_given_several_times_as_long() -> None:
     progress, now_s = after((DECODE, 2.0))
-    progress.launch(DECODE, now_s)
+    progress.begin_forward(DECODE, now_s)
     assert not has_stalled(progress, now_s + STALL_RATIO * 2.0)
     assert has_stalled(progress, now_s + STALL_RATIO * 2.0 + 0.1)
 
 
 def test_a_forward_larger_than_any_before_may_take_longer_in_proportion() -> None:
     progress, now_s = after((DECODE, 0.1))
-    progress.launch(CHUNK, now_s)
+    progress.begin_forward(CHUNK, now_s)
     num_read = (512 * 612) / 101
     assert not has_stalled(progress, now_s + STALL_RATIO * 0.1 * num_read)
     assert has_stalled(progress, now_s + STALL_RATIO * 0.1 * num_read + 0.1)
@@ -77,25 +77,25 @@ def test_a_forward_larger_than_any_before_may_take_longer_in_proportion() -> Non
 
 def test_the_first_forward_may_take_as_long_as_any_machine_needs() -> None:
     progress = Progress()
-    progress.launch(CHUNK, 0.0)
+    progress.begin_forward(CHUNK, 0.0)
     assert not has_stalled(progress, FIRST_FORWARD_LIMIT_S)
     assert has_stalled(progress, FIRST_FORWARD_LIMIT_S + 0.1)
 
 
 def test_a_forward_behind_another_one_counts_from_the_end_of_that() -> None:
     progress, now_s = after((DECODE, 0.01))
-    progress.launch(DECODE, now_s)
-    progress.launch(DECODE, now_s)
-    progress.land(StepResult(2, (), 0.01), now_s + 1.0)
+    progress.begin_forward(DECODE, now_s)
+    progress.begin_forward(DECODE, now_s)
+    progress.end_forward(StepResult(2, (), 0.01), now_s + 1.0)
     assert not has_stalled(progress, now_s + 1.0 + STEP_LIMIT_S)
     assert has_stalled(progress, now_s + 1.0 + STEP_LIMIT_S + 0.1)
 
 
 def test_a_forward_that_failed_teaches_nothing_about_time() -> None:
     progress = Progress()
-    progress.launch(CHUNK, 0.0)
-    progress.land(StepResult(1, (), 0.0, error="out of memory"), 1.0)
-    progress.launch(CHUNK, 1.0)
+    progress.begin_forward(CHUNK, 0.0)
+    progress.end_forward(StepResult(1, (), 0.0, error="out of memory"), 1.0)
+    progress.begin_forward(CHUNK, 1.0)
     assert not has_stalled(progress, 1.0 + FIRST_FORWARD_LIMIT_S)
 
 
@@ -137,6 +137,6 @@ def test_a_loop_that_waits_with_turns_and_nothing_in_flight_has_stalled() -> Non
     progress.end_step(10.0)
     progress.wait(has_work=True)
     assert has_stalled(progress, 10.0 + STEP_LIMIT_S + 0.1)
-    progress.launch(DECODE, 12.0)
+    progress.begin_forward(DECODE, 12.0)
     progress.wait(has_work=True)
     assert not has_stalled(progress, 12.0 + STEP_LIMIT_S)

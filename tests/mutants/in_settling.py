@@ -28,7 +28,7 @@ RELAUNCH_SKIPS = Mutant(
     "After a forward that failed a turn goes on behind it.",
     "systematic",
     Edit(
-        "session_server.engine.turn:Turn.relaunch",
+        "session_server.engine.turn:Turn.discard_in_flight",
         "admission.launched_len = admission.computed_len",
         "pass",
     ),
@@ -37,14 +37,16 @@ RELAUNCH_SKIPS = Mutant(
 RELAUNCH_COUNTS_LOST_TOKENS = Mutant(
     "After a forward that failed a turn goes on counting on the token it was to give.",
     "systematic",
-    Edit("session_server.engine.turn:Turn.relaunch", "admission.num_sampling = 0", "pass"),
+    Edit("session_server.engine.turn:Turn.discard_in_flight", "admission.num_sampling = 0", "pass"),
 )
 
 RELAUNCH_TRUSTS_SAMPLER = Mutant(
     "After a forward that failed the sampler is taken to remember the turn.",
     "systematic",
     Edit(
-        "session_server.engine.turn:Turn.relaunch", "admission.is_sampler_started = False", "pass"
+        "session_server.engine.turn:Turn.discard_in_flight",
+        "admission.is_sampler_started = False",
+        "pass",
     ),
 )
 
@@ -83,8 +85,8 @@ RESULTS_BY_RANK = Mutant(
     "mlx-lm#965 (A18)",
     Edit(
         "session_server.engine.settle:Settler.settle",
-        "zip(launch.rows, result.rows, strict=True)",
-        "zip([r for r in launch.rows if self._scheduler.find_attempt(r)] or launch.rows,"
+        "zip(batch.rows, result.rows, strict=True)",
+        "zip([r for r in batch.rows if self._scheduler.find_attempt(r)] or batch.rows,"
         " result.rows, strict=False)",
     ),
 )
@@ -231,7 +233,7 @@ NEIGHBOURS_ARE_SUSPECTS = Mutant(
     "Turns of a forward that failed are tried again together, so one takes all with it.",
     "systematic",
     Edit(
-        "session_server.engine.engine:Engine._launch",
+        "session_server.engine.engine:Engine._next_batch",
         "retry_alone[:1] if retry_alone else",
         "retry_alone if retry_alone else",
     ),
