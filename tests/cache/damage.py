@@ -84,6 +84,10 @@ def fall_behind_the_lock(cache: SessionAwareCache) -> None:
     lease_of(cache, PARKED).computed_len = 3
 
 
+def forget_what_was_published(cache: SessionAwareCache) -> None:
+    lease_of(cache, PARKED).receipt._length = 0
+
+
 def forget_the_borrower(cache: SessionAwareCache) -> None:
     cache.inspect().slots[LENT].borrower = None
 

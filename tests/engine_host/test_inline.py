@@ -185,6 +185,8 @@ def test_a_bug_ends_the_engine_and_the_server_is_told() -> None:
         assert not death.will_restart
         assert client.failed is not None
         assert "a bug on purpose" in await client.failed
+        await asyncio.sleep(0)
+        assert "engine-watchdog" not in {task.get_name() for task in asyncio.all_tasks()}
         await client.stop()
         with pytest.raises(EngineUnavailable):
             submit(client, "u", (1, 2))
