@@ -1,11 +1,19 @@
-"""What one forward computes, and what it gave: the only thing engine and runner share.
+"""`Batch` and `StepResult`: what one forward computes and what it gave.
 
-A `Batch` is frozen ints and arrays. Rows name their KV by (row, start, length); the page table
-deltas the forward needs travel with it and are applied in launch order, so a page freed while an
-earlier launch still reads it is first written by a later one.
+This module is the whole contract between the engine and the runner. Everything the engine sends is
+frozen ints and int32 numpy arrays on the host; a runner never writes to them.
 
-These values are made anew in every step. As `msgspec` structs they cost a tenth of what frozen
-dataclasses do.
+Order. The runner executes batches in launch order on one stream, and results come back in that
+order. It applies the `table_writes` of a batch before it computes the rows. A page that is freed
+while an earlier forward still reads it can be given out at once: a later forward writes it next.
+
+Overlap. With two forwards in flight, the engine launches forward n+1 before it has the result of
+forward n. Where the input of a row is the token that forward n samples, the row has `tokens=None`,
+and the runner uses the id that it sampled last for that `row`. A turn whose drafts are in flight is
+not launched again before their result: only the result says how many tokens it has.
+
+The structs are made anew in every step; as `msgspec` structs they cost a tenth of frozen
+dataclasses.
 """
 
 from __future__ import annotations
@@ -19,11 +27,19 @@ from session_server.core.sampling import SamplingParams, TokenLogprob
 
 
 class SamplingStart(msgspec.Struct, frozen=True, gc=False):
-    """Sent with the first row of an admission: what the sampler must remember of a turn.
+    """Start the sampler state of a row: sent with the first row of an attempt of a turn.
 
-    `prompt_len`: position of the turn's first output, so that a position alone says how many
-    outputs precede it. `context`: int32 [length], every token that penalties look at as prompt
-    (empty without penalties); `outputs`: those generated before a retraction, counted as output.
+    The state lives until the next `SamplingStart` of the same `BatchRow.row`.
+
+    Attributes:
+        params: how tokens are chosen.
+        seed: with a position it alone decides the randomness of a token.
+        prompt_len: position of the turn's first output token. A position alone then says how many
+            outputs precede it.
+        context: int32 [prompt_len], the tokens that penalties count as prompt; [0] without
+            penalties.
+        outputs: int32 [n], the tokens generated before this attempt, which penalties count as
+            output; [0] without penalties.
     """
 
     params: SamplingParams
@@ -33,11 +49,17 @@ class SamplingStart(msgspec.Struct, frozen=True, gc=False):
     outputs: Tokens
 
 
-class ScoreRange(msgspec.Struct, frozen=True, gc=False):
-    """Wanted: logprobs of prompt tokens.
+class PromptLogprobRange(msgspec.Struct, frozen=True, gc=False):
+    """Request logprobs of prompt tokens.
 
-    The logits at position start + i score `targets[i]` (the token at start + i + 1). `targets`:
-    int32 [n]; positions lie inside the row's [start, start + num_tokens). `num_top` alternatives.
+    The logits at position `start + i` give the logprob of `targets[i]`, which is the token at
+    position `start + i + 1`.
+
+    Attributes:
+        start: first position whose logits are used. All n positions lie inside the row's
+            [start, start + num_tokens).
+        targets: int32 [n].
+        num_top: alternatives to return beside each target.
     """
 
     start: int
@@ -46,22 +68,30 @@ class ScoreRange(msgspec.Struct, frozen=True, gc=False):
 
 
 class BatchRow(msgspec.Struct, frozen=True, gc=False):
-    """One turn's share of a forward: positions [start, start + num_tokens).
+    """Compute positions [start, start + num_tokens) of one turn.
 
-    The last `num_drafts` of them hold guesses that this forward verifies; what comes before is
-    certain. `tokens`: int32 [num_tokens - num_drafts], the certain input ids; or None when there is
-    one, sampled for this row by the launch before, which the host has not seen yet. `drafts`: int32
-    [num_drafts], the guesses; None without any, and when the runner's draft model makes them.
+    The last `num_drafts` positions hold drafts that this forward verifies; the tokens before them
+    are certain. With `sample`, one token is chosen from the logits of the last certain position and
+    from those of each draft: the token at position p from the logits at p - 1, its randomness from
+    (seed, p) alone. A draft is accepted when it equals the token chosen for its position, so drafts
+    change no answer, greedy or sampled. Tokens chosen behind a rejected draft are dropped.
 
-    `sample`: the logits of the last certain position and of every draft choose a token each, the
-    one at position p from the logits at p - 1; (seed, p) alone decide its randomness. A draft is
-    right when it is the token chosen for its position, so that guessing changes no answer,
-    sampled or greedy; choices behind a wrong draft are void. A row with drafts samples, and its
-    turn is launched again only when its result is known. Sampler state is kept per `row`: it lives
-    from one `SamplingStart` to the next.
-    `score`: prompt positions whose successor's logprob is wanted, None for none.
-    `attempt` counts admissions of the turn; results of an older one are dropped.
-    `states`: where its recurrent state comes from and goes to; None where no layer has one.
+    Attributes:
+        turn_id: the turn, for the engine; a runner does not use it.
+        attempt: counts admissions and retries of the turn. The engine drops results of an older
+            attempt.
+        row: row of the page tables, and of the runner's sampler state.
+        start: first position; KV before it is in the pages of `row`.
+        num_tokens: positions, drafts included; at least 1.
+        tokens: int32 [num_tokens - num_drafts], the certain input ids. None if there is exactly
+            one, which the forward before sampled for this `row` and the host has not seen yet.
+        sample: whether to choose tokens; always set on a row with drafts.
+        sampling: sampler state to start from; None to go on with the state of `row`.
+        prompt_logprobs: request for logprobs of prompt tokens, if any.
+        num_drafts: drafts at the end of the row.
+        drafts: int32 [num_drafts]. None without drafts, and when the runner's draft model makes
+            them.
+        states: where the recurrent state comes from and goes to; None if no layer has one.
     """
 
     turn_id: TurnId
@@ -72,19 +102,24 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
     tokens: Tokens | None
     sample: bool
     sampling: SamplingStart | None
-    score: ScoreRange | None = None
+    prompt_logprobs: PromptLogprobRange | None = None
     num_drafts: int = 0
     drafts: Tokens | None = None
     states: StateMoves | None = None
 
 
 class Probe(msgspec.Struct, frozen=True, gc=False):
-    """Wanted: is what a page of a parked session holds what its tokens give?
+    """Check that a page of a parked session holds the KV of its tokens.
 
-    The runner computes positions [start, start + len(tokens)) of `row` once more, from the KV
-    before them, into the padding page, and compares. `tokens`: int32 [n], n <= page_size; `start`
-    is a multiple of page_size. Nobody's KV is written. `states`: the recurrent state to begin with,
-    and as its target the one that is compared, unless it is the padding page.
+    The runner computes positions [start, start + n) of `row` again, from the KV before them, into
+    the padding page, and compares both pages. It writes no page but the padding page.
+
+    Attributes:
+        row: row of the page tables.
+        start: a multiple of page_size.
+        tokens: int32 [n], 0 < n <= page_size.
+        states: the recurrent state to start from. Its target is the page to compare with, unless
+            that is the padding page. None if no layer has a state.
     """
 
     row: RowId
@@ -94,9 +129,13 @@ class Probe(msgspec.Struct, frozen=True, gc=False):
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """One forward. `step` numbers launches from 1; results come back in the same order.
+    """Describe one forward.
 
-    A batch with a `probe` has no rows.
+    Attributes:
+        step: number of the forward, counted from 1 in launch order.
+        rows: no two with the same `BatchRow.row`, except the padding row.
+        table_writes: page table changes to apply before the rows, in order.
+        probe: a page to check; a batch with a probe has no rows.
     """
 
     step: int
@@ -106,26 +145,34 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False):
-    """What one row gave. `token_ids`: for a sampled row the right drafts and one id more, so 1 to
-    1 + num_drafts of them; none otherwise. KV is valid up to the last right draft. `logprobs`: one
-    per token id, or empty.
+    """Hold what one row gave.
 
-    `finite` is False when the row's logits, or its last hidden state where it has no logits, held
-    NaN or Inf; `token_ids` is then empty.
-    `scores`: one per target of the row's `score`, in order.
+    Attributes:
+        token_ids: for a row with `sample` the accepted drafts and one token more, so 1 to
+            1 + num_drafts ids; empty for any other row, and when `finite` is False. The KV written
+            is valid up to and including the last accepted draft.
+        logprobs: one per token id, or empty if the turn asks for none.
+        prompt_logprobs: one per target of `BatchRow.prompt_logprobs`, in order.
+        finite: False if the row's logits held NaN or Inf, or its last hidden state if it has no
+            logits. The other rows of the forward are not affected.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    scores: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...]
     finite: bool
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """Outcome of one launch: `rows` in the order of the batch, `forward_s` its duration.
+    """Hold the result of one forward.
 
-    `error` is set when the device failed and nothing of the batch may be trusted. `probe_holds`:
-    whether the content that the batch's probe looked at is right; None without a probe.
+    Attributes:
+        step: that of the batch.
+        rows: one per row of the batch, in its order; empty with an `error`.
+        forward_s: duration of the forward, in seconds.
+        error: why the device failed; then nothing of the batch can be trusted, KV included.
+        probe_holds: whether the page of the batch's probe holds the KV of its tokens; None without
+            a probe.
     """
 
     step: int
@@ -136,20 +183,27 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class PendingStep(Protocol):
-    """A launched forward."""
+    """A forward that was launched."""
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         ...
 
     def wait(self) -> StepResult:
-        """Block until the device has finished; called once."""
+        """Block until the device has finished, and return the result. Called once.
+
+        A forward that the device refuses is a result with an `error`. A lost device raises.
+        """
         ...
 
 
 class Runner(Protocol):
-    """Executes batches strictly in launch order."""
+    """Execute batches strictly in launch order."""
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Start one forward. A CPU runner computes here and returns a finished step."""
+        """Start one forward without waiting for it. Called from one thread.
+
+        A CPU runner computes the forward here and returns a finished step. A forward that the
+        device refuses is a result with an `error`; what raises here or in `wait` ends the engine.
+        """
         ...

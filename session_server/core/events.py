@@ -127,7 +127,7 @@ class PrefillProgressed(Event, frozen=True, tag=True, kw_only=True):
     total: int
 
 
-class PromptScored(Event, frozen=True, tag=True, kw_only=True):
+class PromptLogprobsComputed(Event, frozen=True, tag=True, kw_only=True):
     """Logprobs of prompt positions, in order from `sampling.prompt_logprobs_from` on."""
 
     turn_id: TurnId
@@ -321,7 +321,7 @@ EngineEvent = (
     | SessionGone
     | TurnStarted
     | PrefillProgressed
-    | PromptScored
+    | PromptLogprobsComputed
     | TokensProduced
     | TurnFinished
     | TurnFailed

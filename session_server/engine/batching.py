@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from cache.session_cache import SessionAwareCache
-from session_server.core.batch import BatchRow, SamplingStart, ScoreRange
+from session_server.core.batch import BatchRow, PromptLogprobRange, SamplingStart
 from session_server.engine.turn import Turn
 
 _NO_TOKENS: Final = np.empty(0, dtype=np.int32)
@@ -33,7 +33,7 @@ def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: 
         tokens=None if is_unseen else cache.tokens(session_id, start, end),
         sample=turn.samples_at(end),
         sampling=None if admission.is_sampler_started else _sampling_start(cache, turn),
-        score=_score_range(cache, turn, start, end),
+        prompt_logprobs=_prompt_logprob_range(cache, turn, start, end),
         num_drafts=num_drafts,
         drafts=drafts if num_drafts else None,
         states=admission.loan.state_moves(start, end + num_drafts, num_drafts),
@@ -58,17 +58,19 @@ def _sampling_start(cache: SessionAwareCache, turn: Turn) -> SamplingStart:
     )
 
 
-def _score_range(cache: SessionAwareCache, turn: Turn, start: int, end: int) -> ScoreRange | None:
-    """The part of [start, end) whose successors are prompt tokens that want a logprob.
+def _prompt_logprob_range(
+    cache: SessionAwareCache, turn: Turn, start: int, end: int
+) -> PromptLogprobRange | None:
+    """Return the positions in [start, end) whose logits give prompt logprobs; None without any.
 
-    Chunk boundaries need no care: a chunk's last position scores the next chunk's first token.
-    Positions scored before a retraction are not scored again.
+    The last position of a chunk gives the logprob of the next chunk's first token. Logprobs
+    computed before a retraction are not computed again.
     """
-    wanted = turn.next_score_position()
-    if wanted is None:
+    next_position = turn.next_prompt_logprob_position()
+    if next_position is None:
         return None
-    first, last = max(start, wanted), min(end, turn.prompt_len - 1)
+    first, last = max(start, next_position), min(end, turn.prompt_len - 1)
     if first >= last:
         return None
     targets = cache.tokens(turn.request.session_id, first + 1, last + 1)
-    return ScoreRange(first, targets, turn.request.sampling.top_logprobs)
+    return PromptLogprobRange(first, targets, turn.request.sampling.top_logprobs)

@@ -149,7 +149,7 @@ class CommandHandler:
         if sampling.prompt_logprobs_from == 0:
             first = self._cache.tokens(command.session_id, 0, min(1, command.base_len))
             token = int(first[0]) if len(first) else command.tokens[0]
-            turn.scores.append(TokenLogprob(token, None))
+            turn.prompt_logprobs.append(TokenLogprob(token, None))
         self._scheduler.submit(turn)
 
     def _refusal(self, command: SubmitTurn) -> SessionServerError | None:

@@ -16,7 +16,7 @@ from session_server.core.errors import (
 from session_server.core.events import (
     FinishReason,
     PrefillProgressed,
-    PromptScored,
+    PromptLogprobsComputed,
     TokensProduced,
     TurnFailed,
     TurnFinished,
@@ -175,7 +175,7 @@ class Settler:
         if turn in self.retry_alone:
             self.retry_alone.remove(turn)  # its forward succeeded, so it joins the others again
         self._outbox.write(self._cache.record(turn.turn_id, computed_len, token_ids))
-        turn.scores.extend(outcome.scores)
+        turn.prompt_logprobs.extend(outcome.prompt_logprobs)
         self._report_prompt(turn, now_s)
         if token_ids:
             self._report_tokens(turn, token_ids, outcome.logprobs, now_s)
@@ -195,7 +195,9 @@ class Settler:
             return
         turn.clock.prompt_done_s = now_s
         if turn.request.sampling.prompt_logprobs_from is not None:
-            self._outbox.emit(PromptScored(turn_id=turn.turn_id, logprobs=tuple(turn.scores)))
+            self._outbox.emit(
+                PromptLogprobsComputed(turn_id=turn.turn_id, logprobs=tuple(turn.prompt_logprobs))
+            )
 
     def _settle_drafts(self, turn: Turn, row: BatchRow, num_right: int) -> None:
         """Take back the positions of rejected drafts, and adapt how many the turn drafts next."""

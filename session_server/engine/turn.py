@@ -114,7 +114,7 @@ class Turn:
 
     `order`: smaller goes first at admission and keeps its pages longer. `max_new`: output tokens
     it may have, its `max_tokens` clipped to the room its context leaves. `outputs` survive a
-    retraction: they are input of the next admission. `scores`: prompt logprobs settled so far.
+    retraction: they are input of the next admission. `prompt_logprobs`: settled so far.
     `cached_len`: positions its first admission did not have to compute. `guess_len`: how far it
     guesses next, learned from how far it was right; 0 before its first guess.
     """
@@ -126,7 +126,7 @@ class Turn:
     state: TurnState = TurnState.WAITING
     admission: Admission | None = None
     outputs: list[int] = field(default_factory=list)
-    scores: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_admissions: int = 0
     cached_len: int = 0
     guess_len: int = 0
@@ -208,16 +208,16 @@ class Turn:
         """Whether a row that ends at `end` chooses the next token."""
         return self.max_new > 0 and end == self.coming_len
 
-    def next_score_position(self) -> int | None:
-        """First position whose logits have a prompt token to score; None when nothing is wanted.
+    def next_prompt_logprob_position(self) -> int | None:
+        """Return the first position whose logits still have to give a prompt logprob.
 
-        A position's logits score its successor, so they start one before the first token asked
-        for; position 0 has no logprob at all.
+        None if the turn asks for no prompt logprobs. The logits at a position give the logprob of
+        its successor, so they start one before the first token asked for; position 0 has none.
         """
         wanted_from = self.request.sampling.prompt_logprobs_from
         if wanted_from is None:
             return None
-        return max(0, wanted_from + len(self.scores) - 1)
+        return max(0, wanted_from + len(self.prompt_logprobs) - 1)
 
     def admit(self, loan: TurnLoan) -> None:
         """Start to run on a lease that was just lent."""
@@ -242,7 +242,7 @@ class Turn:
         admission.guess = None
 
     def retract(self) -> None:
-        """Back to waiting; outputs and scores stay, KV does not."""
+        """Back to waiting; outputs and prompt logprobs stay, KV does not."""
         self._move(TurnState.WAITING)
         self.admission = None
         self.clock.num_retractions += 1

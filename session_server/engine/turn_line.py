@@ -131,7 +131,7 @@ def _reusable_len(turn: Turn) -> int:
 
 def max_reuse(turn: Turn) -> int | None:
     """Positions a turn may reuse; None for all. Prompt logprobs need logits, hence computing."""
-    position = turn.next_score_position()
+    position = turn.next_prompt_logprob_position()
     if position is None or position >= turn.prompt_len - 1:
         return None
     return position

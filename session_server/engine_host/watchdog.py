@@ -14,7 +14,7 @@ from session_server.core.events import (
     EngineResumed,
     EngineStalled,
     PrefillProgressed,
-    PromptScored,
+    PromptLogprobsComputed,
     TokensProduced,
     TurnFailed,
     TurnFinished,
@@ -65,7 +65,7 @@ class Watchdog:
                 self._turns.discard(turn_id)
                 self.has_finished_turn |= isinstance(event, TurnFinished)
                 self._move()
-            case TurnStarted() | PrefillProgressed() | PromptScored() | TokensProduced():
+            case TurnStarted() | PrefillProgressed() | PromptLogprobsComputed() | TokensProduced():
                 self._move()
             case _:
                 pass

@@ -120,6 +120,6 @@ def _single(row: BatchRow, step: int) -> BatchRow:
         tokens=None,
         sample=True,
         sampling=None,
-        score=None,
+        prompt_logprobs=None,
         num_drafts=0,
     )

@@ -94,7 +94,7 @@ class InputBuilder:
                 host[0, first_draft:end] = 0 if row.drafts is None else row.drafts
             self._place(span, host[1:, span.offset : end])
         sampled = tuple(i for i, row in enumerate(rows) if row.sample)
-        scored = tuple(i for i, row in enumerate(rows) if row.score is not None)
+        scored = tuple(i for i, row in enumerate(rows) if row.prompt_logprobs is not None)
         unsampled = tuple(i for i, row in enumerate(rows) if not row.sample)
         wanted = _wanted(rows, offsets, sampled=sampled, scored=scored, unsampled=unsampled)
         device_ints = torch.from_numpy(np.concatenate((host.reshape(-1), wanted))).to(self._device)
@@ -179,7 +179,7 @@ def _wanted(
     choosing = [last[i] - behind for i in sampled for behind in range(rows[i].num_drafts, -1, -1)]
     parts = [np.array(choosing, dtype=np.int64)]
     for index in scored:
-        row, score = rows[index], rows[index].score
+        row, score = rows[index], rows[index].prompt_logprobs
         assert score is not None
         first = score.start - row.start
         assert 0 <= first <= row.num_tokens - len(score.targets), "scores lie inside the row"

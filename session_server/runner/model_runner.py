@@ -204,7 +204,7 @@ class ModelRunner:
         scores: list[list[DeviceLogprobs]] = []
         offset = 0
         for index in inputs.scored:
-            wish = batch.rows[index].score
+            wish = batch.rows[index].prompt_logprobs
             assert wish is not None, "only rows with a score are listed"
             targets = torch.from_numpy(wish.targets).to(hidden.device, torch.int64)
             blocks = []

@@ -86,14 +86,14 @@ class StepOutputs:
             ):
                 results[index] = result
         for index, blocks in zip(self.scored, self.scores, strict=True):
-            wish = self.rows[index].score
+            wish = self.rows[index].prompt_logprobs
             assert wish is not None, "only rows with a score are listed"
             scores: list[TokenLogprob] = []
             for block in blocks:
                 scores += block.to_host([wish.num_top] * len(block.chosen))
             is_finite = all(s.logprob is not None and math.isfinite(s.logprob) for s in scores)
             results[index] = (
-                structs.replace(results[index], scores=tuple(scores))
+                structs.replace(results[index], prompt_logprobs=tuple(scores))
                 if is_finite
                 else RowResult((), (), tuple(scores), finite=False)
             )

@@ -27,7 +27,7 @@ from session_server.core.events import (
     EngineReady,
     MemoryReported,
     PrefillProgressed,
-    PromptScored,
+    PromptLogprobsComputed,
     SessionCooled,
     SessionRefused,
     TokensProduced,
@@ -383,7 +383,7 @@ class SessionManager:
             case (
                 TurnStarted()
                 | PrefillProgressed()
-                | PromptScored()
+                | PromptLogprobsComputed()
                 | TokensProduced()
                 | TurnFinished()
                 | TurnFailed()

@@ -24,7 +24,7 @@ from session_server.core.errors import (
 from session_server.core.events import (
     FinishReason,
     PrefillProgressed,
-    PromptScored,
+    PromptLogprobsComputed,
     TokensProduced,
     TurnFailed,
     TurnFinished,
@@ -64,7 +64,12 @@ from session_server.text.model_text import ModelText
 _UNKNOWN_SESSION: Final = WIRE_ERRORS[SessionNotFound].code
 
 TurnEvent = (
-    TurnStarted | PrefillProgressed | PromptScored | TokensProduced | TurnFinished | TurnFailed
+    TurnStarted
+    | PrefillProgressed
+    | PromptLogprobsComputed
+    | TokensProduced
+    | TurnFinished
+    | TurnFailed
 )
 
 
@@ -186,7 +191,7 @@ class TurnFlow:
                     cached = _running(turn).cached_tokens
                     turn_id = turn.request.turn_id
                     session.journal.append(TurnProgress(turn_id, computed, cached, total))
-            case PromptScored(logprobs=logprobs):
+            case PromptLogprobsComputed(logprobs=logprobs):
                 _running(turn).prompt_logprobs.extend(logprobs)
                 self._quotas.hold(session.owner, turn, logprob_bytes(logprobs))
             case TokensProduced():

@@ -16,7 +16,7 @@ from session_server.core.commands import (
 from session_server.core.events import (
     EngineEvent,
     EngineStats,
-    PromptScored,
+    PromptLogprobsComputed,
     TokensProduced,
     TurnFailed,
     TurnFinished,
@@ -37,7 +37,7 @@ class Seen:
 
     tokens: list[int] = field(default_factory=list)
     starts: list[TurnStarted] = field(default_factory=list)
-    scores: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     end: TurnFinished | TurnFailed | None = None
 
 
@@ -180,8 +180,8 @@ class Bench:
                 seen.starts.append(event)
             case TokensProduced():
                 seen.tokens.extend(event.token_ids)
-            case PromptScored():
-                seen.scores.extend(event.logprobs)
+            case PromptLogprobsComputed():
+                seen.prompt_logprobs.extend(event.logprobs)
             case TurnFinished() | TurnFailed():
                 seen.end = event
             case _:

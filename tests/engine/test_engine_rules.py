@@ -148,7 +148,7 @@ def test_prompt_logprobs_cross_chunks_and_cached_history(chunk_tokens: int, star
         bench.submit_command(session_id, "t", PROMPT[12:], base_len=12, prompt_logprobs_from=start)
     )
     seen = bench.turns[TurnId("t")]
-    assert seen.scores == replay_scores("a", PROMPT, start)
+    assert seen.prompt_logprobs == replay_scores("a", PROMPT, start)
     # Published pages are reused whole; one below the first wanted position is computed for it.
     reusable = min(12, max(0, start - 1))
     assert bench.finished("t").cached_tokens == reusable - reusable % bench.sizes.page_size

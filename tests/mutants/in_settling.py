@@ -220,12 +220,12 @@ EOS_CANNOT_BE_IGNORED = Mutant(
 )
 
 SCORES_START_OVER = Mutant(
-    "After a retraction prompt positions are scored again.",
+    "After a retraction prompt logprobs are computed again.",
     "systematic",
     Edit(
-        "session_server.engine.turn:Turn.next_score_position",
-        "wanted_from + len(self.scores) - 1",
-        "wanted_from + len(self.scores) * (self.clock.num_retractions == 0) - 1",
+        "session_server.engine.turn:Turn.next_prompt_logprob_position",
+        "wanted_from + len(self.prompt_logprobs) - 1",
+        "wanted_from + len(self.prompt_logprobs) * (self.clock.num_retractions == 0) - 1",
     ),
 )
 

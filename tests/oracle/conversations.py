@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cache.spec import Capacity
 from cache.types import PoolName, RowId, StateMoves, TableWrite, Tokens, TurnId, pages_for
-from session_server.core.batch import Batch, BatchRow, SamplingStart, ScoreRange
+from session_server.core.batch import Batch, BatchRow, PromptLogprobRange, SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.models.config import STATE_POOL, ModelConfig
 from session_server.runner.model_runner import ModelRunner
@@ -182,6 +182,6 @@ class Drive:
             tokens=None if is_unseen and session.num_owed < ANSWER_LEN else known,
             sample=is_last,
             sampling=greedy if start == 0 else None,
-            score=ScoreRange(start, np.zeros(num_tokens, dtype=np.int32), 0),
+            prompt_logprobs=PromptLogprobRange(start, np.zeros(num_tokens, dtype=np.int32), 0),
             states=moves,
         )

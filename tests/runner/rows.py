@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from cache.types import Pages, RowId, StateMoves, TableWrite, Tokens, TurnId
-from session_server.core.batch import Batch, BatchRow, RowResult, SamplingStart, ScoreRange
+from session_server.core.batch import Batch, BatchRow, PromptLogprobRange, RowResult, SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.model_runner import ModelRunner
 
@@ -38,7 +38,7 @@ class Rows:
         params: SamplingParams = GREEDY,
         seed: int = 0,
         sample: bool = True,
-        score: ScoreRange | None = None,
+        prompt_logprobs: PromptLogprobRange | None = None,
         drafts: Tokens | int = 0,
     ) -> BatchRow:
         """Positions from `start`; None stands for the token sampled before. Begins a turn at 0.
@@ -60,7 +60,7 @@ class Rows:
             sampling=SamplingStart(params, seed, num_certain, NO_TOKENS, NO_TOKENS)
             if begins
             else None,
-            score=score,
+            prompt_logprobs=prompt_logprobs,
             num_drafts=num_drafts,
             drafts=None if isinstance(drafts, int) else drafts,
             states=self._moves(row, start, start + num_certain + num_drafts),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cache.spec import Capacity
 from cache.types import RowId, TableWrite, Tokens
-from session_server.core.batch import PendingStep, Runner, ScoreRange
+from session_server.core.batch import PendingStep, PromptLogprobRange, Runner
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.models.config import FULL_POOL, DTypeName
 from session_server.models.registry import load_config
@@ -261,7 +261,7 @@ def test_the_forward_has_a_duration(rows: Rows) -> None:
     assert 0 < result.forward_s < 60
 
 
-def assert_scores(
+def assert_prompt_logprobs(
     scores: tuple[TokenLogprob, ...], expected: Tensor, targets: Tokens, num_top: int
 ) -> None:
     assert len(scores) == len(targets)
@@ -278,14 +278,14 @@ def test_prompt_logprobs_are_those_of_the_reference(rows: Rows, checkpoint: Path
     tokens = prompt(length)
     expected = reference_logits(checkpoint, tokens)
     first, cut = 3, 150
-    early = ScoreRange(first, tokens[first + 1 : cut + 1], 3)
-    late = ScoreRange(cut, tokens[cut + 1 :], 0)
+    early = PromptLogprobRange(first, tokens[first + 1 : cut + 1], 3)
+    late = PromptLogprobRange(cut, tokens[cut + 1 :], 0)
     begun = rows.run(
-        rows.row(1, tokens[:cut], sample=False, score=early), rows.row(2, prompt(6, 1))
+        rows.row(1, tokens[:cut], sample=False, prompt_logprobs=early), rows.row(2, prompt(6, 1))
     )
-    ended = rows.run(rows.row(1, tokens[cut:], start=cut, score=late))
-    assert_scores(begun[0].scores, expected[first:cut], early.targets, 3)
-    assert_scores(ended[0].scores, expected[cut:-1], late.targets, 0)
+    ended = rows.run(rows.row(1, tokens[cut:], start=cut, prompt_logprobs=late))
+    assert_prompt_logprobs(begun[0].prompt_logprobs, expected[first:cut], early.targets, 3)
+    assert_prompt_logprobs(ended[0].prompt_logprobs, expected[cut:-1], late.targets, 0)
     assert begun[0].token_ids == ()
     assert ended[0].token_ids == (int(expected[-1].argmax()),)
 
@@ -304,8 +304,8 @@ def test_an_overflow_in_one_scored_position_makes_the_row_not_finite(tmp_path: P
     tokens = prompt(10)
     tokens[6] = POISON
     (unscored,) = rows.run(rows.row(1, tokens))
-    (beside,) = rows.run(rows.row(1, tokens, score=ScoreRange(0, tokens[1:7], 0)))
-    (across,) = rows.run(rows.row(1, tokens, score=ScoreRange(0, tokens[1:], 0)))
+    (beside,) = rows.run(rows.row(1, tokens, prompt_logprobs=PromptLogprobRange(0, tokens[1:7], 0)))
+    (across,) = rows.run(rows.row(1, tokens, prompt_logprobs=PromptLogprobRange(0, tokens[1:], 0)))
     assert unscored.finite
     assert len(unscored.token_ids) == 1
     assert (beside.finite, beside.token_ids) == (True, unscored.token_ids)

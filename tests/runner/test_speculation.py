@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cache.types import Tokens
-from session_server.core.batch import ScoreRange
+from session_server.core.batch import PromptLogprobRange
 from session_server.core.sampling import SamplingParams
 from session_server.models.decoder import Decoder
 from session_server.runner.outputs import SampledRows, StepOutputs
@@ -155,12 +155,12 @@ def test_a_prompt_may_end_in_guesses(decoder: Decoder) -> None:
     plain = run_turns(new_rows(decoder, page_size=4), {1: Request(prompt)}, num=6)
     rows = new_rows(decoder, page_size=4)
     drafts = np.array([*plain[1].tokens[:3], wrong(plain[1].tokens[3])], dtype=np.int32)
-    score = ScoreRange(0, prompt[1:], 0)
-    (result,) = rows.run(rows.row(1, prompt, drafts=drafts, score=score))
+    prompt_logprobs = PromptLogprobRange(0, prompt[1:], 0)
+    (result,) = rows.run(rows.row(1, prompt, drafts=drafts, prompt_logprobs=prompt_logprobs))
     assert list(result.token_ids) == plain[1].tokens[:4]
-    (scored,) = rows.run(rows.row(2, prompt, sample=False, score=score))
-    expected = [s.logprob for s in scored.scores]
-    assert [s.logprob for s in result.scores] == pytest.approx(expected, abs=1e-4)
+    (scored,) = rows.run(rows.row(2, prompt, sample=False, prompt_logprobs=prompt_logprobs))
+    expected = [s.logprob for s in scored.prompt_logprobs]
+    assert [s.logprob for s in result.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_token_before_the_guesses_may_be_unseen(decoder: Decoder) -> None:

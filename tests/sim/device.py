@@ -230,7 +230,7 @@ class EchoRunner:
         self._compare(row, values)
         if self.states is not None:
             self._recur(self.states, row, sampler.root, values)
-        return RowResult(token_ids, (), self._scores(row, values), finite=True)
+        return RowResult(token_ids, (), self._prompt_logprobs(row, values), finite=True)
 
     def _recur(self, states: StateMemory, row: BatchRow, root: int, values: list[int]) -> None:
         """Go on from the state that the row names, which is that of the cells before it."""
@@ -299,13 +299,13 @@ class EchoRunner:
         starts = map(self.memory.is_page_start, range(first, first + num_right))
         self.reached["drafts accepted across pages"] += any(starts)
 
-    def _scores(self, row: BatchRow, values: list[int]) -> tuple[TokenLogprob, ...]:
-        if row.score is None:
+    def _prompt_logprobs(self, row: BatchRow, values: list[int]) -> tuple[TokenLogprob, ...]:
+        if (wanted := row.prompt_logprobs) is None:
             return ()
         first = self.memory.first_read(row.start)
         return tuple(
             TokenLogprob(target, score_of(values[at - first], target))
-            for at, target in enumerate(row.score.targets.tolist(), row.score.start)
+            for at, target in enumerate(wanted.targets.tolist(), wanted.start)
         )
 
     def _inputs(self, row: BatchRow, sampler: Sampler) -> list[int]:

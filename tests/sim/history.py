@@ -30,7 +30,7 @@ from session_server.core.events import (
     FinishReason,
     MemoryReported,
     PrefillProgressed,
-    PromptScored,
+    PromptLogprobsComputed,
     SessionCooled,
     SessionGone,
     SessionRefused,
@@ -46,7 +46,12 @@ from tests.sim.echo import EchoModel, Truth, score_of
 from tests.sim.failure import Broken, Layer
 
 TurnEvent = (
-    TurnStarted | PrefillProgressed | PromptScored | TokensProduced | TurnFinished | TurnFailed
+    TurnStarted
+    | PrefillProgressed
+    | PromptLogprobsComputed
+    | TokensProduced
+    | TurnFinished
+    | TurnFailed
 )
 
 _FAR_BEYOND: Final = 1000
@@ -88,7 +93,7 @@ class EngineTurn:
     wish: tuple[FinishReason, int | None] | None = None
     faults: set[str] = field(default_factory=set)
     outputs: list[int] = field(default_factory=list)
-    scores: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     num_starts: int = 0
     end: TurnFinished | TurnFailed | None = None
 
@@ -257,7 +262,7 @@ class EngineHistory:
                 case (
                     TurnStarted()
                     | PrefillProgressed()
-                    | PromptScored()
+                    | PromptLogprobsComputed()
                     | TokensProduced()
                     | TurnFinished()
                     | TurnFailed()
@@ -293,7 +298,7 @@ class EngineHistory:
             case PrefillProgressed(computed=computed, total=total):
                 if not 0 < computed < total == len(turn.prompt):
                     raise Broken(Layer.SHADOW, f"progress of a prompt: {event}")
-            case PromptScored(logprobs=logprobs):
+            case PromptLogprobsComputed(logprobs=logprobs):
                 self._on_scored(turn, logprobs)
             case TokensProduced():
                 self._on_tokens(turn, event)
@@ -332,16 +337,16 @@ class EngineHistory:
 
     def _on_scored(self, turn: EngineTurn, logprobs: tuple[TokenLogprob, ...]) -> None:
         start, tags = turn.command.sampling.prompt_logprobs_from, turn.truth.tags
-        if start is None or turn.scores is not None:
+        if start is None or turn.prompt_logprobs is not None:
             raise Broken(Layer.PROTOCOL, "prompt logprobs that nobody asked for")
-        turn.scores = list(logprobs)
+        turn.prompt_logprobs = list(logprobs)
         expected = [
             TokenLogprob(token, score_of(tags[position - 1], token) if position else None)
             for position, token in enumerate(turn.prompt)
             if position >= start
         ]
-        if turn.scores != expected:
-            raise Broken(Layer.SHADOW, f"prompt logprobs {turn.scores} are not {expected}")
+        if turn.prompt_logprobs != expected:
+            raise Broken(Layer.SHADOW, f"prompt logprobs {turn.prompt_logprobs} are not {expected}")
         self.reached["prompt scored"] += len(expected) > 1
 
     def _on_tokens(self, turn: EngineTurn, event: TokensProduced) -> None:
@@ -416,7 +421,7 @@ class EngineHistory:
         stops |= set() if sampling.ignore_eos else set(self._settings.eos_token_ids)
         first = max(0, sampling.min_tokens - 1)
         at_stop = [i for i, token in enumerate(outputs) if i >= first and token in stops]
-        if sampling.prompt_logprobs_from is not None and turn.scores is None:
+        if sampling.prompt_logprobs_from is not None and turn.prompt_logprobs is None:
             raise Broken(Layer.PROTOCOL, f"{event} without its prompt logprobs")
         if event.reason is FinishReason.STOP:
             if at_stop != [len(outputs) - 1] or event.matched_token != outputs[-1]:

@@ -22,7 +22,7 @@ from session_server.core.events import (
     EngineEvent,
     EngineStats,
     PrefillProgressed,
-    PromptScored,
+    PromptLogprobsComputed,
     SessionCooled,
     SessionGone,
     SessionRefused,
@@ -143,7 +143,7 @@ class Story:
                 return f"{self._name(turn_id)}!{reason.value},{history_len}"
             case TurnFailed(turn_id=turn_id, code=code):
                 return f"{self._name(turn_id)}!{code}"
-            case PrefillProgressed() | PromptScored() | EngineStats():
+            case PrefillProgressed() | PromptLogprobsComputed() | EngineStats():
                 return ""
             case _:
                 return self._session_event(event)
