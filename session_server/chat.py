@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 PROMPT: Final = "you > "
 
-AWAY_AFTER_S: Final = 0.5
+LOST_NOTICE_DELAY_S: Final = 0.5
 """A line that is back sooner was never lost as far as the user is concerned."""
 
 MAX_ATTEMPTS: Final = 1000
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """Chat until the user leaves. Returns the exit status."""
     console = Console()
     try:
-        with nullcontext(None) if args.url else _starting(console) as server:
+        with nullcontext(None) if args.url else _start_server(console) as server:
             url = args.url or (server.url if server else "")
             _edit_lines()
             with _LoopThread() as loop:
@@ -127,7 +127,7 @@ def _edit_lines() -> None:
         readline.parse_and_bind("set enable-bracketed-paste on")
 
 
-def _starting(console: Console) -> LocalServer:
+def _start_server(console: Console) -> LocalServer:
     console.print("[dim]starting a server with the embedded model ...[/]")
     return LocalServer()
 
@@ -150,9 +150,9 @@ class _LoopThread:
 
     def call(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run on the loop and wait here, where Ctrl-C arrives as `KeyboardInterrupt`."""
-        return self.begin(coroutine).result()
+        return self.submit(coroutine).result()
 
-    def begin(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
+    def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Run on the loop and go on here."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -170,8 +170,8 @@ class _Chat:
         self._system: str = args.system
         self._turns: list[TurnResult] = []
         self._is_at_prompt = False
-        self._away: asyncio.TimerHandle | None = None
-        self._is_told_away = False
+        self._lost_timer: asyncio.TimerHandle | None = None
+        self._is_lost_reported = False
         self._session = self._open(args.session)
 
     def run(self) -> int:
@@ -184,7 +184,7 @@ class _Chat:
                 line = self._read_line()
                 if line is None or line in {"/quit", "/keep"}:
                     break
-                self._obey(line)
+                self._run_line(line)
         except KeyboardInterrupt:
             self._loop.call(self._session.close(timeout_s=1.0))
             return 130
@@ -218,7 +218,7 @@ class _Chat:
             lines.append(line)
         return "\n".join(lines).strip()
 
-    def _obey(self, line: str) -> None:
+    def _run_line(self, line: str) -> None:
         command, _, rest = line.partition(" ")
         match command:
             case "":
@@ -278,25 +278,25 @@ class _Chat:
 
     def _on_line(self, state: LineState) -> None:
         """Hear of the connection, on the event loop's thread."""
-        if self._away is not None:
-            self._away.cancel()
-            self._away = None
+        if self._lost_timer is not None:
+            self._lost_timer.cancel()
+            self._lost_timer = None
         match state:
             case LineState.LOST:
                 loop = asyncio.get_running_loop()
-                self._away = loop.call_later(AWAY_AFTER_S, self._tell_away)
+                self._lost_timer = loop.call_later(LOST_NOTICE_DELAY_S, self._report_lost)
             case LineState.BACK:
-                if self._is_told_away:
-                    self._is_told_away = False
-                    self._tell("connected again")
+                if self._is_lost_reported:
+                    self._is_lost_reported = False
+                    self._print_notice("connected again")
             case _:
                 assert_never(state)
 
-    def _tell_away(self) -> None:
-        self._is_told_away = True
-        self._tell("the server is away, trying again; Ctrl-C twice leaves")
+    def _report_lost(self) -> None:
+        self._is_lost_reported = True
+        self._print_notice("the server is away, trying again; Ctrl-C twice leaves")
 
-    def _tell(self, text: str) -> None:
+    def _print_notice(self, text: str) -> None:
         """Say something beside whatever is shown now."""
         self._console.print(f"\n[yellow]({text})[/]", highlight=False)
         if self._is_at_prompt:
@@ -311,11 +311,11 @@ class _Chat:
         def cancel(number: int, frame: FrameType | None) -> None:
             del number, frame
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._loop.begin(turn.cancel(keep_partial=True))
+            self._loop.submit(turn.cancel(keep_partial=True))
 
         before = signal.signal(signal.SIGINT, cancel)
         try:
-            return self._loop.begin(self._stream(turn)).result()
+            return self._loop.submit(self._stream(turn)).result()
         finally:
             signal.signal(signal.SIGINT, before)
 

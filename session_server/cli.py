@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Final
 
 from session_server.arguments import CommandParser
-from session_server.foreign_flags import complaint
+from session_server.foreign_flags import explain_unknown_flags
 
 _EPILOG: Final = """\
 first steps:
@@ -29,7 +29,7 @@ first steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class Subcommand:
     """One command: the module with `add_arguments(parser)` and `run(args) -> int`.
 
     `positional`: what is given without a flag, as its usage shows it.
@@ -40,21 +40,23 @@ class Command:
     positional: str = ""
 
 
-COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+COMMANDS: Final[Mapping[str, Subcommand]] = MappingProxyType(
     {
-        "serve": Command("session_server.serve", "serve a model: REST, WebSocket, SGLang's routes"),
-        "chat": Command("session_server.chat", "talk to a server in the terminal"),
-        "demo": Command("session_server.demo.command", "show and check what this server does"),
-        "bench": Command(
+        "serve": Subcommand(
+            "session_server.serve", "serve a model: REST, WebSocket, SGLang's routes"
+        ),
+        "chat": Subcommand("session_server.chat", "talk to a server in the terminal"),
+        "demo": Subcommand("session_server.demo.command", "show and check what this server does"),
+        "bench": Subcommand(
             "session_server.bench.command", "measure what a session costs", "BENCHMARK "
         ),
-        "inspect": Command(
+        "inspect": Subcommand(
             "session_server.inspector.command",
             "what a checkpoint is, and what its sessions take",
             "[MODEL] ",
         ),
-        "audit": Command("session_server.auditor", "sessions and memory of a running server"),
-        "doctor": Command("session_server.doctor", "what this machine has, and what is wrong"),
+        "audit": Subcommand("session_server.auditor", "sessions and memory of a running server"),
+        "doctor": Subcommand("session_server.doctor", "what this machine has, and what is wrong"),
     }
 )
 
@@ -102,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert run is not None, "argparse refuses what names no command"
     if surplus:
         chosen = commands.choices[args.command]
-        chosen.error(complaint(surplus, chosen.flags, is_server=args.command == "serve"))
+        chosen.error(
+            explain_unknown_flags(surplus, chosen.flags, is_server=args.command == "serve")
+        )
     try:
         return run(args)
     except KeyboardInterrupt:

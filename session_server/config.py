@@ -36,11 +36,11 @@ class EngineMode(StrEnum):
     INLINE = "inline"
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class ModelSettings(_Part):
+class ModelOptions(_Section):
     """Which model, and in what precision."""
 
     path: Annotated[
@@ -84,7 +84,7 @@ class ModelSettings(_Part):
     ] = None
 
 
-class CacheSettings(_Part):
+class CacheOptions(_Section):
     """KV memory, per device."""
 
     page_size: Annotated[
@@ -140,7 +140,7 @@ class CacheSettings(_Part):
     ] = 10.0
 
 
-class EngineSettings(_Part):
+class EngineOptions(_Section):
     """How turns share the device."""
 
     mode: Annotated[
@@ -175,7 +175,7 @@ class EngineSettings(_Part):
     ] = 5
 
 
-class SessionSettings(_Part):
+class SessionOptions(_Section):
     """Lives and limits of sessions."""
 
     ttl_s: Annotated[
@@ -219,7 +219,7 @@ class SessionSettings(_Part):
     ] = 300.0
 
 
-class HttpSettings(_Part):
+class HttpOptions(_Section):
     """The sockets."""
 
     host: Annotated[str, Field(max_length=255, description="address to bind")] = "127.0.0.1"
@@ -312,7 +312,7 @@ class HttpSettings(_Part):
     ] = 10.0
 
 
-class DebugSettings(_Part):
+class DebugOptions(_Section):
     """Switches for tests; a server that serves people leaves them alone."""
 
     retract_interval: Annotated[
@@ -322,18 +322,18 @@ class DebugSettings(_Part):
     ] = 0
 
 
-class Settings(_Part):
+class Settings(_Section):
     """All of them."""
 
-    model: ModelSettings = ModelSettings()
-    cache: CacheSettings = CacheSettings()
-    engine: EngineSettings = EngineSettings()
-    sessions: SessionSettings = SessionSettings()
-    http: HttpSettings = HttpSettings()
-    debug: DebugSettings = DebugSettings()
+    model: ModelOptions = ModelOptions()
+    cache: CacheOptions = CacheOptions()
+    engine: EngineOptions = EngineOptions()
+    sessions: SessionOptions = SessionOptions()
+    http: HttpOptions = HttpOptions()
+    debug: DebugOptions = DebugOptions()
 
 
-def model_directory(model: ModelSettings) -> Path:
+def model_directory(model: ModelOptions) -> Path:
     """Where the model's files are: the embedded one unless another was asked for.
 
     Raises:

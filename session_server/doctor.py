@@ -29,7 +29,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from session_server.arguments import whole_number
-from session_server.config import ModelSettings, Settings
+from session_server.config import ModelOptions, Settings
 from session_server.models.errors import ModelError
 from session_server.models.registry import FAMILIES
 from session_server.served_model import checked_directory, open_model
@@ -50,7 +50,7 @@ REQUIRED: Final = (
 )
 
 
-class Verdict(StrEnum):
+class CheckStatus(StrEnum):
     """How a finding bears on serving."""
 
     GOOD = "good"
@@ -63,7 +63,7 @@ class Finding:
     """One thing looked at. `advice` says what to do and is empty when nothing is."""
 
     topic: str
-    verdict: Verdict
+    verdict: CheckStatus
     found: str
     advice: str = ""
 
@@ -89,13 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Look at everything. Returns 1 when something would keep the server from serving."""
     model_dir = Path(args.model_path) if args.model_path else embedded_model_dir()
-    findings = list(examine(model_dir, args.host, args.port))
-    is_wrong = any(finding.verdict is Verdict.WRONG for finding in findings)
+    findings = list(run_checks(model_dir, args.host, args.port))
+    is_wrong = any(finding.verdict is CheckStatus.WRONG for finding in findings)
     console = Console()
     if args.json:
         console.print_json(json.dumps({"ok": not is_wrong, "findings": [*map(asdict, findings)]}))
         return int(is_wrong)
-    styles = {Verdict.GOOD: "green", Verdict.WARNING: "yellow", Verdict.WRONG: "red"}
+    styles = {CheckStatus.GOOD: "green", CheckStatus.WARNING: "yellow", CheckStatus.WRONG: "red"}
     table = Table("", "", "found", "what to do")
     for finding in findings:
         style = styles[finding.verdict]
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     return int(is_wrong)
 
 
-def examine(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
+def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
     """Every finding, cheap ones first. Never raises: what cannot be found out is a finding."""
     yield check_python(sys.version_info[:2])
     yield from check_versions(importlib.metadata.version)
@@ -124,8 +124,8 @@ def check_python(version: tuple[int, int]) -> Finding:
     """The interpreter."""
     found = f"{version[0]}.{version[1]} on {platform.system()} {platform.machine()}"
     if version < (3, 11):
-        return Finding("python", Verdict.WRONG, found, "use Python 3.11 or newer")
-    return Finding("python", Verdict.GOOD, found)
+        return Finding("python", CheckStatus.WRONG, found, "use Python 3.11 or newer")
+    return Finding("python", CheckStatus.GOOD, found)
 
 
 def check_versions(version_of: Callable[[str], str]) -> Iterator[Finding]:
@@ -137,10 +137,10 @@ def check_versions(version_of: Callable[[str], str]) -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if versions:
-        yield Finding("packages", Verdict.GOOD, ", ".join(versions))
+        yield Finding("packages", CheckStatus.GOOD, ", ".join(versions))
     if missing:
         advice = "install the package again: pip install session-server"
-        yield Finding("packages", Verdict.WRONG, "missing: " + ", ".join(missing), advice)
+        yield Finding("packages", CheckStatus.WRONG, "missing: " + ", ".join(missing), advice)
 
 
 def check_device() -> Finding:
@@ -149,7 +149,7 @@ def check_device() -> Finding:
         from session_server.runner.capacity import free_bytes
         from session_server.runner.loader import choose_device
     except ImportError as error:
-        return Finding("device", Verdict.WRONG, f"cannot load torch: {error}", "install torch")
+        return Finding("device", CheckStatus.WRONG, f"cannot load torch: {error}", "install torch")
     device = choose_device("auto")
     return check_memory(str(device), free_bytes(device))
 
@@ -159,29 +159,29 @@ def check_memory(device: str, num_bytes: int) -> Finding:
     found = f"{device}, {num_bytes / (1 << 30):.1f} GiB free"
     if num_bytes < MIN_FREE_BYTES:
         advice = "free some, or serve with --max-total-tokens and a small --context-length"
-        return Finding("device", Verdict.WARNING, found, advice)
-    return Finding("device", Verdict.GOOD, found)
+        return Finding("device", CheckStatus.WARNING, found, advice)
+    return Finding("device", CheckStatus.GOOD, found)
 
 
 def check_model(directory: Path) -> Iterator[Finding]:
     """Check a checkpoint with the code that `serve` starts with; no weights are read."""
     if not directory.is_dir():
         advice = "give the directory of a Hugging Face checkpoint with --model-path"
-        yield Finding("model", Verdict.WRONG, f"no directory {directory}", advice)
+        yield Finding("model", CheckStatus.WRONG, f"no directory {directory}", advice)
         return
-    settings = Settings(model=ModelSettings(path=str(directory)))
+    settings = Settings(model=ModelOptions(path=str(directory)))
     try:
         checked_directory(settings)
     except (ModelError, ValueError) as error:
         advice = f"give a checkpoint in safetensors of: {', '.join(FAMILIES)}"
-        yield Finding("model", Verdict.WRONG, str(error), advice)
+        yield Finding("model", CheckStatus.WRONG, str(error), advice)
         return
     yield _check_weights(settings)
     try:
-        yield asyncio.run(_check_text(settings))
+        yield asyncio.run(_check_tokenizer(settings))
     except ModelError as error:
         advice = "fetch tokenizer.json and the files beside it again"
-        yield Finding("tokenizer", Verdict.WRONG, str(error), advice)
+        yield Finding("tokenizer", CheckStatus.WRONG, str(error), advice)
 
 
 def _check_weights(settings: Settings) -> Finding:
@@ -191,13 +191,13 @@ def _check_weights(settings: Settings) -> Finding:
 
         plan = plan_service(settings)
     except ImportError as error:
-        return Finding("model", Verdict.WRONG, f"cannot load torch: {error}", "install torch")
+        return Finding("model", CheckStatus.WRONG, f"cannot load torch: {error}", "install torch")
     except ModelError as error:
         advice = "fetch the weights again, as safetensors; other formats are not read"
-        return Finding("model", Verdict.WRONG, str(error), advice)
+        return Finding("model", CheckStatus.WRONG, str(error), advice)
     except ValueError as error:
         advice = "free memory, or serve with --mem-fraction-static or a small --context-length"
-        return Finding("model", Verdict.WRONG, str(error), advice)
+        return Finding("model", CheckStatus.WRONG, str(error), advice)
     config = plan.found.config
     found = (
         f"{config.model_type}, {plan.found.stored_bytes / 1e6:.1f} MB, context {plan.max_turn_len}"
@@ -205,20 +205,20 @@ def _check_weights(settings: Settings) -> Finding:
     if plan.max_turn_len < config.max_position_embeddings:
         advice = "free memory, or serve with a larger --mem-fraction-static"
         found += f" of {config.max_position_embeddings}: KV memory holds no more"
-        return Finding("model", Verdict.WARNING, found, advice)
-    return Finding("model", Verdict.GOOD, found)
+        return Finding("model", CheckStatus.WARNING, found, advice)
+    return Finding("model", CheckStatus.GOOD, found)
 
 
-async def _check_text(settings: Settings) -> Finding:
+async def _check_tokenizer(settings: Settings) -> Finding:
     _, text = await open_model(settings)
     await text.close()
     if text.chat is None:
         advice = "only raw text and token ids can be sent; messages need a chat template"
-        return Finding("tokenizer", Verdict.WARNING, "no chat template", advice)
+        return Finding("tokenizer", CheckStatus.WARNING, "no chat template", advice)
     if text.chat_fault is not None:
         advice = "only raw text and token ids can be sent; fetch the chat template again"
-        return Finding("tokenizer", Verdict.WARNING, text.chat_fault, advice)
-    return Finding("tokenizer", Verdict.GOOD, "with a chat template")
+        return Finding("tokenizer", CheckStatus.WARNING, text.chat_fault, advice)
+    return Finding("tokenizer", CheckStatus.GOOD, "with a chat template")
 
 
 def check_port(host: str, port: int) -> Finding:
@@ -229,13 +229,13 @@ def check_port(host: str, port: int) -> Finding:
             probe.bind((host, port))
         except OSError as error:
             advice = "stop what listens there, or serve with another --port (0: any free one)"
-            return Finding("port", Verdict.WRONG, f"{host}:{port}: {error.strerror}", advice)
-    return Finding("port", Verdict.GOOD, f"{host}:{port} is free")
+            return Finding("port", CheckStatus.WRONG, f"{host}:{port}: {error.strerror}", advice)
+    return Finding("port", CheckStatus.GOOD, f"{host}:{port} is free")
 
 
 def check_disk(free_bytes: int) -> Finding:
     """Room for checkpoints."""
     found = f"{free_bytes / (1 << 30):.1f} GiB free"
     if free_bytes < MIN_FREE_BYTES:
-        return Finding("disk", Verdict.WARNING, found, "free some before fetching a model")
-    return Finding("disk", Verdict.GOOD, found)
+        return Finding("disk", CheckStatus.WARNING, found, "free some before fetching a model")
+    return Finding("disk", CheckStatus.GOOD, found)

@@ -66,7 +66,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
         draft=_draft_directory(settings, tokens),
     )
     started_s = time.monotonic()
-    loaded = load_runner(directory, options, progress=_progress_lines())
+    loaded = load_runner(directory, options, progress=_progress_logger())
     _LOG.info(
         "model loaded seconds=%.1f device=%s dtype=%s kv_dtype=%s kv_mib=%.0f (%s)",
         time.monotonic() - started_s,
@@ -208,7 +208,7 @@ def warm_up(runner: Runner, speculation: Speculation) -> None:
     if num_drafts := speculation.num_drafts:
         shapes += [(num_rows, 1, num_drafts) for num_rows in (1, 2, 4, 8)]
     for num_rows, num_tokens, num_drafts in shapes:
-        is_bringing = num_drafts > 0 and speculation.drafter is Drafter.NGRAM
+        has_host_drafts = num_drafts > 0 and speculation.drafter is Drafter.NGRAM
         row = BatchRow(
             turn_id=TurnId("warm-up"),
             attempt=0,
@@ -219,21 +219,21 @@ def warm_up(runner: Runner, speculation: Speculation) -> None:
             sample=True,
             sampling=start,
             num_drafts=num_drafts,
-            drafts=np.zeros(num_drafts, np.int32) if is_bringing else None,
+            drafts=np.zeros(num_drafts, np.int32) if has_host_drafts else None,
         )
         result = runner.launch(Batch(step=0, rows=(row,) * num_rows, table_writes=())).wait()
         if result.error is not None:
             raise RuntimeError(f"the model does not run: {result.error}")
 
 
-def _progress_lines() -> Callable[[int, int], None]:
+def _progress_logger() -> Callable[[int, int], None]:
     """Says how far loading has come, at most every `_PROGRESS_INTERVAL_S`."""
-    said_s = time.monotonic()
+    logged_s = time.monotonic()
 
     def report(num_read: int, num_tensors: int) -> None:
-        nonlocal said_s
-        if time.monotonic() - said_s >= _PROGRESS_INTERVAL_S:
-            said_s = time.monotonic()
+        nonlocal logged_s
+        if time.monotonic() - logged_s >= _PROGRESS_INTERVAL_S:
+            logged_s = time.monotonic()
             _LOG.info("loading weights %d of %d tensors", num_read, num_tensors)
 
     return report

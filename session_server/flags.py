@@ -80,7 +80,7 @@ FLAGS: Final = (
     Flag(("--debug-retract-interval",), "debug", "retract_interval"),
 )
 
-MEANINGLESS_SWITCHES: Final = (
+IGNORED_SWITCHES: Final = (
     "--disable-cuda-graph",
     "--enable-cache-report",
     "--enable-metrics",
@@ -93,7 +93,7 @@ MEANINGLESS_SWITCHES: Final = (
 )
 """Always on here (mixed chunks, streaming sessions, metrics), or without a counterpart."""
 
-MEANINGLESS_VALUES: Final = (
+IGNORED_VALUES: Final = (
     "--cuda-graph-max-bs",
     "--decode-log-interval",
     "--log-level-http",
@@ -111,9 +111,9 @@ _REPEATED: Final = frozenset({"allowed_hosts", "allowed_origins"})
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every flag of `serve` to `parser`, grouped as the settings are."""
     add_flags(parser, FLAGS)
-    for name in MEANINGLESS_SWITCHES:
+    for name in IGNORED_SWITCHES:
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
-    for name in MEANINGLESS_VALUES:
+    for name in IGNORED_VALUES:
         parser.add_argument(name, help=argparse.SUPPRESS)
 
 
@@ -146,9 +146,9 @@ def read_settings(args: argparse.Namespace) -> Settings:
         raise ValueError(_explain(error)) from None
 
 
-def meaningless(args: argparse.Namespace) -> Sequence[str]:
+def ignored_flags(args: argparse.Namespace) -> Sequence[str]:
     """The accepted flags that change nothing here and were given."""
-    names = (*MEANINGLESS_SWITCHES, *MEANINGLESS_VALUES)
+    names = (*IGNORED_SWITCHES, *IGNORED_VALUES)
     return [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
 
 

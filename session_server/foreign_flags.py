@@ -25,65 +25,65 @@ _PLAIN_HTTP: Final = "the server speaks plain HTTP; put TLS in front of it"
 _OWN_FILES: Final = "it comes with the checkpoint; put the file into the checkpoint's directory"
 
 
-def _alike(text: str, names: str) -> dict[str, str]:
+def _with_reason(text: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), text)
 
 
-NOT_SUPPORTED: Final[Mapping[str, str]] = MappingProxyType(
-    _alike(
+UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
+    _with_reason(
         _ONE_DEVICE,
         "--tp --tp-size --tensor-parallel-size --pp --pp-size --pipeline-parallel-size --dp "
         "--dp-size --data-parallel-size --ep --ep-size --expert-parallel-size "
         "--enable-expert-parallel --enable-dp-attention --base-gpu-id --gpu-id-step",
     )
-    | _alike(
+    | _with_reason(
         _ONE_MACHINE,
         "--nnodes --node-rank --dist-init-addr --dist-timeout --distributed-executor-backend "
         "--disaggregation-mode --load-balance-method",
     )
-    | _alike(
+    | _with_reason(
         _AS_STORED, "--quantization -q --torchao-config --load-format --quantization-param-path"
     )
-    | _alike(
+    | _with_reason(
         _NO_ADAPTERS,
         "--lora-paths --enable-lora --lora-modules --max-lora-rank --max-loras "
         "--max-loras-per-batch --lora-backend",
     )
-    | _alike(
+    | _with_reason(
         _TEXT_ONLY,
         "--enable-multimodal --limit-mm-per-prompt --mm-processor-kwargs --is-embedding --task "
         "--runner --reward-model",
     )
-    | _alike(
+    | _with_reason(
         _NOT_PARSED,
         "--tool-call-parser --reasoning-parser --enable-auto-tool-choice --tool-server",
     )
-    | _alike(
+    | _with_reason(
         _NOT_CONSTRAINED,
         "--grammar-backend --guided-decoding-backend --structured-outputs-config",
     )
-    | _alike(
+    | _with_reason(
         _NO_TIERS,
         "--enable-hierarchical-cache --hicache-ratio --hicache-size --hicache-write-policy "
         "--swap-space --cpu-offload-gb --kv-transfer-config",
     )
-    | _alike(
+    | _with_reason(
         _PLAIN_HTTP,
         "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-keyfile-password",
     )
-    | _alike(
+    | _with_reason(
         _OWN_FILES,
         "--chat-template --tokenizer --tokenizer-path --tokenizer-mode --completion-template "
         "--hf-overrides --generation-config --json-model-override-args",
     )
-    | _alike(
+    | _with_reason(
         "the hub's cache and its HF_HOME decide where a model lies",
         "--download-dir --revision --code-revision --tokenizer-revision --hf-token",
     )
 )
 """Why a flag is not supported here."""
 
-CALLED_HERE: Final[Mapping[str, str]] = MappingProxyType(
+RENAMED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--max-model-len": "--context-length",
         "--gpu-memory-utilization": "--mem-fraction-static",
@@ -107,7 +107,7 @@ CALLED_HERE: Final[Mapping[str, str]] = MappingProxyType(
 """What a flag is called here."""
 
 
-def complaint(surplus: Iterable[str], known: Iterable[str], *, is_server: bool) -> str:
+def explain_unknown_flags(surplus: Iterable[str], known: Iterable[str], *, is_server: bool) -> str:
     """Say what is wrong with arguments that a command does not take.
 
     Args:
@@ -120,14 +120,14 @@ def complaint(surplus: Iterable[str], known: Iterable[str], *, is_server: bool) 
     if not flags:
         return f"unrecognized arguments: {' '.join(words)}"
     known = list(known)
-    return "\n  ".join(_about(flag, known, is_server=is_server) for flag in flags)
+    return "\n  ".join(_explain_flag(flag, known, is_server=is_server) for flag in flags)
 
 
-def _about(flag: str, known: list[str], *, is_server: bool) -> str:
-    if is_server and flag in CALLED_HERE:
-        return f"{flag} is called {CALLED_HERE[flag]} here"
-    if is_server and flag in NOT_SUPPORTED:
-        return f"{flag} is not supported, because {NOT_SUPPORTED[flag]}"
+def _explain_flag(flag: str, known: list[str], *, is_server: bool) -> str:
+    if is_server and flag in RENAMED_FLAGS:
+        return f"{flag} is called {RENAMED_FLAGS[flag]} here"
+    if is_server and flag in UNSUPPORTED_FLAGS:
+        return f"{flag} is not supported, because {UNSUPPORTED_FLAGS[flag]}"
     near = get_close_matches(flag, known, n=1, cutoff=0.7)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"unrecognized argument {flag}{hint}"

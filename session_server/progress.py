@@ -29,7 +29,7 @@ class StepProgress:
         self._bars = Progress(*columns, TimeElapsedColumn(), console=console)
         self._console = console
         self._clock = clock
-        self._started_s = self._said_s = clock()
+        self._started_s = self._printed_s = clock()
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -48,21 +48,21 @@ class StepProgress:
     def add_task(self, description: str, *, total: float | None) -> TaskID:
         """Begin to count something; `total` None where nobody knows how much there is."""
         task = self._bars.add_task(description, total=total)
-        self._say(task)
+        self._print_line(task)
         return task
 
     def advance(self, task: TaskID, steps: float = 1) -> None:
         """Count steps of a task."""
         self._bars.advance(task, steps)
-        if self._clock() - self._said_s >= LINE_INTERVAL_S:
-            self._say(task)
+        if self._clock() - self._printed_s >= LINE_INTERVAL_S:
+            self._print_line(task)
 
-    def _say(self, task: TaskID) -> None:
+    def _print_line(self, task: TaskID) -> None:
         if self._console.is_terminal:
             return
-        self._said_s = self._clock()
+        self._printed_s = self._clock()
         of = self._bars.tasks[task]
         total = "" if of.total is None else f" of {of.total:.0f}"
-        elapsed_s = self._said_s - self._started_s
+        elapsed_s = self._printed_s - self._started_s
         text = f"{of.description}: {of.completed:.0f}{total}, {elapsed_s:.0f} s"
         self._console.print(text, highlight=False, soft_wrap=True)

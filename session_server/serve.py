@@ -31,6 +31,6 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"session-server serve: {error}", file=sys.stderr)
         return 2
-    for name in flags.meaningless(args):
+    for name in flags.ignored_flags(args):
         print(f"warning: {name} means nothing here and is ignored", file=sys.stderr)
     return wiring.serve(settings)

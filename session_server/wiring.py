@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from session_server.config import EngineMode, HttpSettings, Settings
+from session_server.config import EngineMode, HttpOptions, Settings
 from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
@@ -48,9 +48,9 @@ from session_server.web import server as web_server
 from session_server.web.keys import KeyRing, is_readable_by_all, key_ring
 from session_server.web.listener import (
     bind,
-    limits_that_fit,
+    connection_limits_for,
+    max_readers_for,
     raise_descriptor_limit,
-    readers_that_fit,
 )
 from session_server.web.request_guard import is_loopback
 from session_server.web.services import AppServices, ModelCard, WebSettings
@@ -76,7 +76,7 @@ def serve(settings: Settings) -> int:
     logger = configure_logging(settings.http.log_level, settings.http.log_format)
     try:
         # Taken out, so that the processes we start do not have it.
-        keys = keys_of(settings.http, environment=os.environ.pop(KEY_VARIABLE, None))
+        keys = load_keys(settings.http, environment=os.environ.pop(KEY_VARIABLE, None))
         check_exposure(settings.http, keys)
     except ValueError as error:
         print(f"session-server serve: {error}", file=sys.stderr)
@@ -92,7 +92,7 @@ def serve(settings: Settings) -> int:
     return EXIT_FAILED
 
 
-def keys_of(http: HttpSettings, *, environment: str | None) -> KeyRing:
+def load_keys(http: HttpOptions, *, environment: str | None) -> KeyRing:
     """Return the keys of the command line, the environment and the file.
 
     Raises:
@@ -115,7 +115,7 @@ def keys_of(http: HttpSettings, *, environment: str | None) -> KeyRing:
     return keys
 
 
-def check_exposure(http: HttpSettings, keys: KeyRing) -> None:
+def check_exposure(http: HttpOptions, keys: KeyRing) -> None:
     """Raise ValueError where everybody in the network would be served, unasked."""
     if keys.is_open and not http.allow_open and not is_loopback(http.host):
         raise ValueError(
@@ -200,12 +200,12 @@ class ObservedEngine:
     async def start(self, listener: EventListener) -> EngineReady:
         """See `EngineClient.start`."""
 
-        def tell(event: EngineEvent) -> None:
+        def dispatch(event: EngineEvent) -> None:
             for observer in self._observers:
                 observer(event)
             listener(event)
 
-        ready = await self._engine.start(tell)
+        ready = await self._engine.start(dispatch)
         for observer in self._observers:
             observer(ready)
         return ready
@@ -297,7 +297,7 @@ def make_services(
 def _web_settings(settings: Settings, keys: KeyRing) -> WebSettings:
     http = settings.http
     descriptors = raise_descriptor_limit(http.max_connections)
-    max_readers = readers_that_fit(http.max_connections, descriptors=descriptors)
+    max_readers = max_readers_for(http.max_connections, descriptors=descriptors)
     if max_readers < http.max_connections:
         _logger.warning(
             "--max-connections %d needs more descriptors than the %d allowed: it is %d",
@@ -313,7 +313,7 @@ def _web_settings(settings: Settings, keys: KeyRing) -> WebSettings:
         allowed_origins=http.allowed_origins,
         max_message_bytes=http.max_message_bytes,
         max_connections=max_readers,
-        connections=limits_that_fit(
+        connections=connection_limits_for(
             max_readers,
             descriptors=descriptors,
             max_per_address=http.max_connections_per_address,

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from session_server import cli
-from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
-from session_server.foreign_flags import CALLED_HERE, NOT_SUPPORTED
+from session_server.flags import FLAGS, IGNORED_SWITCHES, IGNORED_VALUES
+from session_server.foreign_flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def test_the_server_side_starts_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "explain_unknown_flags"),
     [
         ("serve --nope", "unrecognized argument --nope"),
         ("serve --hots ::1", "unrecognized argument --hots; did you mean --host?"),
@@ -62,14 +62,14 @@ def test_the_server_side_starts_without_torch() -> None:
     ],
 )
 def test_what_a_command_does_not_take_is_answered_with_the_reason_first(
-    words: str, complaint: str, capsys: pytest.CaptureFixture[str]
+    words: str, explain_unknown_flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, *_ = words.split()
     with pytest.raises(SystemExit) as left:
         cli.main(words.split())
     assert left.value.code == 2
     reason, usage, advice = capsys.readouterr().err.splitlines()
-    assert reason == f"session-server {command}: {complaint}"
+    assert reason == f"session-server {command}: {explain_unknown_flags}"
     assert usage.startswith(f"usage: session-server {command} ")
     assert advice.startswith(f"`session-server {command} --help`")
 
@@ -85,10 +85,10 @@ def test_every_unknown_flag_has_a_line_of_its_own(capsys: pytest.CaptureFixture[
 
 def test_flags_of_other_servers_are_none_of_ours_and_lead_to_some_of_ours() -> None:
     ours = {name for flag in FLAGS for name in flag.names}
-    ours |= {*MEANINGLESS_SWITCHES, *MEANINGLESS_VALUES}
-    assert not ours & (NOT_SUPPORTED.keys() | CALLED_HERE.keys())
-    assert not NOT_SUPPORTED.keys() & CALLED_HERE.keys()
-    assert set(CALLED_HERE.values()) <= ours
+    ours |= {*IGNORED_SWITCHES, *IGNORED_VALUES}
+    assert not ours & (UNSUPPORTED_FLAGS.keys() | RENAMED_FLAGS.keys())
+    assert not UNSUPPORTED_FLAGS.keys() & RENAMED_FLAGS.keys()
+    assert set(RENAMED_FLAGS.values()) <= ours
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from session_server import doctor
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.cli import main
-from session_server.doctor import Verdict
+from session_server.doctor import CheckStatus
 
 
 def arguments(*argv: str) -> argparse.Namespace:
@@ -48,15 +48,15 @@ def test_an_old_interpreter_and_a_missing_package_are_wrong() -> None:
             raise PackageNotFoundError(name)
         return "1.0"
 
-    assert doctor.check_python((3, 10)).verdict is Verdict.WRONG
+    assert doctor.check_python((3, 10)).verdict is CheckStatus.WRONG
     verdicts = {f.verdict: f.found for f in doctor.check_versions(version_of)}
-    assert verdicts[Verdict.WRONG] == "missing: uvicorn"
+    assert verdicts[CheckStatus.WRONG] == "missing: uvicorn"
 
 
 def test_little_memory_is_a_warning() -> None:
-    assert doctor.check_memory("cpu", 1 << 20).verdict is Verdict.WARNING
-    assert doctor.check_memory("cpu", 1 << 40).verdict is Verdict.GOOD
-    assert doctor.check_disk(0).verdict is Verdict.WARNING
+    assert doctor.check_memory("cpu", 1 << 20).verdict is CheckStatus.WARNING
+    assert doctor.check_memory("cpu", 1 << 40).verdict is CheckStatus.GOOD
+    assert doctor.check_disk(0).verdict is CheckStatus.WARNING
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_checkpoint_that_cannot_be_served_is_named(
         for name, text in files.items():
             (directory / name).write_text(text)
     findings = list(doctor.check_model(directory))
-    assert findings[0].verdict is Verdict.WRONG
+    assert findings[0].verdict is CheckStatus.WRONG
     assert words in findings[0].found
     assert findings[0].advice
 
@@ -87,15 +87,15 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_missing_tensor_is_found_without_reading_any(checkpoint: Path) -> None:
-    assert {finding.verdict for finding in doctor.check_model(checkpoint)} == {Verdict.GOOD}
+    assert {finding.verdict for finding in doctor.check_model(checkpoint)} == {CheckStatus.GOOD}
     path = checkpoint / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.norm.weight"]
     save_file(tensors, path)
     model, tokenizer = doctor.check_model(checkpoint)
-    assert model.verdict is Verdict.WRONG
+    assert model.verdict is CheckStatus.WRONG
     assert "missing tensors: model.norm.weight" in model.found
-    assert tokenizer.verdict is Verdict.GOOD
+    assert tokenizer.verdict is CheckStatus.GOOD
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
-from session_server.config import CacheSettings, EngineSettings, ModelSettings, Settings
+from session_server.config import CacheOptions, EngineOptions, ModelOptions, Settings
 from session_server.demo import MODEL_DIR
 from session_server.engine_host.loop import EngineAssembly
 from session_server.engine_wiring import build_engine
@@ -22,11 +22,11 @@ DRAFT_SHAPE = RandomModel(num_layers=1, context_len=4096)
 
 def build(draft_path: Path | None, speculation: str = "model") -> EngineAssembly:
     settings = Settings(
-        model=ModelSettings(
+        model=ModelOptions(
             device="cpu", draft_path=None if draft_path is None else str(draft_path)
         ),
-        engine=EngineSettings(speculation=speculation, num_draft_tokens=3),
-        cache=CacheSettings(max_total_tokens=1024, max_resident_sessions=4),
+        engine=EngineOptions(speculation=speculation, num_draft_tokens=3),
+        cache=CacheOptions(max_total_tokens=1024, max_resident_sessions=4),
     )
     return build_engine(settings)
 
@@ -50,7 +50,7 @@ def test_a_pool_that_is_smaller_than_the_context_is_told_at_start(
     served = build(None, speculation="off").ready.max_turn_len
     assert f"{served} tokens are served instead of 4096" in caplog.text
     caplog.clear()
-    build_engine(Settings(model=ModelSettings(device="cpu", context_length=128)))
+    build_engine(Settings(model=ModelOptions(device="cpu", context_length=128)))
     assert "are served instead" not in caplog.text
 
 

@@ -81,7 +81,7 @@ def test_a_value_out_of_bounds_names_its_flag(name: str, value: str) -> None:
 def test_a_flag_that_means_nothing_here_is_accepted_and_named() -> None:
     args = parse("--disable-cuda-graph", "--enable-streaming-session", "--schedule-policy", "lpm")
     assert flags.read_settings(args) == Settings()
-    assert sorted(flags.meaningless(args)) == [
+    assert sorted(flags.ignored_flags(args)) == [
         "--disable-cuda-graph",
         "--enable-streaming-session",
         "--schedule-policy",

@@ -15,7 +15,7 @@ from typing import Final, TextIO
 MAX_WAITING_BYTES: Final = 1 << 20
 """Lines that wait to be written; further ones are dropped and counted."""
 
-MAX_ALIKE_PER_S: Final = 10
+MAX_REPEATS_PER_S: Final = 10
 """Warnings and errors of one kind in a second; further ones are counted."""
 
 FLUSH_TIMEOUT_S: Final = 1.0
@@ -24,7 +24,7 @@ FLUSH_TIMEOUT_S: Final = 1.0
 _KINDS_KEPT: Final = 256
 
 
-class WaitlessHandler(logging.Handler):
+class NonBlockingHandler(logging.Handler):
     """Writes formatted lines to a stream from a thread of its own."""
 
     def __init__(self, stream: TextIO, *, max_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -79,11 +79,11 @@ class WaitlessHandler(logging.Handler):
                 self._changed.notify_all()
 
 
-class AlikeFilter(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Lets few warnings and errors of one kind pass in a second; the next one tells how many more
     there were."""
 
-    def __init__(self, *, max_per_s: int = MAX_ALIKE_PER_S) -> None:
+    def __init__(self, *, max_per_s: int = MAX_REPEATS_PER_S) -> None:
         super().__init__()
         self._max_per_s = max_per_s
         self._seen: dict[tuple[str, str], _Kind] = {}

@@ -24,7 +24,7 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
 )
-from session_server.metrics.log_handler import AlikeFilter, WaitlessHandler
+from session_server.metrics.log_handler import NonBlockingHandler, RepeatFilter
 
 LOGGER_NAME: Final = "session_server"
 LOGGERS: Final = (LOGGER_NAME, "uvicorn", "asyncio")
@@ -93,7 +93,7 @@ class EventLog:
             case EngineResumed():
                 self._logger.warning("engine resumed")
             case TurnFinished():
-                self._finished(event)
+                self._log_finished(event)
             case TurnFailed():
                 self._logger.warning(
                     "turn failed session=%s turn=%s code=%s",
@@ -106,7 +106,7 @@ class EventLog:
             case _:
                 pass
 
-    def _finished(self, event: TurnFinished) -> None:
+    def _log_finished(self, event: TurnFinished) -> None:
         timings = event.timings
         self._logger.info(
             "turn finished session=%s turn=%s reason=%s prompt=%d cached=%d output=%d "
@@ -130,8 +130,8 @@ def configure_logging(level: str, log_format: Literal["text", "json"] = "text") 
     uvicorn's own lines below a warning stay off: one of them names the query string of each
     accepted WebSocket.
     """
-    handler = WaitlessHandler(sys.stderr)
-    handler.addFilter(AlikeFilter())
+    handler = NonBlockingHandler(sys.stderr)
+    handler.addFilter(RepeatFilter())
     text = OneLineFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format == "json" else text)
     for name in LOGGERS:

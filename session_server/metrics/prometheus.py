@@ -70,23 +70,23 @@ class ServerMetrics:
                 self._count_tokens(event)
             case TurnFinished():
                 self._last_token_s.pop(event.turn_id, None)
-                self._turns.finished(event)
+                self._turns.count_finished(event)
             case TurnFailed():
                 self._last_token_s.pop(event.turn_id, None)
-                self._turns.failed(event)
+                self._turns.count_failed(event)
             case EngineStats():
-                self._engine.sampled(event)
+                self._engine.set_stats(event)
             case MemoryReported():
-                self._engine.reported(event)
+                self._engine.set_memory(event)
             case EngineStalled():
                 self._engine.stalls.inc()
             case EngineDied():
                 self._last_token_s.clear()
-                self._engine.died()
+                self._engine.count_death()
             case _:
                 pass
 
-    def watch(self, *, sessions: Callable[[], int], tasks: Callable[[], int]) -> None:
+    def set_live_gauges(self, *, sessions: Callable[[], int], tasks: Callable[[], int]) -> None:
         """Show the number of open sessions and of asyncio tasks, asked for at each scrape."""
         self._sockets.sessions.set_function(sessions)
         self._sockets.tasks.set_function(tasks)
@@ -100,11 +100,11 @@ class ServerMetrics:
         """Count a reader that disconnected."""
         self._sockets.connections.labels(kind).dec()
 
-    def refused(self, code: str) -> None:
+    def count_refusal(self, code: str) -> None:
         """A request was refused with this wire code."""
         self._sockets.refusals.labels(code if code in _FAILURE_CODES else "other").inc()
 
-    def loop_lagged(self, lag_s: float) -> None:
+    def observe_loop_lag(self, lag_s: float) -> None:
         """The event loop came back this much later than asked."""
         self._sockets.loop_lag.observe(lag_s)
 
@@ -159,7 +159,7 @@ class _Turns:
             registry=registry,
         )
 
-    def finished(self, event: TurnFinished) -> None:
+    def count_finished(self, event: TurnFinished) -> None:
         self.ended.labels(event.reason.value).inc()
         self.tokens.labels("prompt").inc(event.prompt_tokens)
         self.tokens.labels("cached").inc(event.cached_tokens)
@@ -172,7 +172,7 @@ class _Turns:
         else:
             self.seconds.observe((timings.queue_ms + timings.prefill_ms) / 1e3)
 
-    def failed(self, event: TurnFailed) -> None:
+    def count_failed(self, event: TurnFailed) -> None:
         self.ended.labels("failed").inc()
         self.failures.labels(event.code if event.code in _FAILURE_CODES else "other").inc()
 
@@ -213,19 +213,19 @@ class _Engine:
             registry=registry,
         )
 
-    def sampled(self, event: EngineStats) -> None:
+    def set_stats(self, event: EngineStats) -> None:
         for what in _ENGINE_TOTALS:
             self.totals.labels(what).set(getattr(event, what))
         self.turns.labels("running").set(event.running)
         self.turns.labels("waiting").set(event.waiting)
         self.violations.set(event.check_violations)
 
-    def died(self) -> None:
+    def count_death(self) -> None:
         self.deaths.inc()
         for state in ("running", "waiting"):
             self.turns.labels(state).set(0)
 
-    def reported(self, event: MemoryReported) -> None:
+    def set_memory(self, event: MemoryReported) -> None:
         for pool, report in event.pools.items():
             for account in ACCOUNTS:
                 self.pages.labels(pool, account).set(getattr(report, account))

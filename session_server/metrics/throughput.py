@@ -30,9 +30,9 @@ class ThroughputLog:
         if isinstance(event, EngineDied):
             self._first = self._last = None
         elif isinstance(event, EngineStats) and self._interval_s > 0:
-            self._sampled(event)
+            self._add_sample(event)
 
-    def _sampled(self, sample: EngineStats) -> None:
+    def _add_sample(self, sample: EngineStats) -> None:
         now_s = self._now_s()
         if self._first is None or self._last is None:
             self._first, self._worked_s = sample, 0.0

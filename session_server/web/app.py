@@ -68,7 +68,7 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.sockets = Sockets(services.settings.max_connections)
     app.state.connections = ConnectionTable(services.settings.connections)
     app.state.documents = {}
-    services.metrics.watch(
+    services.metrics.set_live_gauges(
         sessions=lambda: services.sessions.stats().sessions,
         tasks=lambda: len(asyncio.all_tasks()),
     )
@@ -98,8 +98,10 @@ async def _asyncapi(request: Request) -> Response:
 
 async def _no_such_path(request: Request, _: Exception) -> Response:
     """Answer any other path with what there is."""
-    is_near = request.scope["path"].startswith("/v1/")
-    hint = f"Under /v1 there are {', '.join(_PATHS)}." if is_near else "GET / lists what there is."
+    is_under_v1 = request.scope["path"].startswith("/v1/")
+    hint = (
+        f"Under /v1 there are {', '.join(_PATHS)}." if is_under_v1 else "GET / lists what there is."
+    )
     return error_response(HttpRefusal(404, f"There is no such path. {hint}"))
 
 
@@ -119,7 +121,7 @@ def _document(request: Request, kind: str) -> dict[str, Any]:
 
 async def _answer_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, SessionServerError), "registered for it"
-    services_of(request).metrics.refused(wire_error(error).code)
+    services_of(request).metrics.count_refusal(wire_error(error).code)
     return error_response(error)
 
 
@@ -153,4 +155,4 @@ async def _probe_lag(services: AppServices) -> None:
     while True:
         before_s = loop.time()
         await asyncio.sleep(LAG_PROBE_S)
-        services.metrics.loop_lagged(max(0.0, loop.time() - before_s - LAG_PROBE_S))
+        services.metrics.observe_loop_lag(max(0.0, loop.time() - before_s - LAG_PROBE_S))

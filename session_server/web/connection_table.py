@@ -20,7 +20,7 @@ class Connection(Protocol):
         """Where the peer connects from, without its port."""
         ...
 
-    def shed(self) -> None:
+    def evict(self) -> None:
         """Close now: another connection needs the room."""
         ...
 
@@ -97,12 +97,12 @@ class ConnectionTable:
         if connection in self._closing:
             self._closing.remove(connection)
         else:
-            self._count_out(connection)
+            self._discard(connection)
 
-    def serve(self, connection: Connection) -> None:
+    def mark_served(self, connection: Connection) -> None:
         """Note that the server waits for nothing from this connection."""
         if connection not in self._closing:
-            self._end_waiting(connection)
+            self._remove_from_waiting(connection)
 
     def await_input(self, connection: Connection, *, num_bytes: int) -> None:
         """Note that the server waits for this connection, `num_bytes` of whose message are here.
@@ -122,28 +122,28 @@ class ConnectionTable:
             scope.unfinished[connection] = num_bytes
         for scope in scopes:
             while scope.num_bytes > scope.max_bytes:
-                self._shed(next(iter(scope.unfinished)))
+                self._evict(next(iter(scope.unfinished)))
 
     def _make_room(self, scope: _Scope) -> bool:
         """Shed who has kept the server waiting for longest if the scope is full."""
         waiting = scope.silent or scope.unfinished
         if scope.num_connections >= scope.max_connections and waiting:
-            self._shed(next(iter(waiting)))
+            self._evict(next(iter(waiting)))
         return scope.num_connections < scope.max_connections
 
-    def _shed(self, connection: Connection) -> None:
-        self._count_out(connection)
+    def _evict(self, connection: Connection) -> None:
+        self._discard(connection)
         self._closing.add(connection)
-        connection.shed()
+        connection.evict()
 
-    def _count_out(self, connection: Connection) -> None:
-        self._end_waiting(connection)
+    def _discard(self, connection: Connection) -> None:
+        self._remove_from_waiting(connection)
         for scope in self._scopes_of(connection):
             scope.num_connections -= 1
         if self._by_address[connection.address].num_connections == 0:
             del self._by_address[connection.address]
 
-    def _end_waiting(self, connection: Connection) -> None:
+    def _remove_from_waiting(self, connection: Connection) -> None:
         for scope in self._scopes_of(connection):
             scope.silent.pop(connection, None)
             scope.num_bytes -= scope.unfinished.pop(connection, 0)

@@ -23,25 +23,25 @@ PIECE_BYTES: Final = 1 << 18
 class EventStream(Response):
     """Sends chunks as they come; ends with the client.
 
-    `around` is entered while it sends, whatever becomes of the chunks.
+    `context` is entered while it sends, whatever becomes of the chunks.
     """
 
     def __init__(
         self,
         chunks: AsyncGenerator[bytes, None],
         *,
-        around: contextlib.AbstractContextManager[object],
+        context: contextlib.AbstractContextManager[object],
     ) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
         self.headers["x-accel-buffering"] = "no"
         self._chunks = chunks
-        self._around = around
+        self._context = context
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the chunks or the client end; the generator is closed in both cases."""
-        with self._around:
+        with self._context:
             await self._send_until_disconnect(receive, send)
 
     async def _send_until_disconnect(self, receive: Receive, send: Send) -> None:
@@ -83,7 +83,7 @@ def event_chunk(frame: ServerFrame, *, seq: int | None) -> bytes:
     return head.encode() + b"data: " + payload + b"\n\n"
 
 
-async def batches(
+async def read_batches(
     journal: Journal, after_seq: int, *, heartbeat_s: float
 ) -> AsyncGenerator[list[tuple[int, SessionEntry]], None]:
     """Entries after `after_seq` as they come, adjacent deltas merged; empty after silence.

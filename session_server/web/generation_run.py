@@ -44,7 +44,7 @@ from session_server.web.event_stream import HEARTBEAT
 from session_server.web.probe import SharedProbe
 from session_server.web.running_requests import RunningRequests
 from session_server.web.slices import run_in_slices
-from session_server.web.turns import TurnReading
+from session_server.web.turns import TurnReader
 
 _DONE: Final = b"data: [DONE]\n\n"
 
@@ -58,7 +58,7 @@ class SGLangState:
         self.probe = SharedProbe()
         self._branching: WeakSet[Journal] = WeakSet()
 
-    def make_branching(self, journal: Journal) -> None:
+    def mark_branching(self, journal: Journal) -> None:
         """The session of this journal was opened without `streaming`."""
         self._branching.add(journal)
 
@@ -75,7 +75,7 @@ class GenerationRun:
     requests: RunningRequests
     job: Generation
     turn: tuple[str, str]
-    reading: TurnReading
+    reader: TurnReader
     answer: CumulativeAnswer
     arrived_s: float
 
@@ -83,7 +83,7 @@ class GenerationRun:
     def scope(self) -> Iterator[None]:
         """Abortable by its rid, and aborted when its client goes."""
         try:
-            with self.reading:
+            with self.reader:
                 yield
         finally:
             self.requests.remove(self.call.owner, self.job.rid, self.turn)
@@ -91,15 +91,15 @@ class GenerationRun:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The cumulative answer, each time as an event without a name, then `[DONE]`."""
         try:
-            async for item in self.reading.entries():
+            async for item in self.reader.entries():
                 if item is None:
                     yield HEARTBEAT
                     continue
-                await self.take(item[1])
+                await self.add_entry(item[1])
                 if content := self._content(item[1]):
-                    yield _event(content)
+                    yield _encode_event(content)
         except SessionClosing as error:
-            yield _event({"error": msgspec.to_builtins(error_body(error))})
+            yield _encode_event({"error": msgspec.to_builtins(error_body(error))})
         yield _DONE
 
     async def body(self, receive: Receive) -> dict[str, Any] | TurnFailedEntry:
@@ -109,13 +109,13 @@ class GenerationRun:
             HttpRefusal: it went before.
             SessionClosing: the session went before the turn's end was read.
         """
-        end = await self.reading.end(receive, on_entry=self.take)
+        end = await self.reader.end(receive, on_entry=self.add_entry)
         if isinstance(end, TurnFailedEntry):
             return end
-        await self.take(end)
+        await self.add_entry(end)
         return self.answer.end(end, latency_s=self.latency_s())
 
-    async def take(self, entry: SessionEntry) -> None:
+    async def add_entry(self, entry: SessionEntry) -> None:
         """Add an entry to the answer, in slices between which others are served."""
         await run_in_slices(self.answer.add(entry))
 
@@ -141,7 +141,7 @@ async def start_generation(
         SessionServerError: refused, in the words and with the status that clients match.
     """
     turn_id = job.request.turn_id
-    with _sglang_words(job.session):
+    with _sglang_errors(job.session):
         if job.session is None:
             view, journal = await _submit_alone(call, state, job)
         else:
@@ -159,7 +159,7 @@ async def start_generation(
         requests=state.requests,
         job=job,
         turn=turn,
-        reading=TurnReading(call, journal, view, keep_partial=False),
+        reader=TurnReader(call, journal, view, keep_partial=False),
         answer=CumulativeAnswer(job, call.services.model.token_text),
         arrived_s=arrived_s,
     )
@@ -217,7 +217,7 @@ def _check_session_params(params: SessionParamsBody, request: TurnRequest) -> No
 
 
 @contextlib.contextmanager
-def _sglang_words(params: SessionParamsBody | None) -> Iterator[None]:
+def _sglang_errors(params: SessionParamsBody | None) -> Iterator[None]:
     """Refusals in the words and with the status (400) that SGLang's clients match."""
     name = clean(params.id or "") if params is not None else ""
     try:
@@ -234,5 +234,5 @@ def _sglang_words(params: SessionParamsBody | None) -> Iterator[None]:
         raise InvalidRequest(error.message, param=error.param) from None
 
 
-def _event(content: dict[str, Any]) -> bytes:
+def _encode_event(content: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"

@@ -106,11 +106,11 @@ class GuardedHttp(HttpToolsProtocol):
         self._size = RequestSize()
         self._held_back = b""
         self._num_unanswered = 0
-        self._awaited: RequestPhase | None = None
+        self._awaited_phase: RequestPhase | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._refusal: Exception | None = None
-        self._has_room = True
+        self._is_admitted = True
         self._is_over = False
 
     @property
@@ -124,19 +124,19 @@ class GuardedHttp(HttpToolsProtocol):
         self.flow = GatedFlow(transport)
         # Whatever the kernel does not take at once counts as owed: `pause_writing` is told.
         transport.set_write_buffer_limits(high=0)
-        self._has_room = self._table.add(self)
+        self._is_admitted = self._table.add(self)
         self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection and its timers."""
-        self._end()
+        self._stop_reading()
         self._table.remove(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Expect the peer to take something soon."""
         super().pause_writing()
-        self._expect_reading(self.transport.get_write_buffer_size())
+        self._start_stall_timer(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         """Note that the peer has taken everything."""
@@ -154,21 +154,21 @@ class GuardedHttp(HttpToolsProtocol):
         self._parse()
         self._update()
 
-    def shed(self) -> None:
+    def evict(self) -> None:
         """Close at once, with a 503 where the peer is in the middle of a request."""
         is_mid_request = self._size.num_bytes > 0 and self._phase is not RequestPhase.COMPLETE
-        is_owed = self._is_over or self.transport.get_write_buffer_size() > 0
-        if is_mid_request and self._is_refusable() and not is_owed:
+        has_unsent_answer = self._is_over or self.transport.get_write_buffer_size() > 0
+        if is_mid_request and self._is_refusable() and not has_unsent_answer:
             self._write_refusal(ServerBusy("Too many unfinished requests are open."))
-            self._end()
+            self._stop_reading()
             self.transport.close()
         else:
-            self._end()
+            self._stop_reading()
             self.transport.abort()
 
     def shutdown(self) -> None:
         """Close when the running request is answered, at once when it has not arrived."""
-        if self._is_over or self._awaited is RequestPhase.BODY:
+        if self._is_over or self._awaited_phase is RequestPhase.BODY:
             self.transport.abort()
         else:
             super().shutdown()
@@ -236,7 +236,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection over."""
-        self._end()
+        self._stop_reading()
         self._table.remove(self)
         super().handle_websocket_upgrade()
 
@@ -280,7 +280,7 @@ class GuardedHttp(HttpToolsProtocol):
                 self._refuse(400, "The chunks of the body have too large extensions.")
 
     def _check_head(self) -> None:
-        if not self._has_room:
+        if not self._is_admitted:
             self._refusal = ServerBusy("As many connections as allowed are open.")
             raise self._refusal
         version = self.parser.get_http_version()
@@ -308,21 +308,21 @@ class GuardedHttp(HttpToolsProtocol):
     def _update(self) -> None:
         """Tell the table, the flow and the deadline whom we wait for."""
         if self._refusal is not None and self._is_refusable():
-            self._answer(self._refusal)
+            self._refuse_and_linger(self._refusal)
         if self._is_over:
             return
         self.flow.hold(is_held=bool(self._held_back))
-        self._await(self._awaited_phase())
+        self._set_deadline(self._phase_to_await())
         num_bytes = len(self._held_back)
         num_bytes += QUEUED_REQUEST_BYTES * max(0, self._num_unanswered - 1)
         if self._phase is not RequestPhase.COMPLETE:
             num_bytes += self._size.num_bytes
-        if self._num_unanswered == 0 or self._awaited is not None or self._held_back:
+        if self._num_unanswered == 0 or self._awaited_phase is not None or self._held_back:
             self._table.await_input(self, num_bytes=num_bytes)
         else:
-            self._table.serve(self)
+            self._table.mark_served(self)
 
-    def _awaited_phase(self) -> RequestPhase | None:
+    def _phase_to_await(self) -> RequestPhase | None:
         """Return the part of a request that the peer owes; None while it is owed an answer."""
         match self._phase:
             case RequestPhase.HEAD:
@@ -332,19 +332,21 @@ class GuardedHttp(HttpToolsProtocol):
             case RequestPhase.COMPLETE:
                 return None
 
-    def _await(self, phase: RequestPhase | None) -> None:
+    def _set_deadline(self, phase: RequestPhase | None) -> None:
         """Give the peer a bounded time for what it owes, from when it began to owe it."""
-        if phase is self._awaited:
+        if phase is self._awaited_phase:
             return
         self._stop_deadline()
-        self._awaited = phase
+        self._awaited_phase = phase
         if phase is not None:
             is_head = phase is RequestPhase.HEAD
             delay_s = HEADER_TIMEOUT_S if is_head else self._settings.message_timeout_s
-            self._deadline = self.loop.call_later(delay_s, self._answer_late, phase)
+            self._deadline = self.loop.call_later(delay_s, self._answer_timeout, phase)
 
-    def _answer_late(self, phase: RequestPhase) -> None:
-        self._answer(HttpRefusal(408, f"The {phase.value} of the request did not arrive in time."))
+    def _answer_timeout(self, phase: RequestPhase) -> None:
+        self._refuse_and_linger(
+            HttpRefusal(408, f"The {phase.value} of the request did not arrive in time.")
+        )
 
     def _is_refusable(self) -> bool:
         """Whether the next answer that the peer expects is the one to the newest request."""
@@ -356,10 +358,10 @@ class GuardedHttp(HttpToolsProtocol):
         self._refusal = HttpRefusal(status, message)
         raise self._refusal
 
-    def _answer(self, refusal: Exception) -> None:
+    def _refuse_and_linger(self, refusal: Exception) -> None:
         """Answer the newest request, which is not served, and close."""
         if self._num_unanswered and self.cycle.response_started:
-            self._end()
+            self._stop_reading()
             self.transport.abort()
             return
         self._write_refusal(refusal)
@@ -374,8 +376,8 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """Say that nothing follows, and let the peer stop sending before the socket is closed."""
-        self._end()
-        self._table.serve(self)
+        self._stop_reading()
+        self._table.mark_served(self)
         self._table.await_input(self, num_bytes=0)
         with contextlib.suppress(OSError):  # the peer may have gone
             self.transport.write_eof()
@@ -383,7 +385,7 @@ class GuardedHttp(HttpToolsProtocol):
         self.flow.resume_reading()
         self._deadline = self.loop.call_later(REFUSAL_LINGER_S, self.transport.abort)
 
-    def _end(self) -> None:
+    def _stop_reading(self) -> None:
         """Read nothing more, and stop every timer."""
         self._is_over = True
         self._held_back = b""
@@ -396,17 +398,17 @@ class GuardedHttp(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _expect_reading(self, owed_bytes: int) -> None:
-        self._stall_timer = self.loop.call_later(STALL_S, self._check_reading, owed_bytes)
+    def _start_stall_timer(self, unsent_bytes: int) -> None:
+        self._stall_timer = self.loop.call_later(STALL_S, self._check_stall, unsent_bytes)
 
     def _stop_stall_timer(self) -> None:
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
 
-    def _check_reading(self, owed_bytes: int) -> None:
-        still_owed = self.transport.get_write_buffer_size()
-        if still_owed >= owed_bytes:
+    def _check_stall(self, unsent_bytes: int) -> None:
+        still_unsent = self.transport.get_write_buffer_size()
+        if still_unsent >= unsent_bytes:
             self.transport.abort()
         else:
-            self._expect_reading(still_owed)
+            self._start_stall_timer(still_unsent)

@@ -96,13 +96,13 @@ def raise_descriptor_limit(max_connections: int) -> int:
     return max(soft, wanted) if soft == resource.RLIM_INFINITY else soft
 
 
-def readers_that_fit(max_connections: int, *, descriptors: int) -> int:
+def max_readers_for(max_connections: int, *, descriptors: int) -> int:
     """Return how many readers there may be, with room for plain requests beside them."""
     room = max(4, descriptors - RESERVED_DESCRIPTORS)
     return min(max_connections, max(room - REQUEST_CONNECTIONS, room * 3 // 4))
 
 
-def limits_that_fit(
+def connection_limits_for(
     max_readers: int,
     *,
     descriptors: int,

@@ -21,21 +21,24 @@ MAX_BOUND_TURNS: Final = 64
 
 
 @dataclass(slots=True)
-class Watch:
-    """The readers of one session. `bound`: live turn ids -> whether a cancel keeps the partial."""
+class SessionReaders:
+    """Count the readers of one session, and hold the turns that are canceled when the last goes.
 
-    readers: int = 0
-    bound: dict[str, bool] = field(default_factory=dict)
+    `bound_turns`: ids of live turns -> whether the cancel keeps the partial answer.
+    """
 
-    def bind(self, turn_id: str, *, keep_partial: bool) -> None:
+    num_readers: int = 0
+    bound_turns: dict[str, bool] = field(default_factory=dict)
+
+    def bind_turn(self, turn_id: str, *, keep_partial: bool) -> None:
         """Cancel this turn when the last reader goes."""
-        self.bound[turn_id] = keep_partial
-        while len(self.bound) > MAX_BOUND_TURNS:
-            del self.bound[next(iter(self.bound))]
+        self.bound_turns[turn_id] = keep_partial
+        while len(self.bound_turns) > MAX_BOUND_TURNS:
+            del self.bound_turns[next(iter(self.bound_turns))]
 
-    def release(self, turn_id: str) -> None:
+    def unbind_turn(self, turn_id: str) -> None:
         """The turn has ended."""
-        self.bound.pop(turn_id, None)
+        self.bound_turns.pop(turn_id, None)
 
 
 class Readers:
@@ -46,9 +49,9 @@ class Readers:
         self._metrics = services.metrics
         self._max_readers = services.settings.max_connections
         self._num_readers = 0
-        self._watches: dict[tuple[Owner, str], Watch] = {}
+        self._by_session: dict[tuple[Owner, str], SessionReaders] = {}
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Refuse a reader too many; asked before a turn is submitted for it.
 
         Raises:
@@ -58,25 +61,27 @@ class Readers:
             raise ServerBusy(f"{self._num_readers} readers are connected, the maximum.")
 
     @contextlib.contextmanager
-    def reading(self, *, owner: Owner, session_id: str, kind: ReaderKind) -> Iterator[Watch]:
+    def register(
+        self, *, owner: Owner, session_id: str, kind: ReaderKind
+    ) -> Iterator[SessionReaders]:
         """Count one reader of a session inside the block."""
         # Owners may choose equal ids.
-        watch = self._watches.setdefault((owner, session_id), Watch())
-        watch.readers += 1
+        session_readers = self._by_session.setdefault((owner, session_id), SessionReaders())
+        session_readers.num_readers += 1
         self._num_readers += 1
         self._metrics.connection_opened(kind)
         try:
-            yield watch
+            yield session_readers
         finally:
             self._metrics.connection_closed(kind)
-            watch.readers -= 1
+            session_readers.num_readers -= 1
             self._num_readers -= 1
-            if watch.readers == 0:
-                del self._watches[owner, session_id]
-                self._cancel_bound(owner, session_id, watch)
+            if session_readers.num_readers == 0:
+                del self._by_session[owner, session_id]
+                self._cancel_bound(owner, session_id, session_readers)
 
-    def _cancel_bound(self, owner: Owner, session_id: str, watch: Watch) -> None:
-        for turn_id, keep_partial in watch.bound.items():
+    def _cancel_bound(self, owner: Owner, session_id: str, session_readers: SessionReaders) -> None:
+        for turn_id, keep_partial in session_readers.bound_turns.items():
             # The turn or its session may have ended meanwhile, which is what was wanted.
             with contextlib.suppress(SessionServerError):
                 self._sessions.cancel(

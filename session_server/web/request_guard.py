@@ -84,7 +84,7 @@ class RequestGuard:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        host = self._checked_host(headers.getlist("host"))
+        host = self._check_host(headers.getlist("host"))
         origins = headers.getlist("origin")
         if origins:
             self._check_origin(origins, host)
@@ -99,18 +99,18 @@ class RequestGuard:
         if lengths and int(lengths[0]) > self._max_body_bytes:
             raise HttpRefusal(413, f"The body is larger than {self._max_body_bytes} bytes.")
 
-    def _checked_host(self, hosts: Sequence[str]) -> str:
+    def _check_host(self, hosts: Sequence[str]) -> str:
         match = _HOST.match(hosts[0]) if len(hosts) == 1 else None
         if match is None:
             raise HttpRefusal(400, "A request names exactly one host.")
         name = match["name"].strip("[]").lower()
-        if not (self._is_any_host or name in self._hosts or self._is_no_name(name)):
+        if not (self._is_any_host or name in self._hosts or self._is_address_or_loopback(name)):
             raise HttpRefusal(
                 421, "This server does not answer to that host name; see --allowed-host."
             )
         return hosts[0].lower()
 
-    def _is_no_name(self, name: str) -> bool:
+    def _is_address_or_loopback(self, name: str) -> bool:
         """Whether a Host cannot be a name that somebody made resolve to us."""
         if name in _LOOPBACK_NAMES:
             return True
@@ -121,8 +121,8 @@ class RequestGuard:
         parts = urlsplit(origin) if len(origins) == 1 and len(origin) <= 512 else None
         if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
             raise HttpRefusal(403, "This origin is not allowed.")
-        is_near = self._is_local and re.fullmatch(_LOOPBACK_ORIGIN, origin) is not None
-        if not (parts.netloc == host or is_near or origin in self._origins):
+        is_local = self._is_local and re.fullmatch(_LOOPBACK_ORIGIN, origin) is not None
+        if not (parts.netloc == host or is_local or origin in self._origins):
             raise HttpRefusal(403, "This origin is not allowed.")
 
 

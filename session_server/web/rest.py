@@ -35,8 +35,8 @@ from session_server.web.event_stream import EventStream
 from session_server.web.headers import ACCEPT, IDEMPOTENCY_KEY, LAST_EVENT_ID
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
-from session_server.web.slices import encoded_list
-from session_server.web.turns import TurnReading, session_events
+from session_server.web.slices import encode_list
+from session_server.web.turns import TurnReader, session_events
 from session_server.web.views import item_view_body, session_body, turn_body, turn_result
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
@@ -127,7 +127,7 @@ async def close_session(session_id: str, caller: Caller) -> Response:
 async def list_items(session_id: str, caller: Caller) -> Response:
     """List a session's items."""
     snapshot = caller.sessions.snapshot(caller.owner, session_id)
-    data = await encoded_list(snapshot.items, item_view_body)
+    data = await encode_list(snapshot.items, item_view_body)
     return JsonResponse(ItemList(object="list", data=data))
 
 
@@ -142,17 +142,17 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     A client that leaves cancels the turn, and keeps its partial answer in the history, unless
     `on_disconnect` is `detach`.
     """
-    caller.readers.check_room()
+    caller.readers.check_capacity()
     body = await read_body(request, TurnBody)
     turn = turn_request(body, defaults=caller.services.model.defaults, on_disconnect="cancel")
     journal = caller.sessions.journal(caller.owner, session_id)
     view = await caller.sessions.submit(caller.owner, session_id, turn)
     keep_partial = True if turn.on_disconnect == "cancel" else None
-    reading = TurnReading(caller, journal, view, keep_partial=keep_partial)
+    reader = TurnReader(caller, journal, view, keep_partial=keep_partial)
     if wants_events(request):
-        return EventStream(reading.events(), around=reading)
-    with reading:
-        end = await reading.end(request.receive)
+        return EventStream(reader.events(), context=reader)
+    with reader:
+        end = await reader.end(request.receive)
     if isinstance(end, TurnFailedEntry):
         failure = failure_body(end)
         return JsonResponse(ErrorResponse(error=failure), status_of_code(failure.code))
@@ -188,14 +188,14 @@ async def read_events(
     after: AfterSeq = None,
 ) -> Response:
     """Follow a session. `Last-Event-ID` wins over `after`; without both it starts now."""
-    caller.readers.check_room()
+    caller.readers.check_capacity()
     journal = caller.sessions.journal(caller.owner, session_id)
     start = _last_event_id(request)
     if start is None:
         start = journal.last_seq if after is None else after
     return EventStream(
         session_events(caller, session_id, after=start),
-        around=caller.readers.reading(
+        context=caller.readers.register(
             owner=caller.owner, session_id=session_id, kind=ReaderKind.SSE
         ),
     )

@@ -74,16 +74,16 @@ async def serve(
         listener = bind(services.settings.host, services.settings.port)
     url = _url_of(listener)
 
-    def say_ready() -> None:
+    def announce_ready() -> None:
         announce(url, ready, needs_key=not services.settings.keys.is_open)
 
-    asyncio.get_running_loop().set_exception_handler(_log_fault)
-    server = DrainingServer(config_for(app, services), say_ready)
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    with _signals(stop, hurry, server):
+    asyncio.get_running_loop().set_exception_handler(_log_unhandled)
+    server = DrainingServer(config_for(app, services), announce_ready)
+    stop, second_signal = asyncio.Event(), asyncio.Event()
+    with _signals(stop, second_signal, server):
         drainers = (
-            asyncio.create_task(drain_when(stop, app, services, server), name="drain"),
-            asyncio.create_task(hasten_when(hurry, services), name="hasten"),
+            asyncio.create_task(drain_on_signal(stop, app, services, server), name="drain"),
+            asyncio.create_task(cut_drain_short(second_signal, services), name="hasten"),
         )
         try:
             await server.serve(sockets=[listener])
@@ -137,7 +137,7 @@ def config_for(app: FastAPI, services: AppServices) -> GuardedConfig:
     )
 
 
-async def drain_when(
+async def drain_on_signal(
     stop: asyncio.Event, app: FastAPI, services: AppServices, server: uvicorn.Server
 ) -> None:
     """Wait for `stop`; finish what runs, close the sockets, end the server."""
@@ -163,22 +163,24 @@ async def drain_when(
         server.should_exit = True
 
 
-async def hasten_when(hurry: asyncio.Event, services: AppServices) -> None:
-    """Wait for `hurry`; end the turns that a drain waits for."""
-    await hurry.wait()
+async def cut_drain_short(second_signal: asyncio.Event, services: AppServices) -> None:
+    """Wait for `second_signal`; end the turns that a drain waits for."""
+    await second_signal.wait()
     _logger.info("second signal: running turns are cut short")
     await services.sessions.drain(0.0)
 
 
 @contextlib.contextmanager
-def _signals(stop: asyncio.Event, hurry: asyncio.Event, server: uvicorn.Server) -> Iterator[None]:
+def _signals(
+    stop: asyncio.Event, second_signal: asyncio.Event, server: uvicorn.Server
+) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
-        if hurry.is_set():
+        if second_signal.is_set():
             server.should_exit = server.force_exit = True
         elif stop.is_set():
-            hurry.set()
+            second_signal.set()
         stop.set()
 
     for number in _SIGNALS:
@@ -190,7 +192,7 @@ def _signals(stop: asyncio.Event, hurry: asyncio.Event, server: uvicorn.Server) 
             loop.remove_signal_handler(number)
 
 
-def _log_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log a fault that nobody awaits; one of `accept` without its stack."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in EXHAUSTED:

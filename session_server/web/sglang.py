@@ -82,7 +82,7 @@ async def open_session(request: Request, caller: Caller) -> Response:
             "Failed to open the session. Check if a session with the same id is still open."
         ) from None
     if not body.streaming:
-        _state_of(request).make_branching(caller.sessions.journal(caller.owner, view.session_id))
+        _state_of(request).mark_branching(caller.sessions.journal(caller.owner, view.session_id))
     return JsonResponse(view.session_id)
 
 
@@ -111,14 +111,14 @@ async def close_session(request: Request, caller: Caller) -> Response:
 )
 async def generate(request: Request, caller: Caller) -> Response:
     """Run one turn, in a session or alone."""
-    caller.readers.check_room()
+    caller.readers.check_capacity()
     arrived_s = caller.services.now_s()
     body = await read_body(request, GenerateBody, media_type=None)
     rid = body.rid if isinstance(body.rid, str) and body.rid else secrets.token_hex(16)
     job = generation(body, rid=rid, turn_id=new_turn_id())
     run = await start_generation(caller, _state_of(request), job, arrived_s=arrived_s)
     if job.stream:
-        return EventStream(run.events(), around=run.scope())
+        return EventStream(run.events(), context=run.scope())
     with run.scope():
         answer = await run.body(request.receive)
     if isinstance(answer, TurnFailedEntry):
@@ -180,7 +180,7 @@ async def _generate_one(caller: Call, state: SGLangState) -> bool:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             run = await start_generation(caller, state, job, arrived_s=caller.services.now_s())
             with run.scope():
-                end = await run.reading.wait()
+                end = await run.reader.wait()
     except (TimeoutError, SessionServerError):
         return False
     return is_healthy(caller.services) and not isinstance(end, TurnFailedEntry)

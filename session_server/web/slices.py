@@ -24,7 +24,7 @@ async def run_in_slices(steps: Iterator[None]) -> None:
         await asyncio.sleep(0)
 
 
-async def scores_of(entry: SessionEntry | None) -> EncodedScores | None:
+async def encode_scores(entry: SessionEntry | None) -> EncodedScores | None:
     """Encode the logprobs of a turn's end where they are many; None where they need no care."""
     if not isinstance(entry, TurnCompleted | TurnCancelled | TurnFailedEntry):
         return None
@@ -35,7 +35,7 @@ async def scores_of(entry: SessionEntry | None) -> EncodedScores | None:
     return scores
 
 
-async def encoded_list(values: Sequence[T], body_of: Callable[[T], Any]) -> Any:
+async def encode_list(values: Sequence[T], body_of: Callable[[T], Any]) -> Any:
     """Encode a list that may be long; what is returned stands for the list of bodies."""
     array = GrowingArray()
     await run_in_slices(array.extend_in_slices(values, body_of))

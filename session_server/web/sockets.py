@@ -10,12 +10,12 @@ from session_server.core.errors import ServerBusy
 from session_server.core.owner import Owner
 from session_server.protocol.session_protocol import CloseCode
 
-UNPROVEN_SHARE: Final = 10
+UNAUTHENTICATED_SHARE: Final = 10
 """One connection in so many may be waiting for its client to prove who it is: strangers who say
 nothing must not keep others out."""
 
 
-class Endable(Protocol):
+class ClosableSocket(Protocol):
     """A connection that can be told to end."""
 
     def end(self, code: CloseCode) -> None:
@@ -29,11 +29,11 @@ class Sockets:
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._num_connections = 0
-        self._num_unproven = 0
-        self._by_session: dict[tuple[Owner, str], Endable] = {}
+        self._num_unauthenticated = 0
+        self._by_session: dict[tuple[Owner, str], ClosableSocket] = {}
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admit(self) -> Iterator[None]:
         """Count one connection inside the block.
 
         Raises:
@@ -48,22 +48,24 @@ class Sockets:
             self._num_connections -= 1
 
     @contextlib.contextmanager
-    def unproven(self) -> Iterator[None]:
+    def admit_unauthenticated(self) -> Iterator[None]:
         """Count one connection as a stranger's inside the block.
 
         Raises:
             ServerBusy: as many as allowed have not shown a key yet.
         """
-        if self._num_unproven >= max(1, self._max_connections // UNPROVEN_SHARE):
-            raise ServerBusy(f"{self._num_unproven} connections have not shown a key, the maximum.")
-        self._num_unproven += 1
+        if self._num_unauthenticated >= max(1, self._max_connections // UNAUTHENTICATED_SHARE):
+            raise ServerBusy(
+                f"{self._num_unauthenticated} connections have not shown a key, the maximum."
+            )
+        self._num_unauthenticated += 1
         try:
             yield
         finally:
-            self._num_unproven -= 1
+            self._num_unauthenticated -= 1
 
     @contextlib.contextmanager
-    def attached(self, owner: Owner, session_id: str, socket: Endable) -> Iterator[None]:
+    def attach(self, owner: Owner, session_id: str, socket: ClosableSocket) -> Iterator[None]:
         """Be the session's connection inside the block; the one before is ended with 4409."""
         # Owners may choose equal ids.
         key = (owner, session_id)

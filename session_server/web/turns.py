@@ -26,19 +26,19 @@ from session_server.sessions.views import TurnView
 from session_server.web.caller import Call
 from session_server.web.event_stream import (
     HEARTBEAT,
-    batches,
     event_chunk,
+    read_batches,
     wait_for_disconnect,
 )
-from session_server.web.readers import Watch
+from session_server.web.readers import SessionReaders
 from session_server.web.refusals import HttpRefusal
-from session_server.web.slices import scores_of
+from session_server.web.slices import encode_scores
 from session_server.web.views import snapshot_frame
 
 OnEntry = Callable[[SessionEntry], Awaitable[object]]
 
 
-class TurnReading:
+class TurnReader:
     """One reader of one turn, as a context manager; iterate or wait inside it, once.
 
     `keep_partial` None leaves the turn alone when the last reader of the session goes; else the
@@ -53,16 +53,16 @@ class TurnReading:
         self._view = view
         self._keep_partial = keep_partial
         self._scope = contextlib.ExitStack()
-        self._watch = Watch()
+        self._session_readers = SessionReaders()
 
     def __enter__(self) -> Self:
         call, view = self._call, self._view
-        reading = call.readers.reading(
+        registration = call.readers.register(
             owner=call.owner, session_id=view.session_id, kind=ReaderKind.HTTP
         )
-        self._watch = self._scope.enter_context(reading)
+        self._session_readers = self._scope.enter_context(registration)
         if self._keep_partial is not None and view.end is None:
-            self._watch.bind(view.turn_id, keep_partial=self._keep_partial)
+            self._session_readers.bind_turn(view.turn_id, keep_partial=self._keep_partial)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,23 +116,23 @@ class TurnReading:
         heartbeat_s = self._call.services.settings.heartbeat_s
         while True:
             try:
-                async for batch in batches(self._journal, position, heartbeat_s=heartbeat_s):
+                async for batch in read_batches(self._journal, position, heartbeat_s=heartbeat_s):
                     if not batch:
                         yield None
                     for seq, entry in batch:
                         if not belongs_to(entry, turn_id):
                             continue
                         if isinstance(entry, TurnEnd):
-                            self._watch.release(turn_id)
+                            self._session_readers.unbind_turn(turn_id)
                             yield seq, entry
                             return
                         yield seq, entry
                 raise SessionClosing("The session closed before the turn's end was read.")
             except OffsetLost as lost:
                 position = lost.last_seq
-                end = self._end_now()
+                end = self._current_end()
                 if end is not None:
-                    self._watch.release(turn_id)
+                    self._session_readers.unbind_turn(turn_id)
                     yield position, end
                     return
 
@@ -145,7 +145,7 @@ class TurnReading:
             body = error_body(error, turn_id=self._view.turn_id)
             yield event_chunk(ErrorFrame(error=body), seq=None)
 
-    def _end_now(self) -> TurnEnd | None:
+    def _current_end(self) -> TurnEnd | None:
         call, view = self._call, self._view
         try:
             return call.sessions.turn(call.owner, view.session_id, view.turn_id).end
@@ -160,7 +160,7 @@ async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGen
     journal = call.sessions.journal(call.owner, session_id)
     while True:
         try:
-            async for batch in batches(journal, position, heartbeat_s=heartbeat_s):
+            async for batch in read_batches(journal, position, heartbeat_s=heartbeat_s):
                 if not batch:
                     yield HEARTBEAT
                 for seq, entry in batch:
@@ -179,7 +179,7 @@ async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGen
 
 
 async def _event(seq: int, entry: SessionEntry) -> bytes:
-    return event_chunk(frame_of(seq, entry, scores=await scores_of(entry)), seq=seq)
+    return event_chunk(frame_of(seq, entry, scores=await encode_scores(entry)), seq=seq)
 
 
 def belongs_to(entry: SessionEntry, turn_id: str) -> bool:

@@ -29,7 +29,7 @@ from session_server.sessions.views import (
     TurnView,
 )
 from session_server.web.services import AppServices, ModelCard
-from session_server.web.slices import encoded_list, scores_of
+from session_server.web.slices import encode_list, encode_scores
 
 
 def session_body(view: SessionView, model: ModelCard) -> SessionBody:
@@ -67,7 +67,7 @@ async def turn_body(view: TurnView) -> TurnResult:
 
 async def turn_result(session_id: str, end: TurnEnd) -> TurnResult:
     """A turn that has ended."""
-    scores = await scores_of(end)
+    scores = await encode_scores(end)
     completed = end if isinstance(end, TurnCompleted) else None
     return TurnResult(
         id=end.turn_id,
@@ -117,7 +117,7 @@ async def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
         seq=snapshot.session.seq,
         state=snapshot.session.state,
         tokens=snapshot.session.num_tokens,
-        items=await encoded_list(snapshot.items, item_view_body),
+        items=await encode_list(snapshot.items, item_view_body),
         turn=turn,
         queued=tuple(view.turn_id for view in snapshot.queued),
     )

@@ -45,10 +45,10 @@ from session_server.sessions.journal import OffsetLost
 from session_server.sessions.views import OpenRequest, SessionView
 from session_server.web.auth import BEARER_PROTOCOL, header_key, services_of
 from session_server.web.caller import Call, make_call
-from session_server.web.readers import Watch
+from session_server.web.readers import SessionReaders
 from session_server.web.refusals import error_response
 from session_server.web.signal import Signal
-from session_server.web.slices import scores_of
+from session_server.web.slices import encode_scores
 from session_server.web.sockets import Sockets
 from session_server.web.views import hello_frame, snapshot_frame
 
@@ -63,7 +63,7 @@ async def session_endpoint(websocket: WebSocket) -> None:
     sockets = websocket.app.state.sockets
     assert isinstance(sockets, Sockets), "create_app set it"
     try:
-        with sockets.admitted():
+        with sockets.admit():
             await SessionSocket(websocket, sockets).run()
     except ServerBusy as error:
         await websocket.send_denial_response(error_response(error))
@@ -78,8 +78,8 @@ class SessionSocket:
         self._services = services_of(websocket)
         self._wake = Signal()
         self._end_code: CloseCode | None = None
-        self._is_gone = False
-        self._heard_s = 0.0
+        self._is_disconnected = False
+        self._last_received_s = 0.0
         self._is_accepted = False
         self._position = 0
 
@@ -102,24 +102,24 @@ class SessionSocket:
             )
             owner = None if needs_auth else keys.owner_of(key)
             if owner is None:
-                with self._sockets.unproven():
+                with self._sockets.admit_unauthenticated():
                     await self._accept()
                     owner = await self._first_message_owner()
             call = make_call(self._websocket, owner)
             view = self._open(call)
         except SessionServerError as error:
-            await self._deny(error)
+            await self._refuse(error)
             return
         except WebSocketDisconnect:
             return
         await self._accept()
         with (
-            call.readers.reading(
+            call.readers.register(
                 owner=owner, session_id=view.session_id, kind=ReaderKind.WEBSOCKET
-            ) as watch,
-            self._sockets.attached(owner, view.session_id, self),
+            ) as readers,
+            self._sockets.attach(owner, view.session_id, self),
         ):
-            await self._serve(call, view, watch)
+            await self._serve(call, view, readers)
 
     def _offered_key(self) -> str | None:
         """The key of the Authorization header, else of a `bearer.<key>` subprotocol."""
@@ -183,7 +183,7 @@ class SessionSocket:
             raise InvalidRequest("epoch is too long.", param="epoch")
         return (None if after is None else min(int(after), MAX_SEQ)), epoch
 
-    async def _deny(self, error: SessionServerError) -> None:
+    async def _refuse(self, error: SessionServerError) -> None:
         """Refuse with HTTP where the client can see it; scripts in browsers only see closes."""
         is_browser = "origin" in self._websocket.headers
         if not self._is_accepted and not is_browser:
@@ -195,16 +195,16 @@ class SessionSocket:
             await self._flush()
             await self._close(self._protocol.close_code or _close_code(error))
 
-    async def _serve(self, call: Call, view: SessionView, watch: Watch) -> None:
+    async def _serve(self, call: Call, view: SessionView, readers: SessionReaders) -> None:
         session_id = view.session_id
-        await self._greet(call, view)
-        self._heard_s = asyncio.get_running_loop().time()
+        await self._queue_hello(call, view)
+        self._last_received_s = asyncio.get_running_loop().time()
         self._websocket.scope["headers"].clear()  # 1 kB that nobody asks for again
         self._journal.add_listener(self._wake.set)
-        reader = asyncio.create_task(self._read(call, session_id, watch), name="read socket")
+        reader = asyncio.create_task(self._read(call, session_id, readers), name="read socket")
         code: CloseCode | None = CloseCode.INTERNAL
         try:
-            code = await self._write(call, session_id, watch)
+            code = await self._write(call, session_id, readers)
         except WebSocketDisconnect:
             code = None
         except TimeoutError:
@@ -216,7 +216,7 @@ class SessionSocket:
             if code is not None:
                 await self._close(code)
 
-    async def _greet(self, call: Call, view: SessionView) -> None:
+    async def _queue_hello(self, call: Call, view: SessionView) -> None:
         """Owe the hello, and stand where the client wants to go on."""
         journal = self._journal
         wanted = self._after
@@ -230,9 +230,9 @@ class SessionSocket:
         hello = hello_frame(view, self._services, seq=self._position, resumed=is_resumed)
         self._protocol.opened(hello)
         if lost is not None:
-            await self._owe_snapshot(call, view.session_id, lost)
+            await self._queue_snapshot(call, view.session_id, lost)
 
-    async def _owe_snapshot(self, call: Call, session_id: str, lost: ResumeFailedFrame) -> None:
+    async def _queue_snapshot(self, call: Call, session_id: str, lost: ResumeFailedFrame) -> None:
         try:
             snapshot = await snapshot_frame(call.sessions.snapshot(call.owner, session_id))
         except SessionNotFound:
@@ -242,34 +242,36 @@ class SessionSocket:
         self._protocol.resume_failed(lost, snapshot)
         self._position = snapshot.seq
 
-    async def _read(self, call: Call, session_id: str, watch: Watch) -> None:
+    async def _read(self, call: Call, session_id: str, readers: SessionReaders) -> None:
         """Obey frames until the client goes, or has said something that ends the connection."""
         try:
-            while not self._is_gone and self._protocol.close_code is None:
+            while not self._is_disconnected and self._protocol.close_code is None:
                 message = await self._websocket.receive()
-                self._heard_s = asyncio.get_running_loop().time()
+                self._last_received_s = asyncio.get_running_loop().time()
                 if message["type"] == "websocket.disconnect":
-                    self._is_gone = True
+                    self._is_disconnected = True
                 elif message.get("text") is None:
                     self.end(CloseCode.UNSUPPORTED_DATA)
                 else:
                     command = self._protocol.receive_frame(message["text"], now_s=time.time())
                     if command is not None:
-                        await self._obey(command, call, session_id, watch)
+                        await self._handle_command(command, call, session_id, readers)
                 self._wake.set()
         except Exception:
             _logger.exception("reader failed session=%s", session_id)
             self.end(CloseCode.INTERNAL)
             raise
 
-    async def _obey(self, command: Command, call: Call, session_id: str, watch: Watch) -> None:
+    async def _handle_command(
+        self, command: Command, call: Call, session_id: str, readers: SessionReaders
+    ) -> None:
         sessions, owner = call.sessions, call.owner
         turn_id: str | None = None
         try:
             match command:
                 case StartTurn(request=request):
                     turn_id = request.turn_id
-                    await self._start(request, call, session_id, watch)
+                    await self._start(request, call, session_id, readers)
                 case CancelTurn(turn_id=turn_id, keep_partial=keep_partial):
                     sessions.cancel(owner, session_id, turn_id, keep_partial=keep_partial)
                 case UpdateSession(ttl_s=ttl_s, metadata=metadata):
@@ -281,10 +283,12 @@ class SessionSocket:
                 case _:
                     assert_never(command)
         except SessionServerError as error:
-            self._services.metrics.refused(wire_error(error).code)
+            self._services.metrics.count_refusal(wire_error(error).code)
             self._protocol.refuse(error, turn_id=turn_id)
 
-    async def _start(self, request: TurnRequest, call: Call, session_id: str, watch: Watch) -> None:
+    async def _start(
+        self, request: TurnRequest, call: Call, session_id: str, readers: SessionReaders
+    ) -> None:
         seq_before = self._journal.last_seq
         is_bound = request.on_disconnect == "cancel"
         try:
@@ -292,22 +296,24 @@ class SessionSocket:
         except asyncio.CancelledError:
             # The connection ends while the input is tokenised; the turn goes on without it.
             if is_bound:
-                watch.bind(request.turn_id, keep_partial=True)
+                readers.bind_turn(request.turn_id, keep_partial=True)
             raise
         if view.created_seq <= seq_before:
-            scores = await scores_of(view.end)
+            scores = await encode_scores(view.end)
             self._protocol.repeat(view.turn_id, position=view.position, end=view.end, scores=scores)
         if is_bound and view.end is None:
-            watch.bind(view.turn_id, keep_partial=True)
+            readers.bind_turn(view.turn_id, keep_partial=True)
 
-    async def _write(self, call: Call, session_id: str, watch: Watch) -> CloseCode | None:
+    async def _write(
+        self, call: Call, session_id: str, readers: SessionReaders
+    ) -> CloseCode | None:
         """Send what is owed and what the journal brings; returns why to close."""
         idle_s = self._services.settings.idle_s
         while True:
             self._wake.clear()
-            await self._take_entries(call, session_id, watch)
+            await self._queue_entries(call, session_id, readers)
             await self._flush()
-            if self._is_gone:
+            if self._is_disconnected:
                 return None
             code = self._protocol.close_code or self._end_code
             if self._position < self._journal.last_seq and code is not CloseCode.SUPERSEDED:
@@ -318,15 +324,15 @@ class SessionSocket:
                 async with asyncio.timeout(idle_s):
                     await self._wake.wait()
             except TimeoutError:
-                if asyncio.get_running_loop().time() - self._heard_s >= idle_s:
+                if asyncio.get_running_loop().time() - self._last_received_s >= idle_s:
                     return CloseCode.IDLE
 
-    async def _take_entries(self, call: Call, session_id: str, watch: Watch) -> None:
+    async def _queue_entries(self, call: Call, session_id: str, readers: SessionReaders) -> None:
         try:
             entries = self._journal.read(self._position)
         except OffsetLost:
             # The client was slower than the journal is long: never skip in silence.
-            await self._owe_snapshot(call, session_id, ResumeFailedFrame(reason="offset_lost"))
+            await self._queue_snapshot(call, session_id, ResumeFailedFrame(reason="offset_lost"))
             return
         if not entries:
             return
@@ -334,8 +340,8 @@ class SessionSocket:
         encoded: dict[int, EncodedScores] = {}
         for item in entries:
             if isinstance(item.entry, TurnEnd):
-                watch.release(item.entry.turn_id)
-                if scores := await scores_of(item.entry):
+                readers.unbind_turn(item.entry.turn_id)
+                if scores := await encode_scores(item.entry):
                     encoded[item.seq] = scores
         self._protocol.entries(((item.seq, item.entry) for item in entries), scores=encoded)
 

@@ -88,7 +88,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
                 self.transport.resume_reading()
         return message
 
-    def shed(self) -> None:
+    def evict(self) -> None:
         """Close at once: the peer is in the middle of a message, and others need the room."""
         self._fail(CloseCode.OVERLOADED, "too many unfinished messages")
         if self.transport.get_write_buffer_size():
@@ -150,16 +150,16 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         num_bytes = len(self._held_back) + len(self.conn.reader.buffer)
         if self.close_sent or not (has_begun or num_bytes):
             self._stop_deadline()
-            self._table.serve(self)
+            self._table.mark_served(self)
             return
         if self.read_paused:
             self._stop_deadline()  # it waits for us
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(self._message_timeout_s, self._fail_late)
+            self._deadline = self.loop.call_later(self._message_timeout_s, self._fail_timeout)
         num_bytes += (self.conn.current_size or 0) + FRAGMENT_BYTES * self._num_fragments
         self._table.await_input(self, num_bytes=num_bytes)
 
-    def _fail_late(self) -> None:
+    def _fail_timeout(self) -> None:
         self._deadline = None
         self._fail(CloseCode.IDLE, "the message did not arrive in time")
 

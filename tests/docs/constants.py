@@ -61,7 +61,7 @@ CONNECTIONS = (
         "close code 4401",
     ),
     _constant(
-        "web.sockets:UNPROVEN_SHARE",
+        "web.sockets:UNAUTHENTICATED_SHARE",
         "connections that have not shown a key: one of",
         "connections",
         "further ones are refused: 503 `server_busy`",
@@ -132,7 +132,7 @@ LOGS = (
         "further ones are dropped and counted",
     ),
     _constant(
-        "metrics.log_handler:MAX_ALIKE_PER_S",
+        "metrics.log_handler:MAX_REPEATS_PER_S",
         "warnings and errors of one kind in a second",
         "lines",
         "further ones are counted",

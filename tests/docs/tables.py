@@ -8,8 +8,8 @@ from pathlib import Path
 
 from session_server.config import Settings
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
-from session_server.flags import FLAGS, MEANINGLESS_SWITCHES, MEANINGLESS_VALUES
-from session_server.foreign_flags import CALLED_HERE, NOT_SUPPORTED
+from session_server.flags import FLAGS, IGNORED_SWITCHES, IGNORED_VALUES
+from session_server.foreign_flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 from session_server.metrics.prometheus import ServerMetrics
 from tests.docs import import_graph, limits, protocol_tables
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
@@ -53,7 +53,7 @@ def flag_table() -> str:
             shown = "" if flag.constant is not None or default in (None, ()) else f"`{default}`"
             prefix = "do not " if flag.constant is False else ""
             yield f"| {names} | {shown} | {prefix}{field.description} |"
-        ignored = ", ".join(f"`{name}`" for name in (*MEANINGLESS_SWITCHES, *MEANINGLESS_VALUES))
+        ignored = ", ".join(f"`{name}`" for name in (*IGNORED_SWITCHES, *IGNORED_VALUES))
         yield ""
         yield f"Accepted and ignored: {ignored}."
 
@@ -63,13 +63,13 @@ def flag_table() -> str:
 def foreign_flag_table() -> str:
     """Flags of other servers: what they are called here, and why some are not here."""
     reasons: dict[str, list[str]] = {}
-    for flag, reason in NOT_SUPPORTED.items():
+    for flag, reason in UNSUPPORTED_FLAGS.items():
         reasons.setdefault(reason, []).append(f"`{flag}`")
 
     def rows() -> Iterator[str]:
         yield "| flag | |"
         yield "|---|---|"
-        for flag, ours in CALLED_HERE.items():
+        for flag, ours in RENAMED_FLAGS.items():
             yield f"| `{flag}` | `{ours}` |"
         for reason, flags in reasons.items():
             yield f"| {', '.join(flags)} | not supported, because {reason} |"

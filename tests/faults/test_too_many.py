@@ -28,7 +28,7 @@ from session_server.core.session_events import (
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.views import OpenRequest
 from session_server.web.keys import KeyRing, digest_of
-from session_server.web.sockets import UNPROVEN_SHARE
+from session_server.web.sockets import UNAUTHENTICATED_SHARE
 from tests.faults.points import Points, injects
 from tests.rig.moments import OWNER, Rig, turn
 from tests.rig.raw_peer import upgrade
@@ -144,7 +144,7 @@ async def test_one_connection_too_many_is_refused_until_one_has_gone(points: Poi
 
 @injects("slow handshake, slow body", "strangers that say nothing, as many as may", points=20)
 async def test_strangers_who_say_nothing_keep_nobody_out(points: Points) -> None:
-    most = UNPROVEN_SHARE * 20
+    most = UNAUTHENTICATED_SHARE * 20
     async with wired(max_connections=most, keys=KeyRing.of("secret")) as server:
         server.sessions.open(Owner(digest_of("secret")), OpenRequest(session_id="s"))
         peers = []
@@ -165,7 +165,7 @@ async def test_strangers_who_say_nothing_keep_nobody_out(points: Points) -> None
             peer.vanish(hard=False)
         server.sessions.close(Owner(digest_of("secret")), "s")
         await server.assert_empty()
-        await server.this.until(lambda: server.this.sockets._num_unproven == 0)
+        await server.this.until(lambda: server.this.sockets._num_unauthenticated == 0)
 
 
 LIMITS = SessionLimits(

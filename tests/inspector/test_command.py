@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from session_server.config import CacheSettings, ModelSettings, Settings
+from session_server.config import CacheOptions, ModelOptions, Settings
 from session_server.engine_wiring import build_engine
 from session_server.inspector import command
 from tests.oracle.checkpoints import write_checkpoint
@@ -75,8 +75,8 @@ def test_the_context_is_the_one_that_is_served(capsys: pytest.CaptureFixture[str
         return found["model"]["context_len"], [each["is_too_long"] for each in found["sessions"]]
 
     settings = Settings(
-        model=ModelSettings(device="cpu"),
-        cache=CacheSettings(max_total_tokens=1024, pinned_fraction=0.25),
+        model=ModelOptions(device="cpu"),
+        cache=CacheOptions(max_total_tokens=1024, pinned_fraction=0.25),
     )
     served, too_long = context("--pinned-fraction", "0.25")
     assert served == build_engine(settings).ready.max_turn_len < 1024

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from session_server.config import CacheSettings, ModelSettings, Settings
+from session_server.config import CacheOptions, ModelOptions, Settings
 from session_server.demo import MODEL_DIR
 from session_server.engine_wiring import runner_options
 from session_server.inspector.report import Report, make_report, session_figures
@@ -105,8 +105,8 @@ def test_a_served_session_holds_the_pages_that_were_foretold(
     directory = write_checkpoint(family, tmp_path, vocab_size=512)
     write_model(directory, "chatml")
     settings = Settings(
-        model=ModelSettings(context_length=512, kv_dtype=kv_dtype),
-        cache=CacheSettings(page_size=4, max_total_tokens=1000, max_resident_sessions=4),
+        model=ModelOptions(context_length=512, kv_dtype=kv_dtype),
+        cache=CacheOptions(page_size=4, max_total_tokens=1000, max_resident_sessions=4),
     )
     found = survey(directory, runner_options(settings))
     flags = ["--page-size", "4", "--max-total-tokens", "1000", "--context-length", "512"]

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from session_server import wiring
-from session_server.config import HttpSettings, Settings
+from session_server.config import HttpOptions, Settings
 from session_server.core.events import EngineDied, EngineStats
 from session_server.metrics import log_handler
-from session_server.metrics.log_handler import AlikeFilter, WaitlessHandler
+from session_server.metrics.log_handler import NonBlockingHandler, RepeatFilter
 from session_server.metrics.logging import JsonFormatter
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.metrics.throughput import ThroughputLog
@@ -42,7 +42,7 @@ def record(message: str, *args: object, level: int = logging.INFO) -> logging.Lo
 
 def test_lines_are_written_in_order() -> None:
     stream = io.StringIO()
-    handler = WaitlessHandler(stream)
+    handler = NonBlockingHandler(stream)
     for number in range(100):
         handler.emit(record("line %d", number))
     handler.flush()
@@ -51,7 +51,7 @@ def test_lines_are_written_in_order() -> None:
 
 def test_lines_beyond_the_bound_are_dropped_and_counted() -> None:
     stream = Gate()
-    handler = WaitlessHandler(stream, max_bytes=30)
+    handler = NonBlockingHandler(stream, max_bytes=30)
     handler.emit(record("123456789"))
     assert stream.has_begun.wait(30)
     for line in ("123456789", "12345678", "x", "y"):  # 29 bytes with the first; 2 more; 2 more
@@ -71,7 +71,7 @@ def test_lines_beyond_the_bound_are_dropped_and_counted() -> None:
 
 def test_as_many_bytes_as_may_wait_do_wait() -> None:
     stream = Gate()
-    handler = WaitlessHandler(stream, max_bytes=30)
+    handler = NonBlockingHandler(stream, max_bytes=30)
     handler.emit(record("123456789"))
     assert stream.has_begun.wait(30)
     handler.emit(record("x" * 19))
@@ -84,7 +84,7 @@ def test_a_pipe_that_nobody_reads_keeps_nobody_waiting() -> None:
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     with os.fdopen(writer, "w") as stream, os.fdopen(reader) as log:
-        handler = WaitlessHandler(stream, max_bytes=10_000)
+        handler = NonBlockingHandler(stream, max_bytes=10_000)
         for number in range(5_000):
             handler.emit(record("bad request %d", number))
         lines: list[str] = []
@@ -99,7 +99,7 @@ def test_a_pipe_that_nobody_reads_keeps_nobody_waiting() -> None:
 def test_a_stream_that_is_closed_ends_the_writer_and_nothing_else() -> None:
     stream = io.StringIO()
     stream.close()
-    handler = WaitlessHandler(stream, max_bytes=100)
+    handler = NonBlockingHandler(stream, max_bytes=100)
     for _ in range(50):
         handler.emit(record("nobody hears this"))
 
@@ -112,7 +112,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_few_warnings_of_one_kind_are_shown_in_a_second(clock: list[float]) -> None:
-    alike = AlikeFilter(max_per_s=3)
+    alike = RepeatFilter(max_per_s=3)
     warnings = [record("turn failed %d", n, level=logging.WARNING) for n in range(9)]
     assert [alike.filter(warning) for warning in warnings] == [True] * 3 + [False] * 6
     assert alike.filter(record("another", level=logging.WARNING)), "of another kind"
@@ -124,7 +124,7 @@ def test_few_warnings_of_one_kind_are_shown_in_a_second(clock: list[float]) -> N
 
 
 def test_kinds_of_warnings_are_bounded(clock: list[float]) -> None:
-    alike = AlikeFilter(max_per_s=1)
+    alike = RepeatFilter(max_per_s=1)
     for number in range(10_000):
         assert alike.filter(record(f"made up {number}", level=logging.WARNING))
     assert len(alike._seen) <= log_handler._KINDS_KEPT + 1
@@ -227,7 +227,7 @@ def test_no_throughput_is_told_without_an_interval(caplog: pytest.LogCaptureFixt
 def test_a_server_tells_its_throughput_as_often_as_it_is_told_to(
     clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = Settings(http=HttpSettings(throughput_interval_s=5.0))
+    settings = Settings(http=HttpOptions(throughput_interval_s=5.0))
     metrics = ServerMetrics(now_s=lambda: clock[0])
     observers = wiring._observers(settings, metrics, logging.getLogger("t"))
     with caplog.at_level(logging.INFO, logger="t"):

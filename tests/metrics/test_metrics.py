@@ -167,13 +167,13 @@ def test_nothing_runs_in_an_engine_that_died() -> None:
 
 def test_readers_refusals_sessions_and_lag_are_counted() -> None:
     metrics = ServerMetrics(now_s=Clock())
-    metrics.watch(sessions=lambda: 3, tasks=lambda: 7)
+    metrics.set_live_gauges(sessions=lambda: 3, tasks=lambda: 7)
     metrics.connection_opened(ReaderKind.WEBSOCKET)
     metrics.connection_opened(ReaderKind.WEBSOCKET)
     metrics.connection_closed(ReaderKind.WEBSOCKET)
-    metrics.refused("session_busy")
-    metrics.refused("whatever a client made up")
-    metrics.loop_lagged(0.5)
+    metrics.count_refusal("session_busy")
+    metrics.count_refusal("whatever a client made up")
+    metrics.observe_loop_lag(0.5)
     metrics.on_event(EngineDied(message="killed", will_restart=True))
     assert value(metrics, "session_server_sessions") == 3
     assert value(metrics, "session_server_event_loop_tasks") == 7

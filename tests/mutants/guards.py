@@ -279,7 +279,7 @@ DISCONNECT_STOPS_NOBODY = Mutant(
     "sglang#36475 (R3), llama.cpp#24496 (E2)",
     Edit(
         "session_server.web.readers:Readers._cancel_bound",
-        "for turn_id, keep_partial in watch.bound.items():",
+        "for turn_id, keep_partial in session_readers.bound_turns.items():",
         "for turn_id, keep_partial in ():",
     ),
 )

@@ -14,7 +14,7 @@ from msgspec import structs
 from websockets.exceptions import ConnectionClosed
 
 from session_server import wiring
-from session_server.config import HttpSettings, Settings
+from session_server.config import HttpOptions, Settings
 from session_server.core.commands import SubmitTurn
 from session_server.core.engine_client import EventListener
 from session_server.core.events import EngineReady
@@ -187,7 +187,7 @@ def test_e7_a_server_whose_engine_is_given_up_leaves_with_status_one() -> None:
         patch.object(wiring.web_server, "serve", serve),
         patch.object(wiring, "signal", signals),
     ):
-        settings = Settings(http=HttpSettings(port=0))
+        settings = Settings(http=HttpOptions(port=0))
         logger = logging.getLogger("session_server")
         status = asyncio.run(asyncio.wait_for(wiring._serve(settings, KeyRing(), logger), SOON_S))
     assert raised == [signal.SIGTERM]

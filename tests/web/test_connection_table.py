@@ -16,7 +16,7 @@ class Peer:
     is_shed: bool = False
     shed_order: list[Peer] = field(default_factory=list)
 
-    def shed(self) -> None:
+    def evict(self) -> None:
         assert not self.is_shed, "shed twice"
         self.is_shed = True
         self.shed_order.append(self)
@@ -32,7 +32,7 @@ def test_a_newcomer_finds_room_below_the_bound_and_takes_it_from_the_longest_sil
     peers = [Peer() for _ in range(4)]
     assert all(connections.add(peer) for peer in peers[:3])
     assert not any(peer.is_shed for peer in peers)
-    connections.serve(peers[0])
+    connections.mark_served(peers[0])
     assert connections.add(peers[3])
     assert [peer.is_shed for peer in peers] == [False, True, False, False]
     assert connections.num_connections == 3
@@ -43,7 +43,7 @@ def test_where_everybody_is_served_a_newcomer_is_refused_and_closed_for_the_next
     served = [Peer(), Peer()]
     for peer in served:
         assert connections.add(peer)
-        connections.serve(peer)
+        connections.mark_served(peer)
     first, second = Peer(), Peer()
     assert not connections.add(first)
     assert not first.is_shed
@@ -96,7 +96,7 @@ def test_a_message_that_goes_on_keeps_its_place_and_the_next_one_gets_a_new_one(
         connections.add(peer)
         connections.await_input(peer, num_bytes=1)
     connections.await_input(first, num_bytes=5)
-    connections.serve(first)
+    connections.mark_served(first)
     connections.await_input(first, num_bytes=5)
     connections.await_input(first, num_bytes=10)
     assert second.is_shed
@@ -122,7 +122,7 @@ def test_the_books_of_the_table_balance_whatever_happens() -> None:
                 connections.remove(peer)
                 open_peers.remove(peer)
             case 1 | 2 | 3 | 4:
-                connections.serve(peer)
+                connections.mark_served(peer)
             case _:
                 connections.await_input(peer, num_bytes=chance.randrange(20))
         alive = [peer for peer in open_peers if not peer.is_shed]

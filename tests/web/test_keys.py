@@ -12,7 +12,7 @@ import pytest
 
 from session_server import flags, wiring
 from session_server.arguments import add_server
-from session_server.config import HttpSettings, Settings
+from session_server.config import HttpOptions, Settings
 from session_server.core.commands import SubmitTurn
 from session_server.core.errors import Unauthorized
 from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner
@@ -28,7 +28,7 @@ from session_server.web.keys import (
     is_readable_by_all,
     key_ring,
 )
-from session_server.wiring import check_exposure, keys_of
+from session_server.wiring import check_exposure, load_keys
 from tests.web.serving import DEADLINE_S, serving, turn
 
 
@@ -119,7 +119,7 @@ def test_an_empty_key_is_refused_wherever_it_stands(empty: str) -> None:
     flags.add_arguments(parser)
     settings = flags.read_settings(parser.parse_args(["--api-key", empty]))
     with pytest.raises(InvalidKeys, match="--api-key"):
-        keys_of(settings.http, environment=None)
+        load_keys(settings.http, environment=None)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -139,10 +139,10 @@ def test_a_key_that_others_on_the_machine_see_is_warned_of(
     path.write_text("k", "utf-8")
     path.chmod(0o600)
     assert not is_readable_by_all(path)
-    keys_of(HttpSettings(api_key_file=path), environment="e")
+    load_keys(HttpOptions(api_key_file=path), environment="e")
     assert caplog.messages == []
     path.chmod(0o644)
-    keys_of(HttpSettings(api_key_file=path, api_key="k"), environment=None)  # type: ignore[arg-type]
+    load_keys(HttpOptions(api_key_file=path, api_key="k"), environment=None)  # type: ignore[arg-type]
     assert "ps" in caplog.messages[0]
     assert "read --api-key-file" in caplog.messages[1]
 
@@ -165,7 +165,7 @@ def test_a_key_that_others_on_the_machine_see_is_warned_of(
 def test_a_server_open_to_the_network_starts_only_when_told_to(
     host: str, allow_open: bool, has_key: bool, starts: bool
 ) -> None:
-    http = HttpSettings(host=host, allow_open=allow_open)
+    http = HttpOptions(host=host, allow_open=allow_open)
     ring = KeyRing.of("k") if has_key else KeyRing()
     if starts:
         check_exposure(http, ring)
@@ -179,7 +179,7 @@ def test_serve_refuses_before_it_loads_anything(
 ) -> None:
     monkeypatch.setattr(wiring, "configure_logging", lambda *_: None)
     monkeypatch.setattr(wiring, "open_model", None)
-    exposed = Settings(http=HttpSettings(host="0.0.0.0"))
+    exposed = Settings(http=HttpOptions(host="0.0.0.0"))
     assert wiring.serve(exposed) == wiring.EXIT_UNUSABLE
     assert "--allow-open" in capsys.readouterr().err
     monkeypatch.setenv(KEY_VARIABLE, "")

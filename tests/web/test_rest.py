@@ -14,7 +14,7 @@ from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnCancelled
 from session_server.web.caller import Call
 from session_server.web.generation_run import GenerationRun
-from session_server.web.turns import TurnReading, session_events
+from session_server.web.turns import TurnReader, session_events
 from tests.web.serving import Served, served, serving, small_journal, turn
 
 BAD_TURNS: list[tuple[str, str | None]] = [
@@ -286,8 +286,8 @@ def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: st
             asking.cancel()
             view = this.sessions.turn(ANONYMOUS, session_id, "t1")
             journal = this.sessions.journal(ANONYMOUS, session_id)
-            with TurnReading(call, journal, view, keep_partial=None) as reading:
-                chunks = reading.events() if dialect == "ours" else of_sglang(call, reading)
+            with TurnReader(call, journal, view, keep_partial=None) as reader:
+                chunks = reader.events() if dialect == "ours" else of_sglang(call, reader)
                 for number in range(9):
                     this.sessions.update(ANONYMOUS, session_id, metadata={"n": str(number)})
                 this.sessions.close(ANONYMOUS, session_id)
@@ -302,14 +302,14 @@ def test_a_turn_whose_end_was_lost_with_its_session_ends_in_an_error(dialect: st
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def of_sglang(call: Call, reading: TurnReading) -> AsyncIterator[bytes]:
+def of_sglang(call: Call, reader: TurnReader) -> AsyncIterator[bytes]:
     nothing: Any = None
     return GenerationRun(
         call=call,
         requests=nothing,
         job=nothing,
         turn=("", ""),
-        reading=reading,
+        reader=reader,
         answer=nothing,
         arrived_s=0.0,
     ).events()

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from session_server.web import listener as listening
-from session_server.web.listener import bind, limits_that_fit, readers_that_fit
+from session_server.web.listener import bind, connection_limits_for, max_readers_for
 
 
 def test_accepted_connections_send_small_frames_at_once() -> None:
@@ -75,8 +75,8 @@ def test_the_kernel_holds_many_connections_however_few_are_accepted_at_once() ->
 def test_connections_fit_into_the_descriptors_with_room_for_plain_requests(
     descriptors: int, readers: int, connections: int, per_address: int
 ) -> None:
-    assert readers_that_fit(10_000, descriptors=descriptors) == readers
-    limits = limits_that_fit(
+    assert max_readers_for(10_000, descriptors=descriptors) == readers
+    limits = connection_limits_for(
         readers,
         descriptors=descriptors,
         max_per_address=None,
@@ -88,7 +88,7 @@ def test_connections_fit_into_the_descriptors_with_room_for_plain_requests(
 
 
 def test_one_message_fits_whatever_the_bounds_are() -> None:
-    limits = limits_that_fit(
+    limits = connection_limits_for(
         1, descriptors=1024, max_per_address=7, input_bytes=1 << 20, max_message_bytes=1 << 20
     )
     assert limits.connections_per_address == 7

@@ -30,7 +30,7 @@ def test_others_go_on_between_two_slices() -> None:
 
         task = asyncio.create_task(others())
         values = range(3 * growing_json.SLICE_LENGTH)
-        encoded = await slices.encoded_list(values, lambda value: num_turns)
+        encoded = await slices.encode_list(values, lambda value: num_turns)
         task.cancel()
         turns: list[int] = json.loads(bytes(encoded))
         return turns

@@ -13,7 +13,7 @@ import torch
 
 from cache.types import Holder, SlotState
 from session_server.client import SessionClient, connect
-from session_server.config import CacheSettings, ModelSettings, Settings
+from session_server.config import CacheOptions, ModelOptions, Settings
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
 from session_server.demo.corpus import dialogue
@@ -76,8 +76,8 @@ async def patient() -> AsyncIterator[Patient]:
     operations: list[Damage] = []
 
     def build() -> EngineAssembly:
-        cache = CacheSettings(max_total_tokens=16384, probe_interval_s=0.01)
-        model = ModelSettings(threads=1, context_length=1024)
+        cache = CacheOptions(max_total_tokens=16384, probe_interval_s=0.01)
+        model = ModelOptions(threads=1, context_length=1024)
         assembly = build_engine(Settings(cache=cache, model=model))
         step = assembly.engine.step
 
