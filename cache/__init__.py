@@ -4,7 +4,7 @@
 `audit` proves the books. Nothing here imports torch; device tensors are in `cache.pool`.
 """
 
-from cache.capacity import ForgetfulRoom, plan_capacity
+from cache.capacity import BoundedPools, plan_capacity
 from cache.checker import Violation, audit, find_violations
 from cache.errors import (
     AuditFailed,
@@ -14,8 +14,8 @@ from cache.errors import (
     OutOfPages,
     OutOfRows,
     PinQuotaExceeded,
-    SessionExists,
     SlotBusy,
+    SlotExists,
     UnknownSession,
 )
 from cache.ledger import Accounts
@@ -24,17 +24,16 @@ from cache.session_cache import SessionAwareCache
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import Namespace, Retention, SessionId, SlotState, TableWrite, TurnId, pages_for
-from cache.views import IdleSession, SlotView, TurnLoan
+from cache.views import ParkedSession, SlotView, TurnLoan
 
 __all__ = [
     "Accounts",
     "AuditFailed",
+    "BoundedPools",
     "CacheError",
     "CacheSpec",
     "Capacity",
-    "ForgetfulRoom",
     "HistoryMismatch",
-    "IdleSession",
     "LayerGroup",
     "LayerKind",
     "MatchResult",
@@ -42,13 +41,14 @@ __all__ = [
     "NamespaceMismatch",
     "OutOfPages",
     "OutOfRows",
+    "ParkedSession",
     "PinQuotaExceeded",
     "Retention",
     "SessionAwareCache",
-    "SessionExists",
     "SessionId",
     "SessionSlot",
     "SlotBusy",
+    "SlotExists",
     "SlotState",
     "SlotView",
     "TableWrite",

@@ -16,7 +16,7 @@ from cache.types import pages_for
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetfulRoom:
+class BoundedPools:
     """What pools of windows and of states have to hold.
 
     `num_ahead`: positions that all turns together may have launched and not settled; `num_drafts`:
@@ -60,13 +60,13 @@ def plan_capacity(
     num_rows: int,
     max_context_len: int,
     max_total_tokens: int | None = None,
-    forgetful: ForgetfulRoom = ForgetfulRoom(),
+    bounded: BoundedPools = BoundedPools(),
 ) -> Capacity:
     """Spend `budget_bytes` on pages and states.
 
     Rows come with all the states they may hold: as many as half of the budget has states for.
     Pools that keep everything are equally large, and get what windows leave. A pool of windows has
-    as many pages as all rows may need of it (`ForgetfulRoom.pages`), but no more than half of the
+    as many pages as all rows may need of it (`BoundedPools.pages`), but no more than half of the
     budget buys, for a short session is not worth a long one, and never more than the pools that
     keep everything. With a `window_ratio` it has that part of their pages.
 
@@ -76,12 +76,12 @@ def plan_capacity(
         num_rows: sessions that can hold KV at the same time, at most.
         max_context_len: tokens one row can address.
         max_total_tokens: an upper bound on the tokens held, whatever the budget allows.
-        forgetful: what pools that forget have to hold.
+        bounded: what bounded pools have to hold.
 
     Raises:
         ValueError: the budget buys less than one page beside the padding page, or no row's states.
     """
-    per_row = forgetful.states_per_row
+    per_row = bounded.states_per_row
     num_rows, num_states = _rows_with_states(spec, per_row, budget_bytes, num_rows)
     budget_bytes -= num_states * spec.bytes_per_state
     sizes = spec.paged_bytes_per_page
@@ -94,16 +94,16 @@ def plan_capacity(
             f"{budget_bytes} bytes for KV buy {equal} pages of {spec.bytes_per_page} bytes; at "
             "least 2 are needed (one is padding): raise the memory fraction or lower the page size"
         )
-    passing = [c for c in components_of(spec) if c.forgets and c.pool in sizes]
+    passing = [c for c in components_of(spec) if c.is_bounded and c.pool in sizes]
     window_bytes = sum(sizes[component.pool] for component in passing)
     kept_bytes = spec.bytes_per_page - window_bytes
-    if (ratio := forgetful.window_ratio) is not None and kept_bytes:
+    if (ratio := bounded.window_ratio) is not None and kept_bytes:
         whole = min(most, budget_bytes / (kept_bytes + ratio * window_bytes))
         pages = {component.pool: max(2, int(whole * ratio)) for component in passing}
     else:
         share = budget_bytes // 2 // max(1, window_bytes) if kept_bytes else equal
         row_pages = pages_for(max_context_len, spec.page_size)
-        room = {c.pool: forgetful.pages(c, num_rows, row_pages, share) for c in passing}
+        room = {c.pool: bounded.pages(c, num_rows, row_pages, share) for c in passing}
         pages = {pool: min(equal, most, wanted + 1) for pool, wanted in room.items()}
     left = budget_bytes - sum(num * sizes[pool] for pool, num in pages.items())
     kept = min(most, left // kept_bytes) if kept_bytes else 0

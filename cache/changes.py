@@ -14,7 +14,7 @@ from cache.types import SessionId
 
 
 @dataclass(slots=True, eq=False)
-class Watch:
+class ChangeSet:
     """What changed since `Changes.watch`; the watcher takes out what it has looked at.
 
     Both are ordered: what a recount visits next must not depend on the hash of anything.
@@ -33,16 +33,16 @@ class Changes:
     __slots__ = ("_watches", "version")
 
     def __init__(self) -> None:
-        self._watches: list[Watch] = []
+        self._watches: list[ChangeSet] = []
         self.version = 0
 
-    def watch(self) -> Watch:
+    def watch(self) -> ChangeSet:
         """Begin to note changes for one more watcher."""
-        watch = Watch()
+        watch = ChangeSet()
         self._watches.append(watch)
         return watch
 
-    def unwatch(self, watch: Watch) -> None:
+    def unwatch(self, watch: ChangeSet) -> None:
         """Stop noting changes for a watcher."""
         self._watches.remove(watch)
 

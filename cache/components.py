@@ -31,7 +31,7 @@ class Component(Protocol):
         ...
 
     @property
-    def forgets(self) -> bool:
+    def is_bounded(self) -> bool:
         """Whether there are pages that nothing reads again, however the session goes on."""
         ...
 
@@ -83,7 +83,7 @@ class FullAttention(_Rules):
     __slots__ = ()
 
     @property
-    def forgets(self) -> bool:
+    def is_bounded(self) -> bool:
         """Nothing: every position is read by all that follow."""
         return False
 
@@ -120,7 +120,7 @@ class SlidingWindow(_Rules):
         self._window = group.window
 
     @property
-    def forgets(self) -> bool:
+    def is_bounded(self) -> bool:
         """Whatever the window has passed."""
         return True
 
@@ -170,7 +170,7 @@ class RecurrentState(_Rules):
         super().__init__(group, page_size)
 
     @property
-    def forgets(self) -> bool:
+    def is_bounded(self) -> bool:
         """All states but the last: each is made from the one before it."""
         return True
 

@@ -26,7 +26,7 @@ from cache.types import (
     pages_for,
 )
 
-MAX_PASSED_OVER: Final = 16
+MAX_SKIPPED: Final = 16
 """Sessions that one choice of a page looks at: it happens between two forwards."""
 
 
@@ -47,7 +47,7 @@ class PageContent:
     states: StateMoves | None = None
 
 
-class Rotation:
+class PageScrubber:
     """Goes round all pages of all parked sessions; deterministic, without randomness or clock.
 
     A round takes one page of every session that is parked when it begins; the next round takes the
@@ -58,25 +58,25 @@ class Rotation:
     A page is computed from those before it. Where a window has let go of them, the session's last
     page stands in for it; a session in which that cannot be computed either is passed over. So is
     one longer than its window at rest, as a rule: it holds what its next token reads, no more.
-    After `MAX_PASSED_OVER` of them there is no page to look at this time.
+    After `MAX_SKIPPED` of them there is no page to look at this time.
     """
 
     def __init__(self) -> None:
         self._round = -1
         self._left: deque[SessionId] = deque()
-        self._suspects: deque[tuple[int, Mapping[PoolName, int]]] = deque()
+        self._rechecks: deque[tuple[int, Mapping[PoolName, int]]] = deque()
 
     @property
-    def is_suspicious(self) -> bool:
+    def has_rechecks(self) -> bool:
         """Whether pages wait that a fault elsewhere has put in doubt."""
-        return bool(self._suspects)
+        return bool(self._rechecks)
 
     def next(self, cache: SessionAwareCache) -> PageContent | None:
         """The next page to look at; None when there is none."""
-        if (content := self._next_suspect(cache)) is not None:
+        if (content := self._next_recheck(cache)) is not None:
             return content
         has_begun = False
-        for _ in range(MAX_PASSED_OVER):
+        for _ in range(MAX_SKIPPED):
             if not self._left:
                 if has_begun:
                     return None
@@ -87,7 +87,7 @@ class Rotation:
                 return content
         return None
 
-    def blame(self, cache: SessionAwareCache, content: PageContent) -> list[Violation]:
+    def attribute(self, cache: SessionAwareCache, content: PageContent) -> list[Violation]:
         """What it means that a page holds something else.
 
         Every session that has the page at the same place has the same pages before it and reads
@@ -104,12 +104,12 @@ class Rotation:
         for earlier in range(index):
             pages = _pages_at(cache, named[0], earlier)
             if len(_holders(cache, earlier, pages)) > len(named):
-                self._suspects.append((earlier, pages))
+                self._rechecks.append((earlier, pages))
         return [Violation(f"{slot.session_id}: {text}", slot.session_id) for slot in named]
 
-    def _next_suspect(self, cache: SessionAwareCache) -> PageContent | None:
-        while self._suspects:
-            index, pages = self._suspects.popleft()
+    def _next_recheck(self, cache: SessionAwareCache) -> PageContent | None:
+        while self._rechecks:
+            index, pages = self._rechecks.popleft()
             for slot in _holders(cache, index, pages):
                 is_published = (index + 1) * cache.spec.page_size <= slot.cache_protected_len
                 if is_published and (content := _content(cache, slot, index)) is not None:

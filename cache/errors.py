@@ -5,7 +5,7 @@ CacheError
 ├── OutOfRows        every row of the page table is held
 ├── SlotBusy         the session is lent to another turn, or closing
 ├── UnknownSession   no slot has this id (or this turn borrows none)
-├── SessionExists    a slot has this id already
+├── SlotExists    a slot has this id already
 ├── HistoryMismatch  a turn builds on tokens the slot does not hold
 ├── NamespaceMismatch  the slot belongs to another tenant or model
 ├── PinQuotaExceeded   pinning this session would exceed the pinned quota
@@ -35,7 +35,7 @@ class UnknownSession(CacheError):
     """No slot has this id, or this turn borrows none."""
 
 
-class SessionExists(CacheError):
+class SlotExists(CacheError):
     """A slot has this id already."""
 
 

@@ -12,7 +12,7 @@ from cache.pinned_quota import PinnedQuota
 from cache.session_slot import SessionSlot
 from cache.stores import KVStores
 from cache.types import PoolName, Retention, SessionId
-from cache.views import IdleSession
+from cache.views import ParkedSession
 
 
 class _Part:
@@ -77,10 +77,10 @@ class IdleLine:
         yield
         part.count(slot)
 
-    def __iter__(self) -> Iterator[IdleSession]:
+    def __iter__(self) -> Iterator[ParkedSession]:
         """Those to cool, in order; lazy. Do not change the cache while iterating."""
-        yield from map(_idle_session, self._reclaimable.slots.values())
-        yield from map(_idle_session, self._pinned_beyond_quota())
+        yield from map(_parked_session, self._reclaimable.slots.values())
+        yield from map(_parked_session, self._pinned_beyond_quota())
 
     def count(self) -> tuple[int, Mapping[PoolName, int]]:
         """Return how many sessions there are to cool, and what they report to give back, in sum.
@@ -95,10 +95,10 @@ class IdleLine:
                 freed_pages[pool] += num_pages
         return num_sessions, freed_pages
 
-    def reclaimable(self, session_id: SessionId) -> IdleSession | None:
+    def reclaimable(self, session_id: SessionId) -> ParkedSession | None:
         """Return one session as it is in the line; None if it is not, or is PINNED."""
         slot = self._reclaimable.slots.get(session_id)
-        return None if slot is None else _idle_session(slot)
+        return None if slot is None else _parked_session(slot)
 
     def session_ids(self) -> list[SessionId]:
         """All sessions that rest, those that may not be cooled too."""
@@ -117,8 +117,8 @@ class IdleLine:
         return self._pinned if slot.retention is Retention.PINNED else self._reclaimable
 
 
-def _idle_session(slot: SessionSlot) -> IdleSession:
-    return IdleSession(slot.session_id, _lease(slot).freed_pages())
+def _parked_session(slot: SessionSlot) -> ParkedSession:
+    return ParkedSession(slot.session_id, _lease(slot).freed_pages())
 
 
 def _lease(slot: SessionSlot) -> KVLease:

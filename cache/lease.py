@@ -5,7 +5,7 @@ content is valid. Lengths are derived from those, so they cannot disagree with t
 
     protected_len = what the lock covers     <= computed_len     <= capacity_len = pages * page_size
 
-In a pool that forgets, a lease holds the pages that a forward at its length reads, and while a turn
+In a bounded pool, a lease holds the pages that a forward at its length reads, and while a turn
 runs those at its mark, to which a rollback leads; in the place of all others is `NULL_PAGE`. In a
 recurrent pool its row has the snapshots it has locked; its own states are `cache.lease_states`.
 """
@@ -67,8 +67,8 @@ class KVLease:
         self.receipt: LockReceipt = stores.tree.lock_root(namespace)
         self.states = LeaseStates(stores)
         self._private: PagesByPool = {pool: [] for pool in stores.paged}
-        # In pools that forget: the row names no protected page before this one.
-        self._first_named = dict.fromkeys(stores.forgetful, 0)
+        # In bounded pools: the row names no protected page before this one.
+        self._first_named = dict.fromkeys(stores.bounded, 0)
         self._found_len = 0
         self._mark_len = 0
         # Of the page that the mark cuts, if the tree's copy has replaced it in the row since.
@@ -114,7 +114,7 @@ class KVLease:
 
     def num_protected(self, pool: PoolName) -> int:
         """How many pages of one pool it has locked."""
-        if not self._forgets(pool):
+        if not self._is_bounded(pool):
             return self._protected_pages
         entries = self._stores.rows.entries(pool, self.row)
         return int(np.count_nonzero(entries[self._first_named[pool] : self._protected_pages]))
@@ -126,7 +126,7 @@ class KVLease:
 
     @property
     def first_named(self) -> int:
-        """The first page that the row may name in all pools that forget."""
+        """The first page that the row may name in all bounded pools."""
         return min(self._first_named.values(), default=self._protected_pages)
 
     def locked_spans(self, component: Component) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -219,7 +219,7 @@ class KVLease:
         self._found_len = self.computed_len
         self.rewind(reuse_len)
         self._mark_len = self.computed_len
-        if self._stores.forgetful:
+        if self._stores.bounded:
             self._stores.tree.mark(self.receipt, self.protected_len)
 
     def extend_match(self, tokens: Tokens) -> list[TableWrite]:
@@ -240,7 +240,7 @@ class KVLease:
         self.computed_len = self.protected_len
         rows = self._stores.rows
         writes = [rows.write(pool, self.row, start, pages) for pool, pages in locked.items()]
-        self._forget_protected(start)
+        self._clear_unlocked_entries(start)
         return self._for_device(writes)
 
     def release_set_aside(self) -> bool:
@@ -264,12 +264,12 @@ class KVLease:
         """
         stores, before_len = self._stores, self.computed_len
         self.computed_len = computed_len
-        if not stores.forgetful:
+        if not stores.bounded:
             return
         start = self._protected_pages
         kept = pages_for(self._mark_len, stores.page_size)
         self.states.settle(computed_len, self._mark_len, self.holder)
-        for component in stores.forgetful.values():
+        for component in stores.bounded.values():
             pool = component.pool
             private = self._private.get(pool, [])
             first = component.first_page(computed_len - computed_len % stores.page_size)
@@ -317,7 +317,7 @@ class KVLease:
                 writes.append(self._repoint(pool, start, known))
         for private in self._private.values():
             del private[:num_pages]
-        self._forget_protected(start)
+        self._clear_unlocked_entries(start)
         return writes
 
     def rewind(self, to_len: int) -> None:
@@ -351,7 +351,7 @@ class KVLease:
                 self._stores.rows.clear(pool, self.row, start, start + len(pages))
                 continue
             self._private[pool][:0] = pages
-            # In a pool that forgets the row may not name them any more; the device's mirror does.
+            # In a bounded pool the row may not name them any more; the device's mirror does.
             self._repoint(pool, start, pages)
         if self._set_aside and self.rewound_len(to_len) < self._mark_len:
             return self._take_aside_back()
@@ -404,7 +404,7 @@ class KVLease:
         length, reach = -1, min(self.computed_len, to_len)
         while reach != length:
             length = reach
-            for component in self._stores.forgetful.values():
+            for component in self._stores.bounded.values():
                 entries = rows.entries(component.pool, self.row)
                 if component is self._stores.recurrent:
                     snapshot = component.continuable_len(entries, min(reach, self.protected_len))
@@ -424,9 +424,9 @@ class KVLease:
         self.release_set_aside()
         self._found_len = self._mark_len = 0
         self.states.keep_only(self.computed_len, self.holder)
-        if self._stores.forgetful:
+        if self._stores.bounded:
             self._stores.tree.mark(self.receipt, None)
-            self._forget_protected(self._protected_pages)
+            self._clear_unlocked_entries(self._protected_pages)
         self._rebook(Holder.ACTIVE, Holder.SESSION_HELD)
 
     def release(self) -> None:
@@ -478,7 +478,7 @@ class KVLease:
     def _repoint(self, pool: PoolName, start: int, pages: list[int]) -> TableWrite:
         """Replace entries of the row from index `start` on."""
         rows = self._stores.rows
-        if self._forgets(pool):
+        if self._is_bounded(pool):
             rows.clear(pool, self.row, start, start + len(pages))
             return rows.write(pool, self.row, start, pages)
         return rows.repoint(pool, self.row, start, pages)
@@ -487,16 +487,16 @@ class KVLease:
         """Without those of the recurrent pool, whose pages every forward is told by themselves."""
         return [write for write in writes if write.pool != self.states.pool]
 
-    def _forgets(self, pool: PoolName) -> bool:
-        return pool in self._stores.forgetful
+    def _is_bounded(self, pool: PoolName) -> bool:
+        return pool in self._stores.bounded
 
-    def _forget_protected(self, named_from: int) -> None:
+    def _clear_unlocked_entries(self, named_from: int) -> None:
         """Empty the row where it names pages of the tree that are not locked any more.
 
         `named_from`: protected entries from this page on were written since the last call.
         """
         rows = self._stores.rows
-        for component in self._stores.forgetful.values():
+        for component in self._stores.bounded.values():
             pool = component.pool
             (mark_start, mark_end), (start, _) = self.locked_spans(component)
             first_named = min(self._first_named[pool], named_from)

@@ -1,9 +1,9 @@
-"""`LockOwners`: who alone keeps a page from being evicted, known without asking anybody.
+"""`LockOwners`: count the pages that one receipt alone keeps from being evicted, in O(1) per lock.
 
-Cooling a session makes the pages evictable that nobody else has locked. Which those are changes
-whenever somebody else locks or unlocks a page that they share. So an edge (and where layers forget,
-a page) keeps the exclusive or of the numbers of the receipts that have locked it: where one lock is
-left, that is the number of its owner, and a change of a lock costs O(1), whoever shares the page.
+Cooling a session makes the pages evictable that no other receipt has locked. Which pages those are
+changes whenever another receipt locks or unlocks a page that they share. So an edge (in bounded
+pools: a page) stores the exclusive or of the numbers of the receipts that have locked it. When one
+lock is left, that value is the number of its owner, so no list of sharers is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cache.types import PoolName
 class Tally:
     """What some receipts alone keep from being evicted, each by itself, in all of them.
 
-    `num_tokens`: of edges, in pools that keep every page. `num_pages`: per pool that forgets.
+    `num_tokens`: of edges, in pools that keep every page. `num_pages`: per bounded pool.
     """
 
     __slots__ = ("num_pages", "num_tokens")
@@ -76,7 +76,7 @@ class LockOwners:
             tally.num_tokens += num_tokens
 
     def add_pages(self, number: int, pool: PoolName, num_pages: int) -> None:
-        """The same, in pages of a pool that forgets."""
+        """The same, in pages of a bounded pool."""
         self._receipt(number).sole_pages[pool] += num_pages
         if (tally := self._tallies[number]) is not None:
             tally.num_pages[pool] += num_pages

@@ -1,7 +1,7 @@
-"""Locks by the page, in the pools that forget.
+"""Locks by the page, in the bounded pools.
 
 Where every position is read by all that follow, a lock on a path covers the whole path, and one
-count per edge says so. In a pool that forgets, a session needs the pages of its last window only;
+count per edge says so. In a bounded pool, a session needs the pages of its last window only;
 those before them stay published while memory lasts, for whoever turns back or shares a beginning,
 and may go at any time. So here every page of an edge has a count of its own, and a page that goes
 leaves a tombstone, `NULL_PAGE` in the place of its id (word and idea are SGLang's). The count of a
@@ -32,7 +32,7 @@ GONE: Final = 1 << 20
 
 
 class PageLocks:
-    """The pages that receipts hold in pools that forget, and the order in which others go."""
+    """The pages that receipts hold in bounded pools, and the order in which others go."""
 
     __slots__ = ("_changes", "_components", "_ledgers", "_orders", "_owners", "_page_size")
 
@@ -45,7 +45,7 @@ class PageLocks:
         changes: Changes,
         owners: LockOwners,
     ) -> None:
-        """`components`: those that forget. `changes`: is told which edges change."""
+        """`components`: the bounded ones. `changes`: is told which edges change."""
         self._changes = changes
         self._owners = owners
         self._page_size = page_size
@@ -56,12 +56,12 @@ class PageLocks:
         }
 
     def __bool__(self) -> bool:
-        """Whether any pool forgets."""
+        """Whether any pool is bounded."""
         return bool(self._components)
 
     @property
     def pools(self) -> tuple[PoolName, ...]:
-        """The pools that forget."""
+        """The bounded pools."""
         return tuple(self._orders)
 
     @contextmanager

@@ -77,7 +77,7 @@ def _check(slot: SessionSlot, stores: KVStores, *, whole: bool) -> Iterator[str]
             yield from _states(slot, lease, component)
         else:
             yield from _closed_form(slot, lease, component, stores)
-    if stores.forgetful and lease.rewound_len(slot.kv_committed_len) != slot.kv_committed_len:
+    if stores.bounded and lease.rewound_len(slot.kv_committed_len) != slot.kv_committed_len:
         yield "what the next forward reads was let go"
 
 
@@ -96,7 +96,7 @@ def _part(lease: KVLease, stores: KVStores, *, whole: bool) -> _Part:
         start, end = 0, max(lease.num_pages, stores.rows.written_end(lease.row))
     else:
         start, end = stores.rows.changed(lease.row)
-        # Where layers forget, the row may name pages of the window before what has changed.
+        # Where pools are bounded, the row may name pages of the window before what has changed.
         start = max(0, min(start, lease.protected_len // stores.page_size, lease.first_named))
         end = max(end, lease.num_pages)
     return _Part(start, end, stores.tree.path(lease.receipt, start * stores.page_size))
@@ -139,7 +139,7 @@ def _pair(lease: KVLease, component: Component, stores: KVStores, part: _Part) -
     locked = [node.pages[pool].view() for node in part.path]
     num_before = lease.protected_len // stores.page_size - sum(map(len, locked))
     protected = np.concatenate([np.empty(0, np.int32), *locked])[max(0, part.start - num_before) :]
-    if component.forgets:
+    if component.is_bounded:
         is_held = _is_held(lease, component, part.start, len(protected))
         num_unread = min(max(0, lease.first_needed(component) - part.start), len(protected))
         # One that is locked and not read may be missing in the row: somebody else has published it
@@ -170,12 +170,12 @@ def _is_held(lease: KVLease, component: Component, start: int, num_pages: int) -
 def _closed_form(
     slot: SessionSlot, lease: KVLease, component: Component, stores: KVStores
 ) -> Iterator[str]:
-    """The formula of the original work: private = ceil(allocated / P) - protected / P; only a pool
-    that forgets has let go of some."""
+    """Check the closed form: private pages = ceil(allocated / P) - protected / P. Only a bounded
+    pool may have freed some of them."""
     pool, page_size = component.pool, stores.page_size
     private = pages_for(slot.kv_allocated_len, page_size) - slot.cache_protected_len // page_size
     entries = lease.private_entries(pool)
-    if len(entries) != private or (NULL_PAGE in entries and not component.forgets):
+    if len(entries) != private or (NULL_PAGE in entries and not component.is_bounded):
         yield f"{pool}: private are {entries}, the closed form says {private} pages"
 
 

@@ -9,7 +9,7 @@ Locks are receipts. A receipt always ends at the end of a node: locking inside a
 first, and a split puts the *new* node above, so a receipt below keeps its node and the new node
 inherits the count. Whoever holds a receipt extends the tree from it, at the cost of the new tokens.
 
-In pools that forget (`Component.forgets`) a page of an edge may be a tombstone, and locks are by
+In bounded pools (`Component.is_bounded`) a page of an edge may be a tombstone, and locks are by
 the page (`cache.page_locks`): a path is matched as far as a forward can go on from it.
 
 The tree books pages that enter it from a lease and leave it to one. Evicted pages are still booked
@@ -56,15 +56,20 @@ class RadixCache:
         components: Sequence[Component] = (),
         changes: Changes | None = None,
     ) -> None:
-        """`components`: of the pools that `ledgers` count; without, no pool forgets. `changes`: is
-        told which edges change."""
+        """
+        Args:
+            page_size: tokens per page.
+            ledgers: the accounts of every pool.
+            components: the rules of those pools; without them no pool is bounded.
+            changes: records which edges change.
+        """
         self._page_size = page_size
         self._ledgers = ledgers
         self._changes = changes if changes is not None else Changes()
-        forgetful = [c for c in components if c.forgets]
+        bounded = [c for c in components if c.is_bounded]
         self._owners = LockOwners()
         self._locks = PageLocks(
-            page_size, ledgers, forgetful, changes=self._changes, owners=self._owners
+            page_size, ledgers, bounded, changes=self._changes, owners=self._owners
         )
         self._kept = {pool: ledgers[pool] for pool in ledgers if pool not in self._locks.pools}
         self._roots: dict[Namespace, Root] = {}
@@ -212,8 +217,8 @@ class RadixCache:
     def evict(self, pool: PoolName, num_pages: int) -> PagesByPool:
         """Remove the least recently used unlocked pages until `num_pages` of `pool` are out.
 
-        Leaves go first, and from their tails: a long edge loses what is needed and no more. A pool
-        that forgets gives its pages alone, wherever they are.
+        Leaves go first, from their tails: a long edge loses what is needed and no more. In a
+        bounded pool single pages go, wherever they are on their edge, and leave tombstones.
 
         Raises:
             AuditFailed: fewer are evictable; the caller checks the ledger before.

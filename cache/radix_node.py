@@ -20,8 +20,8 @@ class RadixNode:
 
     `tokens`: the edge, a multiple of the page size (0 for a root); `key`: the bytes of its first
     page; `pages`: per pool, one entry per page of the edge; `lock_count`: receipts whose path has
-    it; `lock_owners`: the exclusive or of their numbers, see `cache.lock_owners`. In pools that
-    forget, `page_locks` and `page_owners` are the same by the page, and `num_idle` says how many
+    it; `lock_owners`: the exclusive or of their numbers, see `cache.lock_owners`. In bounded
+    pools, `page_locks` and `page_owners` are the same by the page, and `num_idle` says how many
     pages are there and unlocked, see `cache.page_locks`. `version`: of the last change that a match
     over the edge depends on, see `cache.changes`.
     """
@@ -79,11 +79,11 @@ class Root(RadixNode):
 class LockReceipt:
     """Proof that [0, length) of a path is locked. Opaque: given back to the tree that made it.
 
-    In pools that forget, the pages a forward at `length` reads are locked, and those a forward at
+    In bounded pools, the pages a forward at `length` reads are locked, and those a forward at
     `mark` reads: where a rollback leads to.
 
     `sole_tokens`: tokens of edges that only this receipt has locked; `sole_pages`: pages that only
-    it has locked, per pool that forgets. Both follow what others lock and unlock.
+    it has locked, per bounded pool. Both follow what others lock and unlock.
     """
 
     __slots__ = (

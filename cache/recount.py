@@ -13,10 +13,10 @@ since the last slice and a number of others beside, so a recount ends under any 
 
 Each visit is local, and so are the sums:
 
-* Pages: how often each page of a pool was met. With the free list and the quarantine: once.
+* Pages: how many holders each page of a pool has. With the free list and the quarantine: once.
 * Locks of an edge: the receipts that end at it and the locks of the edges below it. This holds for
   both parts of an edge that is split.
-* Locks of pages, where layers forget: in all as many as sessions hold, and at the same positions in
+* Locks of pages in bounded pools: in all as many as sessions hold, and at the same positions in
   sum; and every page that a session holds is locked.
 """
 
@@ -53,7 +53,7 @@ class _Locks(NamedTuple):
     positions: int
 
 
-class _Held(NamedTuple):
+class _LeaseRecord(NamedTuple):
     """What one session holds. `end`: the node at which its receipt ends."""
 
     row: RowId
@@ -63,7 +63,7 @@ class _Held(NamedTuple):
     locks: dict[PoolName, _Locks]
 
 
-class _Edge(NamedTuple):
+class _NodeRecord(NamedTuple):
     """What one node holds. `num_protected`: locked pages, of those that are there."""
 
     parent: RadixNode | None
@@ -74,12 +74,12 @@ class _Edge(NamedTuple):
 
 
 class _PoolSums:
-    """What was met of one pool. Locks of pages are those of edges less those of sessions."""
+    """What was counted in one pool. Locks of pages are those of edges less those of sessions."""
 
     __slots__ = (
         "active",
         "evictable",
-        "met",
+        "num_holders",
         "num_locks",
         "positions",
         "protected",
@@ -88,17 +88,17 @@ class _PoolSums:
 
     def __init__(self, num_pages: int) -> None:
         # Ids outside of the pool are counted behind its last page.
-        self.met = np.zeros(num_pages + 1, np.int16)
+        self.num_holders = np.zeros(num_pages + 1, np.int16)
         self.active = self.session_held = self.evictable = self.protected = 0
         self.num_locks = self.positions = 0
 
     def add_private(self, pages: PageIndices, sign: int, *, is_lent: bool) -> None:
-        self._meet(pages, sign)
+        self._count_pages(pages, sign)
         self.active += sign * len(pages) * is_lent
         self.session_held += sign * len(pages) * (not is_lent)
 
-    def add_edge(self, pages: PageIndices, num_protected: int, sign: int) -> None:
-        self._meet(pages, sign)
+    def add_node(self, pages: PageIndices, num_protected: int, sign: int) -> None:
+        self._count_pages(pages, sign)
         self.protected += sign * num_protected
         self.evictable += sign * (len(pages) - num_protected)
 
@@ -106,23 +106,23 @@ class _PoolSums:
         self.num_locks += sign * locks.num_locks
         self.positions += sign * locks.positions
 
-    def _meet(self, pages: PageIndices, sign: int) -> None:
+    def _count_pages(self, pages: PageIndices, sign: int) -> None:
         if not len(pages):
             return
-        last = len(self.met) - 1
+        last = len(self.num_holders) - 1
         if pages.min() < 0 or pages.max() > last:
             pages = np.where((pages < 0) | (pages > last), last, pages)
-        np.add.at(self.met, pages, np.int16(sign))
+        np.add.at(self.num_holders, pages, np.int16(sign))
 
 
-class _Todo:
+class _Pending:
     """What is still to visit. Nodes come with the parent and the key under which they were seen."""
 
-    __slots__ = ("nodes", "num_left", "rows", "sessions", "watch")
+    __slots__ = ("changed", "nodes", "num_left", "rows", "sessions")
 
     def __init__(self, cache: SessionAwareCache) -> None:
         stores, slots = cache.inspect()
-        self.watch = stores.changes.watch()
+        self.changed = stores.changes.watch()
         self.num_left = 0
         self.sessions = list(slots)
         self.rows = list(range(stores.rows.num_rows + 1))
@@ -133,7 +133,7 @@ class _Todo:
     @property
     def num_changed(self) -> int:
         """Sessions and nodes that changed since their visit, or before it."""
-        return len(self.watch.sessions) + len(self.watch.nodes)
+        return len(self.changed.sessions) + len(self.changed.nodes)
 
 
 class Recount:
@@ -150,9 +150,9 @@ class Recount:
         self.has_seen_changes = False
         self._sums = {p: _PoolSums(ledger.num_pages) for p, ledger in self._stores.ledgers.items()}
         self._lock_diffs: defaultdict[RadixNode, int] = defaultdict(int)
-        self._held: dict[SessionId, _Held] = {}
-        self._edges: dict[RadixNode, _Edge] = {}
-        self._todo = _Todo(cache)
+        self._leases: dict[SessionId, _LeaseRecord] = {}
+        self._nodes: dict[RadixNode, _NodeRecord] = {}
+        self._pending = _Pending(cache)
 
     def advance(self, num_units: int) -> bool:
         """Visit all that changed since the last call, and `num_units` sessions, rows or edges
@@ -165,72 +165,72 @@ class Recount:
             # The books were begun anew, which recounts them as well.
             self.violations.clear()
             return True
-        todo = self._todo
-        self.has_seen_changes |= todo.num_changed > 0
-        left = num_units + max(0, todo.num_changed - todo.num_left)
+        pending = self._pending
+        self.has_seen_changes |= pending.num_changed > 0
+        left = num_units + max(0, pending.num_changed - pending.num_left)
         while left > 0:
             if (cost := self._visit_next()) == 0:
                 self.violations += map(Violation, self._compare())
                 return True
             left -= cost
-        todo.num_left = todo.num_changed
+        pending.num_left = pending.num_changed
         return False
 
     def stop(self) -> None:
         """Stop watching for changes, once: a recount that is over or given up does not go on."""
-        self._stores.changes.unwatch(self._todo.watch)
+        self._stores.changes.unwatch(self._pending.changed)
 
     def _visit_next(self) -> int:
         """Returns what the visit cost, in units; 0 if nothing is left."""
-        todo = self._todo
-        if todo.sessions:
-            return self._visit_session(todo.sessions.pop())
-        if todo.watch.sessions:
-            return self._visit_session(todo.watch.sessions.popitem()[0])
-        if todo.rows:
-            return self._visit_row(RowId(todo.rows.pop()))
-        if todo.nodes:
-            parent, key, node = todo.nodes.pop()
-            if node not in todo.watch.nodes and (node.parent is not parent or node.key != key):
-                self._note("a child hangs under a key that is not its first page")
-            return 1 if node in self._edges else self._visit_node(node)
-        if todo.watch.nodes:
-            return self._visit_node(todo.watch.nodes.popitem()[0])
+        pending = self._pending
+        if pending.sessions:
+            return self._visit_session(pending.sessions.pop())
+        if pending.changed.sessions:
+            return self._visit_session(pending.changed.sessions.popitem()[0])
+        if pending.rows:
+            return self._visit_row(RowId(pending.rows.pop()))
+        if pending.nodes:
+            parent, key, node = pending.nodes.pop()
+            if node not in pending.changed.nodes and (node.parent is not parent or node.key != key):
+                self._report("a child hangs under a key that is not its first page")
+            return 1 if node in self._nodes else self._visit_node(node)
+        if pending.changed.nodes:
+            return self._visit_node(pending.changed.nodes.popitem()[0])
         return 0
 
-    def _note(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self.violations.append(Violation(text))
 
     # Sessions
 
     def _visit_session(self, session_id: SessionId) -> int:
-        self._todo.watch.sessions.pop(session_id, None)
-        was = self._held.pop(session_id, None)
+        self._pending.changed.sessions.pop(session_id, None)
+        was = self._leases.pop(session_id, None)
         if was is not None:
-            self._add_held(was, -1)
+            self._add_lease(was, -1)
         slot = self._cache.inspect().slots.get(session_id)
         if slot is None:
             return 1
         self.violations += slot_violations(slot, self._stores, whole=was is None)
         if slot.lease is None:
             return 1
-        self._check_sole(slot.lease)
-        held = self._read_lease(slot.lease, is_lent=slot.is_active)
-        self._held[session_id] = held
-        self._add_held(held, +1)
+        self._check_sole_tokens(slot.lease)
+        record = self._read_lease(slot.lease, is_lent=slot.is_active)
+        self._leases[session_id] = record
+        self._add_lease(record, +1)
         return 1 + slot.lease.num_pages // _PAGES_PER_UNIT
 
-    def _read_lease(self, lease: KVLease, *, is_lent: bool) -> _Held:
+    def _read_lease(self, lease: KVLease, *, is_lent: bool) -> _LeaseRecord:
         stores = self._stores
-        return _Held(
+        return _LeaseRecord(
             row=lease.row,
             is_lent=is_lent,
             end=lease.receipt._node,
             private={p: np.array(lease.private_pages(p), np.intp) for p in stores.ledgers},
-            locks={p: self._page_locks(lease, c) for p, c in stores.forgetful.items()},
+            locks={p: self._page_locks(lease, c) for p, c in stores.bounded.items()},
         )
 
-    def _check_sole(self, lease: KVLease) -> None:
+    def _check_sole_tokens(self, lease: KVLease) -> None:
         """What cooling a session would give back, which plans rely on, counted from the locks."""
         num_tokens, node = 0, lease.receipt._node
         while node.parent is not None and node.lock_count == 1:
@@ -238,10 +238,10 @@ class Recount:
             node = node.parent
         if num_tokens != lease.receipt.sole_tokens:
             known = lease.receipt.sole_tokens
-            self._note(f"row {lease.row} alone has locked {num_tokens} tokens, not {known}")
+            self._report(f"row {lease.row} alone has locked {num_tokens} tokens, not {known}")
 
     def _page_locks(self, lease: KVLease, component: Component) -> _Locks:
-        """The locks of a lease in a pool that forgets; each of them is on a page of its path."""
+        """The locks of a lease in a bounded pool; each of them is on a page of its path."""
         num_locks = positions = num_sole = 0
         pool, page_size = component.pool, self._stores.page_size
         for start, end in lease.locked_spans(component):
@@ -255,17 +255,17 @@ class Recount:
                 locks = node.page_locks[pool].view(max(0, start - at), max(0, end - at))
                 num_sole += int(np.count_nonzero(locks == 1))
                 if not (locks % GONE).all():
-                    self._note(f"{pool}: row {lease.row} reads a page that is not locked")
+                    self._report(f"{pool}: row {lease.row} reads a page that is not locked")
         if num_sole != (known := lease.receipt.sole_pages[pool]):
-            self._note(f"{pool}: row {lease.row} alone has locked {num_sole} pages, not {known}")
+            self._report(f"{pool}: row {lease.row} alone has locked {num_sole} pages, not {known}")
         return _Locks(num_locks, positions)
 
-    def _add_held(self, held: _Held, sign: int) -> None:
-        self._lock_diffs[held.end] -= sign
+    def _add_lease(self, record: _LeaseRecord, sign: int) -> None:
+        self._lock_diffs[record.end] -= sign
         for pool, sums in self._sums.items():
-            sums.add_private(held.private[pool], sign, is_lent=held.is_lent)
-            if pool in held.locks:
-                sums.add_locks(held.locks[pool], -sign)
+            sums.add_private(record.private[pool], sign, is_lent=record.is_lent)
+            if pool in record.locks:
+                sums.add_locks(record.locks[pool], -sign)
 
     # Rows
 
@@ -276,25 +276,25 @@ class Recount:
         end = rows.row_pages if row == NULL_ROW else rows.written_end(row)
         for pool in self._stores.ledgers:
             if rows.entries(pool, row)[:end].any():
-                self._note(f"{pool}: the padding row or a free row names a page")
+                self._report(f"{pool}: the padding row or a free row names a page")
         return 1 + end // _PAGES_PER_UNIT
 
     # Edges
 
     def _visit_node(self, node: RadixNode) -> int:
-        self._todo.watch.nodes.pop(node, None)
-        was = self._edges.pop(node, None)
+        self._pending.changed.nodes.pop(node, None)
+        was = self._nodes.pop(node, None)
         if was is not None:
-            self._add_edge(node, was, -1)
+            self._add_node(node, was, -1)
         if node.parent is None and not self._stores.tree.is_root(node):
             return 1  # it was removed
         for text in self._shape(node):
-            self._note(text)
-        edge = self._read_edge(node)
-        self._edges[node] = edge
-        self._add_edge(node, edge, +1)
+            self._report(text)
+        record = self._read_node(node)
+        self._nodes[node] = record
+        self._add_node(node, record, +1)
         if was is None:
-            self._todo.nodes += ((node, key, child) for key, child in node.children.items())
+            self._pending.nodes += ((node, key, child) for key, child in node.children.items())
         return 1 + len(node.tokens) // self._stores.page_size // _PAGES_PER_UNIT
 
     def _shape(self, node: RadixNode) -> Iterator[str]:
@@ -314,7 +314,7 @@ class Recount:
         if node.parent.children.get(node.key) is not node:
             yield "a child hangs under a key that is not its first page, or is not in the tree"
 
-    def _read_edge(self, node: RadixNode) -> _Edge:
+    def _read_node(self, node: RadixNode) -> _NodeRecord:
         pages, num_protected, locks = {}, {}, {}
         for pool in node.pages:
             ids = node.pages[pool].view()
@@ -325,11 +325,11 @@ class Recount:
             counts = node.page_locks[pool].view()
             is_there = ids != NULL_PAGE
             if ((counts >= GONE) == is_there).any() or (counts < 0).any():
-                self._note(f"{pool}: pages of a node count {counts} locks")
+                self._report(f"{pool}: pages of a node count {counts} locks")
             pages[pool] = ids[is_there].astype(np.intp)
             num_protected[pool] = int(np.count_nonzero(counts[is_there]))
             locks[pool] = _locks_of(counts % GONE, self._first_page(node))
-        return _Edge(node.parent, node.lock_count, pages, num_protected, locks)
+        return _NodeRecord(node.parent, node.lock_count, pages, num_protected, locks)
 
     def _first_page(self, node: RadixNode) -> int:
         """The position of an edge's first page on its path."""
@@ -339,21 +339,21 @@ class Recount:
             above = above.parent
         return num_tokens // self._stores.page_size
 
-    def _add_edge(self, node: RadixNode, edge: _Edge, sign: int) -> None:
-        self._lock_diffs[node] += sign * edge.lock_count
-        if edge.parent is not None:
-            self._lock_diffs[edge.parent] -= sign * edge.lock_count
-        for pool, pages in edge.pages.items():
-            self._sums[pool].add_edge(pages, edge.num_protected[pool], sign)
-            if pool in edge.locks:
-                self._sums[pool].add_locks(edge.locks[pool], sign)
+    def _add_node(self, node: RadixNode, record: _NodeRecord, sign: int) -> None:
+        self._lock_diffs[node] += sign * record.lock_count
+        if record.parent is not None:
+            self._lock_diffs[record.parent] -= sign * record.lock_count
+        for pool, pages in record.pages.items():
+            self._sums[pool].add_node(pages, record.num_protected[pool], sign)
+            if pool in record.locks:
+                self._sums[pool].add_locks(record.locks[pool], sign)
 
     # Sums
 
     def _compare(self) -> Iterator[str]:
         """Everything was visited, and nothing has changed since its visit."""
         for node, diff in self._lock_diffs.items():
-            if diff and node not in self._edges:
+            if diff and node not in self._nodes:
                 yield "a lock is held on a node that is not in the tree"
             elif diff:
                 num_locks = node.lock_count
@@ -367,10 +367,10 @@ class Recount:
 
     def _compare_rows(self) -> Iterator[str]:
         rows = self._stores.rows
-        leased = sorted(int(held.row) for held in self._held.values())
+        leased = sorted(int(record.row) for record in self._leases.values())
         if leased != rows.held_rows():
             yield f"rows {rows.held_rows()} are held, leases have {leased}"
-        if sorted(rows.listed_free_rows() + leased) != list(range(1, rows.num_rows + 1)):
+        if sorted(rows.free_rows() + leased) != list(range(1, rows.num_rows + 1)):
             yield "rows: free and held ones are not all, once each, without row 0"
 
     def _compare_pool(self, ledger: Ledger, sums: _PoolSums) -> Iterator[str]:
@@ -394,9 +394,9 @@ class Recount:
             yield f"{pool}: recounted {recount}, the ledger says {ledger.snapshot()}"
         if (sums.num_locks, sums.positions) != (0, 0):
             yield f"{pool}: pages of nodes count {sums.num_locks} locks too many"
-        if sums.met[-1]:
+        if sums.num_holders[-1]:
             yield f"{pool}: a page id lies outside the pool"
-        num_holders = sums.met[:-1] + is_free
+        num_holders = sums.num_holders[:-1] + is_free
         np.add.at(num_holders, [NULL_PAGE, *quarantined], 1)
         if (num_holders != 1).any():
             twice, lost = np.flatnonzero(num_holders > 1), np.flatnonzero(num_holders < 1)

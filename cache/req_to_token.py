@@ -141,7 +141,7 @@ class ReqToTokenPool:
         """Rows that are handed out, ascending."""
         return [int(row) for row in np.flatnonzero(self._is_held)]
 
-    def listed_free_rows(self) -> list[int]:
+    def free_rows(self) -> list[int]:
         """The free list as it is: what an audit compares."""
         return list(self._free_rows)
 

@@ -20,8 +20,8 @@ from cache.changes import Changes
 from cache.errors import (
     NamespaceMismatch,
     OutOfPages,
-    SessionExists,
     SlotBusy,
+    SlotExists,
     UnknownSession,
 )
 from cache.idle_line import IdleLine
@@ -112,11 +112,11 @@ class SessionAwareCache:
         """Make a cold slot with a history.
 
         Raises:
-            SessionExists: the id is taken.
+            SlotExists: the id is taken.
             PinQuotaExceeded: PINNED, and the quota has no room for the history (or for anything).
         """
         if session_id in self._slots:
-            raise SessionExists(session_id)
+            raise SlotExists(session_id)
         slot = SessionSlot(session_id, namespace, retention)
         self._refuse_over_quota(slot, max(1, len(tokens)))
         slot.tokens.append(tokens)
@@ -136,7 +136,7 @@ class SessionAwareCache:
 
         Raises:
             NamespaceMismatch: `namespace` is not that of `session_id`.
-            UnknownSession, SessionExists, PinQuotaExceeded: as for `open`.
+            UnknownSession, SlotExists, PinQuotaExceeded: as for `open`.
         """
         slot = self._slot(session_id)
         if slot.namespace != namespace:

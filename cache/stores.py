@@ -45,14 +45,14 @@ PARTS: Final = StoreParts()
 
 @dataclass(frozen=True, slots=True)
 class KVStores:
-    """`forgetful`: the components whose pages go while their session goes on. `recurrent`: the one
+    """`bounded`: the components whose pages go while their session goes on. `recurrent`: the one
     of them whose pages are states, if there is one; `paged`: the ledgers of all others.
     `quarantined`: per pool, the pages that are never used again. `changes`: is told what changes,
     for recounts that are made in slices."""
 
     page_size: int
     components: tuple[Component, ...]
-    forgetful: Mapping[PoolName, Component]
+    bounded: Mapping[PoolName, Component]
     recurrent: RecurrentState | None
     ledgers: Mapping[PoolName, Ledger]
     paged: Mapping[PoolName, Ledger]
@@ -86,7 +86,7 @@ class KVStores:
         recurrent = [c for c in components if isinstance(c, RecurrentState)]
         others = [c for c in components if c not in recurrent]
         # A match that both cut would have to be cut in turns until neither does.
-        if recurrent and (len(recurrent) > 1 or not others or any(c.forgets for c in others)):
+        if recurrent and (len(recurrent) > 1 or not others or any(c.is_bounded for c in others)):
             raise ValueError("states of one kind are kept, beside layers that keep every position")
         pools = [component.pool for component in components]
         num_pages = capacity.pool_pages(spec)
@@ -99,7 +99,7 @@ class KVStores:
         return cls(
             page_size=spec.page_size,
             components=components,
-            forgetful={c.pool: c for c in components if c.forgets},
+            bounded={c.pool: c for c in components if c.is_bounded},
             recurrent=recurrent[0] if recurrent else None,
             ledgers=ledgers,
             paged={c.pool: ledgers[c.pool] for c in components if c not in recurrent},

@@ -87,7 +87,7 @@ class TurnLimits(NamedTuple):
     ) -> TurnLimits:
         """Return what the pools give.
 
-        Pinned sessions may keep their quota. Where layers forget, a pool that holds what a turn
+        Pinned sessions may keep their quota. Where pools are bounded, a pool that holds what a turn
         reads at a time, along with the window that it began at, holds a turn of any length.
 
         Args:
@@ -103,7 +103,7 @@ class TurnLimits(NamedTuple):
             most = component.running_pages(row_pages, num_ahead)
             usable = stores.ledgers[component.pool].num_pages - 1
             usable -= pinned.quota_pages[component.pool]
-            if not component.forgets or component.parked_pages(row_pages) + most > usable:
+            if not component.is_bounded or component.parked_pages(row_pages) + most > usable:
                 max_len = min(max_len, usable * stores.page_size)
             most_pages.append(most)
         return cls(tuple(most_pages), max_len)
@@ -117,7 +117,7 @@ class CacheParts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class IdleSession:
+class ParkedSession:
     """A parked session and what cooling it gives back, per pool, now.
 
     Pages shared with another parked session count for neither, so cooling both may free more.

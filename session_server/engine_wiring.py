@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from cache.capacity import ForgetfulRoom
+from cache.capacity import BoundedPools
 from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity
 from cache.types import NULL_ROW, TurnId
@@ -269,21 +269,21 @@ def runner_options(settings: Settings) -> RunnerOptions:
         kv_dtype=model.kv_dtype,
         max_context_len=model.context_length,
         memory=MemoryLimits(
-            cache.memory_fraction, cache.max_total_tokens, _forgetful_room(settings)
+            cache.memory_fraction, cache.max_total_tokens, _bounded_pools(settings)
         ),
         backend=model.attention_backend,
         num_threads=model.threads,
     )
 
 
-def _forgetful_room(settings: Settings) -> ForgetfulRoom:
+def _bounded_pools(settings: Settings) -> BoundedPools:
     engine, num_drafts = settings.engine, _speculation(settings).num_drafts
     ahead = num_ahead(
         chunk_tokens=engine.chunked_prefill_size,
         num_in_flight=2 if engine.overlap else 1,
         num_drafts=num_drafts,
     )
-    return ForgetfulRoom(ahead, num_drafts, settings.cache.window_ratio)
+    return BoundedPools(ahead, num_drafts, settings.cache.window_ratio)
 
 
 def _ready(loaded: LoadedRunner, engine: Engine, eos_token_ids: tuple[int, ...]) -> EngineReady:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from cache.content import PageContent, Rotation
+from cache.content import PageContent, PageScrubber
 from cache.session_cache import SessionAwareCache
 from session_server.core.batch import Probe, StepResult
 from session_server.engine.memory import MemoryWatch
@@ -35,7 +35,7 @@ class Prober:
     def __init__(self, cache: SessionAwareCache, watch: MemoryWatch) -> None:
         self._cache = cache
         self._watch = watch
-        self._rotation = Rotation()
+        self._scrubber = PageScrubber()
         self._looking_at: PageContent | None = None
         self._worked_s = 0.0
         self._working_since_s: float | None = None
@@ -58,7 +58,7 @@ class Prober:
             return None
         self._worked_s, self._is_owed = 0.0, False
         self._num_forwards = num_forwards + 1
-        content = self._looking_at = self._rotation.next(self._cache)
+        content = self._looking_at = self._scrubber.next(self._cache)
         return (
             None
             if content is None
@@ -77,7 +77,7 @@ class Prober:
         self.num_probes += 1
         self.probed_s = now_s
         self._watch.note_content(
-            [] if result.probe_holds else self._rotation.blame(self._cache, content)
+            [] if result.probe_holds else self._scrubber.attribute(self._cache, content)
         )
 
     def _is_due(self, now_s: float, *, is_working: bool, num_forwards: int) -> bool:
@@ -87,8 +87,8 @@ class Prober:
         if self._watch.mode is MemoryCheck.OFF or self._looking_at is not None:
             return False
         if not is_working:
-            return self._is_owed or self._rotation.is_suspicious
+            return self._is_owed or self._scrubber.has_rechecks
         if num_forwards == self._num_forwards:
             return False
         interval_s = self._watch.probe_interval_s
-        return self._worked_s >= interval_s or self._rotation.is_suspicious
+        return self._worked_s >= interval_s or self._scrubber.has_rechecks

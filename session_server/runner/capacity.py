@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from cache.capacity import ForgetfulRoom, plan_capacity
+from cache.capacity import BoundedPools, plan_capacity
 from cache.spec import CacheSpec, Capacity
 from cache.types import PoolName
 
@@ -28,13 +28,13 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 class MemoryLimits:
     """What the operator said about KV memory; None where nothing was said.
 
-    `fraction` of the free memory; `max_total_tokens` over all sessions; `forgetful`: what pools
-    that forget have to hold; `free_bytes`: to plan with, instead of what is free now.
+    `fraction` of the free memory; `max_total_tokens` over all sessions; `bounded`: what bounded
+    pools have to hold; `free_bytes`: to plan with, instead of what is free now.
     """
 
     fraction: float | None = None
     max_total_tokens: int | None = None
-    forgetful: ForgetfulRoom = field(default_factory=ForgetfulRoom)
+    bounded: BoundedPools = field(default_factory=BoundedPools)
     free_bytes: int | None = None
 
 
@@ -80,7 +80,7 @@ def measure_capacity(
         num_rows=num_rows,
         max_context_len=max_context_len,
         max_total_tokens=wanted,
-        forgetful=limits.forgetful,
+        bounded=limits.bounded,
     )
     sizes = spec.pool_bytes_per_page
     pool_bytes = {pool: num * sizes[pool] for pool, num in capacity.pool_pages(spec).items()}

@@ -321,7 +321,7 @@ class World:
         kept_len = min(before.committed_len, keep_len)
         most_len = max(kept_len, turn.rest.committed_len if turn.rest.is_recomputed else 0)
         assert after.committed_len <= most_len
-        if keep_len >= before.protected_len and not self.cache.inspect().stores.forgetful:
+        if keep_len >= before.protected_len and not self.cache.inspect().stores.bounded:
             assert after.committed_len >= kept_len
         elif keep_len >= before.committed_len:
             assert after.committed_len >= kept_len, "what was computed last is kept"
@@ -332,7 +332,7 @@ class World:
     def _check_rollback(self, turn: LiveTurn, before: SlotView, last_page: int) -> None:
         """A session is as its turn found it. `last_page`: where its row had the end of that."""
         rest, committed_len = turn.rest, self.cache.slot(turn.session_id).committed_len
-        forgets = bool(self.cache.inspect().stores.forgetful)
+        forgets = bool(self.cache.inspect().stores.bounded)
         self._mark("rollback to a window", forgets and rest.committed_len > WINDOW)
         if rest.is_recomputed:
             assert committed_len >= rest.reused_len // self.page_size * self.page_size

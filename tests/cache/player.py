@@ -17,9 +17,9 @@ from cache import (
     OutOfRows,
     PinQuotaExceeded,
     Retention,
-    SessionExists,
     SessionId,
     SlotBusy,
+    SlotExists,
     TurnId,
 )
 from tests.cache.free_lists import Allocation
@@ -112,7 +112,7 @@ class Player:
         retention = random.choice(list(Retention))
         try:
             self.world.open(session_id, NAMESPACES[0], tokens, retention)
-        except SessionExists:
+        except SlotExists:
             assert session_id in self.world.histories
         except PinQuotaExceeded:
             assert retention is Retention.PINNED

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.capacity import ForgetfulRoom, plan_capacity
+from cache.capacity import BoundedPools, plan_capacity
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName
 
@@ -27,8 +27,8 @@ AHEAD = 64 // 16 - 1
 
 def plan(spec: CacheSpec, budget_bytes: int, ratio: float | None = None, **more: int) -> Capacity:
     sizes = {"num_rows": 8, "max_context_len": 4096, "num_ahead": 64} | more
-    room = ForgetfulRoom(sizes.pop("num_ahead"), window_ratio=ratio)
-    return plan_capacity(spec, budget_bytes=budget_bytes, forgetful=room, **sizes)
+    room = BoundedPools(sizes.pop("num_ahead"), window_ratio=ratio)
+    return plan_capacity(spec, budget_bytes=budget_bytes, bounded=room, **sizes)
 
 
 def cost(spec: CacheSpec, capacity: Capacity) -> int:

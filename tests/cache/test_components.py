@@ -29,12 +29,12 @@ def test_positions_kept_alone_are_reused_and_cut_anywhere_and_all_read(group: La
     (component,) = components_of(CacheSpec((group,), 16))
     assert component.continuable_len(np.array([3, 4, 9], np.int32), 41) == 41
     assert component.first_page(1000) == 0
-    assert not component.forgets
+    assert not component.is_bounded
 
 
 def test_a_window_reads_its_own_position_and_those_right_before() -> None:
     (window,) = components_of(CacheSpec((WINDOW,), 4))
-    assert window.forgets
+    assert window.is_bounded
     # Six positions: a query at 9 reads 4 to 9, one at 8 reads 3 to 8.
     assert [window.first_page(length) for length in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
 

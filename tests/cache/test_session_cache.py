@@ -9,8 +9,8 @@ from cache import (
     NamespaceMismatch,
     OutOfPages,
     OutOfRows,
-    SessionExists,
     SlotBusy,
+    SlotExists,
     SlotState,
     TurnId,
     UnknownSession,
@@ -150,7 +150,7 @@ def test_L4_a_turn_refused_for_rows_leaves_no_lock_and_no_tokens() -> None:
 
 
 def test_an_id_is_opened_once(world: World) -> None:
-    with pytest.raises(SessionExists):
+    with pytest.raises(SlotExists):
         world.cache.open(A, namespace=ALICE)
 
 

@@ -17,7 +17,7 @@ from cache import (
     audit,
     plan_capacity,
 )
-from cache.capacity import ForgetfulRoom
+from cache.capacity import BoundedPools
 from cache.spec import STATES_PER_ROW
 from cache.types import Holder, StateMoves
 from tests.cache.kv_world import (
@@ -303,9 +303,9 @@ def test_every_row_comes_with_the_states_it_may_hold() -> None:
     budget = 3 * per_row + 2 * 16 * 4 + 20 * spec.bytes_per_page
     made = plan_capacity(spec, budget_bytes=budget, num_rows=3, max_context_len=64)
     assert made == Capacity({FULL_GROUP.pool: 20}, 3, 64, 3 * STATES_PER_ROW + 1)
-    guessing = ForgetfulRoom(num_drafts=5)
+    guessing = BoundedPools(num_drafts=5)
     made = plan_capacity(
-        spec, budget_bytes=2 * budget, num_rows=3, max_context_len=64, forgetful=guessing
+        spec, budget_bytes=2 * budget, num_rows=3, max_context_len=64, bounded=guessing
     )
     assert made.num_states == 3 * (STATES_PER_ROW + 2) + 1
     # States may take half, so fewer rows are left.

@@ -65,7 +65,7 @@ REWIND_IGNORES_WINDOWS = Mutant(
     "systematic",
     Edit(
         "cache.lease:KVLease.rewound_len",
-        "for component in self._stores.forgetful.values():",
+        "for component in self._stores.bounded.values():",
         "for component in ():",
     ),
 )
@@ -74,8 +74,8 @@ UNLOCKED_PAGE_STAYS_IN_THE_ROW = Mutant(
     "A row goes on to name pages of the tree that its window has passed and nobody holds.",
     "systematic",
     Edit(
-        "cache.lease:KVLease._forget_protected",
-        "for component in self._stores.forgetful.values():",
+        "cache.lease:KVLease._clear_unlocked_entries",
+        "for component in self._stores.bounded.values():",
         "for component in ():",
     ),
 )
@@ -231,8 +231,8 @@ WINDOW_POOLS_BOUND_NOTHING = Mutant(
     "systematic",
     Edit(
         "cache.views:TurnLimits.of",
-        "if not component.forgets or component.parked_pages(row_pages) + most > usable:",
-        "if not component.forgets:",
+        "if not component.is_bounded or component.parked_pages(row_pages) + most > usable:",
+        "if not component.is_bounded:",
     ),
 )
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cache.capacity import ForgetfulRoom
+from cache.capacity import BoundedPools
 from cache.session_cache import SessionAwareCache
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
@@ -111,7 +111,7 @@ def load_engine(
             draft=draft,
             memory=MemoryLimits(
                 max_total_tokens=setup.max_total_tokens or max(384, 8 * setup.page_size),
-                forgetful=ForgetfulRoom(num_drafts=setup.speculation.num_drafts),
+                bounded=BoundedPools(num_drafts=setup.speculation.num_drafts),
             ),
         ),
     )

@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from cache.capacity import ForgetfulRoom
+from cache.capacity import BoundedPools
 from cache.session_cache import SessionAwareCache
 from session_server.core.batch import StepResult
 from session_server.core.commands import (
@@ -74,7 +74,7 @@ class Crowd:
                 max_context_len=512,
                 memory=MemoryLimits(
                     max_total_tokens=scene.pool_tokens,
-                    forgetful=ForgetfulRoom(num_drafts=NUM_DRAFTS),
+                    bounded=BoundedPools(num_drafts=NUM_DRAFTS),
                 ),
             ),
         )

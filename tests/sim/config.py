@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from cache.capacity import ForgetfulRoom
+from cache.capacity import BoundedPools
 from session_server.engine.settings import Drafter, MemoryCheck
 from tests.sim.draws import Draws
 from tests.sim.faults import FaultRates, OneFault, Site
@@ -186,7 +186,7 @@ def _few_states(num_rows: int, max_running: int, num_drafts: int) -> int:
     """As many as turns may hold that run and sessions that rest."""
     num_running = min(num_rows, max_running)
     num_resting = num_rows - num_running
-    per_turn = ForgetfulRoom(num_drafts=num_drafts).states_per_row
+    per_turn = BoundedPools(num_drafts=num_drafts).states_per_row
     return num_running * per_turn + num_resting * STATES_AT_REST
 
 

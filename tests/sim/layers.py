@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cache.capacity import ForgetfulRoom, plan_capacity
+from cache.capacity import BoundedPools, plan_capacity
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName, pages_for
 from tests.sim.device import PoolShape
@@ -81,7 +81,7 @@ class Layers:
                 budget_bytes=1 << 30,
                 num_rows=num_rows,
                 max_context_len=1,
-                forgetful=ForgetfulRoom(num_drafts=num_drafts),
+                bounded=BoundedPools(num_drafts=num_drafts),
             )
             num_states = plenty.num_states if self.num_states is None else 1 + self.num_states
         return Capacity(pages, num_rows, max_context_len, num_states)

@@ -163,7 +163,7 @@ class Stage(HandEngine):
     def _watched_device(self) -> EchoRunner:
         """Return a device that compares what it reads with the shadow of the engine's history."""
         sizes, stores = self._context.config.sizes, self.cache.inspect().stores
-        bounds = Bounds(self.engine.max_turn_len, bool(stores.forgetful), stores.page_size)
+        bounds = Bounds(self.engine.max_turn_len, bool(stores.bounded), stores.page_size)
         reached = self._context.reached
         self.history = EngineHistory(self.settings, self._model, bounds, reached)
         device = sizes.device(self._model, self.history.salt_of, truth_of=self.history.truth_of)

@@ -55,7 +55,7 @@ class WatchedTree(RadixCache):
         self.reached = reached
         states = [c.pool for c in components if isinstance(c, RecurrentState)]
         self._states = states[0] if states else None
-        self._windows = frozenset(c.pool for c in components if c.forgets) - {*states}
+        self._windows = frozenset(c.pool for c in components if c.is_bounded) - {*states}
 
     def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
         """See `RadixCache`."""
@@ -114,7 +114,7 @@ class WatchedTree(RadixCache):
 
 def window_pools(stores: KVStores) -> Iterator[PoolName]:
     """The pools whose pages a window passes."""
-    return (p for p, c in stores.forgetful.items() if c is not stores.recurrent)
+    return (p for p, c in stores.bounded.items() if c is not stores.recurrent)
 
 
 def _has_filled(mine: Sequence[int], its: Sequence[int]) -> bool:
