@@ -46,18 +46,18 @@ class Changes:
         """Stop noting changes for a watcher."""
         self._watches.remove(watch)
 
-    def note_session(self, session_id: SessionId) -> None:
+    def record_session(self, session_id: SessionId) -> None:
         """A session's lease was taken, changed or given back."""
         for watch in self._watches:
             watch.sessions[session_id] = None
 
-    def note_content(self, node: RadixNode) -> None:
+    def record_content(self, node: RadixNode) -> None:
         """An edge changed in a way that matches over it depend on: its tokens or pages, or which
         of them can be evicted."""
-        self.note_node(node)
+        self.record_node(node)
         node.version = self.version
 
-    def note_node(self, node: RadixNode) -> None:
+    def record_node(self, node: RadixNode) -> None:
         """An edge was made, changed, locked, unlocked or removed."""
         self.version += 1
         for watch in self._watches:

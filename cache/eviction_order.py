@@ -18,11 +18,11 @@ class EvictionOrder:
     An offer whose edge was used since, or may not go any more, is stale and stays behind.
     """
 
-    __slots__ = ("_bound", "_may_go", "_num_offered", "_offers")
+    __slots__ = ("_bound", "_is_evictable", "_num_offered", "_offers")
 
-    def __init__(self, may_go: Callable[[RadixNode], bool]) -> None:
-        """`may_go`: whether an edge can give something; not for one that was removed."""
-        self._may_go = may_go
+    def __init__(self, is_evictable: Callable[[RadixNode], bool]) -> None:
+        """`is_evictable`: whether an edge can give something; not for one that was removed."""
+        self._is_evictable = is_evictable
         self._offers: list[tuple[int, int, RadixNode]] = []
         self._bound = _MIN_BOUND
         self._num_offered = 0
@@ -42,7 +42,7 @@ class EvictionOrder:
         """
         while self._offers:
             last_used, _, node = heapq.heappop(self._offers)
-            if last_used == node.last_used and self._may_go(node):
+            if last_used == node.last_used and self._is_evictable(node):
                 return node
         raise AuditFailed("nothing is evictable, though the ledger says so")
 
@@ -52,7 +52,7 @@ class EvictionOrder:
         kept: dict[RadixNode, tuple[int, int, RadixNode]] = {}
         for offer in sorted(self._offers):
             last_used, _, node = offer
-            if last_used == node.last_used and self._may_go(node):
+            if last_used == node.last_used and self._is_evictable(node):
                 kept.setdefault(node, offer)
         self._offers = list(kept.values())  # in order, so a heap already
         self._bound = max(_MIN_BOUND, 2 * len(kept))

@@ -57,13 +57,13 @@ class IdleLine:
         self._reclaimable = _Part(stores)
         self._pinned = _Part(stores)
 
-    def enter(self, slot: SessionSlot) -> None:
+    def add(self, slot: SessionSlot) -> None:
         """Put a session at the end."""
         part = self._part(slot)
         part.slots[slot.session_id] = slot
         part.count(slot)
 
-    def leave(self, slot: SessionSlot) -> None:
+    def remove(self, slot: SessionSlot) -> None:
         """Take a session out; one that is not in the line stays out."""
         part = self._part(slot)
         if part.slots.pop(slot.session_id, None) is not None:

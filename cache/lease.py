@@ -43,11 +43,11 @@ class KVLease:
     """
 
     __slots__ = (
-        "_first_named",
-        "_found_len",
+        "_first_entry",
+        "_len_at_start",
         "_mark_len",
         "_private",
-        "_set_aside",
+        "_rollback_pages",
         "_stores",
         "computed_len",
         "holder",
@@ -68,11 +68,11 @@ class KVLease:
         self.states = LeaseStates(stores)
         self._private: PagesByPool = {pool: [] for pool in stores.paged}
         # In bounded pools: the row names no protected page before this one.
-        self._first_named = dict.fromkeys(stores.bounded, 0)
-        self._found_len = 0
+        self._first_entry = dict.fromkeys(stores.bounded, 0)
+        self._len_at_start = 0
         self._mark_len = 0
         # Of the page that the mark cuts, if the tree's copy has replaced it in the row since.
-        self._set_aside: PagesByPool = {}
+        self._rollback_pages: PagesByPool = {}
         self.computed_len = 0
         self.holder = Holder.ACTIVE
 
@@ -96,14 +96,14 @@ class KVLease:
         position, and what is set aside for a rollback."""
         if pool == self.states.pool:
             return self.states.pages
-        return (*filter(None, self._private[pool]), *self._set_aside.get(pool, ()))
+        return (*filter(None, self._private[pool]), *self._rollback_pages.get(pool, ()))
 
     def num_private(self, pool: PoolName) -> int:
         """How many `private_pages` there are."""
         if pool == self.states.pool:
             return len(self.states.pages)
         private = self._private[pool]
-        return len(private) - private.count(NULL_PAGE) + len(self._set_aside.get(pool, ()))
+        return len(private) - private.count(NULL_PAGE) + len(self._rollback_pages.get(pool, ()))
 
     def freed_pages(self) -> Mapping[PoolName, int]:
         """Pages of positions that only this lease keeps from being free or evictable, per pool. A
@@ -117,7 +117,7 @@ class KVLease:
         if not self._is_bounded(pool):
             return self._protected_pages
         entries = self._stores.rows.entries(pool, self.row)
-        return int(np.count_nonzero(entries[self._first_named[pool] : self._protected_pages]))
+        return int(np.count_nonzero(entries[self._first_entry[pool] : self._protected_pages]))
 
     def private_entries(self, pool: PoolName) -> tuple[int, ...]:
         """Return what the row has behind the protected part: private pages, and `NULL_PAGE` where
@@ -125,9 +125,9 @@ class KVLease:
         return tuple(self._private.get(pool, ()))
 
     @property
-    def first_named(self) -> int:
+    def first_entry(self) -> int:
         """The first page that the row may name in all bounded pools."""
-        return min(self._first_named.values(), default=self._protected_pages)
+        return min(self._first_entry.values(), default=self._protected_pages)
 
     def locked_spans(self, component: Component) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the protected pages that the lease has locked, as two ranges [start, end): those
@@ -154,9 +154,9 @@ class KVLease:
             missing[self.states.pool] = num_states
         return missing
 
-    def moves(self, start: int, end: int, num_drafts: int = 0) -> StateMoves | None:
+    def state_moves(self, start: int, end: int, num_drafts: int = 0) -> StateMoves | None:
         """What a forward over positions [start, end), the last of them guesses, does to the state;
-        None where there is none. `grow` has bought its pages.
+        None where there is none. `grow` has allocated its pages.
         """
         if self.states.pool is None:
             return None
@@ -182,7 +182,7 @@ class KVLease:
         return page
 
     def _state_page(self, length: int) -> int:
-        page, stores = self.states.at(length), self._stores
+        page, stores = self.states.page_at(length), self._stores
         if page == NULL_PAGE and length and length % stores.page_size == 0:
             assert stores.recurrent is not None, "only a recurrent pool has states"
             entries = stores.rows.entries(stores.recurrent.pool, self.row)
@@ -195,16 +195,16 @@ class KVLease:
         """
         stores, start = self._stores, self.num_pages
         missing = pages_for(to_len, stores.page_size) - start
-        self.states.buy(self.computed_len, to_len, num_drafts, self.holder)
+        self.states.allocate(self.computed_len, to_len, num_drafts, self.holder)
         if missing <= 0:
             return []
         writes = []
         for pool, private in self._private.items():
             entries = stores.rows.entries(pool, self.row)
             last = PageId(int(entries[start - 1])) if start and entries[start - 1] else None
-            bought = stores.allocators[pool].acquire(missing, self.holder, after=last)
-            writes.append(stores.rows.write(pool, self.row, start, bought))
-            private.extend(bought)
+            allocated = stores.allocators[pool].acquire(missing, self.holder, after=last)
+            writes.append(stores.rows.write(pool, self.row, start, allocated))
+            private.extend(allocated)
         return writes
 
     def mark(self, base_len: int, reuse_len: int) -> None:
@@ -216,7 +216,7 @@ class KVLease:
         """
         self._stores.rows.begin_changes(self.row)
         self.rewind(base_len)
-        self._found_len = self.computed_len
+        self._len_at_start = self.computed_len
         self.rewind(reuse_len)
         self._mark_len = self.computed_len
         if self._stores.bounded:
@@ -226,11 +226,11 @@ class KVLease:
         """Adopt what the tree holds of the tokens after `protected_len`, if it reaches further
         than what is computed. The private pages it replaces are set aside.
         """
-        match = self._stores.tree.match_below(self.receipt, tokens)
+        match = self._stores.tree.match_after(self.receipt, tokens)
         if self.protected_len + match.matched_len <= self.computed_len:
             return []
-        if self._cut_page() == self._protected_pages:
-            self._keep_aside({pool: pages[:1] for pool, pages in self._private.items()})
+        if self._page_at_mark() == self._protected_pages:
+            self._keep_for_rollback({pool: pages[:1] for pool, pages in self._private.items()})
             for pages in self._private.values():
                 pages[0] = NULL_PAGE
         self._drop_private(0)
@@ -241,19 +241,19 @@ class KVLease:
         rows = self._stores.rows
         writes = [rows.write(pool, self.row, start, pages) for pool, pages in locked.items()]
         self._clear_unlocked_entries(start)
-        return self._for_device(writes)
+        return self._without_states(writes)
 
-    def release_set_aside(self) -> bool:
+    def release_rollback_page(self) -> bool:
         """Free the page that is kept for a rollback alone, which then leads to whole pages.
 
         Returns:
             Whether there was one.
         """
-        had_pages = bool(self._set_aside)
-        for pool, pages in self._set_aside.items():
+        had_pages = bool(self._rollback_pages)
+        for pool, pages in self._rollback_pages.items():
             self._stores.allocators[pool].release(pages, self.holder)
-        self._set_aside = {}
-        self.states.release_set_aside(self.holder)
+        self._rollback_pages = {}
+        self.states.release_rollback_state(self.holder)
         return had_pages
 
     def advance(self, computed_len: int) -> None:
@@ -268,7 +268,7 @@ class KVLease:
             return
         start = self._protected_pages
         kept = pages_for(self._mark_len, stores.page_size)
-        self.states.settle(computed_len, self._mark_len, self.holder)
+        self.states.release_superseded(computed_len, self._mark_len, self.holder)
         for component in stores.bounded.values():
             pool = component.pool
             private = self._private.get(pool, [])
@@ -301,14 +301,14 @@ class KVLease:
             raise AuditFailed("only a lent lease publishes")
         ours = {pool: pages[:num_pages] for pool, pages in self._private.items()}
         if self.states.pool is not None:
-            ours[self.states.pool] = self.states.take(start, num_pages)
+            ours[self.states.pool] = self.states.take_snapshots(start, num_pages)
         theirs = stores.tree.insert(self.receipt, tokens[: num_pages * stores.page_size], ours)
-        self._keep_replaced(start, ours, theirs)
+        self._keep_replaced_page(start, ours, theirs)
         writes = []
         for pool, known in theirs.items():
             replaced = [mine for mine, its in zip(ours[pool], known, strict=False) if mine != its]
             if replaced:
-                kept = self._set_aside.get(pool, ())
+                kept = self._rollback_pages.get(pool, ())
                 freed = (page for page in replaced if page != NULL_PAGE and page not in kept)
                 stores.allocators[pool].release(freed, self.holder)
             if pool == self.states.pool:
@@ -343,49 +343,49 @@ class KVLease:
             to_len: what stays of the history, not less than where the turn began.
             tokens: the history from its beginning.
         """
-        taken = self._stores.tree.take_back(self.receipt, to_len, self.holder)
+        taken = self._stores.tree.unpublish(self.receipt, to_len, self.holder)
         start = self._protected_pages
         for pool, pages in taken.items():
             if pool == self.states.pool:
-                self.states.put(start, pages)
+                self.states.put_snapshots_back(start, pages)
                 self._stores.rows.clear(pool, self.row, start, start + len(pages))
                 continue
             self._private[pool][:0] = pages
             # In a bounded pool the row may not name them any more; the device's mirror does.
             self._repoint(pool, start, pages)
-        if self._set_aside and self.rewound_len(to_len) < self._mark_len:
-            return self._take_aside_back()
+        if self._rollback_pages and self.rewound_len(to_len) < self._mark_len:
+            return self._restore_rollback_pages()
         self.rewind(to_len)
-        if self.computed_len < self._found_len:
+        if self.computed_len < self._len_at_start:
             # The turn was to compute these positions again; published pages may have them still.
-            return self.extend_match(tokens[self.protected_len : self._found_len])
+            return self.extend_match(tokens[self.protected_len : self._len_at_start])
         return []
 
-    def _cut_page(self) -> int | None:
+    def _page_at_mark(self) -> int | None:
         """Return the index of the page that the turn began in; None if it began in a new one."""
         index, offset = divmod(self._mark_len, self._stores.page_size)
-        return index if offset and not self._set_aside else None
+        return index if offset and not self._rollback_pages else None
 
-    def _keep_replaced(self, start: int, ours: PagesByPool, theirs: PagesByPool) -> None:
+    def _keep_replaced_page(self, start: int, ours: PagesByPool, theirs: PagesByPool) -> None:
         """Set aside the page that the turn began in, if publishing it replaces it in every pool.
         Another session may have locked the tree's copy, which a rollback could not take then."""
-        if self._cut_page() == start and all(
+        if self._page_at_mark() == start and all(
             theirs[pool] and theirs[pool][0] != ours[pool][0] for pool in self._private
         ):
-            self._keep_aside({pool: ours[pool][:1] for pool in self._private})
+            self._keep_for_rollback({pool: ours[pool][:1] for pool in self._private})
 
-    def _keep_aside(self, pages: PagesByPool) -> None:
-        self._set_aside = pages
-        self.states.set_aside(self._mark_len)
+    def _keep_for_rollback(self, pages: PagesByPool) -> None:
+        self._rollback_pages = pages
+        self.states.keep_for_rollback(self._mark_len)
 
-    def _take_aside_back(self) -> list[TableWrite]:
+    def _restore_rollback_pages(self) -> list[TableWrite]:
         """Hold the page again that the turn began in, with the content that it found there."""
         self._shorten_lock(self._mark_len)
-        start, pages, self._set_aside = self._protected_pages, self._set_aside, {}
+        start, pages, self._rollback_pages = self._protected_pages, self._rollback_pages, {}
         self._private.update(pages)
         self.computed_len = self._mark_len
         self.states.drop_beyond(0, self.holder)
-        self.states.take_aside_back()
+        self.states.restore_rollback_state()
         return [self._stores.rows.write(p, self.row, start, ids) for p, ids in pages.items()]
 
     def _shorten_lock(self, to_len: int) -> None:
@@ -408,7 +408,7 @@ class KVLease:
                 entries = rows.entries(component.pool, self.row)
                 if component is self._stores.recurrent:
                     snapshot = component.continuable_len(entries, min(reach, self.protected_len))
-                    reach = max(snapshot, self.states.longest(reach))
+                    reach = max(snapshot, self.states.longest_len(reach))
                 else:
                     reach = component.continuable_len(entries, reach)
             if reach < self.protected_len:
@@ -417,21 +417,21 @@ class KVLease:
 
     def lend(self) -> None:
         """Private pages SESSION_HELD -> ACTIVE."""
-        self._rebook(Holder.SESSION_HELD, Holder.ACTIVE)
+        self._transfer_private(Holder.SESSION_HELD, Holder.ACTIVE)
 
     def park(self) -> None:
         """Private pages ACTIVE -> SESSION_HELD; the mark is given up."""
-        self.release_set_aside()
-        self._found_len = self._mark_len = 0
+        self.release_rollback_page()
+        self._len_at_start = self._mark_len = 0
         self.states.keep_only(self.computed_len, self.holder)
         if self._stores.bounded:
             self._stores.tree.mark(self.receipt, None)
             self._clear_unlocked_entries(self._protected_pages)
-        self._rebook(Holder.ACTIVE, Holder.SESSION_HELD)
+        self._transfer_private(Holder.ACTIVE, Holder.SESSION_HELD)
 
     def release(self) -> None:
         """Free the private pages, unlock, give the row back. The lease is dead afterwards."""
-        self.release_set_aside()
+        self.release_rollback_page()
         self._drop_private(0)
         self.states.drop_beyond(0, self.holder)
         self._clear_row()
@@ -445,7 +445,7 @@ class KVLease:
         stores = self._stores
         for pool in stores.ledgers:
             stores.rows.clear(pool, self.row, 0, stores.rows.row_pages)
-        for pool, pages in stores.tree.condemn(self.receipt).items():
+        for pool, pages in stores.tree.remove_path(self.receipt).items():
             stores.ledgers[pool].transfer(len(pages), Holder.TREE, Holder.QUARANTINE)
             stores.quarantined[pool].extend(pages)
         for pool, private in self._private.items():
@@ -453,8 +453,8 @@ class KVLease:
             stores.ledgers[pool].transfer(len(held), self.holder, Holder.QUARANTINE)
             stores.quarantined[pool].extend(held)
             private.clear()
-        self._set_aside = {}
-        self.states.condemn(self.holder)
+        self._rollback_pages = {}
+        self.states.quarantine(self.holder)
         stores.rows.free(self.row)
 
     @property
@@ -472,7 +472,7 @@ class KVLease:
 
     def _clear_row(self) -> None:
         for pool in self._stores.ledgers:
-            first = self._first_named.get(pool, 0)
+            first = self._first_entry.get(pool, 0)
             self._stores.rows.clear(pool, self.row, first, self._protected_pages)
 
     def _repoint(self, pool: PoolName, start: int, pages: list[int]) -> TableWrite:
@@ -483,7 +483,7 @@ class KVLease:
             return rows.write(pool, self.row, start, pages)
         return rows.repoint(pool, self.row, start, pages)
 
-    def _for_device(self, writes: list[TableWrite]) -> list[TableWrite]:
+    def _without_states(self, writes: list[TableWrite]) -> list[TableWrite]:
         """Without those of the recurrent pool, whose pages every forward is told by themselves."""
         return [write for write in writes if write.pool != self.states.pool]
 
@@ -499,20 +499,20 @@ class KVLease:
         for component in self._stores.bounded.values():
             pool = component.pool
             (mark_start, mark_end), (start, _) = self.locked_spans(component)
-            first_named = min(self._first_named[pool], named_from)
+            first_entry = min(self._first_entry[pool], named_from)
             if mark_start < mark_end:
-                rows.clear(pool, self.row, first_named, mark_start)
-                rows.clear(pool, self.row, max(first_named, mark_end), start)
-                self._first_named[pool] = mark_start
+                rows.clear(pool, self.row, first_entry, mark_start)
+                rows.clear(pool, self.row, max(first_entry, mark_end), start)
+                self._first_entry[pool] = mark_start
             else:
-                rows.clear(pool, self.row, first_named, start)
-                self._first_named[pool] = start
+                rows.clear(pool, self.row, first_entry, start)
+                self._first_entry[pool] = start
 
-    def _rebook(self, source: Holder, target: Holder) -> None:
+    def _transfer_private(self, source: Holder, target: Holder) -> None:
         if self.holder is not source:
             raise AuditFailed(f"the lease of row {self.row} is not {source.name}")
         for pool, pages in self._private.items():
             num_pages = len(pages) - pages.count(NULL_PAGE)
             self._stores.ledgers[pool].transfer(num_pages, source, target)
-        self.states.rebook(source, target)
+        self.states.transfer(source, target)
         self.holder = target

@@ -23,18 +23,18 @@ from cache.types import NULL_PAGE, Holder
 class LeaseStates:
     """Pages of the recurrent pool by the length whose state they hold; none without such a pool."""
 
-    __slots__ = ("_aside", "_pages", "_stores", "pool")
+    __slots__ = ("_pages", "_rollback_states", "_stores", "pool")
 
     def __init__(self, stores: KVStores) -> None:
         self._stores = stores
         self.pool = stores.recurrent.pool if stores.recurrent is not None else None
         self._pages: dict[int, int] = {}
-        self._aside: dict[int, int] = {}
+        self._rollback_states: dict[int, int] = {}
 
     @property
     def pages(self) -> tuple[int, ...]:
         """Return the pages, in no order, the one that is set aside included."""
-        return (*self._pages.values(), *self._aside.values())
+        return (*self._pages.values(), *self._rollback_states.values())
 
     @property
     def lengths(self) -> list[int]:
@@ -42,11 +42,11 @@ class LeaseStates:
         return sorted(self._pages)
 
     def num_missing(self, computed_len: int, to_len: int, num_drafts: int) -> int:
-        """Pages that `buy` would take."""
-        left = self._left_by(computed_len, to_len, num_drafts)
+        """Pages that `allocate` would take."""
+        left = self._written_lengths(computed_len, to_len, num_drafts)
         return sum(length not in self._pages for length in left)
 
-    def buy(self, computed_len: int, to_len: int, num_drafts: int, holder: Holder) -> None:
+    def allocate(self, computed_len: int, to_len: int, num_drafts: int, holder: Holder) -> None:
         """Pages for what a forward that ends at `to_len`, guesses included, leaves. Forwards come
         in order, so what was meant for one that went further is given back: it has failed, or its
         guesses were wrong.
@@ -54,25 +54,25 @@ class LeaseStates:
         if self.pool is None:
             return
         self.drop_beyond(to_len, holder)
-        left = self._left_by(computed_len, to_len, num_drafts)
+        left = self._written_lengths(computed_len, to_len, num_drafts)
         wanted = [length for length in left if length not in self._pages]
-        bought = self._stores.allocators[self.pool].acquire(len(wanted), holder)
-        self._pages.update(zip(wanted, bought, strict=True))
+        allocated = self._stores.allocators[self.pool].acquire(len(wanted), holder)
+        self._pages.update(zip(wanted, allocated, strict=True))
 
-    def at(self, length: int) -> int:
+    def page_at(self, length: int) -> int:
         """The page with the state at that length, `NULL_PAGE` where there is none."""
         return self._pages.get(length, NULL_PAGE)
 
     def targets(self, start: int, end: int, num_drafts: int) -> tuple[tuple[int, int], ...]:
         """Lengths, and pages for their states, that a forward over [start, end) leaves."""
-        lengths = self._left_by(start, end, num_drafts)
+        lengths = self._written_lengths(start, end, num_drafts)
         return tuple((length, self._pages[length]) for length in lengths)
 
-    def longest(self, length: int) -> int:
+    def longest_len(self, length: int) -> int:
         """The longest length <= `length` that there is a state of; 0 without any."""
         return max((n for n in self._pages if n <= length), default=0)
 
-    def settle(self, computed_len: int, mark_len: int, holder: Holder) -> None:
+    def release_superseded(self, computed_len: int, mark_len: int, holder: Holder) -> None:
         """Give back what is computed and that nobody will ask for."""
         if not self._pages:
             return
@@ -87,36 +87,36 @@ class LeaseStates:
         """Give back the states of all other lengths."""
         self._drop([n for n in self._pages if n != length], holder)
 
-    def set_aside(self, length: int) -> None:
+    def keep_for_rollback(self, length: int) -> None:
         """Keep the state at that length, if there is one, where no forward writes or reads it."""
         if length in self._pages:
-            self._aside[length] = self._pages.pop(length)
+            self._rollback_states[length] = self._pages.pop(length)
 
-    def take_aside_back(self) -> None:
+    def restore_rollback_state(self) -> None:
         """Hold the state that was set aside like any other again."""
-        self._pages.update(self._aside)
-        self._aside.clear()
+        self._pages.update(self._rollback_states)
+        self._rollback_states.clear()
 
-    def release_set_aside(self, holder: Holder) -> None:
+    def release_rollback_state(self, holder: Holder) -> None:
         """Give back the state that was set aside."""
-        if self._aside and self.pool is not None:
-            self._stores.allocators[self.pool].release(self._aside.values(), holder)
-            self._aside.clear()
+        if self._rollback_states and self.pool is not None:
+            self._stores.allocators[self.pool].release(self._rollback_states.values(), holder)
+            self._rollback_states.clear()
 
-    def rebook(self, source: Holder, target: Holder) -> None:
+    def transfer(self, source: Holder, target: Holder) -> None:
         """Move all from one account to another."""
         if self.pool is not None:
             self._stores.ledgers[self.pool].transfer(len(self.pages), source, target)
 
-    def condemn(self, holder: Holder) -> None:
+    def quarantine(self, holder: Holder) -> None:
         """Move all to quarantine."""
         if self.pool is not None:
-            self.rebook(holder, Holder.QUARANTINE)
+            self.transfer(holder, Holder.QUARANTINE)
             self._stores.quarantined[self.pool].extend(self.pages)
             self._pages.clear()
-            self._aside.clear()
+            self._rollback_states.clear()
 
-    def take(self, start: int, num_pages: int) -> list[int]:
+    def take_snapshots(self, start: int, num_pages: int) -> list[int]:
         """Hand over the states at the ends of the whole pages from page `start` on, `NULL_PAGE`
         where there is none.
         """
@@ -124,13 +124,13 @@ class LeaseStates:
         ends = range((start + 1) * page_size, (start + num_pages + 1) * page_size, page_size)
         return [self._pages.pop(end, NULL_PAGE) for end in ends]
 
-    def put(self, start: int, pages: list[int]) -> None:
-        """Undo `take`."""
+    def put_snapshots_back(self, start: int, pages: list[int]) -> None:
+        """Undo `take_snapshots`."""
         for index, page in enumerate(pages, start + 1):
             if page != NULL_PAGE:
                 self._pages[index * self._stores.page_size] = page
 
-    def _left_by(self, computed_len: int, to_len: int, num_drafts: int) -> tuple[int, ...]:
+    def _written_lengths(self, computed_len: int, to_len: int, num_drafts: int) -> tuple[int, ...]:
         """Lengths whose states a forward that ends at `to_len` leaves, if no other one did."""
         certain_len = to_len - num_drafts
         last_whole = certain_len - certain_len % self._stores.page_size

@@ -68,7 +68,7 @@ class Ledger:
             raise AuditFailed(f"{self.pool}: protecting {num_pages} of {self.num_evictable}")
         self._num_protected += num_pages
 
-    def expose(self, num_pages: int) -> None:
+    def unprotect(self, num_pages: int) -> None:
         """The last lock left `num_pages` tree pages."""
         if not 0 <= num_pages <= self._num_protected:
             raise AuditFailed(f"{self.pool}: exposing {num_pages} of {self._num_protected}")

@@ -38,7 +38,7 @@ class LockOwners:
         self._tallies: list[Tally | None] = []
         self._free_numbers: list[int] = []
 
-    def enter(self, receipt: LockReceipt) -> None:
+    def register(self, receipt: LockReceipt) -> None:
         """Give a new receipt its number."""
         if not self._free_numbers:
             self._free_numbers.append(len(self._receipts))
@@ -47,7 +47,7 @@ class LockOwners:
         receipt._number = self._free_numbers.pop()
         self._receipts[receipt._number] = receipt
 
-    def leave(self, receipt: LockReceipt) -> None:
+    def unregister(self, receipt: LockReceipt) -> None:
         """Take back the number of a receipt that has unlocked everything.
 
         Raises:
@@ -55,11 +55,11 @@ class LockOwners:
         """
         if receipt.sole_tokens or any(receipt.sole_pages.values()):
             raise AuditFailed("a receipt was given back that alone keeps pages locked")
-        self.join(receipt, None)
+        self.assign(receipt, None)
         self._receipts[receipt._number] = None
         self._free_numbers.append(receipt._number)
 
-    def join(self, receipt: LockReceipt, tally: Tally | None) -> None:
+    def assign(self, receipt: LockReceipt, tally: Tally | None) -> None:
         """Count what a receipt alone has locked in this tally from now on, and in no other."""
         before = self._tallies[receipt._number]
         self._tallies[receipt._number] = tally

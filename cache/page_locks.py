@@ -5,7 +5,7 @@ count per edge says so. In a bounded pool, a session needs the pages of its last
 those before them stay published while memory lasts, for whoever turns back or shares a beginning,
 and may go at any time. So here every page of an edge has a count of its own, and a page that goes
 leaves a tombstone, `NULL_PAGE` in the place of its id (word and idea are SGLang's). The count of a
-tombstone begins at `GONE`, so that a page may go where its count is 0 and nowhere else.
+tombstone begins at `TOMBSTONE_COUNT`, so that a page may go where its count is 0 and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cache.lock_owners import LockOwners
 from cache.radix_node import LockReceipt, RadixNode
 from cache.types import NULL_PAGE, Pages, PoolName
 
-GONE: Final = 1 << 20
+TOMBSTONE_COUNT: Final = 1 << 20
 """Added to the count of a tombstone; far more than receipts can be."""
 
 
@@ -52,7 +52,7 @@ class PageLocks:
         self._ledgers = ledgers
         self._components = tuple(components)
         self._orders = {
-            c.pool: EvictionOrder(partial(_has_idle, pool=c.pool)) for c in self._components
+            c.pool: EvictionOrder(partial(_has_evictable, pool=c.pool)) for c in self._components
         }
 
     def __bool__(self) -> bool:
@@ -65,14 +65,14 @@ class PageLocks:
         return tuple(self._orders)
 
     @contextmanager
-    def moving(self, receipt: LockReceipt) -> Iterator[None]:
+    def relocking(self, receipt: LockReceipt) -> Iterator[None]:
         """Let go of what a receipt has locked, and lock what it has to once it was moved: what
         forwards at its length and at its mark read.
         """
-        left = self._let_go(receipt) if self._components else ()
+        left = self._unlock_pages(receipt) if self._components else ()
         yield
         if self._components:
-            self._hold(receipt)
+            self._lock_pages(receipt)
             for node in left:
                 self.offer(node)
 
@@ -111,27 +111,27 @@ class PageLocks:
             for node in nodes:
                 i, j = max(first - at, 0), last - at
                 if i < j:
-                    counts[component.pool] += _num_idle(node, component.pool, i, j)
+                    counts[component.pool] += _num_evictable(node, component.pool, i, j)
                 at += len(node.pages[component.pool])
         return counts
 
-    def heal(self, node: RadixNode, pool: PoolName, index: int, page: int) -> None:
+    def fill_tombstone(self, node: RadixNode, pool: PoolName, index: int, page: int) -> None:
         """Fill a tombstone with a page that was just booked as the tree's."""
-        self._changes.note_content(node)
+        self._changes.record_content(node)
         node.pages[pool].put(index, page)
-        node.page_locks[pool].add(index, index + 1, -GONE)
+        node.page_locks[pool].add(index, index + 1, -TOMBSTONE_COUNT)
         num_locks = int(node.page_locks[pool].view()[index])
         if num_locks:
             self._ledgers[pool].protect(1)
-            self._pass_on(node, pool, (index, index + 1), +1)
+            self._credit_sole_owners(node, pool, (index, index + 1), +1)
         else:
-            node.num_idle[pool] += 1
+            node.num_evictable[pool] += 1
             self.offer(node)
 
     def offer(self, node: RadixNode) -> None:
         """Note that pages of an edge may go."""
         for pool, order in self._orders.items():
-            if node.num_idle[pool]:
+            if node.num_evictable[pool]:
                 order.offer(node)
 
     def take_oldest(self, pool: PoolName, num_pages: int) -> tuple[RadixNode, list[int]]:
@@ -145,52 +145,54 @@ class PageLocks:
             AuditFailed: none may go; the caller checks the ledger before.
         """
         node = self._orders[pool].pop()
-        self._changes.note_content(node)
+        self._changes.record_content(node)
         idle = (node.page_locks[pool].view() == 0).nonzero()[0][:num_pages].tolist()
         pages = node.pages[pool].view()[idle].tolist()
         for index in idle:
             node.pages[pool].put(index, NULL_PAGE)
-            node.page_locks[pool].add(index, index + 1, GONE)
-        node.num_idle[pool] -= len(idle)
+            node.page_locks[pool].add(index, index + 1, TOMBSTONE_COUNT)
+        node.num_evictable[pool] -= len(idle)
         self.offer(node)
         return node, pages
 
-    def _hold(self, receipt: LockReceipt) -> None:
-        for pool, node, start, end in self._held(receipt):
-            num_idle = _num_idle(node, pool, start, end)
-            self._note(node, num_idle)
-            self._ledgers[pool].protect(num_idle)
-            node.num_idle[pool] -= num_idle
-            self._owners.add_pages(receipt._number, pool, num_idle)
-            self._pass_on(node, pool, (start, end), -1)
+    def _lock_pages(self, receipt: LockReceipt) -> None:
+        for pool, node, start, end in self._locked_slices(receipt):
+            num_evictable = _num_evictable(node, pool, start, end)
+            self._record_change(node, num_evictable)
+            self._ledgers[pool].protect(num_evictable)
+            node.num_evictable[pool] -= num_evictable
+            self._owners.add_pages(receipt._number, pool, num_evictable)
+            self._credit_sole_owners(node, pool, (start, end), -1)
             node.page_locks[pool].add(start, end, 1)
             node.page_owners[pool].exclusive_or(start, end, receipt._number)
 
-    def _let_go(self, receipt: LockReceipt) -> list[RadixNode]:
+    def _unlock_pages(self, receipt: LockReceipt) -> list[RadixNode]:
         """Returns the edges that may have pages now which can go."""
         left = []
-        for pool, node, start, end in self._held(receipt):
-            if _num_idle(node, pool, start, end):
+        for pool, node, start, end in self._locked_slices(receipt):
+            if _num_evictable(node, pool, start, end):
                 raise AuditFailed(f"{pool}: a page was unlocked that was not locked")
             node.page_locks[pool].add(start, end, -1)
             node.page_owners[pool].exclusive_or(start, end, receipt._number)
-            num_idle = _num_idle(node, pool, start, end)
-            self._note(node, num_idle)
-            self._ledgers[pool].expose(num_idle)
-            node.num_idle[pool] += num_idle
-            self._owners.add_pages(receipt._number, pool, -num_idle)
-            self._pass_on(node, pool, (start, end), +1)
+            num_evictable = _num_evictable(node, pool, start, end)
+            self._record_change(node, num_evictable)
+            self._ledgers[pool].unprotect(num_evictable)
+            node.num_evictable[pool] += num_evictable
+            self._owners.add_pages(receipt._number, pool, -num_evictable)
+            self._credit_sole_owners(node, pool, (start, end), +1)
             left.append(node)
         return left
 
-    def _note(self, node: RadixNode, num_idle: int) -> None:
+    def _record_change(self, node: RadixNode, num_evictable: int) -> None:
         """Locks of an edge have changed, and of so many pages whether they can be evicted."""
-        if num_idle:
-            self._changes.note_content(node)
+        if num_evictable:
+            self._changes.record_content(node)
         else:
-            self._changes.note_node(node)
+            self._changes.record_node(node)
 
-    def _pass_on(self, node: RadixNode, pool: PoolName, span: tuple[int, int], sign: int) -> None:
+    def _credit_sole_owners(
+        self, node: RadixNode, pool: PoolName, span: tuple[int, int], sign: int
+    ) -> None:
         """Pages of a slice that have one lock begin to be its owner's alone, or cease to be."""
         is_alone = node.page_locks[pool].view(*span) == 1
         if is_alone.any():
@@ -198,7 +200,9 @@ class PageLocks:
             for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
                 self._owners.add_pages(int(number), pool, sign * int(count))
 
-    def _held(self, receipt: LockReceipt) -> Iterator[tuple[PoolName, RadixNode, int, int]]:
+    def _locked_slices(
+        self, receipt: LockReceipt
+    ) -> Iterator[tuple[PoolName, RadixNode, int, int]]:
         """Every page the receipt holds, once, as slices of edges."""
         for component in self._components:
             first, end = component.first_page(receipt.length), receipt.length // self._page_size
@@ -224,25 +228,25 @@ class PageLocks:
             node = node.parent
 
 
-def begin_locks(node: RadixNode, pools: Sequence[PoolName]) -> None:
+def init_locks(node: RadixNode, pools: Sequence[PoolName]) -> None:
     """A new edge: nobody has locked a page of it."""
     for pool in pools:
         node.page_locks[pool], node.page_owners[pool] = IntBuffer(), IntBuffer()
-        node.num_idle[pool] = 0
-        grow_locks(node, pool, node.pages[pool].view())
+        node.num_evictable[pool] = 0
+        append_locks(node, pool, node.pages[pool].view())
 
 
-def grow_locks(node: RadixNode, pool: PoolName, pages: Pages) -> None:
+def append_locks(node: RadixNode, pool: PoolName, pages: Pages) -> None:
     """An edge has these pages more, which nobody has locked."""
-    node.page_locks[pool].append(no_locks(pages))
+    node.page_locks[pool].append(unlocked_counts(pages))
     node.page_owners[pool].append(np.zeros(len(pages), np.int32))
-    node.num_idle[pool] += int(np.count_nonzero(pages))
+    node.num_evictable[pool] += int(np.count_nonzero(pages))
 
 
-def cut_locks(node: RadixNode, num_kept: int) -> None:
+def truncate_locks(node: RadixNode, num_kept: int) -> None:
     """An edge has its first pages only."""
     for pool, locks in node.page_locks.items():
-        node.num_idle[pool] -= _num_idle(node, pool, num_kept)
+        node.num_evictable[pool] -= _num_evictable(node, pool, num_kept)
         locks.truncate(num_kept)
         node.page_owners[pool].truncate(num_kept)
 
@@ -253,25 +257,25 @@ def split_locks(upper: RadixNode, lower: RadixNode, num_pages: int) -> None:
         owners = lower.page_owners[pool]
         upper.page_locks[pool] = IntBuffer(locks.view(0, num_pages))
         upper.page_owners[pool] = IntBuffer(owners.view(0, num_pages))
-        upper.num_idle[pool] = _num_idle(upper, pool)
+        upper.num_evictable[pool] = _num_evictable(upper, pool)
         lower.page_locks[pool] = IntBuffer(locks.view(num_pages))
         lower.page_owners[pool] = IntBuffer(owners.view(num_pages))
-        lower.num_idle[pool] -= upper.num_idle[pool]
+        lower.num_evictable[pool] -= upper.num_evictable[pool]
 
 
-def no_locks(pages: Pages) -> Pages:
+def unlocked_counts(pages: Pages) -> Pages:
     """The counts of pages that nobody has locked, int32 [n]."""
     counts = np.zeros(len(pages), np.int32)
     if np.count_nonzero(pages) < len(pages):
-        counts[pages == NULL_PAGE] = GONE
+        counts[pages == NULL_PAGE] = TOMBSTONE_COUNT
     return counts
 
 
-def _has_idle(node: RadixNode, pool: PoolName) -> bool:
-    return node.num_idle[pool] > 0
+def _has_evictable(node: RadixNode, pool: PoolName) -> bool:
+    return node.num_evictable[pool] > 0
 
 
-def _num_idle(node: RadixNode, pool: PoolName, start: int = 0, end: int | None = None) -> int:
+def _num_evictable(node: RadixNode, pool: PoolName, start: int = 0, end: int | None = None) -> int:
     """Pages of a slice that are there and unlocked; none of an edge that was removed."""
     locks = node.page_locks[pool].view(start, end)
     return len(locks) - int(np.count_nonzero(locks))

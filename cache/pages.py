@@ -28,7 +28,7 @@ class FreePages(Protocol):
         """Remove pages that are free, continuing page `after` where possible."""
         ...
 
-    def give(self, pages: list[int]) -> None:
+    def put_back(self, pages: list[int]) -> None:
         """Add pages, in ascending order."""
         ...
 
@@ -102,7 +102,7 @@ class PageAllocator:
         self.ledger.transfer(len(released), holder, Holder.FREE)
         for page in released:
             is_free[page] = 1
-        self._free.give(released)
+        self._free.put_back(released)
 
     def count_free_pages(self) -> tuple[int, NDArray[np.int8]]:
         """Return how many pages the free list has, and how often it has each page of the pool.
@@ -142,8 +142,8 @@ class Extents:
             self._cut(start, offset, count, taken)
         return taken
 
-    def give(self, pages: list[int]) -> None:
-        """See `FreePages.give`."""
+    def put_back(self, pages: list[int]) -> None:
+        """See `FreePages.put_back`."""
         start = end = pages[0]
         for page in pages:
             if page != end:

@@ -97,7 +97,7 @@ def _part(lease: KVLease, stores: KVStores, *, whole: bool) -> _Part:
     else:
         start, end = stores.rows.changed(lease.row)
         # Where pools are bounded, the row may name pages of the window before what has changed.
-        start = max(0, min(start, lease.protected_len // stores.page_size, lease.first_named))
+        start = max(0, min(start, lease.protected_len // stores.page_size, lease.first_entry))
         end = max(end, lease.num_pages)
     return _Part(start, end, stores.tree.path(lease.receipt, start * stores.page_size))
 

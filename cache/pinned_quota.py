@@ -50,7 +50,7 @@ class PinnedQuota:
         """The same, of one pinned session."""
         return self.pages(self._row_pages.get(session_id, 0))
 
-    def refuse_beyond(self, session_id: SessionId, num_pages: int) -> None:
+    def check_room(self, session_id: SessionId, num_pages: int) -> None:
         """Ask whether the row of one session may have `num_pages`, the others staying as they are.
 
         Raises:
@@ -67,7 +67,7 @@ class PinnedQuota:
         if len(self._row_pages) - (session_id in self._row_pages) >= self._num_rows - 1:
             raise PinQuotaExceeded("pinned sessions hold all rows but one")
 
-    def note(self, session_id: SessionId, num_pages: int | None) -> None:
+    def set_row_pages(self, session_id: SessionId, num_pages: int | None) -> None:
         """How many pages the row of a pinned session has now; None without a row."""
         before, now = self.pages_of(session_id), self.pages(num_pages or 0)
         self._row_pages.pop(session_id, None)

@@ -29,8 +29,18 @@ from cache.eviction_order import EvictionOrder
 from cache.int_buffer import IntBuffer
 from cache.ledger import Ledger
 from cache.lock_owners import LockOwners, Tally
-from cache.page_locks import PageLocks, begin_locks, cut_locks, grow_locks, split_locks
-from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Root, Walk
+from cache.page_locks import PageLocks, append_locks, init_locks, split_locks, truncate_locks
+from cache.radix_node import (
+    LockReceipt,
+    MatchResult,
+    PagesByPool,
+    RadixNode,
+    Root,
+    Walk,
+    has_only_tombstones,
+    is_evictable_leaf,
+    is_sole_leaf,
+)
 from cache.types import NULL_PAGE, Holder, Namespace, Pages, PoolName, Tokens
 
 
@@ -40,13 +50,13 @@ class RadixCache:
     __slots__ = (
         "_changes",
         "_clock",
-        "_kept",
         "_leaves",
         "_ledgers",
         "_locks",
         "_owners",
         "_page_size",
         "_roots",
+        "_unbounded_ledgers",
     )
 
     def __init__(
@@ -71,18 +81,20 @@ class RadixCache:
         self._locks = PageLocks(
             page_size, ledgers, bounded, changes=self._changes, owners=self._owners
         )
-        self._kept = {pool: ledgers[pool] for pool in ledgers if pool not in self._locks.pools}
+        self._unbounded_ledgers = {
+            pool: ledgers[pool] for pool in ledgers if pool not in self._locks.pools
+        }
         self._roots: dict[Namespace, Root] = {}
-        self._leaves = EvictionOrder(_is_evictable_leaf)
+        self._leaves = EvictionOrder(is_evictable_leaf)
         self._clock = 0
 
-    def match(self, namespace: Namespace, tokens: Tokens) -> MatchResult:
+    def match_prefix(self, namespace: Namespace, tokens: Tokens) -> MatchResult:
         """Find the longest published prefix of `tokens` that a forward can go on from. Changes
         nothing, not even the LRU.
         """
         return self._match(namespace, None, tokens)
 
-    def match_below(self, receipt: LockReceipt, tokens: Tokens) -> MatchResult:
+    def match_after(self, receipt: LockReceipt, tokens: Tokens) -> MatchResult:
         """The same, for the tokens that follow a locked path."""
         return self._match(receipt.namespace, receipt, tokens)
 
@@ -96,10 +108,10 @@ class RadixCache:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace)
-        root.lock_count += 1
-        self._changes.note_node(root)
+        root.lock_ref += 1
+        self._changes.record_node(root)
         receipt = LockReceipt(namespace, root)
-        self._owners.enter(receipt)
+        self._owners.register(receipt)
         return receipt
 
     def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
@@ -113,8 +125,8 @@ class RadixCache:
         """
         if match._walk.version != self._changes.version:
             raise AuditFailed("a match was used after the tree had changed")
-        with self._locks.moving(receipt):
-            nodes = self._descend(receipt, match._nodes, match.matched_len)
+        with self._locks.relocking(receipt):
+            nodes = self._lock_path(receipt, match._nodes, match.matched_len)
         return self._pages_of(nodes)
 
     def insert(
@@ -134,9 +146,9 @@ class RadixCache:
             tombstone. All others now belong to the tree.
         """
         assert len(tokens) % self._page_size == 0, "only whole pages are published"
-        with self._locks.moving(receipt):
-            nodes = self._descend(receipt, *self._walk(receipt._node, tokens))
-            self._heal(nodes, pages)
+        with self._locks.relocking(receipt):
+            nodes = self._lock_path(receipt, *self._walk(receipt._node, tokens))
+            self._fill_tombstones(nodes, pages)
             found = self._pages_of(nodes)
             num_new = len(tokens) // self._page_size - sum(map(self._num_pages, nodes))
             if num_new:
@@ -153,7 +165,7 @@ class RadixCache:
         if {length, receipt._mark} <= {None, receipt.length}:
             receipt._mark = length  # what a forward at its length reads, is locked in any case
             return
-        with self._locks.moving(receipt):
+        with self._locks.relocking(receipt):
             receipt._mark = length
 
     def shorten(self, receipt: LockReceipt, to_len: int) -> None:
@@ -162,16 +174,16 @@ class RadixCache:
         if receipt._length <= target:
             return
         self._clock += 1
-        with self._locks.moving(receipt):
+        with self._locks.relocking(receipt):
             if receipt._mark is not None and receipt._mark > target:
                 receipt._mark = None
             while receipt._length > target:
                 start = receipt._length - len(receipt._node.tokens)
                 if start < target:
                     self._split(receipt._node, target - start)
-                self._step_up(receipt)
+                self._unlock_node(receipt)
 
-    def take_back(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
+    def unpublish(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
         """Remove pages past the last whole page of `to_len`, as far as only this receipt has them.
 
         Used to undo: what nobody else has locked or built on becomes private again (`holder`),
@@ -179,14 +191,14 @@ class RadixCache:
         """
         target = max(to_len, receipt.mark or 0) // self._page_size * self._page_size
         taken: PagesByPool = {pool: [] for pool in self._ledgers}
-        if receipt._length <= target or not _is_sole_leaf(receipt._node):
+        if receipt._length <= target or not is_sole_leaf(receipt._node):
             return taken
-        with self._locks.moving(receipt):
-            while receipt._length > target and _is_sole_leaf(node := receipt._node):
+        with self._locks.relocking(receipt):
+            while receipt._length > target and is_sole_leaf(node := receipt._node):
                 num_pages = min(receipt._length - target, len(node.tokens)) // self._page_size
                 for pool, ids in self._trim(node, num_pages).items():
-                    if pool in self._kept:
-                        self._ledgers[pool].expose(num_pages)
+                    if pool in self._unbounded_ledgers:
+                        self._ledgers[pool].unprotect(num_pages)
                     self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)
                     taken[pool] = ids + taken[pool]
                 receipt._length -= num_pages * self._page_size
@@ -207,11 +219,11 @@ class RadixCache:
             raise AuditFailed("a lock receipt was released twice")
         self.shorten(receipt, 0)
         receipt._is_released = True
-        self._owners.leave(receipt)
+        self._owners.unregister(receipt)
         root = receipt._node
         assert isinstance(root, Root), "a receipt of length 0 ends at its root"
-        root.lock_count -= 1
-        self._changes.note_node(root)
+        root.lock_ref -= 1
+        self._changes.record_node(root)
         self._drop_if_idle(root)
 
     def evict(self, pool: PoolName, num_pages: int) -> PagesByPool:
@@ -225,36 +237,36 @@ class RadixCache:
         """
         evicted: PagesByPool = {name: [] for name in self._ledgers}
         while (wanted := num_pages - len(evicted[pool])) > 0:
-            if pool in self._kept:
+            if pool in self._unbounded_ledgers:
                 self._cut_leaf(self._leaves.pop(), wanted, evicted)
                 continue
             node, pages = self._locks.take_oldest(pool, wanted)
             evicted[pool] += pages
-            if _is_evictable_leaf(node) and not node.pages[pool].view().any():
+            if is_evictable_leaf(node) and not node.pages[pool].view().any():
                 self._cut_leaf(node, self._num_pages(node), evicted)  # nobody can match it any more
         return evicted
 
-    def condemn(self, receipt: LockReceipt) -> PagesByPool:
+    def remove_path(self, receipt: LockReceipt) -> PagesByPool:
         """Give a receipt back and remove what it locked, and all that builds on it, where no
         other receipt is in the way. The pages are the caller's, still booked as TREE.
         """
         path = self.path(receipt)
         self.unlock(receipt)
-        condemned: PagesByPool = {pool: [] for pool in self._ledgers}
-        top = next((node for node in path if node.lock_count == 0), None)
+        removed: PagesByPool = {pool: [] for pool in self._ledgers}
+        top = next((node for node in path if node.lock_ref == 0), None)
         if top is None:
-            return condemned
+            return removed
         nodes = (top, *top.below())
         self._detach(top)
         for node in nodes:
             for pool, ids in node.pages.items():
-                condemned[pool] += filter(None, ids.view().tolist())
+                removed[pool] += filter(None, ids.view().tolist())
                 ids.truncate(0)
-            cut_locks(node, 0)
+            truncate_locks(node, 0)
             node.tokens.truncate(0)
             node.parent = None
-            self._changes.note_content(node)
-        return condemned
+            self._changes.record_content(node)
+        return removed
 
     def path(self, receipt: LockReceipt, start: int = 0) -> list[RadixNode]:
         """Return the nodes a receipt locks, root excluded, top first.
@@ -271,16 +283,16 @@ class RadixCache:
 
     def sole_pages(self, receipt: LockReceipt) -> dict[PoolName, int]:
         """Pages per pool that would become evictable if this receipt were given back. O(pools)."""
-        kept = dict.fromkeys(self._kept, receipt.sole_tokens // self._page_size)
+        kept = dict.fromkeys(self._unbounded_ledgers, receipt.sole_tokens // self._page_size)
         return kept | {pool: receipt.sole_pages[pool] for pool in self._locks.pools}
 
     def tally(self, receipt: LockReceipt, tally: Tally | None) -> None:
         """Count what a receipt alone has locked in a tally from now on; in none with None."""
-        self._owners.join(receipt, tally)
+        self._owners.assign(receipt, tally)
 
     def tallied_pages(self, tally: Tally) -> dict[PoolName, int]:
         """The sum of `sole_pages` over the receipts of a tally. O(pools)."""
-        kept = dict.fromkeys(self._kept, tally.num_tokens // self._page_size)
+        kept = dict.fromkeys(self._unbounded_ledgers, tally.num_tokens // self._page_size)
         return kept | {pool: tally.num_pages[pool] for pool in self._locks.pools}
 
     def is_root(self, node: RadixNode) -> bool:
@@ -318,9 +330,9 @@ class RadixCache:
         ends_with_edge = matched == sum(len(node.tokens) for node in nodes)
         next_key = self._key(tokens[matched:]) if ends_with_edge and end <= len(tokens) else None
         walk = Walk(namespace, start, tuple(nodes), next_key, self._changes.version)
-        return self._found(receipt, walk, matched)
+        return self._match_result(receipt, walk, matched)
 
-    def _found(self, receipt: LockReceipt | None, walk: Walk, matched: int) -> MatchResult:
+    def _match_result(self, receipt: LockReceipt | None, walk: Walk, matched: int) -> MatchResult:
         start = receipt.length if receipt is not None else 0
         if self._locks and walk.nodes:
             matched = max(0, self._locks.continuable(receipt, walk.nodes, start + matched) - start)
@@ -331,14 +343,14 @@ class RadixCache:
                 break
             used.append(node)
             common = min(len(node.tokens), matched - at)
-            evictable += 0 if node.lock_count else common // self._page_size
+            evictable += 0 if node.lock_ref else common // self._page_size
             at += common
-        unlocked = dict.fromkeys(self._kept, evictable)
+        unlocked = dict.fromkeys(self._unbounded_ledgers, evictable)
         if self._locks:
             unlocked |= self._locks.num_unlocked(used, start, start + matched)
         return MatchResult(matched, unlocked, tuple(used), walk)
 
-    def _descend(
+    def _lock_path(
         self, receipt: LockReceipt, nodes: Sequence[RadixNode], length: int
     ) -> list[RadixNode]:
         """Lead a receipt down these edges, the last of which is split where `length` ends."""
@@ -346,7 +358,7 @@ class RadixCache:
         for found in nodes:
             assert found.parent is receipt._node, "a match goes on where the receipt ends"
             node = found if length >= len(found.tokens) else self._split(found, length)
-            self._step_down(receipt, node)
+            self._lock_node(receipt, node)
             if node is not found:
                 self._push_leaf(found)  # the rest of it may be tombstones that nobody can match
             length -= len(node.tokens)
@@ -360,7 +372,9 @@ class RadixCache:
                 pages[pool].extend(ids.view().tolist())
         return pages
 
-    def _heal(self, nodes: Sequence[RadixNode], pages: Mapping[PoolName, Sequence[int]]) -> None:
+    def _fill_tombstones(
+        self, nodes: Sequence[RadixNode], pages: Mapping[PoolName, Sequence[int]]
+    ) -> None:
         """Fill tombstones with pages of whoever computed the same tokens."""
         for pool in self._locks.pools:
             at = 0
@@ -368,39 +382,39 @@ class RadixCache:
                 for index, has in enumerate(node.pages[pool].view().tolist()):
                     if has == NULL_PAGE and (page := pages[pool][at + index]):
                         self._ledgers[pool].transfer(1, Holder.ACTIVE, Holder.TREE)
-                        self._locks.heal(node, pool, index, page)
+                        self._locks.fill_tombstone(node, pool, index, page)
                 at += self._num_pages(node)
 
-    def _step_down(self, receipt: LockReceipt, node: RadixNode) -> None:
-        self._changes.note_node(node)
-        if node.lock_count == 0:
-            self._changes.note_content(node)  # fewer pages of a match can be evicted now
+    def _lock_node(self, receipt: LockReceipt, node: RadixNode) -> None:
+        self._changes.record_node(node)
+        if node.lock_ref == 0:
+            self._changes.record_content(node)  # fewer pages of a match can be evicted now
             self._protect(len(node.tokens))
             self._owners.add_tokens(receipt._number, len(node.tokens))
-        elif node.lock_count == 1:
+        elif node.lock_ref == 1:
             self._owners.add_tokens(node.lock_owners, -len(node.tokens))
-        node.lock_count += 1
+        node.lock_ref += 1
         node.lock_owners ^= receipt._number
         receipt._node = node
         receipt._length += len(node.tokens)
 
-    def _step_up(self, receipt: LockReceipt) -> None:
+    def _unlock_node(self, receipt: LockReceipt) -> None:
         node = receipt._node
-        self._changes.note_node(node)
-        if node.lock_count < 1 or node.parent is None:
+        self._changes.record_node(node)
+        if node.lock_ref < 1 or node.parent is None:
             raise AuditFailed("a lock was released that was not held")
-        node.lock_count -= 1
+        node.lock_ref -= 1
         node.lock_owners ^= receipt._number
         node.last_used = self._clock
         receipt._node = node.parent
         receipt._length -= len(node.tokens)
-        if node.lock_count == 0:
-            self._changes.note_content(node)
-            for ledger in self._kept.values():
-                ledger.expose(self._num_pages(node))
+        if node.lock_ref == 0:
+            self._changes.record_content(node)
+            for ledger in self._unbounded_ledgers.values():
+                ledger.unprotect(self._num_pages(node))
             self._owners.add_tokens(receipt._number, -len(node.tokens))
             self._push_leaf(node)
-        elif node.lock_count == 1:
+        elif node.lock_ref == 1:
             self._owners.add_tokens(node.lock_owners, len(node.tokens))
         self._locks.offer(node)
 
@@ -415,17 +429,17 @@ class RadixCache:
         stays one edge, however many turns it has.
         """
         node = receipt._node
-        if node.parent is None or not _is_sole_leaf(node):
+        if node.parent is None or not is_sole_leaf(node):
             child = self._new_node(node, tokens, pages)
             node.children[child.key] = child
-            self._step_down(receipt, child)
+            self._lock_node(receipt, child)
             return
-        self._changes.note_content(node)
+        self._changes.record_content(node)
         node.tokens.append(tokens)
         for pool, ids in pages.items():
             node.pages[pool].append(ids)
         for pool in node.page_locks:
-            grow_locks(node, pool, pages[pool])
+            append_locks(node, pool, pages[pool])
         self._owners.add_tokens(receipt._number, len(tokens))
         self._protect(len(tokens))
         receipt._length += len(tokens)
@@ -435,14 +449,14 @@ class RadixCache:
         assert node.parent is not None, "a root has no edge"
         assert 0 < length < len(node.tokens), "a cut lies inside an edge"
         assert length % self._page_size == 0, "edges are whole pages"
-        self._changes.note_content(node)
+        self._changes.record_content(node)
         num_pages = length // self._page_size
         upper = self._new_node(
             node.parent,
             node.tokens.view(0, length),
             {pool: ids.view(0, num_pages) for pool, ids in node.pages.items()},
         )
-        upper.lock_count, upper.last_used = node.lock_count, node.last_used
+        upper.lock_ref, upper.last_used = node.lock_ref, node.last_used
         upper.lock_owners = node.lock_owners
         node.parent.children[node.key] = upper
         node.parent = upper
@@ -457,13 +471,13 @@ class RadixCache:
     def _trim(self, node: RadixNode, num_pages: int) -> PagesByPool:
         """Cut pages off the end of a leaf; the caller detaches one that is empty then."""
         assert not node.children, "only leaves lose pages"
-        self._changes.note_content(node)
+        self._changes.record_content(node)
         keep = len(node.tokens) // self._page_size - num_pages
         cut: PagesByPool = {}
         for pool, ids in node.pages.items():
             cut[pool] = ids.view(keep).tolist()
             ids.truncate(keep)
-        cut_locks(node, keep)
+        truncate_locks(node, keep)
         node.tokens.truncate(keep * self._page_size)
         return cut
 
@@ -471,9 +485,9 @@ class RadixCache:
         self, parent: RadixNode, tokens: Tokens, pages: Mapping[PoolName, Pages]
     ) -> RadixNode:
         node = RadixNode(parent, self._key(tokens), tokens, pages)
-        begin_locks(node, self._locks.pools)
+        init_locks(node, self._locks.pools)
         node.last_used = self._clock
-        self._changes.note_node(node)
+        self._changes.record_node(node)
         return node
 
     def _cut_leaf(self, node: RadixNode, num_pages: int, evicted: PagesByPool) -> None:
@@ -492,16 +506,16 @@ class RadixCache:
         assert parent.children[node.key] is node, "it hangs where it says"
         del parent.children[node.key]
         node.parent = None
-        self._changes.note_content(node)
+        self._changes.record_content(node)
         if isinstance(parent, Root):
             self._drop_if_idle(parent)
         else:
             self._push_leaf(parent)
 
     def _drop_if_idle(self, root: Root) -> None:
-        if not root.children and root.lock_count == 0:
+        if not root.children and root.lock_ref == 0:
             del self._roots[root.namespace]
-            self._changes.note_node(root)
+            self._changes.record_node(root)
 
     def _key(self, tokens: Tokens) -> bytes:
         return tokens[: self._page_size].tobytes()
@@ -510,34 +524,19 @@ class RadixCache:
         return len(node.tokens) // self._page_size
 
     def _protect(self, num_tokens: int) -> None:
-        for ledger in self._kept.values():
+        for ledger in self._unbounded_ledgers.values():
             ledger.protect(num_tokens // self._page_size)
 
     # Order of eviction
 
     def _push_leaf(self, node: RadixNode) -> None:
-        if not _is_evictable_leaf(node):
+        if not is_evictable_leaf(node):
             return
-        if not self._kept and _is_hollow(node):
+        if not self._unbounded_ledgers and has_only_tombstones(node):
             self._trim(node, self._num_pages(node))
             self._detach(node)
             return
         self._leaves.offer(node)
-
-
-def _is_evictable_leaf(node: RadixNode) -> bool:
-    """Not for roots; a removed node has no tokens left."""
-    return not node.children and node.lock_count == 0 and len(node.tokens) > 0
-
-
-def _is_sole_leaf(node: RadixNode) -> bool:
-    """Whether one receipt alone locks it, and nobody has built on it."""
-    return not node.children and node.lock_count == 1
-
-
-def _is_hollow(node: RadixNode) -> bool:
-    """Whether all its pages are tombstones."""
-    return not any(ids.view().any() for ids in node.pages.values())
 
 
 def _common_len(left: Tokens, right: Tokens) -> int:

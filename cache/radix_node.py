@@ -16,23 +16,23 @@ PagesByPool = dict[PoolName, list[int]]
 
 
 class RadixNode:
-    """One edge and its end. Written by `RadixCache` only; public for audits and reports.
+    """Hold one edge and its end. Written by `RadixCache` only; public for audits and reports.
 
     `tokens`: the edge, a multiple of the page size (0 for a root); `key`: the bytes of its first
-    page; `pages`: per pool, one entry per page of the edge; `lock_count`: receipts whose path has
-    it; `lock_owners`: the exclusive or of their numbers, see `cache.lock_owners`. In bounded
-    pools, `page_locks` and `page_owners` are the same by the page, and `num_idle` says how many
-    pages are there and unlocked, see `cache.page_locks`. `version`: of the last change that a match
-    over the edge depends on, see `cache.changes`.
+    page; `pages`: per pool, one entry per page of the edge; `lock_ref`: number of receipts whose
+    path includes it; `lock_owners`: the exclusive or of their numbers, see `cache.lock_owners`. In
+    bounded pools `page_locks` and `page_owners` are the same per page, and `num_evictable` counts
+    the pages that are there and unlocked, see `cache.page_locks`. `version`: of the last change
+    that a match over the edge depends on, see `cache.changes`.
     """
 
     __slots__ = (
         "children",
         "key",
         "last_used",
-        "lock_count",
         "lock_owners",
-        "num_idle",
+        "lock_ref",
+        "num_evictable",
         "page_locks",
         "page_owners",
         "pages",
@@ -50,9 +50,9 @@ class RadixNode:
         self.pages = {pool: IntBuffer(ids) for pool, ids in pages.items()}
         self.page_locks: dict[PoolName, IntBuffer] = {}
         self.page_owners: dict[PoolName, IntBuffer] = {}
-        self.num_idle: dict[PoolName, int] = {}
+        self.num_evictable: dict[PoolName, int] = {}
         self.children: dict[bytes, RadixNode] = {}
-        self.lock_count = 0
+        self.lock_ref = 0
         self.lock_owners = 0
         self.last_used = 0
         self.version = 0
@@ -160,3 +160,19 @@ class MatchResult:
     def cache_protected_len(self) -> int:
         """The length a lock on this match protects; page-aligned by construction."""
         return self.matched_len
+
+
+def is_evictable_leaf(node: RadixNode) -> bool:
+    """Return whether a node is an unlocked leaf. False for roots and for removed nodes, which have
+    no tokens."""
+    return not node.children and node.lock_ref == 0 and len(node.tokens) > 0
+
+
+def is_sole_leaf(node: RadixNode) -> bool:
+    """Return whether a node is a leaf that exactly one receipt has locked."""
+    return not node.children and node.lock_ref == 1
+
+
+def has_only_tombstones(node: RadixNode) -> bool:
+    """Return whether every page of a node's edge is a tombstone, in every pool."""
+    return not any(ids.view().any() for ids in node.pages.values())

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from cache.components import Component
 from cache.lease import KVLease
 from cache.ledger import Accounts, Ledger
-from cache.page_locks import GONE
+from cache.page_locks import TOMBSTONE_COUNT
 from cache.pair_check import Violation, slot_violations
 from cache.radix_node import RadixNode
 from cache.session_cache import SessionAwareCache
@@ -67,7 +67,7 @@ class _NodeRecord(NamedTuple):
     """What one node holds. `num_protected`: locked pages, of those that are there."""
 
     parent: RadixNode | None
-    lock_count: int
+    lock_ref: int
     pages: dict[PoolName, PageIndices]
     num_protected: dict[PoolName, int]
     locks: dict[PoolName, _Locks]
@@ -233,7 +233,7 @@ class Recount:
     def _check_sole_tokens(self, lease: KVLease) -> None:
         """What cooling a session would give back, which plans rely on, counted from the locks."""
         num_tokens, node = 0, lease.receipt._node
-        while node.parent is not None and node.lock_count == 1:
+        while node.parent is not None and node.lock_ref == 1:
             num_tokens += len(node.tokens)
             node = node.parent
         if num_tokens != lease.receipt.sole_tokens:
@@ -254,7 +254,7 @@ class Recount:
                 at -= len(node.page_locks[pool])
                 locks = node.page_locks[pool].view(max(0, start - at), max(0, end - at))
                 num_sole += int(np.count_nonzero(locks == 1))
-                if not (locks % GONE).all():
+                if not (locks % TOMBSTONE_COUNT).all():
                     self._report(f"{pool}: row {lease.row} reads a page that is not locked")
         if num_sole != (known := lease.receipt.sole_pages[pool]):
             self._report(f"{pool}: row {lease.row} alone has locked {num_sole} pages, not {known}")
@@ -301,7 +301,7 @@ class Recount:
         """Edges are whole pages, found under their first page, and hang together both ways."""
         page_size = self._stores.page_size
         if node.parent is None:
-            if not node.children and not node.lock_count:
+            if not node.children and not node.lock_ref:
                 yield "an idle root was kept"
             return
         num_pages = len(node.tokens) // page_size
@@ -320,16 +320,16 @@ class Recount:
             ids = node.pages[pool].view()
             if pool not in node.page_locks:
                 pages[pool] = ids.astype(np.intp)
-                num_protected[pool] = len(ids) if node.lock_count > 0 else 0
+                num_protected[pool] = len(ids) if node.lock_ref > 0 else 0
                 continue
             counts = node.page_locks[pool].view()
             is_there = ids != NULL_PAGE
-            if ((counts >= GONE) == is_there).any() or (counts < 0).any():
+            if ((counts >= TOMBSTONE_COUNT) == is_there).any() or (counts < 0).any():
                 self._report(f"{pool}: pages of a node count {counts} locks")
             pages[pool] = ids[is_there].astype(np.intp)
             num_protected[pool] = int(np.count_nonzero(counts[is_there]))
-            locks[pool] = _locks_of(counts % GONE, self._first_page(node))
-        return _NodeRecord(node.parent, node.lock_count, pages, num_protected, locks)
+            locks[pool] = _locks_of(counts % TOMBSTONE_COUNT, self._first_page(node))
+        return _NodeRecord(node.parent, node.lock_ref, pages, num_protected, locks)
 
     def _first_page(self, node: RadixNode) -> int:
         """The position of an edge's first page on its path."""
@@ -340,9 +340,9 @@ class Recount:
         return num_tokens // self._stores.page_size
 
     def _add_node(self, node: RadixNode, record: _NodeRecord, sign: int) -> None:
-        self._lock_diffs[node] += sign * record.lock_count
+        self._lock_diffs[node] += sign * record.lock_ref
         if record.parent is not None:
-            self._lock_diffs[record.parent] -= sign * record.lock_count
+            self._lock_diffs[record.parent] -= sign * record.lock_ref
         for pool, pages in record.pages.items():
             self._sums[pool].add_node(pages, record.num_protected[pool], sign)
             if pool in record.locks:
@@ -356,7 +356,7 @@ class Recount:
             if diff and node not in self._nodes:
                 yield "a lock is held on a node that is not in the tree"
             elif diff:
-                num_locks = node.lock_count
+                num_locks = node.lock_ref
                 yield (
                     f"a node of {len(node.tokens)} tokens counts {num_locks} locks, "
                     f"{num_locks - diff} are held"

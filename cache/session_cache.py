@@ -118,7 +118,7 @@ class SessionAwareCache:
         if session_id in self._slots:
             raise SlotExists(session_id)
         slot = SessionSlot(session_id, namespace, retention)
-        self._refuse_over_quota(slot, max(1, len(tokens)))
+        self._check_quota(slot, max(1, len(tokens)))
         slot.tokens.append(tokens)
         self._slots[session_id] = slot
 
@@ -153,15 +153,15 @@ class SessionAwareCache:
             HistoryMismatch: the history is shorter than `to_len`.
         """
         slot = self._slot(session_id)
-        slot.refuse_if_busy()
-        slot.refuse_beyond(to_len)
-        self._stores.changes.note_session(session_id)
+        slot.check_not_busy()
+        slot.check_history_len(to_len)
+        self._stores.changes.record_session(session_id)
         if slot.lease is not None:
             self._stores.changes.version += 1
             with self.idle.changing(slot):
                 slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
-        self._count_pinned(slot)
+        self._update_pinned(slot)
         if slot.kv_allocated_len == 0:
             self.cool(session_id)
 
@@ -172,18 +172,18 @@ class SessionAwareCache:
             SlotBusy: a turn has borrowed it.
         """
         slot = self._slot(session_id)
-        slot.refuse_if_busy()
+        slot.check_not_busy()
         if slot.lease is None:
             return
         assert slot.lease.computed_len - slot.lease.protected_len < self._stores.page_size, (
             "a parked lease has published its whole pages"
         )
-        self._stores.changes.note_session(session_id)
-        self.idle.leave(slot)
+        self._stores.changes.record_session(session_id)
+        self.idle.remove(slot)
         slot.lease.release()
         slot.lease = None
         slot.move_to(SlotState.COLD)
-        self._count_pinned(slot)
+        self._update_pinned(slot)
 
     def close(self, session_id: SessionId) -> bool:
         """Forget a session, or mark it CLOSING while a turn has borrowed it.
@@ -199,7 +199,7 @@ class SessionAwareCache:
             if slot.state is not SlotState.CLOSING:
                 slot.move_to(SlotState.CLOSING)
             return False
-        self._forget(slot)
+        self._remove(slot)
         return True
 
     # Turns
@@ -232,19 +232,19 @@ class SessionAwareCache:
         slot = self._slot(session_id)
         if turn_id in self._turns and slot.borrower == turn_id:
             return self._turns[turn_id].loan
-        slot.refuse_if_busy()
+        slot.check_not_busy()
         if turn_id in self._turns:
             raise SlotBusy(f"turn {turn_id} has borrowed another session")
-        slot.refuse_beyond(base_len)
+        slot.check_history_len(base_len)
         context_len = base_len + len(new_tokens)
         if not 0 < context_len <= self.max_context_len:
             raise ValueError(f"a context of {context_len} tokens does not fit a row")
-        self._refuse_over_quota(slot, context_len)
-        self._stores.changes.note_session(session_id)
+        self._check_quota(slot, context_len)
+        self._stores.changes.record_session(session_id)
         if slot.lease is None:
             slot.lease = KVLease(self._stores, slot.namespace)
         else:
-            self.idle.leave(slot)
+            self.idle.remove(slot)
         lease = slot.restore_to_req(turn_id)
         # A forward needs a query, so the last token is never reused.
         reuse_len = min(context_len - 1, context_len if max_reuse_len is None else max_reuse_len)
@@ -254,7 +254,7 @@ class SessionAwareCache:
         writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))
         loan = TurnLoan(lease, lease.computed_len, tuple(writes))
         self._turns[turn_id] = _Turn(slot, lease, base_len, context_len, loan)
-        self._count_pinned(slot)
+        self._update_pinned(slot)
         assert lease.computed_len < len(slot.tokens), "one token at least is computed"
         return loan
 
@@ -281,7 +281,7 @@ class SessionAwareCache:
                 shortage = count + ledger.num_pages // _HIGH_WATER - ledger.num_free
                 self._evict(ledger.pool, min(shortage, ledger.num_evictable))
         writes = turn.lease.grow(to_len, num_drafts)
-        self._count_pinned(turn.slot)
+        self._update_pinned(turn.slot)
         return writes
 
     def record(
@@ -331,14 +331,14 @@ class SessionAwareCache:
         self._finish(turn_id)
         return writes
 
-    def release_set_aside(self, turn_id: TurnId) -> bool:
+    def release_rollback_page(self, turn_id: TurnId) -> bool:
         """Free the page that a running turn keeps for its rollback alone; a rollback leads to whole
         pages then. For a turn that nothing else can help.
 
         Returns:
             Whether there was one.
         """
-        return self._changing_turn(turn_id).lease.release_set_aside()
+        return self._changing_turn(turn_id).lease.release_rollback_page()
 
     def retract(self, turn_id: TurnId) -> Tokens:
         """Take the memory of a running turn: publish, let go, commit nothing.
@@ -367,8 +367,8 @@ class SessionAwareCache:
         slot = self._slot(session_id)
         if slot.lease is None:
             return
-        self._stores.changes.note_session(session_id)
-        self.idle.leave(slot)
+        self._stores.changes.record_session(session_id)
+        self.idle.remove(slot)
         slot.lease.quarantine()
         slot.lease = None
         if slot.borrower is not None:
@@ -376,7 +376,7 @@ class SessionAwareCache:
             self._finish(slot.borrower)
             return
         slot.move_to(SlotState.COLD)
-        self._count_pinned(slot)
+        self._update_pinned(slot)
 
     def rebuild(self) -> list[SlotView]:
         """Begin the books again from zero: for when they are wrong and no session is to blame.
@@ -395,8 +395,8 @@ class SessionAwareCache:
         slots = self._slots.items()
         self._slots = {name: slot for name, slot in slots if slot.state is not SlotState.CLOSING}
         for slot in self._slots.values():
-            slot.forget_kv()
-        self._stores = self._empty_stores(condemned=self._stores.quarantined)
+            slot.reset()
+        self._stores = self._empty_stores(quarantined=self._stores.quarantined)
         self._pinned = self._empty_quota(self._stores)
         self.idle = IdleLine(self._stores, self._pinned)
         return resident
@@ -411,7 +411,7 @@ class SessionAwareCache:
 
     def peek(self, tokens: Tokens, namespace: Namespace) -> MatchResult:
         """What a cold turn with these tokens would find in the tree. Pure."""
-        return self._stores.tree.match(namespace, tokens[: max(0, len(tokens) - 1)])
+        return self._stores.tree.match_prefix(namespace, tokens[: max(0, len(tokens) - 1)])
 
     def is_current(self, match: MatchResult) -> bool:
         """Whether `peek` would find the same as when it gave this match. O(edges of the match)."""
@@ -499,7 +499,7 @@ class SessionAwareCache:
 
     def _changing_turn(self, turn_id: TurnId) -> _Turn:
         turn = self._turn(turn_id)
-        self._stores.changes.note_session(turn.slot.session_id)
+        self._stores.changes.record_session(turn.slot.session_id)
         return turn
 
     def _publish(self, slot: SessionSlot, lease: KVLease) -> list[TableWrite]:
@@ -509,24 +509,24 @@ class SessionAwareCache:
         """The one end of every loan."""
         slot = self._turns.pop(turn_id).slot
         if slot.state is SlotState.CLOSING:
-            self._forget(slot)
+            self._remove(slot)
             return
         if slot.lease is not None and slot.lease.num_pages == 0:
             # Nothing was computed or kept: not worth a row.
             slot.lease.release()
             slot.lease = None
-        slot.take_back()
+        slot.end_loan()
         if slot.lease is not None:
-            self.idle.enter(slot)
-        self._count_pinned(slot)
+            self.idle.add(slot)
+        self._update_pinned(slot)
 
-    def _forget(self, slot: SessionSlot) -> None:
-        self._stores.changes.note_session(slot.session_id)
+    def _remove(self, slot: SessionSlot) -> None:
+        self._stores.changes.record_session(slot.session_id)
         if slot.lease is not None:
-            self.idle.leave(slot)
+            self.idle.remove(slot)
             slot.lease.release()
             slot.lease = None
-        self._count_pinned(slot)
+        self._update_pinned(slot)
         del self._slots[slot.session_id]
 
     def _evict(self, pool: PoolName, num_pages: int) -> None:
@@ -535,11 +535,13 @@ class SessionAwareCache:
         for name, pages in self._stores.tree.evict(pool, num_pages).items():
             self._stores.allocators[name].release(pages, Holder.TREE)
 
-    def _refuse_over_quota(self, slot: SessionSlot, num_tokens: int) -> None:
+    def _check_quota(self, slot: SessionSlot, num_tokens: int) -> None:
         if slot.retention is Retention.PINNED:
             num_pages = pages_for(num_tokens, self._stores.page_size)
-            self._pinned.refuse_beyond(slot.session_id, num_pages)
+            self._pinned.check_room(slot.session_id, num_pages)
 
-    def _count_pinned(self, slot: SessionSlot) -> None:
+    def _update_pinned(self, slot: SessionSlot) -> None:
         if slot.retention is Retention.PINNED:
-            self._pinned.note(slot.session_id, slot.lease.num_pages if slot.lease else None)
+            self._pinned.set_row_pages(
+                slot.session_id, slot.lease.num_pages if slot.lease else None
+            )

@@ -94,26 +94,26 @@ class SessionSlot:
         assert self.lease is not None, "a cold slot has nothing to lend"
         if self.borrower == turn_id:
             return self.lease
-        self.refuse_if_busy()
+        self.check_not_busy()
         if self.state is SlotState.PARKED:
             self.lease.lend()
         self.borrower = turn_id
         self.move_to(SlotState.LENT)
         return self.lease
 
-    def refuse_if_busy(self) -> None:
+    def check_not_busy(self) -> None:
         """Raise `SlotBusy` while a turn has borrowed the slot."""
         if self.is_active:
             raise SlotBusy(f"session {self.session_id} is {self.state.name} to {self.borrower}")
 
-    def refuse_beyond(self, length: int) -> None:
+    def check_history_len(self, length: int) -> None:
         """Raise `HistoryMismatch` when the history is shorter."""
         if not 0 <= length <= len(self.tokens):
             raise HistoryMismatch(
                 f"session {self.session_id} holds {len(self.tokens)} tokens, not {length}"
             )
 
-    def take_back(self) -> None:
+    def end_loan(self) -> None:
         """End a loan: park the lease if there is one still, be cold otherwise."""
         assert self.is_active, "only a loan can end"
         self.borrower = None
@@ -123,7 +123,7 @@ class SessionSlot:
             self.lease.park()
             self.move_to(SlotState.PARKED)
 
-    def forget_kv(self) -> None:
+    def reset(self) -> None:
         """Be cold and idle, whatever the state was: for books that are begun again."""
         self.lease = None
         self.borrower = None

@@ -70,7 +70,7 @@ class KVStores:
         parts: StoreParts,
         *,
         changes: Changes,
-        condemned: Mapping[PoolName, Iterable[int]] | None = None,
+        quarantined: Mapping[PoolName, Iterable[int]] | None = None,
     ) -> KVStores:
         """Stores in which nobody holds anything.
 
@@ -79,7 +79,7 @@ class KVStores:
             capacity: pages per pool and rows.
             parts: what they are made of.
             changes: is told what changes, those of stores before included.
-            condemned: pages that are in quarantine from the start. Taken from books that may be
+            quarantined: pages that are in quarantine from the start. Taken from books that may be
                 wrong: ids that are no page of the pool, or come twice, are passed over.
         """
         components = components_of(spec)
@@ -93,9 +93,8 @@ class KVStores:
         ledgers = {pool: Ledger(pool, num_pages[pool]) for pool in pools}
         allocators = {pool: PageAllocator(ledgers[pool], parts.free_list) for pool in pools}
         row_pages = pages_for(capacity.max_context_len, spec.page_size)
-        quarantined = {
-            pool: _withhold(allocators[pool], (condemned or {}).get(pool, ())) for pool in pools
-        }
+        known_bad = quarantined or {}
+        withheld = {pool: _quarantine(allocators[pool], known_bad.get(pool, ())) for pool in pools}
         return cls(
             page_size=spec.page_size,
             components=components,
@@ -106,17 +105,17 @@ class KVStores:
             allocators=allocators,
             rows=ReqToTokenPool(capacity.num_rows, row_pages, pools),
             tree=parts.tree(spec.page_size, ledgers, components, changes),
-            quarantined=quarantined,
+            quarantined=withheld,
             changes=changes,
         )
 
 
-def _withhold(allocator: PageAllocator, pages: Iterable[int]) -> list[int]:
+def _quarantine(allocator: PageAllocator, pages: Iterable[int]) -> list[int]:
     """Move pages of a pool that is all free to quarantine; gives those it was."""
     ledger = allocator.ledger
-    withheld = sorted({page for page in pages if NULL_PAGE < page < ledger.num_pages})
-    if withheld:
+    quarantined = sorted({page for page in pages if NULL_PAGE < page < ledger.num_pages})
+    if quarantined:
         taken = allocator.acquire(ledger.num_free, Holder.ACTIVE)
-        allocator.release(set(taken).difference(withheld), Holder.ACTIVE)
-        ledger.transfer(len(withheld), Holder.ACTIVE, Holder.QUARANTINE)
-    return withheld
+        allocator.release(set(taken).difference(quarantined), Holder.ACTIVE)
+        ledger.transfer(len(quarantined), Holder.ACTIVE, Holder.QUARANTINE)
+    return quarantined

@@ -62,7 +62,7 @@ class TurnLoan:
     def state_moves(self, start: int, end: int, num_drafts: int = 0) -> StateMoves | None:
         """Return what a forward over [start, end), for which the turn has grown, does to a
         recurrent state; the last `num_drafts` positions are guesses. None without such a state."""
-        return self._lease.moves(start, end, num_drafts)
+        return self._lease.state_moves(start, end, num_drafts)
 
 
 class Headroom(NamedTuple):

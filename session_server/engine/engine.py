@@ -264,7 +264,7 @@ class Engine:
             # Alone it cannot take pages of other turns, so let it run with them again.
             self._settler.retry_alone.remove(turn)
             return
-        if turn.admission is not None and self._cache.release_set_aside(turn_id):
+        if turn.admission is not None and self._cache.release_rollback_page(turn_id):
             return  # that page, kept for a rollback alone, may be the one that it lacked
         error = ServerBusy("the memory left does not hold this turn")
         self._settler.fail(turn, error)

@@ -32,7 +32,9 @@ def share_a_page(cache: SessionAwareCache) -> None:
 
 
 def free_a_held_page(cache: SessionAwareCache) -> None:
-    cache.inspect().stores.allocators[POOL]._free.give([lease_of(cache, LENT)._private[POOL][0]])
+    cache.inspect().stores.allocators[POOL]._free.put_back(
+        [lease_of(cache, LENT)._private[POOL][0]]
+    )
 
 
 def misbook_a_page(cache: SessionAwareCache) -> None:
@@ -40,11 +42,11 @@ def misbook_a_page(cache: SessionAwareCache) -> None:
 
 
 def lose_a_lock(cache: SessionAwareCache) -> None:
-    node_of(cache, LENT).lock_count -= 1
+    node_of(cache, LENT).lock_ref -= 1
 
 
 def lock_once_too_often(cache: SessionAwareCache) -> None:
-    node_of(cache, PARKED).lock_count += 1
+    node_of(cache, PARKED).lock_ref += 1
 
 
 def detach_a_locked_node(cache: SessionAwareCache) -> None:
@@ -108,7 +110,7 @@ def forget_active_pages(cache: SessionAwareCache) -> None:
 
 def list_a_free_page_twice(cache: SessionAwareCache, index: int = -1) -> None:
     allocator = cache.inspect().stores.allocators[POOL]
-    allocator._free.give([int(free_pages(allocator)[index])])
+    allocator._free.put_back([int(free_pages(allocator)[index])])
 
 
 def hold_a_row_of_another(cache: SessionAwareCache) -> None:

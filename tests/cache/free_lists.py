@@ -24,8 +24,8 @@ class Stack:
         del after
         return [self._stack.pop() for _ in range(num_pages)]
 
-    def give(self, pages: list[int]) -> None:
-        """See `FreePages.give`."""
+    def put_back(self, pages: list[int]) -> None:
+        """See `FreePages.put_back`."""
         self._stack += pages
 
     def runs(self) -> tuple[Pages, Pages]:

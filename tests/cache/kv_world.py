@@ -502,7 +502,7 @@ class World:
             tags = chain(self.namespaces[slot.session_id], slot.tokens.view().tolist())
             settled = [n for n in lease.states.lengths if n <= lease.computed_len]
             for length in settled:
-                assert states[lease.states.at(length)] == tags[length - 1], "a wrong state"
+                assert states[lease.states.page_at(length)] == tags[length - 1], "a wrong state"
             assert len(settled) <= (3 if slot.is_active else 1)
             if length := lease.computed_len:
                 page = lease.state_at(length)

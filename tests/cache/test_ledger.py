@@ -56,7 +56,7 @@ def test_locked_tree_pages_cannot_leave_the_tree() -> None:
     ledger.protect(3)
     with pytest.raises(AuditFailed):
         ledger.transfer(2, Holder.TREE, Holder.FREE)
-    ledger.expose(1)
+    ledger.unprotect(1)
     ledger.transfer(2, Holder.TREE, Holder.FREE)
     assert ledger.num_evictable == 0
 
@@ -68,7 +68,7 @@ def test_no_more_pages_are_protected_or_exposed_than_there_are() -> None:
         ledger.protect(3)
     ledger.protect(2)
     with pytest.raises(AuditFailed):
-        ledger.expose(3)
+        ledger.unprotect(3)
 
 
 def test_a_pool_of_nothing_but_padding_is_refused() -> None:

@@ -40,7 +40,7 @@ class Tree:
 
     def lock(self, text: str, namespace: Namespace = ALICE) -> LockReceipt:
         receipt = self.radix.lock_root(namespace)
-        self.radix.advance(receipt, self.radix.match(namespace, ids(text)))
+        self.radix.advance(receipt, self.radix.match_prefix(namespace, ids(text)))
         return receipt
 
     def evict(self, num_pages: int) -> list[int]:
@@ -49,7 +49,7 @@ class Tree:
         return pages
 
     def matched(self, text: str, namespace: Namespace = ALICE) -> int:
-        return self.radix.match(namespace, ids(text)).matched_len
+        return self.radix.match_prefix(namespace, ids(text)).matched_len
 
     def edges(self) -> dict[str, int]:
         """Edge text to lock count."""
@@ -57,7 +57,7 @@ class Tree:
         edges = {}
         while pending:
             node = pending.pop()
-            edges[text_of(node)] = node.lock_count
+            edges[text_of(node)] = node.lock_ref
             pending += node.children.values()
         return edges
 
@@ -97,7 +97,7 @@ def test_C3_I14_namespaces_never_match_each_other(tree: Tree) -> None:
 
 def test_matching_changes_nothing(tree: Tree) -> None:
     tree.radix.unlock(tree.publish("abcdef"))
-    tree.radix.match(ALICE, ids("abcdxx"))
+    tree.radix.match_prefix(ALICE, ids("abcdxx"))
     assert tree.edges() == {"abcdef": 0}
 
 
@@ -155,7 +155,7 @@ def test_an_insert_keeps_the_pages_the_tree_already_has(tree: Tree) -> None:
     tree.publish("abcd")
     receipt = tree.radix.lock_root(ALICE)
     assert tree.extend(receipt, "abcdef") == [1, 2]
-    assert tree.radix.match(ALICE, ids("abcdef")).matched_len == receipt.length == 6
+    assert tree.radix.match_prefix(ALICE, ids("abcdef")).matched_len == receipt.length == 6
     assert tree.ledger.snapshot().tree_protected == 3
 
 
@@ -212,7 +212,7 @@ def test_shortening_a_lock_leaves_the_pages_to_match_again(tree: Tree) -> None:
 
 def test_taking_back_removes_what_only_this_receipt_has(tree: Tree) -> None:
     receipt = tree.publish("abcdef")
-    assert tree.radix.take_back(receipt, 3, Holder.ACTIVE) == {POOL: [2, 3]}
+    assert tree.radix.unpublish(receipt, 3, Holder.ACTIVE) == {POOL: [2, 3]}
     assert (receipt.length, tree.edges()) == (2, {"ab": 1})
     assert tree.ledger.snapshot().active == 2
 
@@ -221,14 +221,14 @@ def test_taking_back_goes_over_several_edges_in_order(tree: Tree) -> None:
     receipt = tree.publish("abcdef")
     tree.radix.unlock(tree.lock("abxx"))
     tree.radix.unlock(tree.lock("abcdxx"))
-    assert tree.radix.take_back(receipt, 0, Holder.ACTIVE) == {POOL: [1, 2, 3]}
+    assert tree.radix.unpublish(receipt, 0, Holder.ACTIVE) == {POOL: [1, 2, 3]}
     assert tree.edges() == {}
 
 
 @pytest.mark.parametrize("others", ["abcdef", "abcdefgh", "abcd"])
 def test_what_another_has_locked_or_built_on_is_not_taken_back(tree: Tree, others: str) -> None:
     receipt, other = tree.publish("abcdef"), tree.publish(others)
-    tree.radix.take_back(receipt, 0, Holder.ACTIVE)
+    tree.radix.unpublish(receipt, 0, Holder.ACTIVE)
     assert tree.matched("abcdefgh") == len(others)
     assert receipt.length == min(6, len(others)), "what nobody else has was taken"
     assert other.length == len(others)
@@ -238,7 +238,7 @@ def test_condemned_pages_take_what_builds_on_them_along(tree: Tree) -> None:
     receipt = tree.publish("abcd")
     tree.radix.unlock(tree.publish("abcdef"))
     shared = tree.lock("abxx")
-    assert sorted(tree.radix.condemn(receipt)[POOL]) == [2, 5]
+    assert sorted(tree.radix.remove_path(receipt)[POOL]) == [2, 5]
     assert tree.edges() == {"ab": 1}
     assert shared.length == 2
 
@@ -246,7 +246,7 @@ def test_condemned_pages_take_what_builds_on_them_along(tree: Tree) -> None:
 def test_a_match_is_not_used_after_the_tree_changed(tree: Tree) -> None:
     tree.publish("abcd")
     receipt = tree.radix.lock_root(ALICE)
-    match = tree.radix.match(ALICE, ids("abcd"))
+    match = tree.radix.match_prefix(ALICE, ids("abcd"))
     tree.publish("abxx")
     with pytest.raises(AuditFailed, match="after the tree had changed"):
         tree.radix.advance(receipt, match)
@@ -255,7 +255,7 @@ def test_a_match_is_not_used_after_the_tree_changed(tree: Tree) -> None:
 def test_a_match_says_what_locking_it_takes_from_eviction(tree: Tree) -> None:
     tree.radix.unlock(tree.publish("abcdef"))
     tree.lock("abxx")
-    match = tree.radix.match(ALICE, ids("abcdxx"))
+    match = tree.radix.match_prefix(ALICE, ids("abcdxx"))
     assert (match.cache_protected_len, match.evictable_pages) == (4, {POOL: 1})
 
 

@@ -86,9 +86,9 @@ def test_the_page_set_aside_can_be_given_up_for_a_rollback_to_whole_pages(
     world.begin(A, shared[len(world.histories[A]) :])
     turn_id = world.turns[A].turn_id
     active = world.cache.accounts()[world.pool].active
-    assert world.cache.release_set_aside(turn_id)
+    assert world.cache.release_rollback_page(turn_id)
     assert world.cache.accounts()[world.pool].active == active - 1
-    assert not world.cache.release_set_aside(turn_id), "it is freed once"
+    assert not world.cache.release_rollback_page(turn_id), "it is freed once"
     world.check()
     world.cache.end_turn(turn_id, before[0])
     assert lengths(world, A)[:3] == (before[0], 16, 16)

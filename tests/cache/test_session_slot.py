@@ -49,7 +49,7 @@ def test_D7_activity_is_derived_from_the_borrower(slot: SessionSlot) -> None:
     assert not slot.is_active
     slot.restore_to_req(TURN)
     assert slot.is_active
-    slot.take_back()
+    slot.end_loan()
     assert not slot.is_active
     with pytest.raises(AttributeError):
         setattr(slot, "is_active", True)  # noqa: B010 -- mypy knows that it has no setter
@@ -74,7 +74,7 @@ def test_private_pages_change_accounts_when_the_lease_changes_hands(
     ledger = stores.ledgers[POOL]
     slot.restore_to_req(TURN)
     assert (ledger.snapshot().active, ledger.snapshot().session_held) == (2, 0)
-    slot.take_back()
+    slot.end_loan()
     assert (ledger.snapshot().active, ledger.snapshot().session_held) == (0, 2)
 
 

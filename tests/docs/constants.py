@@ -469,7 +469,7 @@ ENGINE = (
         "the oldest is dropped; the count goes on",
     ),
     Constant(
-        "cache.content:MAX_PASSED_OVER",
+        "cache.content:MAX_SKIPPED",
         "sessions that one choice of a page to look at passes over",
         "sessions",
         "no page is looked at this time",

@@ -136,7 +136,7 @@ BOUND_NOTHING = frozenset(
         "session_server.text.tokenizer:LONG_TEXT_CHARS",
         # What follows from the design: states that a row holds, levels of checks, marks.
         "cache.checker:_EVERYTHING",
-        "cache.page_locks:GONE",
+        "cache.page_locks:TOMBSTONE_COUNT",
         "cache.spec:STATES_IN_FLIGHT",
         "cache.spec:STATES_PER_ROW",
         "session_server.engine.memory:NUM_LEVELS",

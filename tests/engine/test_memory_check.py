@@ -93,7 +93,7 @@ def test_a_slice_that_disagrees_is_confirmed_before_anything_is_made_of_it(
     bench = Bench(Sizes(memory_check=MemoryCheck.WARN))
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "t", PROMPT))
-    monkeypatch.setattr(Changes, "note_session", lambda *_: None)
+    monkeypatch.setattr(Changes, "record_session", lambda *_: None)
     monkeypatch.setattr("session_server.engine.memory.SLICE_UNITS", 1)
     assert not bench.engine.audit_slice()
     bench.run(bench.submit_command(session_id, "u", PROMPT, base_len=len(PROMPT) + 4))

@@ -144,7 +144,7 @@ COOLS_WHAT_IS_LENT = Mutant(
     "tenstorrent/tt-inference-server#2907 (R5)",
     Edit(
         "cache.session_cache:SessionAwareCache.cool",
-        "slot.refuse_if_busy()",
+        "slot.check_not_busy()",
         "pass",
     ),
 )

@@ -13,13 +13,13 @@ DEBIT_FORGOTTEN = Mutant(
 EXPOSE_FORGETS_PAGES = Mutant(
     "What a last lock leaves stays counted as protected.",
     "systematic",
-    Edit("cache.ledger:Ledger.expose", "self._num_protected -= num_pages", "pass"),
+    Edit("cache.ledger:Ledger.unprotect", "self._num_protected -= num_pages", "pass"),
 )
 
 EXPOSE_COUNTS_ONE_PAGE = Mutant(
     "What a last lock leaves is counted as one page, however long the edge is.",
     "sglang-jax#70 (G3)",
-    Edit("cache.ledger:Ledger.expose", "-= num_pages", "-= min(num_pages, 1)"),
+    Edit("cache.ledger:Ledger.unprotect", "-= num_pages", "-= min(num_pages, 1)"),
 )
 
 CUT_LOSES_THE_REST = Mutant(
@@ -31,13 +31,13 @@ CUT_LOSES_THE_REST = Mutant(
 RUN_SWALLOWS_ITS_NEIGHBOUR = Mutant(
     "A run of pages given back is one page longer in the free list.",
     "systematic",
-    Edit("cache.pages:Extents.give", "end = page + 1", "end = page + 1 + (page > start)"),
+    Edit("cache.pages:Extents.put_back", "end = page + 1", "end = page + 1 + (page > start)"),
 )
 
 RUN_LOSES_ITS_END = Mutant(
     "Two runs of pages given back at once: the free list keeps the second alone.",
     "systematic",
-    Edit("cache.pages:Extents.give", "self._join(start, end)\n                start", "start"),
+    Edit("cache.pages:Extents.put_back", "self._join(start, end)\n                start", "start"),
 )
 
 PADDING_PAGE_IS_FREE = Mutant(
@@ -106,7 +106,7 @@ RECOUNT_MISSES_A_TURN = Mutant(
     "systematic",
     Edit(
         "cache.session_cache:SessionAwareCache._changing_turn",
-        "self._stores.changes.note_session(turn.slot.session_id)",
+        "self._stores.changes.record_session(turn.slot.session_id)",
         "pass",
     ),
 )
@@ -114,11 +114,11 @@ RECOUNT_MISSES_A_TURN = Mutant(
 RECOUNT_MISSES_A_SPLIT = Mutant(
     "A recount in slices is not told that an edge is split.",
     "systematic",
-    Edit("cache.radix:RadixCache._split", "self._changes.note_content(node)", "pass"),
+    Edit("cache.radix:RadixCache._split", "self._changes.record_content(node)", "pass"),
 )
 
 RECOUNT_KEEPS_WHAT_WAS = Mutant(
     "A recount in slices adds what an edge holds now to what it held before.",
     "systematic",
-    Edit("cache.recount:Recount._visit_node", "self._add_edge(node, was, -1)", "pass"),
+    Edit("cache.recount:Recount._visit_node", "self._add_node(node, was, -1)", "pass"),
 )

@@ -94,7 +94,7 @@ MARK_IS_NOT_LOCKED = Mutant(
     "The window that a running turn began at can be evicted.",
     "systematic",
     Edit(
-        "cache.page_locks:PageLocks._held",
+        "cache.page_locks:PageLocks._locked_slices",
         "if receipt.mark is not None:",
         "if False:",
     ),
@@ -104,8 +104,8 @@ WINDOW_LOCK_IS_NOT_BOOKED = Mutant(
     "Pages of a locked window count as evictable.",
     "systematic",
     Edit(
-        "cache.page_locks:PageLocks._hold",
-        "self._ledgers[pool].protect(num_idle)",
+        "cache.page_locks:PageLocks._lock_pages",
+        "self._ledgers[pool].protect(num_evictable)",
         "pass",
     ),
 )
@@ -114,8 +114,8 @@ WINDOW_UNLOCK_IS_NOT_BOOKED = Mutant(
     "Pages of a window that is let go stay protected.",
     "systematic",
     Edit(
-        "cache.page_locks:PageLocks._let_go",
-        "self._ledgers[pool].expose(num_idle)",
+        "cache.page_locks:PageLocks._unlock_pages",
+        "self._ledgers[pool].unprotect(num_evictable)",
         "pass",
     ),
 )
@@ -124,9 +124,9 @@ SHARED_WINDOW_IS_UNLOCKED = Mutant(
     "The first of two sessions that lets go of a window counts it as free to go.",
     "systematic",
     Edit(
-        "cache.page_locks:PageLocks._let_go",
-        "expose(num_idle)",
-        "expose(np.count_nonzero(node.page_locks[pool].view(start, end) <= 1))",
+        "cache.page_locks:PageLocks._unlock_pages",
+        "unprotect(num_evictable)",
+        "unprotect(np.count_nonzero(node.page_locks[pool].view(start, end) <= 1))",
     ),
 )
 
@@ -154,7 +154,7 @@ HEALED_PAGE_IS_NOT_BOOKED = Mutant(
     "A page that fills a tombstone stays in its session's account.",
     "systematic",
     Edit(
-        "cache.radix:RadixCache._heal",
+        "cache.radix:RadixCache._fill_tombstones",
         "self._ledgers[pool].transfer(1, Holder.ACTIVE, Holder.TREE)",
         "pass",
     ),
@@ -163,14 +163,14 @@ HEALED_PAGE_IS_NOT_BOOKED = Mutant(
 TOMBSTONES_ARE_NOT_FILLED = Mutant(
     "Who computes again what is a tombstone loses its page to it.",
     "systematic",
-    Edit("cache.radix:RadixCache.insert", "self._heal(nodes, pages)", "pass"),
+    Edit("cache.radix:RadixCache.insert", "self._fill_tombstones(nodes, pages)", "pass"),
 )
 
 TOMBSTONES_ARE_MATCHED = Mutant(
     "A path is matched to its end, whether its last window is there or not.",
     "systematic",
     Edit(
-        "cache.radix:RadixCache._found",
+        "cache.radix:RadixCache._match_result",
         "max(0, self._locks.continuable(receipt, walk.nodes, start + matched) - start)",
         "matched",
     ),
@@ -190,7 +190,7 @@ TOMBSTONES_ARE_TAKEN_BACK_AS_PAGES = Mutant(
     "A cancelled turn that takes its pages back from the tree is booked the tombstones too.",
     "systematic",
     Edit(
-        "cache.radix:RadixCache.take_back",
+        "cache.radix:RadixCache.unpublish",
         "self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)",
         "self._ledgers[pool].transfer(len(ids), Holder.TREE, holder)",
     ),
@@ -210,9 +210,9 @@ GROWN_EDGE_IS_LOCKED = Mutant(
     "Pages that an edge grows by begin with a lock that nobody gives back.",
     "systematic",
     Edit(
-        "cache.page_locks:grow_locks",
-        "node.page_locks[pool].append(no_locks(pages))",
-        "node.page_locks[pool].append(no_locks(pages) + bool(len(node.page_locks[pool])))",
+        "cache.page_locks:append_locks",
+        "node.page_locks[pool].append(unlocked_counts(pages))",
+        "node.page_locks[pool].append(unlocked_counts(pages) + bool(len(node.page_locks[pool])))",
     ),
 )
 

@@ -108,7 +108,7 @@ CLOSE_FORGETS_PAGES = Mutant(
     "A closed session takes its private pages with it.",
     "sglang#23496 (L5)",
     Edit(
-        "cache.session_cache:SessionAwareCache._forget",
+        "cache.session_cache:SessionAwareCache._remove",
         "slot.lease.release()",
         "self._stores.tree.unlock(slot.lease.receipt)",
     ),
@@ -199,7 +199,7 @@ BUSY_SESSION_IS_IDLE = Mutant(
     "tt-inference-server#2907 (R5)",
     Edit(
         "cache.session_cache:SessionAwareCache.begin_turn",
-        "self.idle.leave(slot)",
+        "self.idle.remove(slot)",
         "pass",
     ),
 )
@@ -209,7 +209,7 @@ IDLE_SESSION_IS_NOT_OFFERED = Mutant(
     "sglang#27024 (X1)",
     Edit(
         "cache.session_cache:SessionAwareCache._finish",
-        "self.idle.enter(slot)",
+        "self.idle.add(slot)",
         "pass",
     ),
 )
@@ -228,7 +228,7 @@ PIN_COUNT_DRIFTS = Mutant(
     "What a pinned session held before is not taken off the quota's count.",
     "sglang#22753 (D7)",
     Edit(
-        "cache.pinned_quota:PinnedQuota.note",
+        "cache.pinned_quota:PinnedQuota.set_row_pages",
         "held - old + new",
         "held + new",
     ),
@@ -238,7 +238,7 @@ PINS_ARE_UNBOUNDED = Mutant(
     "Pinning is not bounded by the quota.",
     "systematic",
     Edit(
-        "cache.pinned_quota:PinnedQuota.refuse_beyond",
+        "cache.pinned_quota:PinnedQuota.check_room",
         "if others + wanted[index] > quota:",
         "if others + wanted[index] > 100 * quota:",
     ),

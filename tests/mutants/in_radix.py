@@ -8,16 +8,16 @@ LOCK_SKIPS_ITSELF = Mutant(
     "A lock counts on the path above a node and not on the node itself.",
     "mini-sglang#52 (S4)",
     Edit(
-        "cache.radix:RadixCache._step_down",
-        "node.lock_count += 1",
-        "receipt._node.lock_count += receipt._node.parent is not None",
+        "cache.radix:RadixCache._lock_node",
+        "node.lock_ref += 1",
+        "receipt._node.lock_ref += receipt._node.parent is not None",
     ),
     Edit(
-        "cache.radix:RadixCache._step_up",
-        "if node.lock_count < 1 or node.parent is None:\n"
+        "cache.radix:RadixCache._unlock_node",
+        "if node.lock_ref < 1 or node.parent is None:\n"
         '            raise AuditFailed("a lock was released that was not held")\n'
-        "        node.lock_count -= 1",
-        "node.parent.lock_count -= node.parent.parent is not None",
+        "        node.lock_ref -= 1",
+        "node.parent.lock_ref -= node.parent.parent is not None",
     ),
 )
 
@@ -26,7 +26,7 @@ SPLIT_LOSES_LOCKS = Mutant(
     "sglang#21875, #38480 (S1)",
     Edit(
         "cache.radix:RadixCache._split",
-        "upper.lock_count, upper.last_used = node.lock_count, node.last_used",
+        "upper.lock_ref, upper.last_used = node.lock_ref, node.last_used",
         "upper.last_used = node.last_used",
     ),
 )
@@ -57,7 +57,7 @@ LOCK_COVERS_WHOLE_EDGE = Mutant(
     "A match that ends inside an edge locks and reuses all of it.",
     "bytedance-iaas/sglang#508 (L10)",
     Edit(
-        "cache.radix:RadixCache._descend",
+        "cache.radix:RadixCache._lock_path",
         "found if length >= len(found.tokens) else self._split(found, length)",
         "found",
     ),
@@ -102,7 +102,7 @@ KEYS_COLLIDE = Mutant(
 EVICTION_IGNORES_LOCKS = Mutant(
     "A leaf that somebody has locked can be evicted.",
     "own prototype",
-    Edit("cache.radix:_is_evictable_leaf", " and node.lock_count == 0", ""),
+    Edit("cache.radix_node:is_evictable_leaf", " and node.lock_ref == 0", ""),
 )
 
 EVICTION_TAKES_THE_HEAD = Mutant(
@@ -122,7 +122,7 @@ EVICTION_FORGETS_PARENTS = Mutant(
 UNLOCK_FORGETS_LEAVES = Mutant(
     "A leaf whose last lock is given back is never offered for eviction.",
     "systematic",
-    Edit("cache.radix:RadixCache._step_up", "self._push_leaf(node)", "pass"),
+    Edit("cache.radix:RadixCache._unlock_node", "self._push_leaf(node)", "pass"),
 )
 
 UNLOCK_FREES_THE_LAST_NODE = Mutant(
@@ -141,14 +141,14 @@ UNDO_IGNORES_OTHER_LOCKS = Mutant(
     "Undoing a turn takes published pages back although another session has locked them.",
     "sglang#21875 (A2)",
     Edit(
-        "cache.radix:RadixCache.take_back",
-        " or not _is_sole_leaf(receipt._node):\n"
+        "cache.radix:RadixCache.unpublish",
+        " or not is_sole_leaf(receipt._node):\n"
         "            return taken\n"
-        "        with self._locks.moving(receipt):\n"
-        "            while receipt._length > target and _is_sole_leaf(node := receipt._node):",
+        "        with self._locks.relocking(receipt):\n"
+        "            while receipt._length > target and is_sole_leaf(node := receipt._node):",
         " or receipt._node.children:\n"
         "            return taken\n"
-        "        with self._locks.moving(receipt):\n"
+        "        with self._locks.relocking(receipt):\n"
         "            while receipt._length > target and not (node := receipt._node).children:",
     ),
 )
@@ -157,7 +157,7 @@ UNDO_MIXES_NODES = Mutant(
     "Undoing a turn over several nodes gives their pages back in the wrong order.",
     "systematic",
     Edit(
-        "cache.radix:RadixCache.take_back",
+        "cache.radix:RadixCache.unpublish",
         "taken[pool] = ids + taken[pool]",
         "taken[pool] = taken[pool] + ids",
     ),
@@ -188,7 +188,7 @@ APPEND_IGNORES_NEIGHBOURS = Mutant(
     "systematic",
     Edit(
         "cache.radix:RadixCache._append",
-        "node.parent is None or not _is_sole_leaf(node)",
+        "node.parent is None or not is_sole_leaf(node)",
         "node.parent is None or node.children",
     ),
 )
@@ -196,17 +196,17 @@ APPEND_IGNORES_NEIGHBOURS = Mutant(
 SHARED_EDGE_COUNTS_AS_OWN = Mutant(
     "An edge that a second session locks still counts as what cooling the first would give back.",
     "systematic",
-    Edit("cache.radix:RadixCache._step_down", "elif node.lock_count == 1:", "elif False:"),
+    Edit("cache.radix:RadixCache._lock_node", "elif node.lock_ref == 1:", "elif False:"),
 )
 
 SHARED_WINDOW_COUNTS_AS_OWN = Mutant(
     "Pages that a second session locks still count as what cooling the first would give back.",
     "systematic",
-    Edit("cache.page_locks:PageLocks._pass_on", "if is_alone.any():", "if sign > 0:"),
+    Edit("cache.page_locks:PageLocks._credit_sole_owners", "if is_alone.any():", "if sign > 0:"),
 )
 
 LEFT_EDGE_IS_NOBODYS = Mutant(
     "An edge that all sessions but one let go of does not count as what the last gives back.",
     "systematic",
-    Edit("cache.radix:RadixCache._step_up", "elif node.lock_count == 1:", "elif False:"),
+    Edit("cache.radix:RadixCache._unlock_node", "elif node.lock_ref == 1:", "elif False:"),
 )

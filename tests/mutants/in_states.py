@@ -7,14 +7,14 @@ from tests.mutants.mutant import Edit, Mutant
 MARK_STATE_IS_GIVEN_BACK = Mutant(
     "A running turn gives the state back that a cancel would lead to.",
     "systematic",
-    Edit("cache.lease_states:LeaseStates.settle", "kept = (mark_len, ", "kept = ("),
+    Edit("cache.lease_states:LeaseStates.release_superseded", "kept = (mark_len, ", "kept = ("),
 )
 
 PAGE_END_STATE_IS_GIVEN_BACK = Mutant(
     "The state at the last whole page is given back before it is published.",
     "systematic",
     Edit(
-        "cache.lease_states:LeaseStates.settle",
+        "cache.lease_states:LeaseStates.release_superseded",
         "computed_len - computed_len % self._stores.page_size, computed_len)",
         "computed_len)",
     ),
@@ -23,13 +23,13 @@ PAGE_END_STATE_IS_GIVEN_BACK = Mutant(
 OLD_STATES_STAY = Mutant(
     "A running turn keeps every state it has come by.",
     "systematic",
-    Edit("cache.lease_states:LeaseStates.settle", "and n not in kept", "and False"),
+    Edit("cache.lease_states:LeaseStates.release_superseded", "and n not in kept", "and False"),
 )
 
 STATES_AHEAD_ARE_GIVEN_BACK = Mutant(
     "With a result, the states that later launches will leave are given back too.",
     "systematic",
-    Edit("cache.lease_states:LeaseStates.settle", "n <= computed_len and ", ""),
+    Edit("cache.lease_states:LeaseStates.release_superseded", "n <= computed_len and ", ""),
 )
 
 LAST_STATE_GOES_WITH_THOSE_BEYOND = Mutant(
@@ -47,14 +47,14 @@ STATES_REST_WITH_THE_SESSION = Mutant(
 LAST_STATE_IS_NOT_LONG_ENOUGH = Mutant(
     "A cancelled turn does not lead back to a state that is just as long as asked for.",
     "systematic",
-    Edit("cache.lease_states:LeaseStates.longest", "if n <= length)", "if n < length)"),
+    Edit("cache.lease_states:LeaseStates.longest_len", "if n <= length)", "if n < length)"),
 )
 
 NO_STATE_ON_THE_WAY = Mutant(
     "A launch over the end of a page leaves no state there.",
     "systematic",
     Edit(
-        "cache.lease_states:LeaseStates._left_by",
+        "cache.lease_states:LeaseStates._written_lengths",
         "if computed_len < last_whole < certain_len",
         "if 0",
     ),
@@ -64,7 +64,7 @@ STATE_IS_OVERWRITTEN = Mutant(
     "A launch that begins at the end of a page writes the state there anew, which it reads.",
     "systematic",
     Edit(
-        "cache.lease_states:LeaseStates._left_by",
+        "cache.lease_states:LeaseStates._written_lengths",
         "computed_len < last_whole < certain_len",
         "computed_len <= last_whole < certain_len",
     ),
@@ -74,7 +74,7 @@ SNAPSHOT_IS_A_PAGE_LATE = Mutant(
     "The state before a page is published as the one after it.",
     "systematic",
     Edit(
-        "cache.lease_states:LeaseStates.take",
+        "cache.lease_states:LeaseStates.take_snapshots",
         "self._pages.pop(end, NULL_PAGE)",
         "self._pages.pop(end - page_size, NULL_PAGE)",
     ),
@@ -84,7 +84,7 @@ SNAPSHOT_IS_COPIED = Mutant(
     "A state that is published stays its session's own as well.",
     "systematic",
     Edit(
-        "cache.lease_states:LeaseStates.take",
+        "cache.lease_states:LeaseStates.take_snapshots",
         "self._pages.pop(end, NULL_PAGE)",
         "self._pages.get(end, NULL_PAGE)",
     ),
@@ -93,13 +93,13 @@ SNAPSHOT_IS_COPIED = Mutant(
 SNAPSHOT_RETURNS_A_PAGE_EARLY = Mutant(
     "A snapshot taken back counts as the state of a page before.",
     "systematic",
-    Edit("cache.lease_states:LeaseStates.put", "start + 1", "start"),
+    Edit("cache.lease_states:LeaseStates.put_snapshots_back", "start + 1", "start"),
 )
 
 SNAPSHOT_TAKEN_BACK_IS_LOST = Mutant(
     "A snapshot taken back is nobody's.",
     "systematic",
-    Edit("cache.lease_states:LeaseStates.put", "if page != NULL_PAGE:", "if False:"),
+    Edit("cache.lease_states:LeaseStates.put_snapshots_back", "if page != NULL_PAGE:", "if False:"),
 )
 
 SNAPSHOT_TAKEN_BACK_STAYS_IN_THE_ROW = Mutant(
@@ -127,7 +127,7 @@ SNAPSHOTS_ARE_NOT_PUBLISHED = Mutant(
     "systematic",
     Edit(
         "cache.lease:KVLease.publish",
-        "self.states.take(start, num_pages)",
+        "self.states.take_snapshots(start, num_pages)",
         "[NULL_PAGE] * num_pages",
     ),
 )
@@ -146,7 +146,7 @@ LAUNCH_AHEAD_BEGINS_WHERE_IT_IS_SETTLED = Mutant(
     "A launch ahead of results goes on from the last state that is settled.",
     "systematic",
     Edit(
-        "cache.lease:KVLease.moves",
+        "cache.lease:KVLease.state_moves",
         "self.state_at(start)",
         "self.state_at(self.computed_len)",
     ),
@@ -157,7 +157,7 @@ CUT_NEEDS_NO_STATE = Mutant(
     "systematic",
     Edit(
         "cache.lease:KVLease.rewound_len",
-        "max(snapshot, self.states.longest(reach))",
+        "max(snapshot, self.states.longest_len(reach))",
         "max(snapshot, reach)",
     ),
 )
@@ -175,7 +175,7 @@ STATES_ARE_NOT_GIVEN_BACK = Mutant(
 STATES_ARE_NOT_LENT = Mutant(
     "States stay in their account when their session is lent or parked.",
     "systematic",
-    Edit("cache.lease:KVLease._rebook", "self.states.rebook(source, target)", "pass"),
+    Edit("cache.lease:KVLease._transfer_private", "self.states.transfer(source, target)", "pass"),
 )
 
 STATES_ARE_NOT_COUNTED = Mutant(
@@ -248,7 +248,7 @@ GUESSES_LEAVE_ONE_STATE = Mutant(
     "A launch that verifies guesses leaves one state, after all of them.",
     "mlx-lm#1109 (A10)",
     Edit(
-        "cache.lease_states:LeaseStates._left_by",
+        "cache.lease_states:LeaseStates._written_lengths",
         "range(certain_len, to_len + 1)",
         "[to_len]",
     ),
@@ -258,7 +258,7 @@ LAST_GUESS_LEAVES_NO_STATE = Mutant(
     "A launch that verifies guesses leaves no state after the last of them.",
     "systematic",
     Edit(
-        "cache.lease_states:LeaseStates._left_by",
+        "cache.lease_states:LeaseStates._written_lengths",
         "range(certain_len, to_len + 1)",
         "range(certain_len, max(to_len, certain_len + 1))",
     ),

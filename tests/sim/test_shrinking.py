@@ -37,7 +37,7 @@ def forget_the_upper_half(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: RadixCache, node: RadixNode, length: int) -> RadixNode:
         upper = split(self, node, length)
-        upper.lock_count = 0
+        upper.lock_ref = 0
         return upper
 
     monkeypatch.setattr(RadixCache, "_split", forgetful)

@@ -81,9 +81,9 @@ class WatchedTree(RadixCache):
             self.reached["snapshot brought back"] += _has_filled(mine, its)
         return found
 
-    def take_back(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
+    def unpublish(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
         """See `RadixCache`."""
-        taken = super().take_back(receipt, to_len, holder)
+        taken = super().unpublish(receipt, to_len, holder)
         self.reached["published pages taken back"] += any(taken.values())
         if self._states is not None:
             self.reached["snapshot taken back"] += any(taken[self._states])
@@ -100,15 +100,15 @@ class WatchedTree(RadixCache):
             self.reached[name] += bool(evicted[self._states])
         return evicted
 
-    def _found(self, receipt: LockReceipt | None, walk: Walk, matched: int) -> MatchResult:
-        found = super()._found(receipt, walk, matched)
+    def _match_result(self, receipt: LockReceipt | None, walk: Walk, matched: int) -> MatchResult:
+        found = super()._match_result(receipt, walk, matched)
         if self._states is not None:
             self.reached["match cut back to a snapshot"] += found.matched_len < matched
         return found
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
         self.reached["node split"] += 1
-        self.reached["locked node split"] += node.lock_count > 0
+        self.reached["locked node split"] += node.lock_ref > 0
         return super()._split(node, length)
 
 
