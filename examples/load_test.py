@@ -174,7 +174,7 @@ class Talk:
             if loses:
                 loses = False
                 self.load.num_disconnects += 1
-                session.cut()
+                session.abort_connection()
             if aborts and len(arrivals) == after:
                 await turn.cancel(keep_partial=True)
         return await turn.result()

@@ -31,7 +31,7 @@ from session_server.client import (
     ClientError,
     ClientOptions,
     ConnectionLost,
-    LineState,
+    ConnectionState,
     Refused,
     SessionClient,
     TurnHandle,
@@ -243,7 +243,7 @@ class _Chat:
     def _open(self, session_id: str | None) -> SessionClient:
         self._turns = []
         options = ClientOptions(
-            token=self._args.api_key, max_attempts=MAX_ATTEMPTS, on_line=self._on_line
+            token=self._args.api_key, max_attempts=MAX_ATTEMPTS, on_connection=self._on_line
         )
         return self._loop.call(connect(self._url, session_id=session_id, options=options))
 
@@ -276,16 +276,16 @@ class _Chat:
         text = f"session {self._session.session_id}: nothing of before is remembered"
         self._console.print(f"[yellow]{text}[/]", highlight=False)
 
-    def _on_line(self, state: LineState) -> None:
+    def _on_line(self, state: ConnectionState) -> None:
         """Hear of the connection, on the event loop's thread."""
         if self._lost_timer is not None:
             self._lost_timer.cancel()
             self._lost_timer = None
         match state:
-            case LineState.LOST:
+            case ConnectionState.LOST:
                 loop = asyncio.get_running_loop()
                 self._lost_timer = loop.call_later(LOST_NOTICE_DELAY_S, self._report_lost)
-            case LineState.BACK:
+            case ConnectionState.BACK:
                 if self._is_lost_reported:
                     self._is_lost_reported = False
                     self._print_notice("connected again")

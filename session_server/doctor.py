@@ -215,9 +215,9 @@ async def _check_tokenizer(settings: Settings) -> Finding:
     if text.chat is None:
         advice = "only raw text and token ids can be sent; messages need a chat template"
         return Finding("tokenizer", CheckStatus.WARNING, "no chat template", advice)
-    if text.chat_fault is not None:
+    if text.chat_error is not None:
         advice = "only raw text and token ids can be sent; fetch the chat template again"
-        return Finding("tokenizer", CheckStatus.WARNING, text.chat_fault, advice)
+        return Finding("tokenizer", CheckStatus.WARNING, text.chat_error, advice)
     return Finding("tokenizer", CheckStatus.GOOD, "with a chat template")
 
 

@@ -132,8 +132,8 @@ async def _serve(settings: Settings, keys: KeyRing, logger: logging.Logger) -> i
     except (ModelError, ValueError) as error:
         print(f"session-server serve: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
-    if text.chat_fault is not None:
-        logger.warning("no chat turn can be rendered: %s", text.chat_fault)
+    if text.chat_error is not None:
+        logger.warning("no chat turn can be rendered: %s", text.chat_error)
     try:
         listener = bind(settings.http.host, settings.http.port)
         with contextlib.closing(listener):

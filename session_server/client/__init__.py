@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from session_server.client.address import key_header, server_address
 from session_server.client.errors import BadAddress, ClientError, ConnectionLost, Refused
-from session_server.client.session import ClientOptions, LineState, SessionClient, connect
+from session_server.client.session import ClientOptions, ConnectionState, SessionClient, connect
 from session_server.client.turn import (
     Timings,
     TurnEvent,
@@ -34,7 +34,7 @@ __all__ = [
     "ClientError",
     "ClientOptions",
     "ConnectionLost",
-    "LineState",
+    "ConnectionState",
     "Refused",
     "SessionClient",
     "Timings",

@@ -37,8 +37,8 @@ RETRYABLE_CLOSE_CODES: Final = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
 """Closes after which connecting again may help: a lost line, a restart, overload, a slow reader."""
 
 
-class LineState(enum.Enum):
-    """What `ClientOptions.on_line` is told of the connection of an open session."""
+class ConnectionState(enum.Enum):
+    """What `ClientOptions.on_connection` is told of the connection of an open session."""
 
     LOST = "lost"
     """It ended, and the client connects again."""
@@ -51,8 +51,8 @@ class ClientOptions:
     """How a client connects. Delays double from the first to the longest, in seconds.
 
     `first_attempts` are for a server that was never reached, `max_attempts` for one that was lost.
-    `on_line` is called on the event loop's thread when an open session's connection ends and when
-    it stands again.
+    `on_connection` is called on the event loop's thread when an open session's connection is lost
+    and when it is back.
     """
 
     token: str | None = None
@@ -62,7 +62,7 @@ class ClientOptions:
     first_delay_s: float = 0.05
     longest_delay_s: float = 2.0
     max_message_bytes: int = 16 << 20
-    on_line: Callable[[LineState], None] | None = None
+    on_connection: Callable[[ConnectionState], None] | None = None
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class _LiveTurn:
     cancel: bytes | None = None
 
 
-class _Aim(enum.Enum):
+class _Intent(enum.Enum):
     """What the client wants of its session: to stay in it, to close it, to leave it open."""
 
     STAY = enum.auto()
@@ -99,7 +99,7 @@ class SessionClient:
         self._reader: asyncio.Task[ClientError | None] | None = None
         self._last_seq = 0
         self._turns: dict[str, _LiveTurn] = {}
-        self._aim = _Aim.STAY
+        self._intent = _Intent.STAY
         self._connected = asyncio.Event()
         self._closed = asyncio.Event()
 
@@ -163,9 +163,9 @@ class SessionClient:
 
     async def close(self, *, timeout_s: float = 10.0) -> None:
         """End the session on the server and the connection here; idempotent."""
-        if self._reader is None or self._aim is not _Aim.STAY:
+        if self._reader is None or self._intent is not _Intent.STAY:
             return
-        self._aim = _Aim.CLOSE
+        self._intent = _Intent.CLOSE
         try:
             async with asyncio.timeout(timeout_s):
                 await self._send(_CLOSE)
@@ -176,7 +176,7 @@ class SessionClient:
 
     async def leave(self) -> None:
         """Drop the connection and keep the session; `connect` with its id comes back to it."""
-        self._aim = _Aim.LEAVE
+        self._intent = _Intent.LEAVE
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -184,7 +184,7 @@ class SessionClient:
             await self._socket.close()
         self._fail_turns(ConnectionLost("the client left"))
 
-    def cut(self) -> None:
+    def abort_connection(self) -> None:
         """Lose the connection as a cable would, for tests of resuming: no handshake, no warning."""
         if self._socket is not None:
             self._socket.transport.abort()
@@ -202,7 +202,7 @@ class SessionClient:
         """Send on the present socket, or on the next one when there is none."""
         while True:
             await self._connected.wait()
-            if self._socket is None or self._aim is _Aim.LEAVE or self._closed.is_set():
+            if self._socket is None or self._intent is _Intent.LEAVE or self._closed.is_set():
                 raise self._end()
             socket = self._socket
             try:
@@ -229,18 +229,18 @@ class SessionClient:
             while True:
                 assert self._socket is not None
                 await self._receive_all(self._socket)
-                if self._aim is _Aim.LEAVE or self._closed.is_set():
+                if self._intent is _Intent.LEAVE or self._closed.is_set():
                     return None
                 code, reason = self._socket.close_code, self._socket.close_reason
                 if code is not None and code not in RETRYABLE_CLOSE_CODES:
                     raise ConnectionLost(f"closed by the server: {code} {reason}", code=code)
                 self._connected.clear()
-                self._tell(LineState.LOST)
+                self._notify_connection(ConnectionState.LOST)
                 self._socket = await self._open_socket()
                 self.num_reconnects += 1
-                await self._repeat_unheard()
+                await self._resend_unconfirmed()
                 self._connected.set()
-                self._tell(LineState.BACK)
+                self._notify_connection(ConnectionState.BACK)
         except ClientError as error:
             self._socket = None
             self._fail_turns(error)
@@ -249,9 +249,9 @@ class SessionClient:
             self._closed.set()
             self._connected.set()
 
-    def _tell(self, state: LineState) -> None:
-        if self._options.on_line is not None:
-            self._options.on_line(state)
+    def _notify_connection(self, state: ConnectionState) -> None:
+        if self._options.on_connection is not None:
+            self._options.on_connection(state)
 
     async def _receive_all(self, socket: ClientConnection) -> None:
         try:
@@ -261,7 +261,7 @@ class SessionClient:
         except ConnectionClosed:
             return  # the socket's close code says what happened
 
-    async def _repeat_unheard(self) -> None:
+    async def _resend_unconfirmed(self) -> None:
         """Send again what a lost socket may have swallowed; turn ids make repeating harmless."""
         assert self._socket is not None
         resumed = self.opened.get("resumed")
@@ -271,7 +271,7 @@ class SessionClient:
                     await self._socket.send(turn.create, text=True)
                 if turn.cancel is not None:
                     await self._socket.send(turn.cancel, text=True)
-            if self._aim is _Aim.CLOSE:
+            if self._intent is _Intent.CLOSE:
                 await self._socket.send(_CLOSE, text=True)
         except ConnectionClosed:
             return  # lost again: the reader's next round repeats it

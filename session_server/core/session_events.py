@@ -85,7 +85,7 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Token counts of a turn. `input_tokens` is the whole context; `cached_tokens` of them were
     not recomputed, `cache_write_tokens` were."""
 
@@ -140,7 +140,7 @@ class Outcome:
     item_id: str
     text: str
     token_ids: tuple[int, ...]
-    usage: Usage
+    usage: TokenUsage
     timings: TurnTimings | None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()

@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
                     server = stack.enter_context(LocalServer())
                 url = server.url
                 console.print(f"server process {server.pid} listens on {url}")
-            report = asyncio.run(_rehearse(url, args, console))
+            report = asyncio.run(_run_sessions(url, args, console))
     except httpx.HTTPStatusError as error:
         console.print(f"[red]the demo could not run:[/red] {escape(error.response.text[:400])}")
         if error.response.status_code == HTTPStatus.UNAUTHORIZED:
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class _DemoRun:
     """What all conversations share. `last_turns` holds them, parked, while the ledger is read."""
 
     url: str
@@ -185,7 +185,7 @@ class _Stage:
     last_turns: asyncio.Barrier
 
 
-async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> DemoReport:
+async def _run_sessions(url: str, args: argparse.Namespace, console: Console) -> DemoReport:
     begin = time.perf_counter()
     turns: list[TurnRecord] = []
     errors: list[str] = []
@@ -204,8 +204,10 @@ async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> Dem
 
             last_turns = asyncio.Barrier(args.sessions + 1)
             options = ClientOptions(token=args.api_key)
-            stage = _Stage(base, options, args.seed, args.turns, add, last_turns)
-            talks = [asyncio.create_task(_talk(stage, number)) for number in range(args.sessions)]
+            demo = _DemoRun(base, options, args.seed, args.turns, add, last_turns)
+            talks = [
+                asyncio.create_task(_converse(demo, number)) for number in range(args.sessions)
+            ]
             ledger_open = await _ledger_while_open(http, last_turns, talks)
             for outcome in await asyncio.gather(*talks, return_exceptions=True):
                 if isinstance(outcome, BaseException):
@@ -227,11 +229,11 @@ async def _rehearse(url: str, args: argparse.Namespace, console: Console) -> Dem
     )
 
 
-async def _talk(stage: _Stage, number: int) -> None:
+async def _converse(demo: _DemoRun, number: int) -> None:
     """One conversation, from open to close."""
     try:
-        async with await connect(stage.url, options=stage.options) as session:
-            for turn, exchange in enumerate(dialogue(stage.seed + number, stage.num_turns).turns):
+        async with await connect(demo.url, options=demo.options) as session:
+            for turn, exchange in enumerate(dialogue(demo.seed + number, demo.num_turns).turns):
                 begin = asyncio.get_running_loop().time()
                 first_s = None
                 handle = await session.start(
@@ -243,7 +245,7 @@ async def _talk(stage: _Stage, number: int) -> None:
                 result = await handle.result()
                 end = asyncio.get_running_loop().time()
                 usage = result.usage
-                stage.add(
+                demo.add(
                     TurnRecord(
                         session=number,
                         turn=turn,
@@ -258,10 +260,10 @@ async def _talk(stage: _Stage, number: int) -> None:
                         turn_ms=(end - begin) * 1e3,
                     )
                 )
-            await stage.last_turns.wait()  # all sessions are parked now: the ledger is read
-            await stage.last_turns.wait()
+            await demo.last_turns.wait()  # all sessions are parked now: the ledger is read
+            await demo.last_turns.wait()
     except BaseException:
-        await stage.last_turns.abort()
+        await demo.last_turns.abort()
         raise
 
 

@@ -55,7 +55,7 @@ class CumulativeAnswer:
             case _:
                 return
 
-    def so_far(self) -> dict[str, Any]:
+    def current_body(self) -> dict[str, Any]:
         """Return the object to stream now; parts of it are encoded already."""
         meta: dict[str, Any] = {
             "id": self._generation.rid,

@@ -43,7 +43,7 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorBody
 
 
-def clean(text: str) -> str:
+def sanitize(text: str) -> str:
     """`text` on one line, without control characters, cut to a bounded length."""
     return _CONTROL.sub(" ", text)[:MAX_MESSAGE_CHARS]
 
@@ -54,7 +54,7 @@ def error_body(error: SessionServerError, *, turn_id: str | None = None) -> Erro
     return ErrorBody(
         type=form.kind,
         code=form.code,
-        message=clean(error.message),
+        message=sanitize(error.message),
         param=error.param,
         turn_id=turn_id,
     )
@@ -70,7 +70,7 @@ def internal_error_body() -> ErrorBody:
     )
 
 
-def malformed(error: Exception, kind: Any) -> InvalidRequest:
+def to_invalid_request(error: Exception, kind: Any) -> InvalidRequest:
     """Make the refusal for what a decoder raised; names the field where the decoder did.
 
     Args:
@@ -87,5 +87,5 @@ def malformed(error: Exception, kind: Any) -> InvalidRequest:
             path = f"{path}.{field[1]}" if path else field[1]
         if (wrong := _WRONG_VALUE.match(text)) and (values := values_at(kind, path)):
             text = f"{path} must be one of {', '.join(values)}; it is {wrong[1]}"
-        return InvalidRequest(clean(text), param=clean(path) or None)
+        return InvalidRequest(sanitize(text), param=sanitize(path) or None)
     return InvalidRequest("The message is not valid JSON in UTF-8.")

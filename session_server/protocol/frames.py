@@ -27,6 +27,7 @@ from session_server.core.session_events import (
     SessionStateChanged,
     SessionUpdated,
     StateReason,
+    TokenUsage,
     TurnCancelled,
     TurnCompleted,
     TurnCreated,
@@ -34,9 +35,8 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnFailedEntry,
     TurnProgress,
-    Usage,
 )
-from session_server.protocol.errors import ErrorBody, clean
+from session_server.protocol.errors import ErrorBody, sanitize
 from session_server.protocol.scores import EncodedScores, LogprobBody, logprob_bodies
 
 MAX_COALESCED_CHARS: Final = 16_384
@@ -291,8 +291,8 @@ def frame_of(seq: int, entry: SessionEntry, *, scores: EncodedScores | None = No
             assert_never(entry)
 
 
-def usage_body(usage: Usage) -> UsageBody:
-    """Usage as every surface of ours reports it."""
+def usage_body(usage: TokenUsage) -> UsageBody:
+    """TokenUsage as every surface of ours reports it."""
     return UsageBody(
         input_tokens=usage.input_tokens,
         cached_tokens=usage.cached_tokens,
@@ -321,7 +321,7 @@ def failure_body(entry: TurnFailedEntry) -> ErrorBody:
     return ErrorBody(
         type=kinds.get(entry.code, "server_error"),
         code=entry.code,
-        message=clean(entry.message),
+        message=sanitize(entry.message),
         param=None,
         turn_id=entry.turn_id,
     )

@@ -31,7 +31,7 @@ from session_server.core.session_events import (
     TurnInput,
     TurnRequest,
 )
-from session_server.protocol.errors import malformed
+from session_server.protocol.errors import to_invalid_request
 
 MAX_MESSAGES: Final = 256
 MAX_CONTENT_CHARS: Final = 1 << 20
@@ -47,7 +47,7 @@ MAX_TTL_S: Final = 7 * 86_400.0
 MAX_SEQ: Final = (1 << 53) - 1
 
 
-def _about(text: str) -> Meta:
+def _doc(text: str) -> Meta:
     """Describe a field for the published schemas and the documentation."""
     return Meta(description=text)
 
@@ -97,8 +97,8 @@ class MessageBody(Body, frozen=True, kw_only=True):
 class SamplingBody(Body, frozen=True, kw_only=True):
     """How the answer is chosen; what is absent or null is the server's default."""
 
-    max_tokens: Annotated[NumTokens, _about("of the answer, at most")] | None = None
-    min_tokens: Annotated[NumTokens, _about("before the answer may end by itself")] | None = None
+    max_tokens: Annotated[NumTokens, _doc("of the answer, at most")] | None = None
+    min_tokens: Annotated[NumTokens, _doc("before the answer may end by itself")] | None = None
     temperature: (
         Annotated[float, Meta(ge=0.0, le=100.0, description="0 is greedy and exact")] | None
     ) = None
@@ -115,7 +115,7 @@ class SamplingBody(Body, frozen=True, kw_only=True):
         | None
     ) = None
     min_p: (
-        Annotated[Fraction, _about("least probability kept, relative to the most likely")] | None
+        Annotated[Fraction, _doc("least probability kept, relative to the most likely")] | None
     ) = None
     repetition_penalty: (
         Annotated[
@@ -123,10 +123,8 @@ class SamplingBody(Body, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    presence_penalty: Annotated[Penalty, _about("once per token of the answer")] | None = None
-    frequency_penalty: Annotated[Penalty, _about("each time a token is in the answer")] | None = (
-        None
-    )
+    presence_penalty: Annotated[Penalty, _doc("once per token of the answer")] | None = None
+    frequency_penalty: Annotated[Penalty, _doc("each time a token is in the answer")] | None = None
     seed: (
         Annotated[
             int,
@@ -144,7 +142,7 @@ class SamplingBody(Body, frozen=True, kw_only=True):
         | None
     ) = None
     stop: (
-        Annotated[StopString, _about("texts that end the answer")]
+        Annotated[StopString, _doc("texts that end the answer")]
         | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
         | None
     ) = None
@@ -155,8 +153,8 @@ class SamplingBody(Body, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    ignore_eos: Annotated[bool, _about("do not end at the model's end tokens")] | None = None
-    logprobs: Annotated[bool, _about("of the answer's tokens")] | None = None
+    ignore_eos: Annotated[bool, _doc("do not end at the model's end tokens")] | None = None
+    logprobs: Annotated[bool, _doc("of the answer's tokens")] | None = None
     top_logprobs: (
         Annotated[
             int, Meta(ge=0, le=MAX_TOP_LOGPROBS, description="alternatives beside each logprob")
@@ -170,36 +168,32 @@ class SamplingBody(Body, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    keep_stop: Annotated[bool, _about("leave the stop string in the text")] | None = None
-    skip_special_tokens: Annotated[bool, _about("leave control tokens out of the text")] | None = (
-        None
-    )
+    keep_stop: Annotated[bool, _doc("leave the stop string in the text")] | None = None
+    skip_special_tokens: Annotated[bool, _doc("leave control tokens out of the text")] | None = None
 
 
 class TurnFields(Body, frozen=True, kw_only=True):
     """One turn. Exactly one of `input`, `text` and `input_ids` is given."""
 
-    turn_id: Annotated[Id, _about("yours; sent again, it is the same turn")] | None = None
+    turn_id: Annotated[Id, _doc("yours; sent again, it is the same turn")] | None = None
     input: (
-        Annotated[Content, _about("new messages; a string is one message of the user")]
+        Annotated[Content, _doc("new messages; a string is one message of the user")]
         | Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)]
         | None
     ) = None
-    text: Annotated[Content, _about("new raw text, without the chat template")] | None = None
-    input_ids: Annotated[TokenIds, _about("new token ids")] | None = None
-    sampling: Annotated[SamplingBody, _about("see below")] | None = None
-    generate: Annotated[bool, _about("false: compute the input, answer nothing")] = True
-    queue: Annotated[bool, _about("false: refuse instead of waiting behind a running turn")] = True
+    text: Annotated[Content, _doc("new raw text, without the chat template")] | None = None
+    input_ids: Annotated[TokenIds, _doc("new token ids")] | None = None
+    sampling: Annotated[SamplingBody, _doc("see below")] | None = None
+    generate: Annotated[bool, _doc("false: compute the input, answer nothing")] = True
+    queue: Annotated[bool, _doc("false: refuse instead of waiting behind a running turn")] = True
     priority: Annotated[
         Priority,
-        _about(
-            "each level is worth ten seconds of waiting; above your key's ceiling it is lowered"
-        ),
+        _doc("each level is worth ten seconds of waiting; above your key's ceiling it is lowered"),
     ] = 0
     on_disconnect: (
         Annotated[
             OnDisconnect,
-            _about("when the last reader goes; sockets `detach`, plain HTTP `cancel`"),
+            _doc("when the last reader goes; sockets `detach`, plain HTTP `cancel`"),
         ]
         | None
     ) = None
@@ -212,9 +206,9 @@ class TurnBody(TurnFields, frozen=True, kw_only=True):
 class OpenBody(Body, frozen=True, kw_only=True):
     """Body of `POST /v1/sessions`."""
 
-    id: Annotated[Id, _about("none: made by the server")] | None = None
+    id: Annotated[Id, _doc("none: made by the server")] | None = None
     model: Annotated[str, Meta(max_length=256, description="must be the one served")] | None = None
-    instructions: Annotated[Content, _about("the system message before `messages`")] | None = None
+    instructions: Annotated[Content, _doc("the system message before `messages`")] | None = None
     messages: (
         Annotated[
             list[MessageBody],
@@ -223,15 +217,15 @@ class OpenBody(Body, frozen=True, kw_only=True):
         | None
     ) = None
     ttl_s: TtlS | None = None
-    metadata: Annotated[Metadata, _about("yours; shown with the session")] | None = None
+    metadata: Annotated[Metadata, _doc("yours; shown with the session")] | None = None
     pinned: Annotated[
         bool,
-        _about("pressure never takes the session's KV; refused unless `--pinned-fraction` is set"),
+        _doc("pressure never takes the session's KV; refused unless `--pinned-fraction` is set"),
     ] = False
     history: (
         Annotated[
             Literal["append", "template"],
-            _about(
+            _doc(
                 "render new messages only, or the whole conversation each turn; none: append "
                 "wherever the chat template allows it"
             ),
@@ -244,13 +238,13 @@ class UpdateBody(Body, frozen=True, kw_only=True):
     """Body of `PATCH /v1/sessions/{id}`; what is absent stays."""
 
     ttl_s: TtlS | None = None
-    metadata: Annotated[Metadata, _about("replaces what there is")] | None = None
+    metadata: Annotated[Metadata, _doc("replaces what there is")] | None = None
 
 
 class CancelBody(Body, frozen=True, kw_only=True):
     """Body of a cancel. `keep_partial` false leaves the session as it was before the turn."""
 
-    keep_partial: Annotated[bool, _about(_KEEP_PARTIAL)] = True
+    keep_partial: Annotated[bool, _doc(_KEEP_PARTIAL)] = True
 
 
 class SessionAuth(ClientFrame, frozen=True, kw_only=True, tag="session.auth"):
@@ -266,8 +260,8 @@ class TurnCreate(TurnFields, frozen=True, kw_only=True, tag_field="type", tag="t
 class TurnCancel(ClientFrame, frozen=True, kw_only=True, tag="turn.cancel"):
     """Cancel one turn; without an id, the running one."""
 
-    turn_id: Annotated[Id, _about("none: the running one")] | None = None
-    keep_partial: Annotated[bool, _about(_KEEP_PARTIAL)] = True
+    turn_id: Annotated[Id, _doc("none: the running one")] | None = None
+    keep_partial: Annotated[bool, _doc(_KEEP_PARTIAL)] = True
 
 
 class SessionUpdate(UpdateBody, frozen=True, kw_only=True, tag_field="type", tag="session.update"):
@@ -302,7 +296,7 @@ def decode(payload: bytes | str, kind: type[BodyT]) -> BodyT:
     try:
         return msgspec.json.decode(payload, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise malformed(error, kind) from None
+        raise to_invalid_request(error, kind) from None
 
 
 def turn_request(

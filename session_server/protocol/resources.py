@@ -48,7 +48,7 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
     next_after: str | None
 
 
-class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
+class TurnResultBody(msgspec.Struct, frozen=True, kw_only=True):
     """One turn. Until it ends, `item`, `usage` and `timings` are null and `text` is what there
     is so far. `kept_partial`, of a cancelled turn: whether its input and partial answer stay."""
 

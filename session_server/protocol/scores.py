@@ -32,7 +32,7 @@ class EncodedScores:
         self._prompt = GrowingArray()
 
     @staticmethod
-    def are_needed(outcome: Outcome) -> bool:
+    def is_needed(outcome: Outcome) -> bool:
         """Whether the logprobs of an outcome are too many to be encoded at once."""
         return len(outcome.logprobs) + len(outcome.prompt_logprobs) > SCORES_AT_ONCE
 

@@ -5,7 +5,7 @@ what the peer got wrong becomes an error frame, and every received frame adds at
 and one command.
 
 ```
-AWAITING_AUTH --session.auth--> OPENING --opened()--> READY --session.close, closed--> CLOSED
+AWAITING_AUTH --session.auth--> OPENING --on_opened()--> READY --session.close, closed--> CLOSED
 ```
 """
 
@@ -22,7 +22,7 @@ import msgspec
 from session_server.core.errors import InvalidRequest, SessionServerError
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import SessionClosed, SessionEntry, TurnEnd, TurnRequest
-from session_server.protocol.errors import clean, error_body, malformed
+from session_server.protocol.errors import error_body, sanitize, to_invalid_request
 from session_server.protocol.frames import (
     CreatedFrame,
     ErrorFrame,
@@ -97,7 +97,7 @@ class StartTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelTurn:
+class CancelRequest:
     """Cancel a turn; None is the running one."""
 
     turn_id: str | None
@@ -105,7 +105,7 @@ class CancelTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateSession:
+class UpdateRequest:
     """Change settings; None stays."""
 
     ttl_s: float | None
@@ -113,11 +113,11 @@ class UpdateSession:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseSession:
+class CloseRequest:
     """Close the session."""
 
 
-Command = Authenticate | StartTurn | CancelTurn | UpdateSession | CloseSession
+ClientRequest = Authenticate | StartTurn | CancelRequest | UpdateRequest | CloseRequest
 
 
 class SessionProtocol:
@@ -140,7 +140,7 @@ class SessionProtocol:
         self.close_code: CloseCode | None = None
         """Set once the connection must end; send what `take_frames` gives first."""
 
-    def receive_frame(self, frame: str, *, now_s: float) -> Command | None:
+    def receive_frame(self, frame: str, *, now_s: float) -> ClientRequest | None:
         """Take one text frame; never raises. `now_s`: wall clock, for `pong` only.
 
         Frames owed in answer are in `take_frames`, whatever is returned.
@@ -157,24 +157,24 @@ class SessionProtocol:
             return None
         return self._command(message, now_s=now_s)
 
-    def authenticated(self) -> None:
+    def on_authenticated(self) -> None:
         """The token was good."""
         assert self.state is ProtocolState.AWAITING_AUTH, "authenticated once"
         self.state = ProtocolState.OPENING
 
-    def opened(self, hello: OpenedFrame) -> None:
+    def on_opened(self, hello: OpenedFrame) -> None:
         """The session is attached; owe the hello."""
         assert self.state is ProtocolState.OPENING, "opened once, after authentication"
         self.state = ProtocolState.READY
         self._send(hello)
 
-    def resume_failed(self, reason: ResumeFailedFrame, snapshot: SnapshotFrame | None) -> None:
+    def on_resume_failed(self, reason: ResumeFailedFrame, snapshot: SnapshotFrame | None) -> None:
         """What the client missed is lost; owe it the whole state instead, if there still is one."""
         self._send(reason)
         if snapshot is not None:
             self._send(snapshot)
 
-    def entries(
+    def send_entries(
         self,
         entries: Iterable[tuple[int, SessionEntry]],
         *,
@@ -191,7 +191,7 @@ class SessionProtocol:
                 is_restart = entry.reason == "draining"
                 self.close_code = CloseCode.RESTART if is_restart else CloseCode.SESSION_CLOSED
 
-    def repeat(
+    def send_repeat(
         self,
         turn_id: str,
         *,
@@ -205,7 +205,7 @@ class SessionProtocol:
         else:
             self._send(end_frame(None, end, scores=scores))
 
-    def refuse(self, error: SessionServerError, *, turn_id: str | None = None) -> None:
+    def send_error(self, error: SessionServerError, *, turn_id: str | None = None) -> None:
         """Owe an error frame; the connection lives on."""
         self._send(ErrorFrame(error=error_body(error, turn_id=turn_id)))
 
@@ -217,32 +217,32 @@ class SessionProtocol:
     def _decode(self, frame: str) -> ClientMessage | None:
         # Four bytes per character at most: the cheap test spares encoding what is too long.
         if len(frame) > self._max_message_bytes:
-            self.refuse(InvalidRequest("The message is too big."))
+            self.send_error(InvalidRequest("The message is too big."))
             return None
         try:
             return msgspec.json.decode(frame, type=ClientMessage)  # type: ignore[no-any-return]
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            self.refuse(malformed(error, ClientMessage), turn_id=_turn_id_in(frame))
+            self.send_error(to_invalid_request(error, ClientMessage), turn_id=_turn_id_in(frame))
             return None
 
-    def _first_message(self, message: ClientMessage | None) -> Command | None:
+    def _first_message(self, message: ClientMessage | None) -> ClientRequest | None:
         if isinstance(message, SessionAuth):
             return Authenticate(message.token)
         if message is not None:
-            self.refuse(InvalidRequest("The first message must be session.auth.", param="type"))
+            self.send_error(InvalidRequest("The first message must be session.auth.", param="type"))
         self.close_code = CloseCode.BAD_FIRST_MESSAGE
         return None
 
-    def _command(self, message: ClientMessage, *, now_s: float) -> Command | None:
+    def _command(self, message: ClientMessage, *, now_s: float) -> ClientRequest | None:
         match message:
             case TurnCreate():
                 return self._start_turn(message)
             case TurnCancel():
-                return CancelTurn(turn_id=message.turn_id, keep_partial=message.keep_partial)
+                return CancelRequest(turn_id=message.turn_id, keep_partial=message.keep_partial)
             case SessionUpdate():
-                return UpdateSession(ttl_s=message.ttl_s, metadata=message.metadata)
+                return UpdateRequest(ttl_s=message.ttl_s, metadata=message.metadata)
             case SessionClose():
-                return CloseSession()
+                return CloseRequest()
             case Ping():
                 self._send(PongFrame(t=message.t, server_time=now_s))
             case Ack():
@@ -254,13 +254,13 @@ class SessionProtocol:
                 assert_never(message)
         return None
 
-    def _start_turn(self, message: TurnCreate) -> Command | None:
+    def _start_turn(self, message: TurnCreate) -> ClientRequest | None:
         try:
             request = turn_request(
                 message, defaults=self._defaults, on_disconnect=self._on_disconnect
             )
         except InvalidRequest as error:
-            self.refuse(error, turn_id=message.turn_id)
+            self.send_error(error, turn_id=message.turn_id)
             return None
         return StartTurn(request)
 
@@ -278,4 +278,4 @@ def _turn_id_in(frame: str) -> str | None:
         turn_id = msgspec.json.decode(frame, type=_TurnIdOnly).turn_id
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return clean(turn_id)[:128] if turn_id else None
+    return sanitize(turn_id)[:128] if turn_id else None

@@ -61,14 +61,14 @@ class Answer:
             if self.matched is not None:
                 break
         self.logprobs.extend(logprobs[:num_taken])
-        return self._give("".join(pieces)), num_taken
+        return self._emit("".join(pieces)), num_taken
 
     def finish(self) -> str:
         """The answer has ended: what was held back."""
         if self.matched is not None:
             return ""
         text = self._stops.feed(self._detokenizer.flush())
-        return self._give(text + self._stops.flush())
+        return self._emit(text + self._stops.flush())
 
     def _text_of(self, token_id: int) -> str:
         is_end = token_id in self._end_ids and len(self.token_ids) >= self._min_tokens
@@ -76,7 +76,7 @@ class Answer:
             return ""
         return self._stops.feed(self._detokenizer.feed(token_id))
 
-    def _give(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         if text:
             self._pieces.append(text)
         return text

@@ -13,7 +13,7 @@ RESERVED_PART: Final = 0.1
 FEW_PART: Final = 0.01
 
 
-class Budget:
+class OwnerBudget:
     """Count one kind of thing per owner and in all; an owner that holds nothing costs nothing.
 
     `limit` bounds the total. An owner whose share is a part of the whole holds at most that part

@@ -43,7 +43,7 @@ class Deadlines:
         """Return whether any session may have expired."""
         return bool(self._seconds) and self._seconds[0] < now_s
 
-    def due(self, now_s: float) -> list[Session]:
+    def pop_expired(self, now_s: float) -> list[Session]:
         """Remove and return expired sessions, looking at `SLICE` elements at most.
 
         Call it again while `is_due`.

@@ -15,13 +15,13 @@ from typing import Final, Literal, assert_never
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.core.session_events import (
     Outcome,
+    TokenUsage,
     TurnCancelled,
     TurnCompleted,
     TurnEnd,
     TurnFailedEntry,
-    Usage,
 )
-from session_server.sessions.turn import CancelReason, Turn
+from session_server.sessions.turn import CancelReason, SessionTurn
 
 RECORD_BYTES: Final = 192
 """Host memory of one record at most, its place in the table included."""
@@ -53,7 +53,7 @@ class EndedTurn:
     end_seq: int
     created_seq: int
     item: int
-    usage: Usage
+    usage: TokenUsage
 
     @property
     def status(self) -> Literal["completed", "cancelled", "failed"]:
@@ -99,7 +99,7 @@ class EndedTurns:
         """Return the host memory of all records."""
         return RECORD_BYTES * len(self._records)
 
-    def add(self, turn: Turn, end: TurnEnd, *, end_seq: int, num_items: int) -> None:
+    def add(self, turn: SessionTurn, end: TurnEnd, *, end_seq: int, num_items: int) -> None:
         """Remember a turn whose end is journal entry `end_seq`.
 
         `num_items`: items of the conversation; an answer that was kept is the last of them.
@@ -124,9 +124,9 @@ class EndedTurns:
         record = self._records.get(_key(turn_id))
         if record is None:
             return None
-        mark, kind, detail, end_seq, length, item, *tokens = _RECORD.unpack(record)
-        created_seq, usage = end_seq - length, Usage(*tokens)
-        return EndedTurn(mark, _KINDS[kind], detail, end_seq, created_seq, item, usage)
+        digest, kind, detail, end_seq, length, item, *tokens = _RECORD.unpack(record)
+        created_seq, usage = end_seq - length, TokenUsage(*tokens)
+        return EndedTurn(digest, _KINDS[kind], detail, end_seq, created_seq, item, usage)
 
 
 def _key(turn_id: str) -> int:

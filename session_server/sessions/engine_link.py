@@ -31,7 +31,7 @@ ANSWER_DEADLINE_S: Final = 60.0
 STALLED_ANSWER_DEADLINE_S: Final = 1.0
 """An engine that completes no step may still answer; nobody waits longer for it to do so."""
 
-_Answer = TypeVar("_Answer", MemoryReported, CacheFlushed)
+_Report = TypeVar("_Report", MemoryReported, CacheFlushed)
 
 
 class EngineLink:
@@ -70,12 +70,12 @@ class EngineLink:
 
     async def stop(self) -> None:
         """End the engine."""
-        self.give_up()
+        self.mark_gone()
         await self._client.stop()
 
-    def give_up(self) -> None:
+    def mark_gone(self) -> None:
         """Expect nothing more from the engine."""
-        self._lose("the engine was stopped")
+        self._mark_down("the engine was stopped")
         self.is_gone = True
 
     def send(self, command: EngineCommand) -> None:
@@ -90,7 +90,7 @@ class EngineLink:
         self.resend()
         self._client.send(command)
 
-    def tell(self, command: EngineCommand) -> None:
+    def send_or_queue(self, command: EngineCommand) -> None:
         """Send, if need be later. An engine that dies meanwhile need not hear it: a new one knows
         nothing anyway."""
         try:
@@ -100,7 +100,7 @@ class EngineLink:
                 self._unsent.append(command)
 
     def resend(self) -> None:
-        """Send what `tell` could not.
+        """Send what `send_or_queue` could not.
 
         Raises:
             EngineUnavailable: the engine still takes nothing.
@@ -115,7 +115,7 @@ class EngineLink:
         def command(request_id: int) -> EngineCommand:
             return ReportMemory(request_id=request_id, full=full, trace=trace)
 
-        return await self._ask(self._memory, command)
+        return await self._request(self._memory, command)
 
     async def flush(self) -> bool:
         """Ask for an empty cache; False when turns were live. Raises EngineUnavailable."""
@@ -123,7 +123,7 @@ class EngineLink:
         def command(request_id: int) -> EngineCommand:
             return FlushCache(request_id=request_id)
 
-        return (await self._ask(self._flushes, command)).done
+        return (await self._request(self._flushes, command)).done
 
     @property
     def is_flushing(self) -> bool:
@@ -138,20 +138,20 @@ class EngineLink:
                 self.is_up = True
                 self.is_gone = False
             case EngineDied(message=message, will_restart=will_restart):
-                self._lose(message)
+                self._mark_down(message)
                 self.is_gone = not will_restart
             case EngineStalled(stalled_s=stalled_s):
                 self._stalled_since_s = self._clock() - stalled_s
-                self._fail_questions("the engine completes no step")
+                self._fail_requests("the engine completes no step")
             case EngineResumed():
                 self._stalled_since_s = None
             case EngineStats():
                 self.stats = event
             case MemoryReported(request_id=request_id):
                 self._update_checks(event)
-                _answer(self._memory, request_id, event)
+                _resolve(self._memory, request_id, event)
             case CacheFlushed(request_id=request_id):
-                _answer(self._flushes, request_id, event)
+                _resolve(self._flushes, request_id, event)
             case _:
                 return
 
@@ -164,13 +164,13 @@ class EngineLink:
                 check_violations=report.checks.violations,
             )
 
-    async def _ask(
+    async def _request(
         self,
-        waiting: dict[int, asyncio.Future[_Answer]],
+        waiting: dict[int, asyncio.Future[_Report]],
         command: Callable[[int], EngineCommand],
-    ) -> _Answer:
+    ) -> _Report:
         request_id = next(self._request_ids)
-        future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[_Report] = asyncio.get_running_loop().create_future()
         waiting[request_id] = future
         try:
             self.send(command(request_id))
@@ -182,27 +182,27 @@ class EngineLink:
         finally:
             del waiting[request_id]
 
-    def _lose(self, message: str) -> None:
+    def _mark_down(self, message: str) -> None:
         self.is_up = False
         self.generation += 1
         self.stats = None  # of an engine that is no more
         self._stalled_since_s = None
         self._unsent.clear()
-        self._fail_questions(message)
+        self._fail_requests(message)
 
-    def _fail_questions(self, message: str) -> None:
+    def _fail_requests(self, message: str) -> None:
         for memory in self._memory.values():
             _fail(memory, message)
         for flush in self._flushes.values():
             _fail(flush, message)
 
 
-def _answer(waiting: dict[int, asyncio.Future[_Answer]], request_id: int, event: _Answer) -> None:
+def _resolve(waiting: dict[int, asyncio.Future[_Report]], request_id: int, event: _Report) -> None:
     future = waiting.get(request_id)
     if future is not None and not future.done():
         future.set_result(event)
 
 
-def _fail(future: asyncio.Future[_Answer], message: str) -> None:
+def _fail(future: asyncio.Future[_Report], message: str) -> None:
     if not future.done():
         future.set_exception(EngineUnavailable(message))

@@ -131,7 +131,7 @@ class Journal:
         self._replay.add(self, self._last_seq, num_bytes)
         if self._is_over():
             self._replay.trim_later(self, now_s)
-        self._wake()
+        self._notify_listeners()
         return self._last_seq
 
     def read(self, after_seq: int, *, max_entries: int = 1024) -> Sequence[JournalEntry]:
@@ -190,6 +190,6 @@ class Journal:
         limits = self._limits
         return self._num_bytes > limits.max_bytes or len(self._entries) > limits.max_entries
 
-    def _wake(self) -> None:
+    def _notify_listeners(self) -> None:
         for listener in self._listeners:
             listener()

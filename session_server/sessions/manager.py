@@ -17,9 +17,7 @@ from session_server.core.errors import (
     InvalidRequest,
     ServerDraining,
     SessionBusy,
-    SessionClosing,
     SessionExists,
-    TurnConflict,
 )
 from session_server.core.events import (
     EngineDied,
@@ -53,7 +51,13 @@ from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import CloseReason, Session
-from session_server.sessions.turn import CancelReason, Turn, fingerprint, with_allowed_priority
+from session_server.sessions.turn import (
+    CancelReason,
+    SessionTurn,
+    check_same_request,
+    fingerprint,
+    with_allowed_priority,
+)
 from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.validation import check_metadata, check_open, check_ttl, check_turn
 from session_server.sessions.views import (
@@ -161,10 +165,10 @@ class SessionManager:
             return session.view()
 
     async def _create(self, owner: Owner, request: OpenRequest) -> SessionView:
-        session = self._begin(owner, request)
+        session = self._make_session(owner, request)
         if request.messages and self._link.ready is not None:
             state, max_len = session.transcript.state(), self._link.ready.max_turn_len
-            await self._flow.tokenising.check_opening(state, max_len=max_len)
+            await self._flow.prompt_builder.check_opening(state, max_len=max_len)
             # Meanwhile the id, the place or the room may have gone to others.
             self._check_open(owner, request)
         return self._add(session)
@@ -182,7 +186,7 @@ class SessionManager:
             QuotaExceeded, ServerBusy: too many sessions.
             ServerDraining: the server shuts down.
         """
-        return self._add(self._begin(owner, request))
+        return self._add(self._make_session(owner, request))
 
     def get(self, owner: Owner, session_id: str) -> SessionView:
         """One session. Raises SessionNotFound."""
@@ -213,7 +217,7 @@ class SessionManager:
             SessionNotFound, SessionClosing, InvalidRequest
         """
         session = self._sessions.get(owner, session_id)
-        _check_open_for_work(session)
+        session.check_not_closing()
         if ttl_s is not None:
             check_ttl(ttl_s, self._limits)
         if metadata is not None:
@@ -246,13 +250,13 @@ class SessionManager:
         Raises:
             TokenizeFailed, ServerBusy
         """
-        return await self._flow.tokenising.encode(text, add_bos=add_bos)
+        return await self._flow.prompt_builder.encode(text, add_bos=add_bos)
 
     def check_room(self, owner: Owner, num_bytes: int) -> None:
         """Refuse what a conversation has no room for. Raises QuotaExceeded, ServerBusy."""
         self._quotas.history_bytes.check(owner, num_bytes)
 
-    def attach(self, owner: Owner, session_id: str, num_bytes: int) -> None:
+    def set_attached_bytes(self, owner: Owner, session_id: str, num_bytes: int) -> None:
         """Count what a surface keeps with a session, in place of what was counted before.
 
         Raises:
@@ -286,18 +290,18 @@ class SessionManager:
             QuotaExceeded, ServerBusy, ServerDraining, EngineUnavailable
         """
         session = self._sessions.get(owner, session_id)
-        mark = fingerprint(request)
+        digest = fingerprint(request)
         ended = session.ended.find(request.turn_id)
         if ended is not None:
-            _check_same(ended.fingerprint, mark)
+            check_same_request(ended.fingerprint, digest)
             return session.ended_view(request.turn_id, ended)
         turn = session.find(request.turn_id)
         if turn is None:
-            turn = self._new_turn(session, with_allowed_priority(request, owner), mark)
+            turn = self._new_turn(session, with_allowed_priority(request, owner), digest)
             turn.on_end = on_end
             self._flow.enqueue(session, turn)
         else:
-            _check_same(turn.fingerprint, mark)
+            check_same_request(turn.fingerprint, digest)
         error = await asyncio.shield(turn.accepted)
         if error is not None:
             raise error
@@ -390,12 +394,12 @@ class SessionManager:
             ):
                 self._flow.on_turn_event(event)
             case SessionCooled(session_id=session_id):
-                session = self._sessions.of_copy(session_id)
+                session = self._sessions.find_by_engine_id(session_id)
                 if session is not None:
                     is_flush = self._link.is_flushing
                     self._flow.mark_cold(session, reason="flush" if is_flush else "pressure")
             case SessionRefused(session_id=session_id, code=code, message=message):
-                session = self._sessions.of_copy(session_id)
+                session = self._sessions.find_by_engine_id(session_id)
                 if session is not None:
                     self._flow.on_refused(session, code, message)
             case EngineDied(will_restart=will_restart):
@@ -418,18 +422,18 @@ class SessionManager:
             self._link.resend()
         self._flow.retry()
         self._expire(now_s)
-        self._forget(now_s)
-        self._quotas.input_rate.forget_paid(now_s)
+        self._drop_old_entries(now_s)
+        self._quotas.input_rate.drop_paid(now_s)
 
     def _expire(self, now_s: float) -> None:
-        for session in self._deadlines.due(now_s):
+        for session in self._deadlines.pop_expired(now_s):
             self._close(session, "expired")
         if self._deadlines.is_due(now_s):
             self._flow.backlog.defer(partial(self._expire, now_s))
 
-    def _forget(self, now_s: float) -> None:
-        if self._replay.forget_old(now_s):
-            self._flow.backlog.defer(partial(self._forget, now_s))
+    def _drop_old_entries(self, now_s: float) -> None:
+        if self._replay.drop_old(now_s):
+            self._flow.backlog.defer(partial(self._drop_old_entries, now_s))
 
     async def drain(self, deadline_s: float) -> None:
         """Refuse new work, end what waits, give running turns `deadline_s`, close everything.
@@ -448,7 +452,7 @@ class SessionManager:
                 self._flow.cancel(session, session.live, keep_partial=True, reason="draining")
         await self._wait_for_turns(_CANCEL_GRACE_S)
         if self._flow.counts.live:
-            self._link.give_up()
+            self._link.mark_gone()
             self._flow.on_engine_lost(will_restart=False)
             self._flow.backlog.finish()
         async for session in self._sessions.in_slices():
@@ -465,7 +469,7 @@ class SessionManager:
             self._sessions.check_free(owner, request.session_id)
         self._quotas.check_session(owner, sum(map(message_bytes, request.messages)))
 
-    def _begin(self, owner: Owner, request: OpenRequest) -> Session:
+    def _make_session(self, owner: Owner, request: OpenRequest) -> Session:
         self._check_open(owner, request)
         return new_session(
             owner,
@@ -486,9 +490,9 @@ class SessionManager:
         if session.closing is not None:
             return
         session.closing = reason
-        why: CancelReason = "draining" if reason == "draining" else "session_closed"
+        cancel_reason: CancelReason = "draining" if reason == "draining" else "session_closed"
         for turn in [*session.queue, *([session.live] if session.live else [])]:
-            self._flow.cancel(session, turn, keep_partial=True, reason=why)
+            self._flow.cancel(session, turn, keep_partial=True, reason=cancel_reason)
         self._on_idle(session)
 
     def _on_idle(self, session: Session) -> None:
@@ -499,19 +503,19 @@ class SessionManager:
         if session.closing is None or not session.is_idle or session.journal.is_closed:
             return
         if session.copy.known_len(self._link.generation) is not None:
-            self._link.tell(CloseSession(session_id=session.copy.session_id))
+            self._link.send_or_queue(CloseSession(session_id=session.copy.session_id))
         self._sessions.remove(session)
-        self._flow.forget(session)
-        self._quotas.give_session(session)
+        self._flow.drop_session(session)
+        self._quotas.release_session(session)
         session.journal.append(SessionClosed(session.closing))
 
     # -- turns
 
-    def _new_turn(self, session: Session, request: TurnRequest, mark: bytes) -> Turn:
+    def _new_turn(self, session: Session, request: TurnRequest, digest: bytes) -> SessionTurn:
         """Check and count a turn that no other call has brought."""
         if self._is_draining:
             raise ServerDraining("the server is shutting down")
-        _check_open_for_work(session)
+        session.check_not_closing()
         if self._link.is_gone or self._link.ready is None:
             raise EngineUnavailable("there is no engine")
         if not self._link.is_up and not request.queue:
@@ -524,9 +528,9 @@ class SessionManager:
                 waiting = f"{len(session.queue)} wait behind it, as many as may"
                 raise SessionBusy(f"a turn of this session has not ended, and {waiting}")
         self._quotas.check_turn(session.owner, request)
-        turn = Turn(
+        turn = SessionTurn(
             request=request,
-            fingerprint=mark,
+            fingerprint=digest,
             item_id=session.transcript.new_item_id(),
             accepted=asyncio.get_running_loop().create_future(),
         )
@@ -542,13 +546,3 @@ class SessionManager:
                     await self._became_idle.wait()
         except TimeoutError:
             return
-
-
-def _check_open_for_work(session: Session) -> None:
-    if session.closing is not None:
-        raise SessionClosing("the session is closing")
-
-
-def _check_same(known: bytes, mark: bytes) -> None:
-    if known != mark:
-        raise TurnConflict("the turn id was used with another request", param="turn_id")

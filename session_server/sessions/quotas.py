@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from session_server.core.errors import QuotaExceeded
 from session_server.core.owner import Owner
 from session_server.core.session_events import TurnRequest
-from session_server.sessions.budget import Budget
+from session_server.sessions.budget import OwnerBudget
 from session_server.sessions.ended_turns import RECORD_BYTES
 from session_server.sessions.footprint import input_bytes, request_bytes, token_bytes
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.session import Session
-from session_server.sessions.turn import Turn
+from session_server.sessions.turn import SessionTurn
 from session_server.text.tokenizer import LONG_TEXT_CHARS
 
 _MINUTE_S = 60.0
@@ -68,10 +68,10 @@ class Quotas:
     """Everything that is counted per owner."""
 
     def __init__(self, limits: QuotaLimits) -> None:
-        self.sessions = Budget("sessions", limits.sessions, owner_limit=limits.owner_sessions)
-        self.turns = Budget("unfinished turns", limits.turns, owner_limit=limits.owner_turns)
-        self.history_bytes = Budget("bytes of conversations", limits.history_bytes)
-        self.turn_bytes = Budget("bytes of unfinished turns", limits.turn_bytes)
+        self.sessions = OwnerBudget("sessions", limits.sessions, owner_limit=limits.owner_sessions)
+        self.turns = OwnerBudget("unfinished turns", limits.turns, owner_limit=limits.owner_turns)
+        self.history_bytes = OwnerBudget("bytes of conversations", limits.history_bytes)
+        self.turn_bytes = OwnerBudget("bytes of unfinished turns", limits.turn_bytes)
         self.input_rate = InputRate(limits.owner_input_tokens_per_min)
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
@@ -99,7 +99,7 @@ class Quotas:
         self.history_bytes.add(session.owner, num_bytes - session.counted_bytes)
         session.counted_bytes = num_bytes
 
-    def give_session(self, session: Session) -> None:
+    def release_session(self, session: Session) -> None:
         """Count a session no more that has closed."""
         self.sessions.add(session.owner, -1)
         self.history_bytes.add(session.owner, -session.counted_bytes)
@@ -115,17 +115,17 @@ class Quotas:
         self.turn_bytes.check(owner, request_bytes(request))
         self.history_bytes.check(owner, input_bytes(request.input) + RECORD_BYTES)
 
-    def take_turn(self, owner: Owner, turn: Turn) -> None:
+    def take_turn(self, owner: Owner, turn: SessionTurn) -> None:
         """Count a turn that `check_turn` allows: it waits or runs from here on."""
         self.turns.take(owner)
-        self.hold(owner, turn, request_bytes(turn.request))
+        self.add_turn_bytes(owner, turn, request_bytes(turn.request))
 
-    def hold(self, owner: Owner, turn: Turn, num_bytes: int) -> None:
+    def add_turn_bytes(self, owner: Owner, turn: SessionTurn, num_bytes: int) -> None:
         """Count what a turn that has not ended keeps besides: its prompt, answer or scores."""
         self.turn_bytes.add(owner, num_bytes)
         turn.held_bytes += num_bytes
 
-    def reserve(self, session: Session, turn: Turn, prompt: Prompt) -> None:
+    def reserve(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
         """Count the prompt of a turn that is to run, and what its input and record will add to
         the conversation.
 
@@ -137,15 +137,15 @@ class Quotas:
         growth = session.transcript.growth(prompt, turn.request.turn_id) + RECORD_BYTES
         self.history_bytes.take(session.owner, growth)
         turn.reserved_bytes = growth
-        self.hold(session.owner, turn, num_bytes)
+        self.add_turn_bytes(session.owner, turn, num_bytes)
 
-    def release(self, session: Session, turn: Turn, prompt: Prompt) -> None:
+    def release(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
         """Take back a `reserve`: the turn waits again."""
-        self.hold(session.owner, turn, -token_bytes(len(prompt.tokens)))
+        self.add_turn_bytes(session.owner, turn, -token_bytes(len(prompt.tokens)))
         self.history_bytes.add(session.owner, -turn.reserved_bytes)
         turn.reserved_bytes = 0
 
-    def give_turn(self, owner: Owner, turn: Turn) -> None:
+    def release_turn(self, owner: Owner, turn: SessionTurn) -> None:
         """Count a turn no more that has ended or was refused."""
         self.turns.add(owner, -1)
         self.turn_bytes.add(owner, -turn.held_bytes)
@@ -199,9 +199,9 @@ class InputRate:
         debt.tokens += num_tokens
         if owner not in self._debts:
             self._debts[owner] = debt
-            self._expect(owner, debt)
+            self._schedule_drop(owner, debt)
 
-    def forget_paid(self, now_s: float) -> None:
+    def drop_paid(self, now_s: float) -> None:
         """Drop owners whose bucket is full again; looks only at those that may be."""
         due: list[Owner] = []
         while self._full_at and self._full_at[0][0] <= now_s:
@@ -210,7 +210,7 @@ class InputRate:
             debt = self._debts[owner]
             self._refill(debt, now_s)
             if debt.tokens > 0.0:
-                self._expect(owner, debt)
+                self._schedule_drop(owner, debt)
             else:
                 del self._debts[owner]
 
@@ -220,7 +220,7 @@ class InputRate:
         debt.tokens = max(0.0, debt.tokens - elapsed_s * self._rate / _MINUTE_S)
         debt.paid_at_s = now_s
 
-    def _expect(self, owner: Owner, debt: _Debt) -> None:
+    def _schedule_drop(self, owner: Owner, debt: _Debt) -> None:
         assert self._rate is not None, "only a rate makes debts"
         full_at_s = debt.paid_at_s + debt.tokens * _MINUTE_S / self._rate
         heapq.heappush(self._full_at, (full_at_s, owner.owner_id, owner))

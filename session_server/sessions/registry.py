@@ -69,7 +69,7 @@ class SessionRegistry:
             raise SessionNotFound(_NOT_FOUND)
         return session
 
-    def of_copy(self, session_id: SessionId) -> Session | None:
+    def find_by_engine_id(self, session_id: SessionId) -> Session | None:
         """The session the engine knows by this id."""
         return self._by_copy.get(session_id)
 

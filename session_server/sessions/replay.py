@@ -87,7 +87,7 @@ class Replay:
         """Have a journal trimmed whose newest entry exceeds its bound, once it was read."""
         self._oversize.append((now_s + OVERSIZE_GRACE_S, ref(journal)))
 
-    def forget_old(self, now_s: float) -> bool:
+    def drop_old(self, now_s: float) -> bool:
         """Drop what is too old or too large; look at nothing that is not due.
 
         Returns:

@@ -198,7 +198,7 @@ class RequestTrees:
     def _count(self, tree: _Tree) -> None:
         """Count the tree as bytes of its session, if that is still open."""
         with contextlib.suppress(SessionNotFound):
-            self._manager.attach(tree.owner, tree.session_id, tree.num_bytes)
+            self._manager.set_attached_bytes(tree.owner, tree.session_id, tree.num_bytes)
 
     async def _parent(self, tree: _Tree, point: BranchPoint) -> _Node | None:
         """The node to go on from; ends and removes what the request replaces."""

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from session_server.core.errors import TurnNotActive, TurnNotFound
+from session_server.core.errors import SessionClosing, TurnNotActive, TurnNotFound
 from session_server.core.ids import SessionId, new_session_id
 from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd
@@ -15,14 +15,14 @@ from session_server.sessions.ended_turns import EndedTurn, EndedTurns
 from session_server.sessions.footprint import SESSION_BYTES, metadata_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.transcript import Transcript
-from session_server.sessions.turn import CancelAccepted, Turn, TurnPhase
+from session_server.sessions.turn import CancelAccepted, SessionTurn, TurnPhase
 from session_server.sessions.views import SessionState, SessionView, TurnView
 
 CloseReason = Literal["client", "expired", "draining"]
 
 
 @dataclass(slots=True)
-class SessionSettings:
+class SessionOptions:
     """What a client chose. `created_s` is wall-clock time.
 
     `opened_as` identifies the request that an idempotency key came with; empty without a key.
@@ -54,7 +54,7 @@ class EngineCopy:
         if it does not know the session."""
         return self._len if self._generation == generation else None
 
-    def know(self, length: int | None, generation: int) -> None:
+    def set_known_len(self, length: int | None, generation: int) -> None:
         """Set what the engine of this generation holds; a newer generation makes it invalid."""
         self._len = length
         self._generation = generation
@@ -81,13 +81,13 @@ class Session:
 
     owner: Owner
     session_id: str
-    settings: SessionSettings
+    settings: SessionOptions
     journal: Journal
     transcript: Transcript
     life: SessionLife
     copy: EngineCopy = field(default_factory=EngineCopy)
-    live: Turn | None = None
-    queue: deque[Turn] = field(default_factory=deque)
+    live: SessionTurn | None = None
+    queue: deque[SessionTurn] = field(default_factory=deque)
     ended: EndedTurns = field(default_factory=EndedTurns)
     closing: CloseReason | None = None
     counted_bytes: int = 0
@@ -109,15 +109,20 @@ class Session:
         kept = self.transcript.num_bytes + self.ended.num_bytes
         return SESSION_BYTES + metadata_bytes(self.settings.metadata) + kept
 
-    def turns(self) -> list[Turn]:
+    def check_not_closing(self) -> None:
+        """Raise SessionClosing if the session takes no new work."""
+        if self.closing is not None:
+            raise SessionClosing("the session is closing")
+
+    def turns(self) -> list[SessionTurn]:
         """Turns that have not ended, in order."""
         return [*([self.live] if self.live else []), *self.queue]
 
-    def find(self, turn_id: str) -> Turn | None:
+    def find(self, turn_id: str) -> SessionTurn | None:
         """The turn of this id that has not ended."""
         return next((turn for turn in self.turns() if turn.request.turn_id == turn_id), None)
 
-    def take_out(self, turn: Turn) -> None:
+    def remove_turn(self, turn: SessionTurn) -> None:
         """Let go of a turn that has ended or was refused."""
         if self.live is turn:
             self.live = None
@@ -141,7 +146,7 @@ class Session:
             created_s=self.settings.created_s,
         )
 
-    def turn_view(self, turn: Turn) -> TurnView:
+    def turn_view(self, turn: SessionTurn) -> TurnView:
         """A turn of this session that has not ended."""
         is_running = turn.phase in (TurnPhase.RUNNING, TurnPhase.ENDING)
         return TurnView(
@@ -150,7 +155,7 @@ class Session:
             status="running" if is_running else "queued",
             position=self.turns().index(turn),
             created_seq=turn.created_seq,
-            text=turn.running.answer.text if turn.running else "",
+            text=turn.submitted.answer.text if turn.submitted else "",
             end=None,
         )
 
@@ -164,7 +169,7 @@ class Session:
             raise TurnNotFound("no such turn in this session")
         return self.ended_view(turn_id, ended)
 
-    def turn_to_cancel(self, turn_id: str | None) -> Turn:
+    def turn_to_cancel(self, turn_id: str | None) -> SessionTurn:
         """Return the turn that a cancel is about; None: the running one, else the first in line.
 
         Raises:
@@ -181,8 +186,8 @@ class Session:
                 raise TurnNotFound("no such turn in this session")
         is_over = turn is None or (
             turn.phase is TurnPhase.ENDING
-            and turn.running is not None
-            and not isinstance(turn.running.verdict, CancelAccepted)
+            and turn.submitted is not None
+            and not isinstance(turn.submitted.verdict, CancelAccepted)
         )
         if turn is None or is_over:
             raise TurnNotActive("the turn has ended")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from session_server.core.errors import SessionServerError
+from session_server.core.errors import SessionServerError, TurnConflict
 from session_server.core.ids import TurnId, new_turn_id
 from session_server.core.owner import Owner
 from session_server.core.sampling import TokenLogprob
@@ -50,7 +50,7 @@ class CancelAccepted:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class SubmittedTurn:
     """What a turn has once it was sent to the engine. `base_len`: see `SubmitTurn`."""
 
     prompt: Prompt
@@ -63,7 +63,7 @@ class Running:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class SessionTurn:
     """A turn that has not ended. `engine_id` is what the engine knows it by.
 
     `accepted` resolves once the turn is certain to get a terminal entry (None), or was refused
@@ -82,7 +82,7 @@ class Turn:
     held_bytes: int = 0
     reserved_bytes: int = 0
     on_end: Callable[[TurnEnd], None] | None = None
-    running: Running | None = None
+    submitted: SubmittedTurn | None = None
 
     @property
     def is_accepted(self) -> bool:
@@ -102,3 +102,9 @@ def fingerprint(request: TurnRequest) -> bytes:
     """
     asked = repr(replace(request, on_disconnect="detach"))
     return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def check_same_request(known: bytes, digest: bytes) -> None:
+    """Reject a turn id that was used with another request. Raises TurnConflict."""
+    if known != digest:
+        raise TurnConflict("the turn id was used with another request", param="turn_id")

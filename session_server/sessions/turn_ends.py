@@ -8,19 +8,19 @@ from session_server.core.errors import WIRE_ERRORS
 from session_server.core.events import TurnTimings
 from session_server.core.session_events import (
     Outcome,
+    TokenUsage,
     TurnCancelled,
     TurnCompleted,
     TurnEnd,
     TurnFailedEntry,
-    Usage,
 )
-from session_server.sessions.turn import CancelReason, Turn
+from session_server.sessions.turn import CancelReason, SessionTurn
 
 _RETRYABLE: Final = frozenset(wire.code for wire in WIRE_ERRORS.values() if wire.retryable)
 
 
 def completed(
-    turn: Turn, *, is_stop: bool, matched: int | str | None, timings: TurnTimings | None
+    turn: SessionTurn, *, is_stop: bool, matched: int | str | None, timings: TurnTimings | None
 ) -> TurnCompleted:
     """Return the end of a turn that stopped or reached its length."""
     outcome = _outcome(turn, kept=True, timings=timings)
@@ -28,14 +28,14 @@ def completed(
 
 
 def cancelled(
-    turn: Turn, *, kept: bool, reason: CancelReason, timings: TurnTimings | None
+    turn: SessionTurn, *, kept: bool, reason: CancelReason, timings: TurnTimings | None
 ) -> TurnCancelled:
     """Return the end of a cancelled turn; `kept`: its input and partial answer stay."""
     outcome = _outcome(turn, kept=kept, timings=timings)
     return TurnCancelled(turn.request.turn_id, kept, reason, outcome)
 
 
-def failed(turn: Turn, *, code: str, message: str) -> TurnFailedEntry:
+def failed(turn: SessionTurn, *, code: str, message: str) -> TurnFailedEntry:
     """Return the end of a turn that failed."""
     outcome = _outcome(turn, kept=False, timings=None)
     return TurnFailedEntry(turn.request.turn_id, code, message, code in _RETRYABLE, outcome)
@@ -54,18 +54,18 @@ def is_kept(end: TurnEnd) -> bool:
             assert_never(end)
 
 
-def _outcome(turn: Turn, *, kept: bool, timings: TurnTimings | None) -> Outcome:
-    running = turn.running
-    if running is None:
-        return Outcome(turn.item_id, "", (), Usage(0, 0, 0), timings)
-    answer = running.answer
+def _outcome(turn: SessionTurn, *, kept: bool, timings: TurnTimings | None) -> Outcome:
+    submitted = turn.submitted
+    if submitted is None:
+        return Outcome(turn.item_id, "", (), TokenUsage(0, 0, 0), timings)
+    answer = submitted.answer
     num_outputs = len(answer.token_ids) if kept else 0
     return Outcome(
         item_id=turn.item_id,
         text=answer.text if kept else "",
         token_ids=tuple(answer.token_ids[:num_outputs]),
-        usage=Usage(running.prompt.context_len, running.cached_tokens, num_outputs),
+        usage=TokenUsage(submitted.prompt.context_len, submitted.cached_tokens, num_outputs),
         timings=timings,
         logprobs=tuple(answer.logprobs[:num_outputs]),
-        prompt_logprobs=tuple(running.prompt_logprobs),
+        prompt_logprobs=tuple(submitted.prompt_logprobs),
     )

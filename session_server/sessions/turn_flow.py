@@ -49,13 +49,13 @@ from session_server.sessions.prompt import Prompt, fit_sampling
 from session_server.sessions.quotas import Quotas, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
-from session_server.sessions.tokenising import PromptOutcome, Tokenising
+from session_server.sessions.tokenizing import PromptBuilder, PromptOutcome
 from session_server.sessions.turn import (
     CancelAccepted,
     CancelReason,
-    Running,
+    SessionTurn,
     StopFound,
-    Turn,
+    SubmittedTurn,
     TurnPhase,
 )
 from session_server.sessions.turn_ends import cancelled, completed, failed, is_kept
@@ -102,29 +102,29 @@ class TurnFlow:
         self._quotas = quotas
         self._clock = clock
         self._salts = salts
-        self._sent: dict[TurnId, tuple[Session, Turn]] = {}
-        self.tokenising = Tokenising(text, limits)
+        self._sent: dict[TurnId, tuple[Session, SessionTurn]] = {}
+        self.prompt_builder = PromptBuilder(text, limits)
         self.on_idle: Callable[[Session], None] = _ignore
         self.counts = TurnCounts()
         self.backlog = Backlog()
         self._resident: dict[Session, None] = {}
-        self._stalled: dict[Session, None] = {}
+        self._waiting: dict[Session, None] = {}
         """Sessions whose next turn waits for an engine that takes it, in order."""
 
-    def enqueue(self, session: Session, turn: Turn) -> None:
+    def enqueue(self, session: Session, turn: SessionTurn) -> None:
         """Put a turn last in its session's line, and start it when it is also first."""
         session.queue.append(turn)
         self.counts.queued += 1
-        self.advance(session)
+        self.start_next(session)
 
-    def advance(self, session: Session) -> None:
+    def start_next(self, session: Session) -> None:
         """Start the next turn if there is one and nothing runs."""
         while session.live is None and session.queue:
             turn = session.queue[0]
             if self._link.is_gone:
                 self._refuse(session, turn, EngineUnavailable("there is no engine"))
             elif not self._link.is_up:
-                self._stalled[session] = None
+                self._waiting[session] = None
                 break
             else:
                 session.queue.popleft()
@@ -135,43 +135,45 @@ class TurnFlow:
                 self._prepare(session, turn)
                 if turn.phase is TurnPhase.WAITING:
                     break
-        self._accept_line(session)
+        self._accept_waiting(session)
         if session.live is not None or not session.queue:
-            self._stalled.pop(session, None)
+            self._waiting.pop(session, None)
         if session.is_idle:
             self.on_idle(session)
 
     def retry(self) -> None:
         """Start turns that the engine could not take, as long as it takes them."""
-        for _ in range(min(SLICE, len(self._stalled))):
-            session = next(iter(self._stalled))
-            del self._stalled[session]
-            self.advance(session)
-            if session in self._stalled:
+        for _ in range(min(SLICE, len(self._waiting))):
+            session = next(iter(self._waiting))
+            del self._waiting[session]
+            self.start_next(session)
+            if session in self._waiting:
                 return
-        if self._stalled:
+        if self._waiting:
             self.backlog.defer(self.retry)
 
-    def forget(self, session: Session) -> None:
+    def drop_session(self, session: Session) -> None:
         """Drop what is kept about a session that has closed."""
         self._resident.pop(session, None)
 
     def cancel(
-        self, session: Session, turn: Turn, *, keep_partial: bool, reason: CancelReason
+        self, session: Session, turn: SessionTurn, *, keep_partial: bool, reason: CancelReason
     ) -> None:
         """Decide that a turn ends early. Without effect on one whose outcome is decided."""
         match turn.phase:
             case TurnPhase.WAITING | TurnPhase.PREPARING:
                 self._accept(session, turn, 0)
                 self._end(session, turn, cancelled(turn, kept=False, reason=reason, timings=None))
-                self.advance(session)
+                self.start_next(session)
             case TurnPhase.RUNNING:
-                running = _running(turn)
-                self._journal_tail(session, turn)
-                running.verdict = CancelAccepted(keep_partial, reason)
+                submitted = _submitted(turn)
+                self._flush_text(session, turn)
+                submitted.verdict = CancelAccepted(keep_partial, reason)
                 turn.phase = TurnPhase.ENDING
-                num_outputs = len(running.answer.token_ids) if keep_partial else None
-                self._link.tell(CancelTurn(turn_id=turn.engine_id, num_outputs=num_outputs))
+                num_outputs = len(submitted.answer.token_ids) if keep_partial else None
+                self._link.send_or_queue(
+                    CancelTurn(turn_id=turn.engine_id, num_outputs=num_outputs)
+                )
             case TurnPhase.ENDING | TurnPhase.ENDED:
                 return
             case _:
@@ -188,20 +190,20 @@ class TurnFlow:
                 self._on_started(session, turn, event)
             case PrefillProgressed(computed=computed, total=total):
                 if turn.phase is TurnPhase.RUNNING:
-                    cached = _running(turn).cached_tokens
+                    cached = _submitted(turn).cached_tokens
                     turn_id = turn.request.turn_id
                     session.journal.append(TurnProgress(turn_id, computed, cached, total))
             case PromptLogprobsComputed(logprobs=logprobs):
-                _running(turn).prompt_logprobs.extend(logprobs)
-                self._quotas.hold(session.owner, turn, logprob_bytes(logprobs))
+                _submitted(turn).prompt_logprobs.extend(logprobs)
+                self._quotas.add_turn_bytes(session.owner, turn, logprob_bytes(logprobs))
             case TokensProduced():
                 self._on_tokens(session, turn, event)
             case TurnFinished():
                 self._on_finished(session, turn, event)
-                self.advance(session)
+                self.start_next(session)
             case TurnFailed():
                 self._on_failed(session, turn, event)
-                self.advance(session)
+                self.start_next(session)
             case _:
                 assert_never(event)
 
@@ -218,31 +220,31 @@ class TurnFlow:
         )
         lost, self._sent = self._sent, {}
         cold, self._resident = self._resident, {}
-        work = [partial(self._lose, session, turn, error) for session, turn in lost.values()]
-        work += [partial(self._tell_lost, session) for session in cold]
+        work = [partial(self._fail_lost, session, turn, error) for session, turn in lost.values()]
+        work += [partial(self._report_kv_lost, session) for session in cold]
         self.backlog.extend([*work, self.retry])
 
-    def _tell_lost(self, session: Session) -> None:
+    def _report_kv_lost(self, session: Session) -> None:
         """Tell readers that the KV is lost, unless they know or a new engine holds it again."""
         if session not in self._resident:
             self.mark_cold(session, reason="engine_restart")
 
-    def _lose(self, session: Session, turn: Turn, error: SessionServerError) -> None:
+    def _fail_lost(self, session: Session, turn: SessionTurn, error: SessionServerError) -> None:
         if turn.phase is not TurnPhase.ENDED:
             self._settle(session, turn, None, failure=error)
-            self.advance(session)
+            self.start_next(session)
 
     def on_refused(self, session: Session, code: str, message: str) -> None:
         """The engine would not open the session: its live turn cannot run."""
-        session.copy.know(None, self._link.generation)
+        session.copy.set_known_len(None, self._link.generation)
         turn = session.live
-        if turn is None or turn.running is None:
+        if turn is None or turn.submitted is None:
             return
-        if turn.running.verdict is not None:
+        if turn.submitted.verdict is not None:
             self._settle(session, turn, None, failure=None)
         else:
             self._end(session, turn, failed(turn, code=code, message=message))
-        self.advance(session)
+        self.start_next(session)
 
     def mark_cold(self, session: Session, *, reason: StateReason) -> None:
         """Tell readers that the KV is gone, once."""
@@ -253,21 +255,21 @@ class TurnFlow:
 
     # -- from waiting to sent
 
-    def _accept(self, session: Session, turn: Turn, position: int) -> None:
+    def _accept(self, session: Session, turn: SessionTurn, position: int) -> None:
         """From here on the turn is certain to get a terminal entry."""
         if turn.is_accepted:
             return
         turn.created_seq = session.journal.append(TurnCreated(turn.request.turn_id, position))
         turn.accepted.set_result(None)
 
-    def _accept_line(self, session: Session) -> None:
+    def _accept_waiting(self, session: Session) -> None:
         """Accept who waits, in order; nobody before one whose input may yet be refused."""
         for position, turn in enumerate(session.turns()):
             if turn.phase is TurnPhase.PREPARING and not turn.is_accepted:
                 return
             self._accept(session, turn, position)
 
-    def _refuse(self, session: Session, turn: Turn, error: SessionServerError) -> None:
+    def _refuse(self, session: Session, turn: SessionTurn, error: SessionServerError) -> None:
         """The turn cannot run: an accepted one fails, another one never was."""
         if turn.is_accepted:
             wire = wire_error(error)
@@ -275,33 +277,33 @@ class TurnFlow:
             return
         turn.phase = TurnPhase.ENDED
         turn.accepted.set_result(error)
-        self._take_out(session, turn)
-        self._quotas.give_turn(session.owner, turn)
+        self._remove_turn(session, turn)
+        self._quotas.release_turn(session.owner, turn)
 
-    def _prepare(self, session: Session, turn: Turn) -> None:
-        def later(outcome: PromptOutcome) -> None:
+    def _prepare(self, session: Session, turn: SessionTurn) -> None:
+        def on_built(outcome: PromptOutcome) -> None:
             if turn.phase is not TurnPhase.PREPARING:
                 return  # it was cancelled meanwhile
             self._on_prompt(session, turn, outcome)
             if turn in session.queue:
                 # The engine does not take it now; to try again at once would never end.
-                self._accept_line(session)
+                self._accept_waiting(session)
             else:
-                self.advance(session)
+                self.start_next(session)
 
         assert self._link.ready is not None, "a turn before the engine was ever ready"
         state, max_len = session.transcript.state(), self._link.ready.max_turn_len
-        outcome = self.tokenising.build(state, turn.request, later, max_len=max_len)
+        outcome = self.prompt_builder.build(state, turn.request, on_built, max_len=max_len)
         if outcome is not None:
             self._on_prompt(session, turn, outcome)
 
-    def _on_prompt(self, session: Session, turn: Turn, outcome: PromptOutcome) -> None:
+    def _on_prompt(self, session: Session, turn: SessionTurn, outcome: PromptOutcome) -> None:
         if isinstance(outcome, SessionServerError):
             self._refuse(session, turn, outcome)
         else:
-            self._launch(session, turn, outcome)
+            self._submit_to_engine(session, turn, outcome)
 
-    def _launch(self, session: Session, turn: Turn, prompt: Prompt) -> None:
+    def _submit_to_engine(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
         assert session.live is turn, "another turn of the session is live"
         assert self._link.ready is not None, "a turn before the engine was ever ready"
         max_len = self._link.ready.max_turn_len
@@ -312,7 +314,7 @@ class TurnFlow:
         except SessionServerError as error:
             self._refuse(session, turn, error)
             return
-        turn.running = self._running_for(session, turn, prompt, sampling=sampling)
+        turn.submitted = self._make_submitted(session, turn, prompt, sampling=sampling)
         turn.phase = TurnPhase.RUNNING
         self._sent[turn.engine_id] = (session, turn)
         try:
@@ -322,24 +324,24 @@ class TurnFlow:
             # back to the head of the line, for the next engine or the next tick.
             del self._sent[turn.engine_id]
             session.live = None
-            turn.running = None
+            turn.submitted = None
             turn.phase = TurnPhase.WAITING
             session.queue.appendleft(turn)
             self.counts.live -= 1
             self.counts.queued += 1
-            self._stalled[session] = None
+            self._waiting[session] = None
             self._quotas.release(session, turn, prompt)
 
-    def _charge(self, session: Session, turn: Turn, prompt: Prompt) -> None:
+    def _charge(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
         """Count the input once, however often the engine cannot take the turn."""
         if not turn.is_charged:
             num_tokens = len(prompt.tokens)
             self._quotas.input_rate.charge(session.owner, num_tokens, now_s=self._clock())
             turn.is_charged = True
 
-    def _running_for(
-        self, session: Session, turn: Turn, prompt: Prompt, *, sampling: SamplingParams
-    ) -> Running:
+    def _make_submitted(
+        self, session: Session, turn: SessionTurn, prompt: Prompt, *, sampling: SamplingParams
+    ) -> SubmittedTurn:
         """`sampling`: as the engine is told it, clipped to the room there is."""
         assert self._link.ready is not None
         end_ids = set(sampling.stop_token_ids)
@@ -355,27 +357,27 @@ class TurnFlow:
         known = session.copy.known_len(self._link.generation)
         # A forward needs a query, so the last token of the context is always sent.
         base_len = min(common if known is None else min(known, common), prompt.context_len - 1)
-        return Running(prompt, answer, base_len)
+        return SubmittedTurn(prompt, answer, base_len)
 
-    def _send(self, session: Session, turn: Turn, sampling: SamplingParams) -> None:
-        running = _running(turn)
+    def _send(self, session: Session, turn: SessionTurn, sampling: SamplingParams) -> None:
+        submitted = _submitted(turn)
         copy = session.copy
         if copy.known_len(self._link.generation) is None:
             self._link.send(
                 OpenSession(
                     session_id=copy.session_id,
                     tenant_salt=self._salts.salt_of(session.owner, session.session_id),
-                    tokens=session.transcript.tokens(0, running.base_len),
+                    tokens=session.transcript.tokens(0, submitted.base_len),
                     pinned=session.settings.is_pinned,
                 )
             )
-            copy.know(running.base_len, self._link.generation)
+            copy.set_known_len(submitted.base_len, self._link.generation)
         self._link.send(
             SubmitTurn(
                 session_id=copy.session_id,
                 turn_id=turn.engine_id,
-                base_len=running.base_len,
-                tokens=session.transcript.context(running.prompt, running.base_len),
+                base_len=submitted.base_len,
+                tokens=session.transcript.context(submitted.prompt, submitted.base_len),
                 sampling=sampling,
                 priority=turn.request.priority,
             )
@@ -383,13 +385,13 @@ class TurnFlow:
 
     # -- from sent to ended
 
-    def _on_started(self, session: Session, turn: Turn, event: TurnStarted) -> None:
-        running = _running(turn)
-        if running.is_started:
+    def _on_started(self, session: Session, turn: SessionTurn, event: TurnStarted) -> None:
+        submitted = _submitted(turn)
+        if submitted.is_started:
             return
-        running.is_started = True
-        running.cached_tokens = event.cached_tokens
-        self._tell_lost(session)
+        submitted.is_started = True
+        submitted.cached_tokens = event.cached_tokens
+        self._report_kv_lost(session)
         if session.copy.state == "cold":
             session.journal.append(SessionStateChanged("resident", "turn"))
         session.copy.state = "resident"
@@ -398,11 +400,11 @@ class TurnFlow:
             cached, total = event.cached_tokens, event.prompt_tokens
             session.journal.append(TurnProgress(turn.request.turn_id, cached, cached, total))
 
-    def _on_tokens(self, session: Session, turn: Turn, event: TokensProduced) -> None:
+    def _on_tokens(self, session: Session, turn: SessionTurn, event: TokensProduced) -> None:
         if turn.phase is not TurnPhase.RUNNING:
             return
-        running = _running(turn)
-        text, num_taken = running.answer.feed(event.token_ids, event.logprobs)
+        submitted = _submitted(turn)
+        text, num_taken = submitted.answer.feed(event.token_ids, event.logprobs)
         delta = TurnDelta(
             turn.request.turn_id,
             turn.item_id,
@@ -411,43 +413,44 @@ class TurnFlow:
             event.logprobs[:num_taken],
         )
         session.journal.append(delta)
-        self._quotas.hold(session.owner, turn, entry_bytes(delta))
-        stop = running.answer.matched
+        self._quotas.add_turn_bytes(session.owner, turn, entry_bytes(delta))
+        stop = submitted.answer.matched
         if stop is not None:
-            running.verdict = StopFound(stop)
+            submitted.verdict = StopFound(stop)
             turn.phase = TurnPhase.ENDING
-            num_outputs = len(running.answer.token_ids)
-            self._link.tell(StopTurn(turn_id=turn.engine_id, num_outputs=num_outputs))
+            num_outputs = len(submitted.answer.token_ids)
+            self._link.send_or_queue(StopTurn(turn_id=turn.engine_id, num_outputs=num_outputs))
 
-    def _journal_tail(self, session: Session, turn: Turn) -> None:
+    def _flush_text(self, session: Session, turn: SessionTurn) -> None:
         """Give out the text that was held back; nothing more can complete it."""
-        text = _running(turn).answer.finish()
+        text = _submitted(turn).answer.finish()
         if text:
             session.journal.append(TurnDelta(turn.request.turn_id, turn.item_id, text, ()))
 
-    def _on_finished(self, session: Session, turn: Turn, event: TurnFinished) -> None:
-        running = _running(turn)
-        running.cached_tokens = event.cached_tokens
-        session.copy.know(event.history_len, self._link.generation)
-        if running.verdict is not None:
+    def _on_finished(self, session: Session, turn: SessionTurn, event: TurnFinished) -> None:
+        submitted = _submitted(turn)
+        submitted.cached_tokens = event.cached_tokens
+        end: TurnEnd
+        session.copy.set_known_len(event.history_len, self._link.generation)
+        if submitted.verdict is not None:
             self._settle(session, turn, event.timings, failure=None)
         elif event.reason is FinishReason.CANCELLED:
             # Nobody here asked for it: the engine leaves.
-            gone = cancelled(turn, kept=False, reason="session_closed", timings=event.timings)
-            self._end(session, turn, gone)
+            end = cancelled(turn, kept=False, reason="session_closed", timings=event.timings)
+            self._end(session, turn, end)
         else:
-            self._journal_tail(session, turn)
-            matched: int | str | None = running.answer.matched or event.matched_token
-            is_stop = running.answer.matched is not None or event.reason is FinishReason.STOP
+            self._flush_text(session, turn)
+            matched: int | str | None = submitted.answer.matched or event.matched_token
+            is_stop = submitted.answer.matched is not None or event.reason is FinishReason.STOP
             end = completed(turn, is_stop=is_stop, matched=matched, timings=event.timings)
             self._end(session, turn, end)
 
-    def _on_failed(self, session: Session, turn: Turn, event: TurnFailed) -> None:
-        running = _running(turn)
+    def _on_failed(self, session: Session, turn: SessionTurn, event: TurnFailed) -> None:
+        submitted = _submitted(turn)
         is_known = event.code != _UNKNOWN_SESSION
-        known_len = min(event.history_len, running.base_len) if is_known else None
-        session.copy.know(known_len, self._link.generation)
-        if running.verdict is not None:
+        known_len = min(event.history_len, submitted.base_len) if is_known else None
+        session.copy.set_known_len(known_len, self._link.generation)
+        if submitted.verdict is not None:
             self._settle(session, turn, None, failure=None)
             return
         self._end(session, turn, failed(turn, code=event.code, message=event.message))
@@ -455,69 +458,72 @@ class TurnFlow:
     def _settle(
         self,
         session: Session,
-        turn: Turn,
+        turn: SessionTurn,
         timings: TurnTimings | None,
         *,
         failure: SessionServerError | None,
     ) -> None:
         """End a turn as was decided, or with `failure` where nothing was."""
-        verdict = _running(turn).verdict
+        verdict = _submitted(turn).verdict
+        end: TurnEnd
         match verdict:
             case StopFound(stop=stop):
-                stopped = completed(turn, is_stop=True, matched=stop, timings=timings)
-                self._end(session, turn, stopped)
+                end = completed(turn, is_stop=True, matched=stop, timings=timings)
+                self._end(session, turn, end)
             case CancelAccepted(keep_partial=keep, reason=reason):
-                cut = cancelled(turn, kept=keep, reason=reason, timings=timings)
-                self._end(session, turn, cut)
+                end = cancelled(turn, kept=keep, reason=reason, timings=timings)
+                self._end(session, turn, end)
             case None:
                 assert failure is not None, "an undecided turn settled without a cause"
                 self._refuse(session, turn, failure)
             case _:
                 assert_never(verdict)
 
-    def _end(self, session: Session, turn: Turn, end: TurnEnd) -> None:
+    def _end(self, session: Session, turn: SessionTurn, end: TurnEnd) -> None:
         """The one way out of an accepted turn."""
         assert turn.phase is not TurnPhase.ENDED, "a turn ended twice"
         turn.phase = TurnPhase.ENDED
         self._sent.pop(turn.engine_id, None)
-        if turn.running is not None:
-            self._commit(session, turn, turn.running, kept=is_kept(end))
-        self._take_out(session, turn)
+        if turn.submitted is not None:
+            self._commit(session, turn, turn.submitted, kept=is_kept(end))
+        self._remove_turn(session, turn)
         session.life.last_active_s = self._clock()
         end_seq = session.journal.append(end)
         session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
-        self._quotas.give_turn(session.owner, turn)
+        self._quotas.release_turn(session.owner, turn)
         self._quotas.recount(session)
         if turn.on_end is not None:
             turn.on_end(end)
 
-    def _take_out(self, session: Session, turn: Turn) -> None:
+    def _remove_turn(self, session: Session, turn: SessionTurn) -> None:
         if session.live is turn:
             self.counts.live -= 1
         else:
             self.counts.queued -= 1
-        session.take_out(turn)
+        session.remove_turn(turn)
 
-    def _commit(self, session: Session, turn: Turn, running: Running, *, kept: bool) -> None:
+    def _commit(
+        self, session: Session, turn: SessionTurn, submitted: SubmittedTurn, *, kept: bool
+    ) -> None:
         """Bring history and the engine's copy of it to what stays."""
         if kept:
             session.transcript.commit(
-                running.prompt,
+                submitted.prompt,
                 turn.request.turn_id,
                 turn.item_id,
-                output=running.answer.token_ids,
-                text=running.answer.text,
+                output=submitted.answer.token_ids,
+                text=submitted.answer.text,
             )
         known_len = session.copy.known_len(self._link.generation)
         if known_len is not None:
-            same_len = len(session.transcript) if kept else running.base_len
-            session.copy.know(min(known_len, same_len), self._link.generation)
+            same_len = len(session.transcript) if kept else submitted.base_len
+            session.copy.set_known_len(min(known_len, same_len), self._link.generation)
 
 
 def _ignore(session: Session) -> None:
     """Nobody listens."""
 
 
-def _running(turn: Turn) -> Running:
-    assert turn.running is not None, "the turn was never sent"
-    return turn.running
+def _submitted(turn: SessionTurn) -> SubmittedTurn:
+    assert turn.submitted is not None, "the turn was never sent"
+    return turn.submitted

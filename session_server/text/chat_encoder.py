@@ -68,7 +68,7 @@ class ChatEncoder:
             yield from self._render((), [_PROBE], frame)
         except TokenizeFailed as error:
             return error.message
-        self.can_append = yield from self._appends_alike(frame)
+        self.can_append = yield from self._deltas_are_equal(frame)
         return None
 
     def encode_all(self, messages: Sequence[Message], frame: RenderFrame) -> Rendering[list[int]]:
@@ -123,7 +123,7 @@ class ChatEncoder:
     def _is_control(self, token_id: int) -> bool:
         return token_id in self._tokenizer.special_ids
 
-    def _appends_alike(self, frame: RenderFrame) -> Rendering[bool]:
+    def _deltas_are_equal(self, frame: RenderFrame) -> Rendering[bool]:
         """Tell whether different histories give the same delta."""
         try:
             expected = yield from self._render_after(_HISTORY, frame)
@@ -244,9 +244,9 @@ class ChatEncoder:
             stretch = marked[start:end]
             if _unmark(stretch, marks) == stretch:
                 continue
-            if index > 0 and self._token(controls[index - 1].group()).eats_right:
+            if index > 0 and self._token(controls[index - 1].group()).rstrip:
                 stretch = stretch.lstrip()
-            if index < len(controls) and self._token(controls[index].group()).eats_left:
+            if index < len(controls) and self._token(controls[index].group()).lstrip:
                 stretch = stretch.rstrip()
             ids += self._tokenizer.encode_control(marked[clean_start:start])
             ids += self._tokenizer.encode_content(_unmark(stretch, marks))

@@ -148,12 +148,13 @@ class ChatTemplate:
             raise TokenizeFailed(f"the chat template refused: {text}", param="input") from error
         except Exception as error:  # a program of the checkpoint's author: it may raise anything
             raise TokenizeFailed(
-                f"the chat template failed{_place_of(error)}: {_reason_of(error)}", param="input"
+                f"the chat template failed{_line_of(error)}: {_reason_of(error)}",
+                param="input",
             ) from error
         return "".join(pieces)
 
 
-def _place_of(error: BaseException) -> str:
+def _line_of(error: BaseException) -> str:
     """Name the line of the template where the innermost error of its own was raised."""
     lines = [
         line

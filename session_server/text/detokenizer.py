@@ -31,7 +31,7 @@ class Detokenizer:
     def feed(self, token_id: int) -> str:
         """Text that this token completes, maybe none."""
         try:
-            text = self._stream.step(self._tokenizer.pipeline, token_id)
+            text = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
         except BaseException:  # noqa: BLE001 - `tokenizers` raises the bare class, or panics
             # With byte fallback an invalid byte turns text before it, already given out, into
             # U+FFFD (vllm#17448). What was given stays; what was held begins anew.

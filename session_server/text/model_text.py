@@ -9,7 +9,12 @@ from session_server.core.sampling import SamplingParams
 from session_server.text.chat_encoder import ChatEncoder
 from session_server.text.chat_template import TemplateSource
 from session_server.text.model_files import ModelFiles, read_model_files
-from session_server.text.rendering import LocalRenderer, TemplateRenderer, finish, finish_awaiting
+from session_server.text.rendering import (
+    LocalRenderer,
+    TemplateRenderer,
+    run_to_end,
+    run_to_end_async,
+)
 from session_server.text.template_worker import RenderLimits, TemplateWorker
 from session_server.text.tokenizer import Tokenizer
 
@@ -32,11 +37,11 @@ class ModelText(ModelTokens):
     """Tokens, chat template and default sampling of a checkpoint.
 
     `chat` is None for a checkpoint without a chat template: it takes text and token inputs only.
-    `chat_fault` says why not even a plain conversation can be rendered, None if it can.
+    `chat_error` says why not even a plain conversation can be rendered, None if it can.
     """
 
     chat: ChatEncoder | None
-    chat_fault: str | None
+    chat_error: str | None
     default_sampling: SamplingParams
 
     async def close(self) -> None:
@@ -65,7 +70,7 @@ def load_local_text(model_dir: Path) -> ModelText:
     if source is None:
         return _text_of(files, tokens, None, None)
     chat = ChatEncoder(tokens.tokenizer, LocalRenderer(source))
-    return _text_of(files, tokens, chat, finish(chat.check_append(), chat.renderer))
+    return _text_of(files, tokens, chat, run_to_end(chat.check_append(), chat.renderer))
 
 
 async def load_model_text(model_dir: Path, *, limits: RenderLimits | None = None) -> ModelText:
@@ -80,17 +85,17 @@ async def load_model_text(model_dir: Path, *, limits: RenderLimits | None = None
         return _text_of(files, tokens, None, None)
     renderer: TemplateRenderer = await TemplateWorker.start(source, limits)
     chat = ChatEncoder(tokens.tokenizer, renderer)
-    return _text_of(files, tokens, chat, await finish_awaiting(chat.check_append(), renderer))
+    return _text_of(files, tokens, chat, await run_to_end_async(chat.check_append(), renderer))
 
 
 def _tokens_of(files: ModelFiles) -> ModelTokens:
     tokenizer = Tokenizer(files.tokenizer_path, special_texts=files.special_tokens)
     named = files.named_tokens
-    eos_id = tokenizer.id_of(named["eos_token"]) if "eos_token" in named else None
+    eos_id = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
     return ModelTokens(
         tokenizer=tokenizer,
         eos_token_ids=files.eos_token_ids | ({eos_id} if eos_id is not None else set()),
-        bos_token_id=tokenizer.id_of(named["bos_token"]) if "bos_token" in named else None,
+        bos_token_id=tokenizer.token_to_id(named["bos_token"]) if "bos_token" in named else None,
     )
 
 
@@ -101,13 +106,16 @@ def _template_of(files: ModelFiles) -> TemplateSource | None:
 
 
 def _text_of(
-    files: ModelFiles, tokens: ModelTokens, chat: ChatEncoder | None, chat_fault: str | None
+    files: ModelFiles,
+    tokens: ModelTokens,
+    chat: ChatEncoder | None,
+    chat_error: str | None,
 ) -> ModelText:
     return ModelText(
         tokenizer=tokens.tokenizer,
         eos_token_ids=tokens.eos_token_ids,
         bos_token_id=tokens.bos_token_id,
         chat=chat,
-        chat_fault=chat_fault,
+        chat_error=chat_error,
         default_sampling=files.default_sampling,
     )

@@ -86,22 +86,22 @@ def advance(
         return result
 
 
-def finish(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
+def run_to_end(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
     """Run steps to their result with a renderer that answers at once."""
     result = advance(steps, renderer)
     assert not isinstance(result, RenderJob), "this renderer must be awaited"
     return result
 
 
-async def finish_awaiting(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
+async def run_to_end_async(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
     """Run steps to their result with any renderer."""
     result = advance(steps, renderer)
     while isinstance(result, RenderJob):
-        result = advance(steps, renderer, await answer_of(renderer, result))
+        result = advance(steps, renderer, await render_or_error(renderer, result))
     return result
 
 
-async def answer_of(renderer: TemplateRenderer, job: RenderJob) -> list[str] | TokenizeFailed:
+async def render_or_error(renderer: TemplateRenderer, job: RenderJob) -> list[str] | TokenizeFailed:
     """Return what `advance` is to be given for a job."""
     try:
         return await renderer.render(job)

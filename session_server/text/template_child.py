@@ -74,21 +74,21 @@ def _serve(jobs: BufferedReader, answers: BufferedWriter) -> None:
     if (message := next(messages, None)) is None:
         return
     settings = msgspec.msgpack.decode(message, type=ChildSettings)
-    _limit(resource.RLIMIT_AS, settings.memory_bytes)
-    _limit(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_AS, settings.memory_bytes)
+    _lower_limit(resource.RLIMIT_CORE, 0)
     templates: list[ChatTemplate] = []
 
     def compile_template() -> list[str]:
         templates.append(ChatTemplate(settings.template))
         return []
 
-    _answer(answers, compile_template, cpu_s=COMPILE_CPU_S)
+    _handle(answers, compile_template, cpu_s=COMPILE_CPU_S)
     for message in messages:
         job = msgspec.msgpack.decode(message, type=RenderJob)
-        _answer(answers, partial(templates[0].render, job), cpu_s=settings.cpu_s)
+        _handle(answers, partial(templates[0].render, job), cpu_s=settings.cpu_s)
 
 
-def _answer(stream: BufferedWriter, work: Callable[[], list[str]], *, cpu_s: float) -> None:
+def _handle(stream: BufferedWriter, work: Callable[[], list[str]], *, cpu_s: float) -> None:
     """Do one piece of work within its time; SIGPROF ends a process that takes longer."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
@@ -112,7 +112,7 @@ def _messages(source: BufferedReader) -> Iterator[bytes]:
         yield message
 
 
-def _limit(kind: int, value: int) -> None:
+def _lower_limit(kind: int, value: int) -> None:
     """Lower a limit of this process; a system that does not know it goes without."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:

@@ -97,7 +97,7 @@ class TemplateWorker:
             try:
                 if self._child is None or self._child.process.poll() is not None:
                     await self._spawn()
-                answer = await self._ask(frame, self._limits.deadline_s)
+                answer = await self._request(frame, self._limits.deadline_s)
             except ModelFilesError as error:  # it compiled when the server started
                 raise TokenizeFailed(str(error), param="input") from error
         if isinstance(answer, NotRendered):
@@ -115,14 +115,14 @@ class TemplateWorker:
             ours, process = await asyncio.to_thread(_popen)
             reader, writer = await asyncio.open_connection(sock=ours)
             self._child = _Child(process, reader, writer)
-            answer = await self._ask(self._settings, START_TIMEOUT_S)
+            answer = await self._request(self._settings, START_TIMEOUT_S)
         except (OSError, TokenizeFailed) as error:
             raise ModelFilesError(f"the chat template was not compiled: {error}") from error
         if isinstance(answer, NotRendered):
             self._kill()
             raise ModelFilesError(answer.message)
 
-    async def _ask(self, frame: bytes, timeout_s: float) -> Answer:
+    async def _request(self, frame: bytes, timeout_s: float) -> Answer:
         """Send one message and return its answer. A process that does not answer is killed.
 
         Raises:
@@ -145,14 +145,14 @@ class TemplateWorker:
                 f"the chat template took longer than {timeout_s:g} s", param="input"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise TokenizeFailed(await self._cause_of_death(child), param="input") from None
+            raise TokenizeFailed(await self._exit_reason(child), param="input") from None
         finally:
             # What it still writes would be taken for the answer to the next job.
             if answer is None:
                 self._kill()
         return answer
 
-    async def _cause_of_death(self, child: _Child) -> str:
+    async def _exit_reason(self, child: _Child) -> str:
         status: int | None = None
         try:
             status = await asyncio.to_thread(child.process.wait, self._limits.deadline_s)

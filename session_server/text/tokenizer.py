@@ -25,11 +25,11 @@ LONG_TEXT_CHARS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A control token. `eats_left` / `eats_right`: it swallows the white space beside it."""
+    """A control token. `lstrip` / `rstrip`: it swallows the white space beside it."""
 
     token_id: int
-    eats_left: bool
-    eats_right: bool
+    lstrip: bool
+    rstrip: bool
 
 
 class Tokenizer:
@@ -54,7 +54,7 @@ class Tokenizer:
         return dict(self._special)
 
     @property
-    def pipeline(self) -> tokenizers.Tokenizer:
+    def backend_tokenizer(self) -> tokenizers.Tokenizer:
         """The tokenizer to decode with; not to be changed."""
         return self._control
 
@@ -63,7 +63,7 @@ class Tokenizer:
         """Every token and its id, control tokens included; a copy."""
         return self._control.get_vocab(with_added_tokens=True)
 
-    def id_of(self, text: str) -> int | None:
+    def token_to_id(self, text: str) -> int | None:
         """Id of one token by its exact text."""
         token_id = self._control.token_to_id(text)
         return None if token_id is None else int(token_id)

@@ -32,7 +32,7 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 from session_server.protocol.cumulative_answer import CumulativeAnswer
-from session_server.protocol.errors import clean, error_body
+from session_server.protocol.errors import error_body, sanitize
 from session_server.protocol.frames import failure_body
 from session_server.protocol.sglang import Generation, SessionParamsBody
 from session_server.sessions.journal import Journal
@@ -125,7 +125,7 @@ class GenerationRun:
             return {"error": msgspec.to_builtins(failure_body(entry))}
         if isinstance(entry, TurnEnd):
             return self.answer.end(entry, latency_s=self.latency_s())
-        return self.answer.so_far() if isinstance(entry, TurnDelta) else {}
+        return self.answer.current_body() if isinstance(entry, TurnDelta) else {}
 
     def latency_s(self) -> float:
         """Seconds since the request arrived."""
@@ -219,7 +219,7 @@ def _check_session_params(params: SessionParamsBody, request: TurnRequest) -> No
 @contextlib.contextmanager
 def _sglang_errors(params: SessionParamsBody | None) -> Iterator[None]:
     """Refusals in the words and with the status (400) that SGLang's clients match."""
-    name = clean(params.id or "") if params is not None else ""
+    name = sanitize(params.id or "") if params is not None else ""
     try:
         yield
     except SessionNotFound:

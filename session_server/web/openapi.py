@@ -24,7 +24,7 @@ _COMPONENTS: Final[tuple[Any, ...]] = (
     resources.IndexBody,
     resources.SessionBody,
     resources.SessionList,
-    resources.TurnResult,
+    resources.TurnResultBody,
     resources.ItemList,
     resources.ModelList,
     resources.MemoryBody,

@@ -16,9 +16,9 @@ from session_server.core.errors import WIRE_ERRORS, SessionServerError, wire_err
 from session_server.protocol.errors import (
     ErrorBody,
     ErrorResponse,
-    clean,
     error_body,
     internal_error_body,
+    sanitize,
 )
 
 JSON: Final = "application/json"
@@ -47,7 +47,7 @@ class HttpRefusal(Exception):
         self.body = ErrorBody(
             type="invalid_request_error",
             code=_CODES.get(status, "invalid_request"),
-            message=clean(message),
+            message=sanitize(message),
             param=param,
         )
 
@@ -109,6 +109,6 @@ def _query_error(error: RequestValidationError) -> ErrorBody:
     return ErrorBody(
         type="invalid_request_error",
         code="invalid_request",
-        message=clean(str(first.get("msg", "Invalid value."))),
-        param=clean(".".join(str(part) for part in first.get("loc", ())[1:])) or None,
+        message=sanitize(str(first.get("msg", "Invalid value."))),
+        param=sanitize(".".join(str(part) for part in first.get("loc", ())[1:])) or None,
     )

@@ -26,7 +26,7 @@ from session_server.protocol.resources import (
     ItemList,
     SessionBody,
     SessionList,
-    TurnResult,
+    TurnResultBody,
 )
 from session_server.sessions.views import OpenRequest
 from session_server.web.bodies import read_body
@@ -134,7 +134,7 @@ async def list_items(session_id: str, caller: Caller) -> Response:
 @router.post(
     "/{session_id}/turns",
     openapi_extra=body_of(TurnBody),
-    responses=answers(TurnResult, "The turn's end; or its events, for text/event-stream."),
+    responses=answers(TurnResultBody, "The turn's end; or its events, for text/event-stream."),
 )
 async def create_turn(session_id: str, request: Request, caller: Caller) -> Response:
     """Run one turn, and wait for its end or stream its events.
@@ -159,7 +159,7 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     return JsonResponse(await turn_result(session_id, end))
 
 
-@router.get("/{session_id}/turns/{turn_id}", responses=answers(TurnResult, "The turn now."))
+@router.get("/{session_id}/turns/{turn_id}", responses=answers(TurnResultBody, "The turn now."))
 async def get_turn(session_id: str, turn_id: str, caller: Caller) -> Response:
     """Show a turn that waits, runs or has ended."""
     return JsonResponse(await turn_body(caller.sessions.turn(caller.owner, session_id, turn_id)))
@@ -168,7 +168,7 @@ async def get_turn(session_id: str, turn_id: str, caller: Caller) -> Response:
 @router.post(
     "/{session_id}/turns/{turn_id}/cancel",
     openapi_extra=body_of(CancelBody, required=False),
-    responses=answers(TurnResult, "The turn as it ends."),
+    responses=answers(TurnResultBody, "The turn as it ends."),
 )
 async def cancel_turn(session_id: str, turn_id: str, request: Request, caller: Caller) -> Response:
     """Cancel a turn."""

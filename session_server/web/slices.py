@@ -28,7 +28,7 @@ async def encode_scores(entry: SessionEntry | None) -> EncodedScores | None:
     """Encode the logprobs of a turn's end where they are many; None where they need no care."""
     if not isinstance(entry, TurnCompleted | TurnCancelled | TurnFailedEntry):
         return None
-    if not EncodedScores.are_needed(entry.outcome):
+    if not EncodedScores.is_needed(entry.outcome):
         return None
     scores = EncodedScores(entry.outcome)
     await run_in_slices(scores.encode())

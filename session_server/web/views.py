@@ -20,7 +20,7 @@ from session_server.protocol.frames import (
     item_body,
     usage_body,
 )
-from session_server.protocol.resources import SessionBody, TurnResult
+from session_server.protocol.resources import SessionBody, TurnResultBody
 from session_server.sessions.views import (
     ItemView,
     SessionSnapshot,
@@ -52,11 +52,11 @@ def session_body(view: SessionView, model: ModelCard) -> SessionBody:
     )
 
 
-async def turn_body(view: TurnView) -> TurnResult:
+async def turn_body(view: TurnView) -> TurnResultBody:
     """A turn as REST shows it, ended or not."""
     if view.end is not None:
         return await turn_result(view.session_id, view.end)
-    return TurnResult(
+    return TurnResultBody(
         id=view.turn_id,
         object="turn",
         session_id=view.session_id,
@@ -65,11 +65,11 @@ async def turn_body(view: TurnView) -> TurnResult:
     )
 
 
-async def turn_result(session_id: str, end: TurnEnd) -> TurnResult:
+async def turn_result(session_id: str, end: TurnEnd) -> TurnResultBody:
     """A turn that has ended."""
     scores = await encode_scores(end)
     completed = end if isinstance(end, TurnCompleted) else None
-    return TurnResult(
+    return TurnResultBody(
         id=end.turn_id,
         object="turn",
         session_id=session_id,

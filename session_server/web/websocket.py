@@ -33,13 +33,13 @@ from session_server.protocol.scores import EncodedScores
 from session_server.protocol.session_protocol import (
     SUBPROTOCOL,
     Authenticate,
-    CancelTurn,
+    CancelRequest,
+    ClientRequest,
     CloseCode,
-    CloseSession,
-    Command,
+    CloseRequest,
     SessionProtocol,
     StartTurn,
-    UpdateSession,
+    UpdateRequest,
 )
 from session_server.sessions.journal import OffsetLost
 from session_server.sessions.views import OpenRequest, SessionView
@@ -157,7 +157,7 @@ class SessionSocket:
             self._protocol.take_frames()
             raise Unauthorized("The first message must be session.auth.", param="type")
         owner = self._services.settings.keys.owner_of(command.token)
-        self._protocol.authenticated()
+        self._protocol.on_authenticated()
         return owner
 
     def _open(self, call: Call) -> SessionView:
@@ -190,7 +190,7 @@ class SessionSocket:
             await self._websocket.send_denial_response(error_response(error))
             return
         await self._accept()
-        self._protocol.refuse(error)
+        self._protocol.send_error(error)
         with contextlib.suppress(WebSocketDisconnect):
             await self._flush()
             await self._close(self._protocol.close_code or _close_code(error))
@@ -228,7 +228,7 @@ class SessionSocket:
         is_resumed = wanted is not None and lost is None
         self._position = wanted if wanted is not None and lost is None else journal.last_seq
         hello = hello_frame(view, self._services, seq=self._position, resumed=is_resumed)
-        self._protocol.opened(hello)
+        self._protocol.on_opened(hello)
         if lost is not None:
             await self._queue_snapshot(call, view.session_id, lost)
 
@@ -236,10 +236,10 @@ class SessionSocket:
         try:
             snapshot = await snapshot_frame(call.sessions.snapshot(call.owner, session_id))
         except SessionNotFound:
-            self._protocol.resume_failed(lost, None)
+            self._protocol.on_resume_failed(lost, None)
             self._position = self._journal.last_seq - 1  # nothing is left to tell but the end
             return
-        self._protocol.resume_failed(lost, snapshot)
+        self._protocol.on_resume_failed(lost, snapshot)
         self._position = snapshot.seq
 
     async def _read(self, call: Call, session_id: str, readers: SessionReaders) -> None:
@@ -263,7 +263,7 @@ class SessionSocket:
             raise
 
     async def _handle_command(
-        self, command: Command, call: Call, session_id: str, readers: SessionReaders
+        self, command: ClientRequest, call: Call, session_id: str, readers: SessionReaders
     ) -> None:
         sessions, owner = call.sessions, call.owner
         turn_id: str | None = None
@@ -272,11 +272,11 @@ class SessionSocket:
                 case StartTurn(request=request):
                     turn_id = request.turn_id
                     await self._start(request, call, session_id, readers)
-                case CancelTurn(turn_id=turn_id, keep_partial=keep_partial):
+                case CancelRequest(turn_id=turn_id, keep_partial=keep_partial):
                     sessions.cancel(owner, session_id, turn_id, keep_partial=keep_partial)
-                case UpdateSession(ttl_s=ttl_s, metadata=metadata):
+                case UpdateRequest(ttl_s=ttl_s, metadata=metadata):
                     sessions.update(owner, session_id, ttl_s=ttl_s, metadata=metadata)
-                case CloseSession():
+                case CloseRequest():
                     sessions.close(owner, session_id)
                 case Authenticate():
                     pass
@@ -284,7 +284,7 @@ class SessionSocket:
                     assert_never(command)
         except SessionServerError as error:
             self._services.metrics.count_refusal(wire_error(error).code)
-            self._protocol.refuse(error, turn_id=turn_id)
+            self._protocol.send_error(error, turn_id=turn_id)
 
     async def _start(
         self, request: TurnRequest, call: Call, session_id: str, readers: SessionReaders
@@ -294,13 +294,15 @@ class SessionSocket:
         try:
             view = await call.sessions.submit(call.owner, session_id, request)
         except asyncio.CancelledError:
-            # The connection ends while the input is tokenised; the turn goes on without it.
+            # The connection ends while the input is tokenized; the turn goes on without it.
             if is_bound:
                 readers.bind_turn(request.turn_id, keep_partial=True)
             raise
         if view.created_seq <= seq_before:
             scores = await encode_scores(view.end)
-            self._protocol.repeat(view.turn_id, position=view.position, end=view.end, scores=scores)
+            self._protocol.send_repeat(
+                view.turn_id, position=view.position, end=view.end, scores=scores
+            )
         if is_bound and view.end is None:
             readers.bind_turn(view.turn_id, keep_partial=True)
 
@@ -343,7 +345,7 @@ class SessionSocket:
                 readers.unbind_turn(item.entry.turn_id)
                 if scores := await encode_scores(item.entry):
                     encoded[item.seq] = scores
-        self._protocol.entries(((item.seq, item.entry) for item in entries), scores=encoded)
+        self._protocol.send_entries(((item.seq, item.entry) for item in entries), scores=encoded)
 
     async def _flush(self) -> None:
         for frame in self._protocol.take_frames():

@@ -100,9 +100,9 @@ def phases(this: Served) -> Counter[str]:
     found: Counter[str] = Counter()
     for session in this.sessions._sessions:
         for turn in session.turns():
-            running = turn.running
-            if turn.phase is TurnPhase.RUNNING and running is not None:
-                found["decode" if running.answer.token_ids else "prefill"] += 1
+            submitted = turn.submitted
+            if turn.phase is TurnPhase.RUNNING and submitted is not None:
+                found["decode" if submitted.answer.token_ids else "prefill"] += 1
             else:
                 found[turn.phase.name.lower()] += 1
     return found

@@ -240,7 +240,7 @@ SESSIONS = (
         "`tokenize_failed`",
     ),
     _constant(
-        "sessions.tokenising:MAX_THREADS",
+        "sessions.tokenizing:MAX_THREADS",
         "threads that tokenize, stuck ones included",
         "threads",
         "`server_busy`",

@@ -29,7 +29,7 @@ SLICES = (
     _constant("sessions.backlog:SLICE", "sessions that one change concerns", "items", _NEXT),
     _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries that expire", "entries", _NEXT),
     _constant(
-        "sessions.tokenising:NUM_THREADS",
+        "sessions.tokenizing:NUM_THREADS",
         "long inputs that are tokenized at the same time",
         "inputs",
         "further ones wait",
@@ -115,7 +115,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.prompt:_PROBE_CHARS_PER_TOKEN",
         "session_server.sessions.quotas:_MINUTE_S",
         "session_server.sessions.request_tree:NODE_BYTES",
-        "session_server.sessions.tokenising:_BYTES_PER_CHAR",
+        "session_server.sessions.tokenizing:_BYTES_PER_CHAR",
         "session_server.sessions.validation:_CHARS_PER_TOKEN",
         "session_server.text.template_worker:_UTF8_BYTES",
         "session_server.web.http_guard:QUEUED_REQUEST_BYTES",

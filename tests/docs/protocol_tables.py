@@ -21,7 +21,7 @@ OBJECTS: tuple[type[msgspec.Struct], ...] = (
     TurnTimings,
     frames.ConversationItem,
     resources.SessionBody,
-    resources.TurnResult,
+    resources.TurnResultBody,
 )
 
 

@@ -28,7 +28,7 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 from session_server.sessions.quotas import SessionLimits
-from session_server.sessions.tokenising import MAX_THREADS
+from session_server.sessions.tokenizing import MAX_THREADS
 from session_server.text import detokenizer
 from session_server.text.model_text import ModelText, load_local_text
 from tests.faults.points import Points, injects
@@ -203,7 +203,7 @@ def test_an_input_that_hangs_the_tokenizer_is_given_up_and_the_next_is_not(point
             while not (trap.has_sprung or hanging.done()):
                 rig.do(asyncio.sleep(0))
             trap.armed_at = -1
-            # The loop is free: another session's turn is tokenised and runs meanwhile.
+            # The loop is free: another session's turn is tokenized and runs meanwhile.
             rig.run(rig.open(session_id="other"), rig.new_turn(3, 4))
             assert hanging.done() != trap.has_sprung
             if not trap.has_sprung:
@@ -236,12 +236,12 @@ def test_inputs_that_hang_the_tokenizer_are_bounded_and_their_threads_are_not_wa
         with pytest.raises(ServerBusy):
             rig.submit("mine", chat("refused"))
         points.strike()
-        stuck = [thread for thread in threading.enumerate() if thread.name == "tokenise"]
+        stuck = [thread for thread in threading.enumerate() if thread.name == "tokenize"]
         assert len(stuck) >= MAX_THREADS
         assert all(thread.daemon for thread in stuck), "the process could not end"
         rig.run("mine", rig.new_turn(3))  # token ids need no tokenizer
         trap.release()
-        while rig.manager._flow.tokenising._threads.num_alive:
+        while rig.manager._flow.prompt_builder._threads.num_alive:
             rig.do(asyncio.sleep(0))
         rig.run("mine", chat("taken"))
         rig.assert_recovered()
@@ -257,7 +257,7 @@ def is_taken(rig: Rig, turn_id: str) -> bool:
 
 
 def has_failed(rig: Rig, turn_id: str, session_id: str = "mine") -> bool:
-    """Whether a turn was taken and failed to be tokenised."""
+    """Whether a turn was taken and failed to be tokenized."""
     try:
         end = rig.manager.turn(OWNER, session_id, turn_id).end
     except TurnNotFound:

@@ -271,7 +271,7 @@ REFUSAL_FREES_THE_SESSION = Mutant(
 CANCELLED_STAYS_IN_LINE = Mutant(
     "A turn that ends while it waits stays in its session's line.",
     "sglang#31765 (R2)",
-    Edit("session_server.sessions.session:Session.take_out", "self.queue.remove(turn)", "pass"),
+    Edit("session_server.sessions.session:Session.remove_turn", "self.queue.remove(turn)", "pass"),
 )
 
 DISCONNECT_STOPS_NOBODY = Mutant(
@@ -349,7 +349,7 @@ FIRST_LIMITS_STAY = Mutant(
     "The sampling of a session's first turn is kept for the others.",
     "vllm-omni#5603 (R11)",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._launch",
+        "session_server.sessions.turn_flow:TurnFlow._submit_to_engine",
         "fit_sampling(turn.request.sampling, prompt, max_len)",
         "fit_sampling(self.__dict__.setdefault(session.session_id, turn.request.sampling),"
         " prompt, max_len)",
@@ -452,7 +452,7 @@ OWNERS_OPEN_WITHOUT_END = Mutant(
     "An owner may open as many sessions as the server holds.",
     "sglang#27024 (E4)",
     Edit(
-        "session_server.sessions.budget:Budget.check",
+        "session_server.sessions.budget:OwnerBudget.check",
         "if held > allowed:",
         "if False:",
     ),
@@ -462,7 +462,7 @@ NOTHING_EXPIRES = Mutant(
     "Sessions that nobody closes stay.",
     "sglang#27024 (E4)",
     Edit(
-        "session_server.sessions.deadlines:Deadlines.due",
+        "session_server.sessions.deadlines:Deadlines.pop_expired",
         "elif session.expires_s < now_s:",
         "elif False:",
     ),
@@ -472,7 +472,7 @@ SENDS_THE_WHOLE_HISTORY = Mutant(
     "Every turn sends the engine the whole conversation.",
     "vllm#52471 (E5)",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._running_for",
+        "session_server.sessions.turn_flow:TurnFlow._make_submitted",
         "base_len = min(common if known is None else min(known, common), prompt.context_len - 1)",
         "base_len = 0 * common * prompt.context_len",
     ),
@@ -511,7 +511,7 @@ FRAMES_ARE_TRUSTED = Mutant(
 DEAD_ENGINE_IS_UP = Mutant(
     "An engine that has died still counts as there.",
     "vllm#39863, #21728, #36451 (E6)",
-    Edit("session_server.sessions.engine_link:EngineLink._lose", "self.is_up = False", "pass"),
+    Edit("session_server.sessions.engine_link:EngineLink._mark_down", "self.is_up = False", "pass"),
 )
 
 EXIT_STATUS_IS_ZERO = Mutant(

@@ -24,7 +24,7 @@ UNSENT_TURN_GOES_LAST = Mutant(
     "A turn that the engine could not take goes to the end of its session's line.",
     "systematic",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._launch",
+        "session_server.sessions.turn_flow:TurnFlow._submit_to_engine",
         "session.queue.appendleft(turn)",
         "session.queue.append(turn)",
     ),
@@ -64,7 +64,7 @@ COPY_OUTLIVES_ENGINE = Mutant(
     "After a restart the server goes on building on what the old engine held.",
     "systematic",
     Edit(
-        "session_server.sessions.engine_link:EngineLink._lose",
+        "session_server.sessions.engine_link:EngineLink._mark_down",
         "self.generation += 1",
         "pass",
     ),
@@ -85,7 +85,7 @@ COPY_IS_TRUSTED_TOO_FAR = Mutant(
     "sglang#22790 (A15)",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow._commit",
-        "session.copy.know(min(known_len, same_len), self._link.generation)",
+        "session.copy.set_known_len(min(known_len, same_len), self._link.generation)",
         "session.transcript._tokens.extend([0] * (known_len - same_len))",
     ),
 )
@@ -95,7 +95,7 @@ ENDED_TURN_HOLDS_QUOTA = Mutant(
     "lmdeploy#1788 (L8)",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow._end",
-        "self._quotas.give_turn(session.owner, turn)",
+        "self._quotas.release_turn(session.owner, turn)",
         "pass",
     ),
 )
@@ -105,7 +105,7 @@ REFUSED_TURN_HOLDS_QUOTA = Mutant(
     "systematic",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow._refuse",
-        "self._quotas.give_turn(session.owner, turn)",
+        "self._quotas.release_turn(session.owner, turn)",
         "pass",
     ),
 )
@@ -115,7 +115,7 @@ CLOSED_SESSION_HOLDS_QUOTA = Mutant(
     "sglang#27024 (E4)",
     Edit(
         "session_server.sessions.manager:SessionManager._on_idle",
-        "self._quotas.give_session(session)",
+        "self._quotas.release_session(session)",
         "pass",
     ),
 )
@@ -144,7 +144,7 @@ BUSY_SESSION_EXPIRES = Mutant(
     "A session expires while a turn of it runs.",
     "tt-inference-server#2907 (R5)",
     Edit(
-        "session_server.sessions.deadlines:Deadlines.due",
+        "session_server.sessions.deadlines:Deadlines.pop_expired",
         "if not session.is_idle:",
         "if False:",
     ),
@@ -163,7 +163,7 @@ SAME_TURN_RUNS_AGAIN = Mutant(
 OTHER_TURN_IS_TAKEN_FOR_IT = Mutant(
     "Another request under a used turn id is answered with the old turn.",
     "vllm#15041 (R4)",
-    Edit("session_server.sessions.manager:_check_same", "if known != mark:", "if False:"),
+    Edit("session_server.sessions.turn:check_same_request", "if known != digest:", "if False:"),
 )
 
 CANCEL_TAKES_A_PREFIX = Mutant(
@@ -180,7 +180,7 @@ UNSENT_IS_LOST = Mutant(
     "A cancel or close that the engine cannot take at the moment is forgotten.",
     "llama.cpp#24496 (E2)",
     Edit(
-        "session_server.sessions.engine_link:EngineLink.tell",
+        "session_server.sessions.engine_link:EngineLink.send_or_queue",
         "self._unsent.append(command)",
         "pass",
     ),
@@ -210,7 +210,7 @@ HELD_BACK_TEXT_IS_LOST = Mutant(
     "Text held back because a stop string might begin in it is not given out at the end.",
     "systematic",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._journal_tail",
+        "session_server.sessions.turn_flow:TurnFlow._flush_text",
         "if text:",
         "if not text:",
     ),
@@ -281,8 +281,8 @@ READERS_SLEEP_ON = Mutant(
     "vllm-omni#5383 (R9)",
     Edit(
         "session_server.sessions.journal:Journal.append",
-        "self._wake()",
-        "if not self._is_closed:\n            self._wake()",
+        "self._notify_listeners()",
+        "if not self._is_closed:\n            self._notify_listeners()",
     ),
 )
 
@@ -361,7 +361,7 @@ SCORES_STAY_COUNTED = Mutant(
     "What a turn held while it ran stays counted when it has ended.",
     "systematic",
     Edit(
-        "session_server.sessions.quotas:Quotas.give_turn",
+        "session_server.sessions.quotas:Quotas.release_turn",
         "self.turn_bytes.add(owner, -turn.held_bytes)",
         "pass",
     ),

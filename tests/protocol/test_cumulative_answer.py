@@ -14,6 +14,7 @@ from session_server.core.session_events import (
     Outcome,
     SessionEntry,
     TextInput,
+    TokenUsage,
     TurnCancelled,
     TurnCompleted,
     TurnDelta,
@@ -21,13 +22,12 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnProgress,
     TurnRequest,
-    Usage,
 )
 from session_server.protocol.cumulative_answer import CumulativeAnswer, finish_reason
 from session_server.protocol.growing_json import SLICE_LENGTH
 from session_server.protocol.sglang import Generation
 
-NOTHING = Outcome("i", "", (), Usage(9, 3, 0), None)
+NOTHING = Outcome("i", "", (), TokenUsage(9, 3, 0), None)
 
 
 def job(*, logprobs: bool = True, top: int = 0, has_text: bool = False) -> Generation:
@@ -73,7 +73,7 @@ def written(scores: tuple[TokenLogprob, ...], has_text: bool) -> tuple[list[Any]
 
 
 def test_outcomes_have_sglangs_finish_reasons() -> None:
-    done = Outcome("i", "ab", (1, 2), Usage(9, 3, 2), None)
+    done = Outcome("i", "ab", (1, 2), TokenUsage(9, 3, 2), None)
     stop = finish_reason(TurnCompleted("t", "stop", 2, done))
     assert stop == {"type": "stop", "matched": 2}
     assert finish_reason(TurnCompleted("t", "length", None, done)) == {
@@ -91,9 +91,9 @@ def test_an_answer_grows_and_an_abort_keeps_what_was_said() -> None:
     taken(answer, TurnProgress("t", 3, 3, 9))
     taken(answer, TurnDelta("t", "i", "a", (1,), (TokenLogprob(1, -0.1, ((1, -0.1),)),)))
     taken(answer, TurnDelta("t", "i", "b", (2,), (TokenLogprob(2, -0.2),)))
-    so_far = sent(answer.so_far())
-    assert (so_far["text"], so_far["output_ids"]) == ("ab", [1, 2])
-    meta = so_far["meta_info"]
+    current_body = sent(answer.current_body())
+    assert (current_body["text"], current_body["output_ids"]) == ("ab", [1, 2])
+    meta = current_body["meta_info"]
     assert (meta["prompt_tokens"], meta["cached_tokens"], meta["completion_tokens"]) == (9, 3, 2)
     assert meta["output_token_logprobs"] == [[-0.1, 1, "<1>"], [-0.2, 2, "<2>"]]
     assert meta["output_top_logprobs"] == [[[-0.1, 1, "<1>"]], None]
@@ -120,16 +120,16 @@ def test_every_chunk_is_what_it_would_be_if_all_were_encoded_each_time(seed: int
         tokens = tuple(value.token_id for value in values)
         text, ids, scores = text + piece, [*ids, *tokens], scores + values
         taken(answer, TurnDelta("t", "i", piece, tokens, values))
-        so_far = sent(answer.so_far())
-        assert (so_far["text"], so_far["output_ids"]) == (text, ids)
+        current_body = sent(answer.current_body())
+        assert (current_body["text"], current_body["output_ids"]) == (text, ids)
         chosen, top = written(scores, has_text)
-        assert so_far["meta_info"]["output_token_logprobs"] == chosen
-        assert so_far["meta_info"].get("output_top_logprobs", top) == top
-        assert ("output_top_logprobs" in so_far["meta_info"]) == (num_top > 0)
+        assert current_body["meta_info"]["output_token_logprobs"] == chosen
+        assert current_body["meta_info"].get("output_top_logprobs", top) == top
+        assert ("output_top_logprobs" in current_body["meta_info"]) == (num_top > 0)
     prompt = tuple(score(chance, num_top) for _ in range(chance.randrange(200)))
     # A reader that the journal has overtaken has not seen all of it.
     missed = tuple(score(chance, num_top) for _ in range(chance.choice((0, 3))))
-    usage = Usage(9, 3, len(ids) + len(missed))
+    usage = TokenUsage(9, 3, len(ids) + len(missed))
     outcome = Outcome("i", text, (*ids, *(m.token_id for m in missed)), usage, None)
     outcome = outcome_with(outcome, scores + missed, prompt)
     done: TurnEnd = TurnCompleted("t", "length", None, outcome)
@@ -170,10 +170,10 @@ def test_a_score_is_encoded_once_and_many_in_slices() -> None:
     scores = tuple(TokenLogprob(number, -1.0) for number in range(300))
     for value in scores[:100]:
         assert taken(answer, TurnDelta("t", "i", "a", (value.token_id,), (value,))) == 1
-        answer.so_far()
+        answer.current_body()
     steps = taken(answer, TurnDelta("t", "i", "a", tuple(range(100, 300)), scores[100:]))
     assert steps == -(-200 // SLICE_LENGTH)
-    outcome = Outcome("i", "a", tuple(range(300)), Usage(9, 3, 300), None, scores, scores)
+    outcome = Outcome("i", "a", tuple(range(300)), TokenUsage(9, 3, 300), None, scores, scores)
     taken(answer, TurnCompleted("t", "length", None, outcome))
     assert encoded == [*range(300), *range(300)], "the answer's, then the prompt's"
 
@@ -181,7 +181,7 @@ def test_a_score_is_encoded_once_and_many_in_slices() -> None:
 def test_without_logprobs_none_are_sent() -> None:
     answer = answer_of(job(logprobs=False))
     taken(answer, TurnDelta("t", "i", "a", (1,)))
-    assert set(answer.so_far()["meta_info"]) == {
+    assert set(answer.current_body()["meta_info"]) == {
         "id",
         "finish_reason",
         "prompt_tokens",

@@ -17,7 +17,12 @@ from session_server.core.sampling import (
     SamplingParams,
 )
 from session_server.core.session_events import ChatInput, Message
-from session_server.protocol.errors import MAX_MESSAGE_CHARS, clean, error_body, malformed
+from session_server.protocol.errors import (
+    MAX_MESSAGE_CHARS,
+    error_body,
+    sanitize,
+    to_invalid_request,
+)
 from session_server.protocol.messages import (
     MAX_MESSAGES,
     MAX_METADATA,
@@ -142,8 +147,8 @@ def test_what_is_no_json_in_utf8_is_refused(payload: bytes) -> None:
 
 
 def test_messages_to_clients_are_one_bounded_line() -> None:
-    assert clean("a\x1b[31m\r\nb\u2028c") == "a [31m b c"
-    assert len(clean("a" * 10_000)) == MAX_MESSAGE_CHARS
+    assert sanitize("a\x1b[31m\r\nb\u2028c") == "a [31m b c"
+    assert len(sanitize("a" * 10_000)) == MAX_MESSAGE_CHARS
     body = error_body(InvalidRequest("a\nb", param="p"), turn_id="t")
     assert (body.message, body.param, body.turn_id) == ("a b", "p", "t")
 
@@ -231,7 +236,7 @@ def test_a_field_that_is_unknown_or_missing_is_named(
 def test_a_frame_of_an_unknown_type_is_told_which_there_are() -> None:
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.json.decode(b'{"type": "turn.creat"}', type=ClientMessage)
-    refusal = malformed(error.value, ClientMessage)
+    refusal = to_invalid_request(error.value, ClientMessage)
     assert refusal.param == "type"
     assert "turn.create, turn.cancel" in refusal.message
     assert refusal.message.endswith("it is 'turn.creat'")

@@ -11,10 +11,10 @@ import pytest
 from session_server.core.sampling import TokenLogprob
 from session_server.core.session_events import (
     Outcome,
+    TokenUsage,
     TurnCancelled,
     TurnCompleted,
     TurnEnd,
-    Usage,
 )
 from session_server.protocol.frames import AnyServerFrame, end_frame
 from session_server.protocol.growing_json import SLICE_LENGTH
@@ -32,7 +32,7 @@ def scores(number: int) -> tuple[TokenLogprob, ...]:
 
 def outcome(num_answer: int, num_prompt: int) -> Outcome:
     ids = tuple(range(num_answer))
-    usage = Usage(num_prompt, 0, num_answer)
+    usage = TokenUsage(num_prompt, 0, num_answer)
     return Outcome("i", "text", ids, usage, None, scores(num_answer), scores(num_prompt))
 
 
@@ -55,8 +55,8 @@ def test_a_frame_is_the_same_whether_its_scores_were_encoded_before(
 
 
 def test_few_scores_need_no_care() -> None:
-    assert not EncodedScores.are_needed(outcome(SCORES_AT_ONCE - 1, 1))
-    assert EncodedScores.are_needed(outcome(SCORES_AT_ONCE, 1))
+    assert not EncodedScores.is_needed(outcome(SCORES_AT_ONCE - 1, 1))
+    assert EncodedScores.is_needed(outcome(SCORES_AT_ONCE, 1))
 
 
 def value(frame: bytes) -> Any:

@@ -22,13 +22,13 @@ from session_server.core.session_events import (
     SessionUpdated,
     TextInput,
     TokenInput,
+    TokenUsage,
     TurnCancelled,
     TurnCompleted,
     TurnCreated,
     TurnDelta,
     TurnFailedEntry,
     TurnProgress,
-    Usage,
 )
 from session_server.protocol.frames import (
     AnyServerFrame,
@@ -39,20 +39,20 @@ from session_server.protocol.frames import (
 from session_server.protocol.session_protocol import (
     MAX_OUTBOX_FRAMES,
     Authenticate,
-    CancelTurn,
+    CancelRequest,
     CloseCode,
-    CloseSession,
+    CloseRequest,
     ProtocolState,
     SessionProtocol,
     StartTurn,
-    UpdateSession,
+    UpdateRequest,
 )
 
 MAX_CHARS = 8
 TIMINGS = TurnTimings(
     queue_ms=0.5, prefill_ms=2.0, ttft_ms=2.5, decode_ms=4.0, forward_ms=6.0, num_steps=3
 )
-OUTCOME = Outcome("i_1", "Hi!", (5, 6), Usage(10, 7, 2), TIMINGS)
+OUTCOME = Outcome("i_1", "Hi!", (5, 6), TokenUsage(10, 7, 2), TIMINGS)
 HELLO = OpenedFrame(
     seq=0,
     session_id="s_1",
@@ -127,7 +127,7 @@ def protocol(*, needs_auth: bool = False, is_open: bool = True) -> SessionProtoc
         defaults=SamplingParams(max_tokens=9), needs_auth=needs_auth, max_message_bytes=4096
     )
     if is_open and not needs_auth:
-        made.opened(HELLO)
+        made.on_opened(HELLO)
         made.take_frames()
     return made
 
@@ -229,14 +229,14 @@ def test_a_turn_without_an_id_gets_one() -> None:
 def test_the_other_messages_become_commands() -> None:
     made = protocol()
     for frame, command in (
-        ({"type": "turn.cancel"}, CancelTurn(None, keep_partial=True)),
+        ({"type": "turn.cancel"}, CancelRequest(None, keep_partial=True)),
         (
             {"type": "turn.cancel", "turn_id": "t", "keep_partial": False},
-            CancelTurn("t", keep_partial=False),
+            CancelRequest("t", keep_partial=False),
         ),
-        ({"type": "session.update", "ttl_s": 5}, UpdateSession(5.0, None)),
-        ({"type": "session.update", "metadata": {"a": "b"}}, UpdateSession(None, {"a": "b"})),
-        ({"type": "session.close"}, CloseSession()),
+        ({"type": "session.update", "ttl_s": 5}, UpdateRequest(5.0, None)),
+        ({"type": "session.update", "metadata": {"a": "b"}}, UpdateRequest(None, {"a": "b"})),
+        ({"type": "session.close"}, CloseRequest()),
         ({"type": "session.auth", "token": "late"}, None),
         ({"type": "ack", "seq": 4}, None),
         ({"type": "ack", "seq": 2}, None),
@@ -260,7 +260,7 @@ def test_the_first_message_authenticates_or_ends_it() -> None:
     made = protocol(needs_auth=True)
     command = made.receive_frame('{"type":"session.auth","token":"k"}', now_s=0.0)
     assert command == Authenticate("k")
-    made.authenticated()
+    made.on_authenticated()
     assert made.state is ProtocolState.OPENING
 
     for frame in ('{"type":"ping"}', "{"):
@@ -274,8 +274,8 @@ def test_the_first_message_authenticates_or_ends_it() -> None:
 def test_a_session_as_frames_word_for_word() -> None:
     """The golden transcript: a change here is a change of the protocol."""
     made = protocol(is_open=False)
-    made.opened(HELLO)
-    made.entries(
+    made.on_opened(HELLO)
+    made.send_entries(
         enumerate(
             [
                 TurnCreated("t1", 0),
@@ -385,14 +385,14 @@ def test_a_session_as_frames_word_for_word() -> None:
 
 def test_a_server_that_leaves_invites_to_come_back() -> None:
     made = protocol()
-    made.entries([(1, SessionClosed("draining"))])
+    made.send_entries([(1, SessionClosed("draining"))])
     assert made.close_code is CloseCode.RESTART
 
 
 def test_a_turn_submitted_twice_is_told_again_without_a_place_in_the_order() -> None:
     made = protocol()
-    made.repeat("t1", position=2, end=None)
-    made.repeat("t1", position=0, end=TurnCompleted("t1", "length", None, OUTCOME))
+    made.send_repeat("t1", position=2, end=None)
+    made.send_repeat("t1", position=0, end=TurnCompleted("t1", "length", None, OUTCOME))
     created, completed = sent(made)
     assert created == {"type": "turn.created", "turn_id": "t1", "position": 2}
     assert (completed["type"], "seq" in completed) == ("turn.completed", False)

@@ -13,7 +13,7 @@ from session_server.core.session_events import (
     TextInput,
     TextOptions,
     TokenInput,
-    Usage,
+    TokenUsage,
 )
 from session_server.protocol.messages import decode
 from session_server.protocol.sglang import (
@@ -23,7 +23,7 @@ from session_server.protocol.sglang import (
     generation,
 )
 
-NOTHING = Outcome("i", "", (), Usage(9, 3, 0), None)
+NOTHING = Outcome("i", "", (), TokenUsage(9, 3, 0), None)
 
 
 def understood(**fields: object) -> Generation:

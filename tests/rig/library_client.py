@@ -63,7 +63,7 @@ class LibraryClient(Client):
         """The cable is pulled in the middle of a turn; the caller need not know."""
         ask, turn = await self._start(long_turn(self.chance))
         await self._listen(turn, self.chance.magnitude(8))
-        (await self._connected()).cut()
+        (await self._connected()).abort_connection()
         await self._end(ask, turn)
 
     async def two_at_once(self) -> None:

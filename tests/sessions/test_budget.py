@@ -4,7 +4,7 @@ import pytest
 
 from session_server.core.errors import QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
-from session_server.sessions.budget import Budget
+from session_server.sessions.budget import OwnerBudget
 
 ALONE = Owner("alone")
 """Its share is the whole."""
@@ -15,7 +15,7 @@ def of_many(name: str) -> Owner:
 
 
 def test_the_total_is_bounded_to_the_unit() -> None:
-    budget = Budget("bytes", 100)
+    budget = OwnerBudget("bytes", 100)
     budget.take(ALONE, 99)
     budget.check(ALONE, 1)
     with pytest.raises(ServerBusy, match="would hold 101 bytes of 100"):
@@ -27,7 +27,7 @@ def test_the_total_is_bounded_to_the_unit() -> None:
 
 
 def test_an_owner_limit_is_bounded_to_the_unit() -> None:
-    budget = Budget("bytes", 100, owner_limit=50)
+    budget = OwnerBudget("bytes", 100, owner_limit=50)
     budget.take(ALONE, 50)
     with pytest.raises(QuotaExceeded, match="would hold 51 bytes, and may hold 50"):
         budget.take(ALONE, 1)
@@ -37,14 +37,14 @@ def test_an_owner_limit_is_bounded_to_the_unit() -> None:
 
 
 def test_one_of_many_owners_holds_its_share_and_no_more() -> None:
-    budget = Budget("bytes", 1000)
+    budget = OwnerBudget("bytes", 1000)
     budget.take(of_many("a"), 900)
     with pytest.raises(QuotaExceeded):
         budget.take(of_many("a"), 1)
 
 
 def test_the_reserve_is_for_owners_that_hold_little() -> None:
-    budget = Budget("bytes", 1000)
+    budget = OwnerBudget("bytes", 1000)
     budget.take(of_many("hog"), 800)
     budget.take(of_many("second"), 100)
     for owner, amount in (("hog", 1), ("second", 1), ("small", 11)):
@@ -58,7 +58,7 @@ def test_the_reserve_is_for_owners_that_hold_little() -> None:
 
 
 def test_an_exempt_owner_is_counted_and_not_refused() -> None:
-    budget = Budget("sessions", 10, owner_limit=2)
+    budget = OwnerBudget("sessions", 10, owner_limit=2)
     budget.take(Owner("a"), 2)
     probe = Owner("probe", is_exempt=True)
     budget.take(probe, 9)
@@ -68,14 +68,14 @@ def test_an_exempt_owner_is_counted_and_not_refused() -> None:
 
 
 def test_a_limit_too_small_to_share_still_serves_each_owner() -> None:
-    budget = Budget("sessions", 1)
+    budget = OwnerBudget("sessions", 1)
     budget.take(of_many("a"))
     with pytest.raises(ServerBusy):
         budget.take(of_many("b"))
 
 
 def test_what_is_given_back_is_there_again_and_its_owner_forgotten() -> None:
-    budget = Budget("bytes", 10)
+    budget = OwnerBudget("bytes", 10)
     budget.take(ALONE, 10)
     budget.add(ALONE, -10)
     assert (budget.total, budget.owners) == (0, frozenset())

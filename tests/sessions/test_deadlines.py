@@ -27,7 +27,7 @@ def count_takes(world: World) -> list[int]:
     """How many elements of the wheel each call of `due` takes out, from here on."""
     counts: list[int] = []
     deadlines = world.manager._deadlines
-    due, take = deadlines.due, deadlines._take
+    due, take = deadlines.pop_expired, deadlines._take
 
     def counted_due(now_s: float) -> list[Session]:
         counts.append(0)
@@ -37,7 +37,7 @@ def count_takes(world: World) -> list[int]:
         counts[-1] += 1
         return take()
 
-    deadlines.due = counted_due  # type: ignore[method-assign]
+    deadlines.pop_expired = counted_due  # type: ignore[method-assign]
     deadlines._take = counted_take  # type: ignore[method-assign]
     return counts
 
@@ -158,4 +158,4 @@ def test_sessions_expire_within_a_second_of_their_time_and_never_before(
 
 def test_an_empty_wheel_has_nothing_due() -> None:
     assert not Deadlines().is_due(1e9)
-    assert Deadlines().due(1e9) == []
+    assert Deadlines().pop_expired(1e9) == []

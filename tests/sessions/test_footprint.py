@@ -21,20 +21,20 @@ from session_server.core.session_events import (
     TextInput,
     TextOptions,
     TokenInput,
+    TokenUsage,
     TurnCompleted,
     TurnDelta,
     TurnFailedEntry,
     TurnInput,
     TurnProgress,
     TurnRequest,
-    Usage,
 )
 from session_server.sessions.ended_turns import RECORD_BYTES, EndedTurns
 from session_server.sessions.footprint import entry_bytes, request_bytes
 from session_server.sessions.journal import Journal, JournalLimits
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.transcript import Transcript
-from session_server.sessions.turn import Turn
+from session_server.sessions.turn import SessionTurn
 from tests.sessions.world import OWNER, World, turn
 
 ALIGNMENT = 16
@@ -80,7 +80,7 @@ def scores(num_tokens: int, num_tops: int) -> tuple[TokenLogprob, ...]:
 
 
 def outcome(num_tokens: int = 0, num_scored: int = 0, num_tops: int = 0) -> Outcome:
-    usage = Usage(int("1000"), int("2000"), int("3000"))
+    usage = TokenUsage(int("1000"), int("2000"), int("3000"))
     timings = TurnTimings(
         queue_ms=1.5, prefill_ms=2.5, ttft_ms=3.5, decode_ms=4.5, forward_ms=5.5, num_steps=600
     )
@@ -175,7 +175,9 @@ def test_a_record_of_an_ended_turn_takes_no_more_than_is_counted(
     empty = kept_bytes(ended)
     for index in range(num_turns):
         accepted = world.loop.create_future()
-        live = Turn(turn(f"{index}".rjust(64, "t")), bytes(16), "i_7", accepted, created_seq=seq)
+        live = SessionTurn(
+            turn(f"{index}".rjust(64, "t")), bytes(16), "i_7", accepted, created_seq=seq
+        )
         end = TurnCompleted("t", "stop", None, outcome(3))
         ended.add(live, end, end_seq=seq + 5, num_items=1 << 20)
     assert ended.num_bytes == RECORD_BYTES * num_turns

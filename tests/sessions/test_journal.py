@@ -67,10 +67,10 @@ def test_old_entries_are_forgotten() -> None:
     for _ in range(5):
         journal.append(delta("x"))
         now[0] += 4.0
-    replay.forget_old(now[0])
+    replay.drop_old(now[0])
     assert journal.first_seq == 4
     assert replay.num_bytes == journal.num_bytes > 0
-    replay.forget_old(now[0] + 1000)
+    replay.drop_old(now[0] + 1000)
     assert (journal.first_seq, journal.last_seq, replay.num_bytes) == (6, 5, 0)
     assert seqs(journal, 5) == []
 

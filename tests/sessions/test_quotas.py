@@ -55,11 +55,11 @@ def test_an_owner_whose_bucket_is_full_again_costs_nothing() -> None:
         rate.charge(Owner(str(index)), 30, now_s=0.0)
     rate.charge(Owner("0"), 10, now_s=20.0)
     assert len(rate.owners) == 100
-    rate.forget_paid(29.0)
+    rate.drop_paid(29.0)
     assert len(rate.owners) == 100
-    rate.forget_paid(31.0)
+    rate.drop_paid(31.0)
     assert rate.owners == {Owner("0")}
-    rate.forget_paid(41.0)
+    rate.drop_paid(41.0)
     assert not rate.owners
 
 

@@ -83,13 +83,13 @@ def test_work_is_done_for_entries_that_are_dropped_and_for_nothing_else(
         return first_seq(journal)
 
     monkeypatch.setattr(Journal, "first_seq", property(look))
-    journals.replay.forget_old(journals.now_s)
+    journals.replay.drop_old(journals.now_s)
     assert looks == [journals.all[0]]
     looks.clear()
     journals.write(500)
     assert looks == [journals.all[0]]
     looks.clear()
-    journals.replay.forget_old(5003.0)
+    journals.replay.drop_old(5003.0)
     assert looks == journals.all[1:3]
     assert journals.replay.num_bytes == 999 * SIZE
 
@@ -98,7 +98,7 @@ def test_what_is_due_all_at_once_is_dropped_a_little_at_a_time() -> None:
     journals = Journals(1, max_bytes=1 << 30, max_age_s=10.0)
     journals.write(*[0] * (2 * ENTRIES_PER_SLICE + 1))
     left = []
-    while journals.replay.forget_old(1e6):
+    while journals.replay.drop_old(1e6):
         left.append(journals.all[0].num_entries)
     assert left == [ENTRIES_PER_SLICE + 1, 1]
     assert journals.kept == [0]
@@ -122,13 +122,13 @@ def test_an_entry_larger_than_its_journal_may_be_goes_once_it_could_be_read() ->
     journal.append(DELTA)
     journals.now_s = 5.0
     journal.append(TurnDelta("t", "i", "x" * 2000, ()))
-    journals.replay.forget_old(5.0 + OVERSIZE_GRACE_S - 0.1)
+    journals.replay.drop_old(5.0 + OVERSIZE_GRACE_S - 0.1)
     assert [found.seq for found in journal.read(1)] == [2]
-    journals.replay.forget_old(5.0 + OVERSIZE_GRACE_S)
+    journals.replay.drop_old(5.0 + OVERSIZE_GRACE_S)
     assert (journal.num_entries, journals.replay.num_bytes) == (0, 0)
     journal.append(TurnDelta("t", "i", "x" * 2000, ()))
     journal.append(DELTA)
-    journals.replay.forget_old(1000.0)
+    journals.replay.drop_old(1000.0)
     assert [found.seq for found in journal.read(3)] == [4]
 
 
@@ -138,7 +138,7 @@ def test_the_end_of_a_session_is_kept_as_long_as_somebody_reads_it() -> None:
     closed = journals.all[0]
     closed.append(SessionClosed("client"))
     journals.write(1, 1, 1)
-    journals.replay.forget_old(1e6)
+    journals.replay.drop_old(1e6)
     assert [found.entry for found in closed.read(2)] == [SessionClosed("client")]
     assert journals.replay.num_bytes == closed.num_bytes
     del closed, journals.all[:]

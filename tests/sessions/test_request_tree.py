@@ -331,7 +331,7 @@ def test_a_long_text_is_encoded_off_the_event_loop(
             tree.trees.submit(OWNER, tree.session, rid=name, point=BranchPoint(), request=request)
         )
         world.engine.run()
-    assert threads == ["MainThread", "tokenise"]
+    assert threads == ["MainThread", "tokenize"]
 
 
 def test_a_tree_is_bounded_and_goes_with_its_session(

@@ -26,7 +26,7 @@ from session_server.core.session_events import (
     TurnProgress,
     TurnRequest,
 )
-from session_server.sessions import tokenising
+from session_server.sessions import tokenizing
 from session_server.sessions.prompt import Prompt, build_prompt
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.views import OpenRequest, TurnView
@@ -174,7 +174,7 @@ class TestEngine:
         completed(world.end_of(session, "1"))
         assert len(world.engine.slots) == 1
 
-    def test_a_long_input_that_the_engine_does_not_take_is_not_tokenised_without_end(
+    def test_a_long_input_that_the_engine_does_not_take_is_not_tokenized_without_end(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         built: list[object] = []
@@ -183,7 +183,7 @@ class TestEngine:
             built.append(args)
             return build_prompt(*args, **kwargs)
 
-        monkeypatch.setattr(tokenising, "build_prompt", build)
+        monkeypatch.setattr(tokenizing, "build_prompt", build)
         with World(limits=SessionLimits(inline_input_chars=0)) as world:
             session = world.open()
             world.engine.is_full = True
@@ -210,7 +210,7 @@ class TestEngine:
             completed(world.end_of(session, "2"))
             assert len(built) == 3  # the first once more, and the second
 
-    def test_a_turn_behind_one_that_is_being_tokenised_is_accepted_after_it(self) -> None:
+    def test_a_turn_behind_one_that_is_being_tokenized_is_accepted_after_it(self) -> None:
         with World(limits=SessionLimits(inline_input_chars=0)) as world:
             session = world.open()
 

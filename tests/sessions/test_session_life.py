@@ -27,7 +27,7 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.text.chat_template import RenderFrame
-from session_server.text.rendering import finish
+from session_server.text.rendering import run_to_end
 from tests.sessions.world import OWNER, World, completed, model_text, turn
 
 
@@ -66,7 +66,7 @@ class TestLife:
         chat = model_text().chat
         assert chat is not None
         frame = RenderFrame(datetime.now().astimezone(), add_generation_prompt=False)
-        length = len(finish(chat.encode_all((message,), frame), chat.renderer))
+        length = len(run_to_end(chat.encode_all((message,), frame), chat.renderer))
         for max_len in (length - 1, length, length + 1):
             with World(max_turn_len=max_len, limits=limits) as world:
                 if max_len == length + 1:

@@ -39,7 +39,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.prompt import build_prompt, check_beginning
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.transcript import Transcript
-from session_server.text.rendering import finish
+from session_server.text.rendering import run_to_end
 from session_server.text.tokenizer import Tokenizer
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, model_text, turn
 
@@ -393,7 +393,7 @@ class TestOrder:
             assert len(world.engine.seen) == num_sent
             assert world.manager.get(OWNER, session).num_turns == 104
 
-    def test_a_long_input_is_tokenised_aside_and_keeps_its_place(self) -> None:
+    def test_a_long_input_is_tokenized_aside_and_keeps_its_place(self) -> None:
         with World(limits=SessionLimits(inline_input_chars=64)) as world:
             session = world.open()
             long = turn("long", "word " * 50)
@@ -429,7 +429,7 @@ class TestOrder:
             with pytest.raises(TurnNotFound):
                 world.manager.turn(OWNER, session, "bad")
 
-    def test_a_turn_cancelled_while_it_is_tokenised_ends_and_lets_the_next_run(self) -> None:
+    def test_a_turn_cancelled_while_it_is_tokenized_ends_and_lets_the_next_run(self) -> None:
         with World(limits=SessionLimits(inline_input_chars=64)) as world:
             session = world.open()
 
@@ -510,7 +510,7 @@ class TestLengths:
             except ContextTooLong:
                 steps = build_prompt(model, state, turn_input, generate=True)
                 assert model.chat is not None
-                assert len(finish(steps, model.chat.renderer).tokens) > max_len
+                assert len(run_to_end(steps, model.chat.renderer).tokens) > max_len
 
     def test_max_tokens_is_clipped_to_the_room(self) -> None:
         with World(max_turn_len=64) as world:

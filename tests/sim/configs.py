@@ -60,7 +60,7 @@ def rich_config(
     only_fault: OneFault | None = None,
 ) -> SimConfig:
     """Clients that do a little of everything, a pool that does not hold all, guesses, chunks, and
-    text that is always tokenised aside."""
+    text that is always tokenized aside."""
     return SimConfig(
         seed=seed,
         front=front,

@@ -39,7 +39,7 @@ class Site(enum.StrEnum):
     NET_STALL = "net_stall"
     """Somebody is connected and reads: a client stops reading."""
     TOKENIZER_SLOW = "tokenizer_slow"
-    """A long input is tokenised: it takes longer than is waited for."""
+    """A long input is tokenized: it takes longer than is waited for."""
 
 
 DEVICE_SITES: Final = (Site.DEVICE_NAN, Site.DEVICE_RAISE, Site.DEVICE_POISON)

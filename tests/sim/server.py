@@ -10,7 +10,7 @@ from typing import Final
 from session_server.config import Settings, model_directory
 from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
-from session_server.core.session_events import TurnEnd, Usage
+from session_server.core.session_events import TokenUsage, TurnEnd
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
@@ -164,7 +164,7 @@ class SimServer:
             raise self.loop.errors[0]
 
     def _work_s(self) -> float:
-        """Tokenising aside takes a moment, and now and then longer than is waited for."""
+        """PromptBuilder aside takes a moment, and now and then longer than is waited for."""
         is_slow = self._context.faults.strikes(Site.TOKENIZER_SLOW)
         self._context.reached["fault tokenizer_slow"] += is_slow
         return 2 * TOKENIZE_DEADLINE_S if is_slow else 0.01
@@ -195,7 +195,7 @@ class SimServer:
         )
 
 
-def short_of(end: TurnEnd) -> tuple[type[TurnEnd], Usage, str]:
+def short_of(end: TurnEnd) -> tuple[type[TurnEnd], TokenUsage, str]:
     """What an end says for as long as its session lives."""
     return type(end), end.outcome.usage, end.outcome.text
 

@@ -14,7 +14,7 @@ from session_server.text.chat_encoder import ROLES, ChatEncoder
 from session_server.text.chat_template import RenderFrame, RenderJob, TemplateSource
 from session_server.text.model_files import ModelFilesError
 from session_server.text.model_text import ModelText, load_local_text
-from session_server.text.rendering import LocalRenderer, finish
+from session_server.text.rendering import LocalRenderer, run_to_end
 from tests.text.tiny_models import SPECIALS, TEMPLATES, write_model
 
 FRAME = RenderFrame(datetime(2025, 3, 1, 10))
@@ -43,11 +43,11 @@ def assistant(text: str) -> Message:
 
 
 def encode_all(chat: ChatEncoder, messages: list[Message]) -> list[int]:
-    return finish(chat.encode_all(messages, FRAME), chat.renderer)
+    return run_to_end(chat.encode_all(messages, FRAME), chat.renderer)
 
 
 def encode_after_answer(chat: ChatEncoder, messages: list[Message]) -> list[int]:
-    return finish(chat.encode_after_answer(messages, FRAME), chat.renderer)
+    return run_to_end(chat.encode_after_answer(messages, FRAME), chat.renderer)
 
 
 def local(template: str, **named_tokens: str) -> LocalRenderer:
@@ -114,7 +114,7 @@ class TestJoin:
     def test_another_end_token_gives_way(self, models: dict[str, ModelText]) -> None:
         model = models["chatml"]
         delta = encode_after_answer(chat_of(model), [user("x")])
-        other = model.tokenizer.id_of("<|endoftext|>")
+        other = model.tokenizer.token_to_id("<|endoftext|>")
         assert other is not None
         assert chat_of(model).join(other, delta, model.eos_token_ids) == (1, 0)
 
@@ -125,7 +125,7 @@ class TestJoin:
         chat = chat_of(model)
         delta = encode_after_answer(chat, [user("x")])
         assert spell(model, delta).startswith(" </s>")
-        eos = model.tokenizer.id_of("</s>")
+        eos = model.tokenizer.token_to_id("</s>")
         assert eos is not None
         _, skip = chat.join(eos, delta, model.eos_token_ids)
         assert not spell(model, delta[skip:]).startswith((" ", "</s>"))
@@ -226,7 +226,8 @@ class TestUserText:
         model = load_local_text(folder)
         ids = encode_all(chat_of(model), [user("\uff1c|im_end|\uff1e")])
         assert [i for i in ids if i in model.tokenizer.special_ids] == [
-            model.tokenizer.id_of(text) for text in ("<|im_start|>", "<|im_end|>", "<|im_start|>")
+            model.tokenizer.token_to_id(text)
+            for text in ("<|im_start|>", "<|im_end|>", "<|im_start|>")
         ]
 
     def test_tokens_that_eat_white_space_eat_the_same_beside_an_attack(

@@ -29,8 +29,8 @@ def edit(path: Path, **changes: object) -> None:
 
 def test_end_tokens_are_those_of_generation_config_and_tokenizer(folder: Path) -> None:
     tokenizer = load_local_text(folder).tokenizer
-    edit(folder / "generation_config.json", eos_token_id=tokenizer.id_of("<|eot_id|>"))
-    wanted = {tokenizer.id_of("<|eot_id|>"), tokenizer.id_of("<|im_end|>")}
+    edit(folder / "generation_config.json", eos_token_id=tokenizer.token_to_id("<|eot_id|>"))
+    wanted = {tokenizer.token_to_id("<|eot_id|>"), tokenizer.token_to_id("<|im_end|>")}
     assert load_local_text(folder).eos_token_ids == wanted
 
 
@@ -89,10 +89,10 @@ def test_tokens_declared_special_elsewhere_are_special(folder: Path) -> None:
     )
     tokenizer = load_local_text(folder).tokenizer
     for text in ("<think>", "</think>"):
-        assert tokenizer.id_of(text) in tokenizer.special_ids
+        assert tokenizer.token_to_id(text) in tokenizer.special_ids
         assert not set(tokenizer.encode_content(text)) & tokenizer.special_ids
-        assert tokenizer.encode_control(text) == [tokenizer.id_of(text)]
-    assert tokenizer.id_of("<not in the vocabulary>") is None
+        assert tokenizer.encode_control(text) == [tokenizer.token_to_id(text)]
+    assert tokenizer.token_to_id("<not in the vocabulary>") is None
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(folder: Path) -> None:

@@ -120,7 +120,7 @@ async def test_the_openapi_document_names_every_route_body_and_answer(this: Serv
     routes = {(method, path) for method, path, _ in http_routes(this, as_declared=True)}
     assert described == routes
     names = set(document["components"]["schemas"])
-    assert {"OpenBody", "TurnBody", "SessionBody", "TurnResult", "GenerateBody"} <= names
+    assert {"OpenBody", "TurnBody", "SessionBody", "TurnResultBody", "GenerateBody"} <= names
     assert set(references(document)) <= names
     for item in document["paths"].values():
         for operation in item.values():

@@ -10,7 +10,7 @@ import pytest
 
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import Message, TurnCancelled, TurnEnd
-from session_server.sessions import tokenising
+from session_server.sessions import tokenizing
 from session_server.sessions.prompt import Prompt, build_prompt
 from session_server.sessions.views import OpenRequest
 from session_server.text.rendering import Rendering
@@ -21,7 +21,7 @@ from tests.web.wire_client import narrow_socket
 
 
 @served()
-async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_tokenised(
+async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_tokenized(
     this: Served,
 ) -> None:
     may_go_on = threading.Event()
@@ -34,7 +34,7 @@ async def test_a_bound_turn_ends_with_a_reader_that_goes_while_the_input_is_toke
         return build_prompt(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenising, "build_prompt", slow_build)
+        patch.setattr(tokenizing, "build_prompt", slow_build)
         async with this.socket() as wire:
             session_id = wire.hello["session_id"]
             fields = turn("word " * 1500, max_tokens=2000, on_disconnect="cancel")

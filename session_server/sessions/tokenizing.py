@@ -22,10 +22,10 @@ from session_server.sessions.prompt import (
 from session_server.sessions.quotas import SessionLimits
 from session_server.text.chat_template import RenderJob
 from session_server.text.model_text import ModelText
-from session_server.text.rendering import Rendering, TemplateRenderer, advance, answer_of
+from session_server.text.rendering import Rendering, TemplateRenderer, advance, render_or_error
 
 NUM_THREADS: Final = 2
-"""Large inputs that are tokenised at the same time."""
+"""Large inputs that are tokenized at the same time."""
 
 MAX_THREADS: Final = 8
 """Threads there may be, with those given up because their input hangs the tokenizer; each may cost
@@ -37,30 +37,30 @@ _T = TypeVar("_T")
 
 _BYTES_PER_CHAR: Final = 4
 
-_FAILED: Final = "the input could not be tokenised"
-_TOO_LONG: Final = "the input takes too long to tokenise"
+_FAILED: Final = "the input could not be tokenized"
+_TOO_LONG: Final = "the input takes too long to tokenize"
 
 _logger: Final = logging.getLogger("session_server.sessions")
 
 
-class _Building(Generic[_T]):
+class _StagedWork(Generic[_T]):
     """One result under way. The steps are begun by the first `advance`, on whatever thread."""
 
     def __init__(
-        self, begin: Callable[[], Rendering[_T]], renderer: TemplateRenderer | None
+        self, make_steps: Callable[[], Rendering[_T]], renderer: TemplateRenderer | None
     ) -> None:
-        self._begin = begin
+        self._make_steps = make_steps
         self._renderer = renderer
         self._steps: Rendering[_T] | None = None
 
     def advance(self, answer: list[str] | TokenizeFailed | None = None) -> RenderJob | _T:
         """Go on with what was rendered, to the result or to the next job."""
         if self._steps is None:
-            self._steps = self._begin()
+            self._steps = self._make_steps()
         return advance(self._steps, self._renderer, answer)
 
 
-class Tokenising:
+class PromptBuilder:
     """Builds prompts; `tokenizers` gives up the interpreter lock while it encodes.
 
     Large inputs get a thread each, so that one which hangs the tokenizer can be given up. A render
@@ -72,33 +72,33 @@ class Tokenising:
         self._renderer = text.chat.renderer if text.chat is not None else None
         self._limits = limits
         self._turn = asyncio.Semaphore(NUM_THREADS)
-        self._threads = DaemonThreads("tokenise")
+        self._threads = DaemonThreads("tokenize")
         self._tasks: set[asyncio.Task[None]] = set()
 
     def build(
         self,
         state: PromptState,
         request: TurnRequest,
-        later: Callable[[PromptOutcome], None],
+        on_built: Callable[[PromptOutcome], None],
         *,
         max_len: int,
     ) -> PromptOutcome | None:
-        """The prompt, or why there is none; None when `later` will be called with it.
+        """The prompt, or why there is none; None when `on_built` will be called with it.
 
         `max_len`: of a context; an input that is far longer is not tokenized to its end.
         """
 
-        def begin() -> Rendering[Prompt]:
+        def make_steps() -> Rendering[Prompt]:
             check_beginning(self._text, state, request.input, max_len=max_len)
             generate = request.sampling.max_tokens > 0
             return build_prompt(self._text, state, request.input, generate=generate)
 
-        building = _Building(begin, self._renderer)
+        staged = _StagedWork(make_steps, self._renderer)
         is_large = self._is_large(state, request)
-        stage = None if is_large else _outcome_of(building.advance)
+        stage = None if is_large else _outcome_of(staged.advance)
         if stage is not None and not isinstance(stage, RenderJob):
             return stage
-        coroutine = self._finish(building, stage, later, is_large=is_large)
+        coroutine = self._finish(staged, stage, on_built, is_large=is_large)
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -112,7 +112,7 @@ class Tokenising:
         """
         encode = partial(self._text.tokenizer.encode_control, text, add_bos=add_bos)
         is_large = len(text) > self._limits.inline_input_chars
-        outcome = await self._aside(encode) if is_large else _outcome_of(encode)
+        outcome = await self._run_in_thread(encode) if is_large else _outcome_of(encode)
         if isinstance(outcome, SessionServerError):
             raise outcome
         return tuple(outcome)
@@ -129,14 +129,14 @@ class Tokenising:
         if num_chars * _BYTES_PER_CHAR <= max_len // 2:
             return
 
-        def begin() -> Rendering[int]:
+        def make_steps() -> Rendering[int]:
             check_beginning(self._text, state, None, max_len=max_len)
             return opening_len(self._text, state)
 
-        building = _Building(begin, self._renderer)
+        staged = _StagedWork(make_steps, self._renderer)
         is_large = num_chars > self._limits.inline_input_chars
-        stage = None if is_large else _outcome_of(building.advance)
-        outcome = await self._complete(building, stage, is_large=is_large)
+        stage = None if is_large else _outcome_of(staged.advance)
+        outcome = await self._complete(staged, stage, is_large=is_large)
         if isinstance(outcome, SessionServerError):
             raise outcome
         # Every turn has one token more.
@@ -144,42 +144,42 @@ class Tokenising:
 
     async def _finish(
         self,
-        building: _Building[Prompt],
+        staged: _StagedWork[Prompt],
         stage: RenderJob | PromptOutcome | None,
-        later: Callable[[PromptOutcome], None],
+        on_built: Callable[[PromptOutcome], None],
         *,
         is_large: bool,
     ) -> None:
         outcome: PromptOutcome = TokenizeFailed(_FAILED)
         try:
-            outcome = await self._complete(building, stage, is_large=is_large)
+            outcome = await self._complete(staged, stage, is_large=is_large)
         finally:
-            later(outcome)
+            on_built(outcome)
 
     async def _complete(
         self,
-        building: _Building[_T],
+        staged: _StagedWork[_T],
         stage: RenderJob | _T | SessionServerError | None,
         *,
         is_large: bool,
     ) -> _T | SessionServerError:
         """Bring a result to its end from a job that waits, or from the beginning (None)."""
         if stage is None:
-            stage = await self._aside(building.advance)
+            stage = await self._run_in_thread(staged.advance)
         while isinstance(stage, RenderJob):
-            work = partial(building.advance, await self._rendered(stage))
-            stage = await self._aside(work) if is_large else _outcome_of(work)
+            work = partial(staged.advance, await self._await_render(stage))
+            stage = await self._run_in_thread(work) if is_large else _outcome_of(work)
         return stage
 
-    async def _rendered(self, job: RenderJob) -> list[str] | TokenizeFailed:
+    async def _await_render(self, job: RenderJob) -> list[str] | TokenizeFailed:
         assert self._renderer is not None, "only a chat template asks for renders"
         try:
             async with asyncio.timeout(self._limits.tokenize_deadline_s):
-                return await answer_of(self._renderer, job)
+                return await render_or_error(self._renderer, job)
         except TimeoutError:
             return TokenizeFailed(_TOO_LONG, param="input")
 
-    async def _aside(self, work: Callable[[], _T]) -> _T | SessionServerError:
+    async def _run_in_thread(self, work: Callable[[], _T]) -> _T | SessionServerError:
         outcome = partial(_outcome_of, work)
         loop = asyncio.get_running_loop()
         try:
@@ -191,7 +191,7 @@ class Tokenising:
             return TokenizeFailed(_TOO_LONG, param="input")
 
     def _is_large(self, state: PromptState, request: TurnRequest) -> bool:
-        """Whether tokenising would hold up the event loop."""
+        """Whether tokenizing would hold up the event loop."""
         match request.input:
             case ChatInput(messages=messages):
                 size = sum(len(message.content) for message in (*state.open_messages, *messages))
@@ -213,5 +213,5 @@ def _outcome_of(work: Callable[[], _T]) -> _T | SessionServerError:
         return error
     except Exception as error:  # noqa: BLE001 - one input must not end the engine or a thread
         # What the error says may hold what the client wrote.
-        _logger.error("an input was not tokenised error=%s", type(error).__name__)
+        _logger.error("an input was not tokenized error=%s", type(error).__name__)
         return TokenizeFailed(_FAILED)
