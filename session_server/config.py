@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from session_server.core.bounds import Bound
 from session_server.demo import MODEL_DIR
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from session_server.models.hub import resolve_model
 
 _POOL_IS_FULL: Final = (

@@ -23,14 +23,14 @@ from session_server.config import Settings, model_directory
 from session_server.core.batch import Batch, BatchRow, Runner, SamplingStart
 from session_server.core.events import EngineReady
 from session_server.core.sampling import SamplingParams
-from session_server.engine.engine import Engine
-from session_server.engine.settings import (
+from session_server.engine.config import (
     Drafter,
-    EngineSettings,
+    EngineConfig,
     MemoryPolicy,
     Speculation,
     num_ahead,
 )
+from session_server.engine.engine import Engine
 from session_server.engine_host.child import CannotStart, serve_engine
 from session_server.engine_host.loop import EngineAssembly
 from session_server.metrics.logging import configure_logging
@@ -139,7 +139,7 @@ def _make_engine(
     quota = int(max(capacity.num_pages.values()) * settings.cache.pinned_fraction)
     return Engine(
         SessionAwareCache(spec, capacity, pinned_quota_pages=quota),
-        EngineSettings(
+        EngineConfig(
             model_fingerprint=fingerprint,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,

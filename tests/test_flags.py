@@ -10,7 +10,7 @@ import pytest
 
 from session_server import flags
 from session_server.config import EngineMode, Settings
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 
 
 def parse(*words: str) -> argparse.Namespace:

@@ -22,8 +22,8 @@ from session_server.core.batch import Batch, RowResult, StepResult
 from session_server.core.commands import CancelTurn, EngineCommand, OpenSession, SubmitTurn
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams
+from session_server.engine.config import EngineConfig
 from session_server.engine.engine import Engine
-from session_server.engine.settings import EngineSettings
 
 NUM_RUNNING: Final = 8
 STEPS_PER_ROUND: Final = 100
@@ -75,7 +75,7 @@ class HostBench:
         )
         self.engine = Engine(
             SessionAwareCache(CacheSpec((group,), _PAGE_SIZE), capacity),
-            EngineSettings(
+            EngineConfig(
                 model_fingerprint="bench",
                 vocab_size=_VOCAB_SIZE,
                 eos_token_ids=(),

@@ -27,8 +27,8 @@ from session_server.core.events import CheckerReport, EngineEvent, MemoryReporte
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams
 from session_server.demo import MODEL_DIR
+from session_server.engine.config import EngineConfig, MemoryCheck, MemoryPolicy
 from session_server.engine.engine import Engine
-from session_server.engine.settings import EngineSettings, MemoryCheck, MemoryPolicy
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 
@@ -140,7 +140,7 @@ class _Bench:
                 memory=MemoryLimits(max_total_tokens=num_tokens),
             ),
         )
-        settings = EngineSettings(
+        settings = EngineConfig(
             model_fingerprint="bench",
             vocab_size=loaded.config.vocab_size,
             eos_token_ids=(),

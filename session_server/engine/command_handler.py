@@ -46,10 +46,10 @@ from session_server.core.events import (
     TurnFailed,
 )
 from session_server.core.sampling import TokenLogprob
+from session_server.engine.config import EngineConfig
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.outbox import Outbox
 from session_server.engine.scheduler import Scheduler
-from session_server.engine.settings import EngineSettings
 from session_server.engine.settle import Settler
 from session_server.engine.turn import Turn, TurnClock
 
@@ -63,7 +63,7 @@ class CommandHandler:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        config: EngineConfig,
         *,
         cache: SessionAwareCache,
         scheduler: Scheduler,
@@ -71,7 +71,7 @@ class CommandHandler:
         outbox: Outbox,
         memory: MemoryGuard,
     ) -> None:
-        self._settings = settings
+        self._config = config
         self._cache = cache
         self._scheduler = scheduler
         self._settler = settler
@@ -106,19 +106,19 @@ class CommandHandler:
                 assert_never(command)
 
     def _open(self, command: OpenSession) -> None:
-        settings, session_id = self._settings, command.session_id
+        config, session_id = self._config, command.session_id
         error: SessionServerError | None = None
         if session_id in self._cache:
             error = SessionExists(f"session {session_id} is open")
-        elif len(self._cache) >= settings.max_sessions:
-            error = ServerBusy(f"the engine holds {settings.max_sessions} sessions already")
+        elif len(self._cache) >= config.max_sessions:
+            error = ServerBusy(f"the engine holds {config.max_sessions} sessions already")
         elif not self._are_tokens(command.tokens):
             error = InvalidRequest("a token id is outside the vocabulary", param="tokens")
         else:
             try:
                 self._cache.open(
                     session_id,
-                    namespace=Namespace(command.tenant_salt, settings.model_fingerprint),
+                    namespace=Namespace(command.tenant_salt, config.model_fingerprint),
                     tokens=np.array(command.tokens, dtype=np.int32),
                     retention=Retention.PINNED if command.pinned else Retention.RECLAIMABLE,
                 )
@@ -139,7 +139,7 @@ class CommandHandler:
         sampling = command.sampling
         context_len = command.base_len + len(command.tokens)
         self._num_submitted += 1
-        priority_s = command.priority * self._settings.priority_step_s
+        priority_s = command.priority * self._config.priority_step_s
         turn = Turn(
             request=command,
             order=(now_s - priority_s, self._num_submitted),
@@ -159,7 +159,7 @@ class CommandHandler:
             return SessionNotFound(f"the engine has no session {session_id}")
         if self._scheduler.turn_of(session_id) is not None:
             return SessionBusy(f"session {session_id} has a running turn")
-        if len(self._scheduler) >= self._settings.max_waiting + self._settings.max_running:
+        if len(self._scheduler) >= self._config.max_waiting + self._config.max_running:
             return ServerBusy(f"{len(self._scheduler)} turns are waiting or running")
         return self._input_refusal(command)
 
@@ -227,4 +227,4 @@ class CommandHandler:
         self._outbox.emit(CacheFlushed(request_id=request_id, done=is_idle))
 
     def _are_tokens(self, tokens: Sequence[int]) -> bool:
-        return not tokens or (min(tokens) >= 0 and max(tokens) < self._settings.vocab_size)
+        return not tokens or (min(tokens) >= 0 and max(tokens) < self._config.vocab_size)

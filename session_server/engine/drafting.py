@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cache.session_cache import SessionAwareCache
+from session_server.engine.config import Drafter, Speculation
 from session_server.engine.ngram import WINDOW, look_up
-from session_server.engine.settings import Drafter, Speculation
 from session_server.engine.turn import Guess, Turn
 
 

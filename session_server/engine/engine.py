@@ -20,6 +20,7 @@ from session_server.core.commands import EngineCommand
 from session_server.core.errors import ServerBusy
 from session_server.core.events import EngineEvent
 from session_server.engine.command_handler import CommandHandler
+from session_server.engine.config import EngineConfig
 from session_server.engine.drafting import Drafting
 from session_server.engine.forced_retraction import force_retraction
 from session_server.engine.guard import MemoryGuard
@@ -31,7 +32,6 @@ from session_server.engine.reporting import Reporter
 from session_server.engine.room import TurnRoom
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.scheduler_view import Limits
-from session_server.engine.settings import EngineSettings
 from session_server.engine.settle import Settler
 from session_server.engine.stats import Counters
 from session_server.engine.turn_line import WaitingLine
@@ -66,32 +66,32 @@ class Engine:
     def __init__(
         self,
         cache: SessionAwareCache,
-        settings: EngineSettings,
+        config: EngineConfig,
         *,
         stopwatch: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """
         Args:
             cache: where the turns' KV is; the engine alone changes it.
-            settings: limits and identities.
+            config: limits and identities.
             stopwatch: seconds, to report what the memory checks take; nothing is decided by it.
         """
         self._cache = cache
-        self._retract_interval = settings.retract_interval
+        self._retract_interval = config.retract_interval
         self._limits = Limits(
-            num_tokens=settings.chunk_tokens,
-            num_turns=settings.max_running,
+            num_tokens=config.chunk_tokens,
+            num_turns=config.max_running,
             page_size=cache.spec.page_size,
         )
         self._outbox = Outbox()
         self.counters = Counters()
-        room = TurnRoom.of(cache, settings)
+        room = TurnRoom.of(cache, config)
         self._scheduler = Scheduler(cache, self._outbox, self.counters, room=room)
-        self._drafting = Drafting(cache, settings.speculation)
-        self._in_flight = InFlight(settings.num_in_flight)
-        watch = MemoryWatch(cache, settings.memory, stopwatch)
+        self._drafting = Drafting(cache, config.speculation)
+        self._in_flight = InFlight(config.num_in_flight)
+        watch = MemoryWatch(cache, config.memory, stopwatch)
         self._settler = Settler(
-            settings,
+            config,
             cache=cache,
             scheduler=self._scheduler,
             outbox=self._outbox,
@@ -110,7 +110,7 @@ class Engine:
             cache, self._outbox, self._scheduler, counters=self.counters, memory=watch
         )
         self._command_handler = CommandHandler(
-            settings,
+            config,
             cache=cache,
             scheduler=self._scheduler,
             settler=self._settler,

@@ -27,13 +27,13 @@ from session_server.core.batch import Batch, StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.errors import InternalInconsistency
 from session_server.core.events import CheckerReport, MemoryReported, SessionCooled
+from session_server.engine.config import MemoryCheck
 from session_server.engine.memory import MAX_REMEMBERED, MemoryWatch
 from session_server.engine.outbox import Outbox
 from session_server.engine.plan import StepPlan
 from session_server.engine.probing import Prober
 from session_server.engine.reporting import pool_report, session_pages
 from session_server.engine.scheduler import Scheduler
-from session_server.engine.settings import MemoryCheck
 from session_server.engine.settle import Settler
 from session_server.engine.stats import Counters
 from session_server.engine.turn import TurnState

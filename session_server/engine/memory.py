@@ -19,7 +19,7 @@ from cache.checker import Recount, Violation, find_violations
 from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
 from cache.types import SessionId
-from session_server.engine.settings import MemoryCheck, MemoryPolicy
+from session_server.engine.config import MemoryCheck, MemoryPolicy
 from session_server.engine.trace import StepTrace
 
 MAX_REMEMBERED: Final = 32

@@ -8,8 +8,8 @@ from typing import Final
 from cache.content import PageContent, PageScrubber
 from cache.session_cache import SessionAwareCache
 from session_server.core.batch import Probe, StepResult
+from session_server.engine.config import MemoryCheck
 from session_server.engine.memory import MemoryWatch
-from session_server.engine.settings import MemoryCheck
 
 _LOG: Final = logging.getLogger(__name__)
 

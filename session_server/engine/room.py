@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache.session_cache import SessionAwareCache
-from session_server.engine.settings import EngineSettings, num_ahead
+from session_server.engine.config import EngineConfig, num_ahead
 from session_server.engine.shortage import PoolPages
 
 
@@ -19,13 +19,13 @@ class TurnRoom:
     max_turn_len: int
 
     @classmethod
-    def of(cls, cache: SessionAwareCache, settings: EngineSettings) -> TurnRoom:
+    def of(cls, cache: SessionAwareCache, config: EngineConfig) -> TurnRoom:
         """Return what the pools of a cache and the limits of an engine give."""
         limits = cache.turn_limits(
             num_ahead(
-                chunk_tokens=settings.chunk_tokens,
-                num_in_flight=settings.num_in_flight,
-                num_drafts=settings.speculation.num_drafts,
+                chunk_tokens=config.chunk_tokens,
+                num_in_flight=config.num_in_flight,
+                num_drafts=config.speculation.num_drafts,
             )
         )
         return cls(limits.most_pages, limits.max_len)

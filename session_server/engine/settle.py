@@ -22,10 +22,10 @@ from session_server.core.events import (
     TurnFinished,
 )
 from session_server.core.sampling import TokenLogprob
+from session_server.engine.config import EngineConfig
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
 from session_server.engine.scheduler import Scheduler
-from session_server.engine.settings import EngineSettings
 from session_server.engine.stats import Counters
 from session_server.engine.turn import Turn, TurnState
 
@@ -40,7 +40,7 @@ class Settler:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        config: EngineConfig,
         *,
         cache: SessionAwareCache,
         scheduler: Scheduler,
@@ -48,7 +48,7 @@ class Settler:
         counters: Counters,
         memory: MemoryWatch,
     ) -> None:
-        self._settings = settings
+        self._config = config
         self._cache = cache
         self._scheduler = scheduler
         self._outbox = outbox
@@ -258,7 +258,7 @@ class Settler:
             return False
         if token in sampling.stop_token_ids:
             return True
-        return not sampling.ignore_eos and token in self._settings.eos_token_ids
+        return not sampling.ignore_eos and token in self._config.eos_token_ids
 
     def _settle_failure(self, batch: Batch, message: str) -> None:
         for row in batch.rows:

@@ -16,7 +16,7 @@ from session_server.core.commands import CancelTurn, EngineCommand
 from session_server.core.engine_client import EventListener
 from session_server.core.events import EngineEvent, EngineReady, TurnFinished
 from session_server.core.ids import TurnId
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.loop import EngineAssembly
 from tests.engine_host.live_echo import LiveStage, assemble

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from cache.errors import CacheError
-from session_server.engine.settings import Drafter, MemoryCheck
+from session_server.engine.config import Drafter, MemoryCheck
 from tests.depth import cases
 from tests.differential.player import NUM_TOGETHER, SETTINGS, Config, Player
 from tests.differential.traces import PlannedSession, Size, make_trace

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from cache.session_cache import SessionAwareCache
-from session_server.engine.settings import (
+from session_server.engine.config import (
     Drafter,
-    EngineSettings,
+    EngineConfig,
     MemoryCheck,
     MemoryPolicy,
     Speculation,
@@ -76,7 +76,7 @@ def play(config: Config, checkpoint: Path) -> Player:
             memory=MemoryLimits(max_total_tokens=288),
         ),
     )
-    settings = EngineSettings(
+    settings = EngineConfig(
         model_fingerprint="tiny",
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(2,),

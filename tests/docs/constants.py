@@ -445,7 +445,7 @@ ENGINE = (
         "the others have what these leave",
     ),
     _constant(
-        "engine.settings:MAX_DRAFTS", "guesses of a turn in one forward", "tokens", "exit status 2"
+        "engine.config:MAX_DRAFTS", "guesses of a turn in one forward", "tokens", "exit status 2"
     ),
     _constant(
         "engine.ngram:MAX_MATCH",

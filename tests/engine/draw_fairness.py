@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from session_server.engine import plan_admission
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from tests.engine.crowd import Coming, Crowd
 from tests.mutants.guards import FIRST_COME_TAKES_ALL
 from tests.sim.hand_engine import Sizes

@@ -11,9 +11,9 @@ import pytest
 from cache import MatchResult, SessionAwareCache
 from cache.types import SessionId, TurnId
 from session_server.core.commands import CloseSession
+from session_server.engine.config import MemoryCheck
 from session_server.engine.plan import plan_step
 from session_server.engine.scheduler_view import BlockReason
-from session_server.engine.settings import MemoryCheck
 from tests.cache.work import count_calls
 from tests.engine.bench import Bench
 from tests.engine.plan_views import (

@@ -24,8 +24,8 @@ from session_server.core.events import (
     SessionRefused,
     TurnStarted,
 )
+from session_server.engine.config import EngineConfig
 from session_server.engine.engine import Engine
-from session_server.engine.settings import EngineSettings
 from session_server.engine.turn import TRANSITIONS, TurnState
 from tests.engine.bench import POOL, Bench
 from tests.sim.echo import EOS, replay, replay_scores
@@ -401,9 +401,9 @@ def test_shutdown_finishes_what_is_in_flight_and_launches_no_more() -> None:
 
 def test_settings_have_bounds() -> None:
     with pytest.raises(ValueError, match="chunk_tokens"):
-        EngineSettings("m", 10, (), chunk_tokens=0)
+        EngineConfig("m", 10, (), chunk_tokens=0)
     with pytest.raises(ValueError, match="num_in_flight"):
-        EngineSettings("m", 10, (), num_in_flight=3)
+        EngineConfig("m", 10, (), num_in_flight=3)
 
 
 def test_a_finished_turn_goes_nowhere_and_every_state_has_its_line() -> None:

@@ -10,7 +10,7 @@ from cache.types import TurnId
 from session_server.core.batch import Batch, BatchRow, StepResult
 from session_server.core.commands import CancelTurn, StopTurn
 from session_server.core.events import FinishReason
-from session_server.engine.settings import Drafter
+from session_server.engine.config import Drafter
 from tests.engine.bench import POOL, Bench
 from tests.sim.device import EchoRunner
 from tests.sim.echo import EOS, VOCAB_SIZE, EchoModel, replay

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cache.types import TurnId
 from session_server.core.events import TurnStarted
 from session_server.engine import plan_admission
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from session_server.engine.shares import share_len
 from tests.engine.crowd import Coming, Crowd, Given
 from tests.sim.hand_engine import Sizes

@@ -13,7 +13,7 @@ from cache.session_cache import SessionAwareCache
 from cache.types import PoolName, SessionId, SlotState
 from session_server.core.commands import ReportMemory
 from session_server.core.events import EngineStats, MemoryReported, SessionCooled
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.loop import EngineAssembly
 from tests.engine.bench import POOL, Bench

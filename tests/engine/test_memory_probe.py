@@ -14,7 +14,7 @@ from session_server.core.batch import Batch
 from session_server.core.commands import CancelTurn, CloseSession, ReportMemory
 from session_server.core.events import CheckerReport, MemoryReported
 from session_server.core.ids import TurnId
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from tests.engine.bench import POOL, Bench
 from tests.sim.hand_engine import Sizes
 from tests.sim.layers import Layers, Mixture

@@ -23,8 +23,8 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
 )
+from session_server.engine.config import MemoryCheck
 from session_server.engine.guard import MAX_REBUILDS
-from session_server.engine.settings import MemoryCheck
 from session_server.engine.trace import NUM_STEPS
 from tests.cache import damage
 from tests.cache.damage import LENT, PARKED

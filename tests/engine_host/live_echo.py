@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from session_server.core.batch import Batch, PendingStep, StepResult
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from session_server.engine_host.loop import EngineAssembly
 from tests.sim.device import EchoRunner
 from tests.sim.hand_engine import HandEngine, Sizes

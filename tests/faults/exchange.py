@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from session_server.core.session_events import TurnCompleted
-from session_server.engine.settings import Drafter, MemoryCheck
+from session_server.engine.config import Drafter, MemoryCheck
 from tests.rig.moments import OWNER, Rig, turn
 from tests.sim.hand_engine import Sizes
 

@@ -11,7 +11,7 @@ import pytest
 
 from cache.errors import OutOfPages, OutOfRows
 from session_server.core.errors import ContextTooLong
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
 from tests.rig.moments import OWNER, Rig, turn

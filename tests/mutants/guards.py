@@ -124,7 +124,7 @@ SESSIONS_WITHOUT_END = Mutant(
     "sglang#27024 (E4)",
     Edit(
         "session_server.engine.command_handler:CommandHandler._open",
-        "len(self._cache) >= settings.max_sessions",
+        "len(self._cache) >= config.max_sessions",
         "len(self._cache) >= 1 << 30",
     ),
 )

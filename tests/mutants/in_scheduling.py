@@ -19,8 +19,8 @@ TOKENS_ARE_NOT_CHECKED = Mutant(
     "llama.cpp#10074 (A12)",
     Edit(
         "session_server.engine.command_handler:CommandHandler._are_tokens",
-        "max(tokens) < self._settings.vocab_size",
-        "max(tokens) <= self._settings.vocab_size",
+        "max(tokens) < self._config.vocab_size",
+        "max(tokens) <= self._config.vocab_size",
     ),
 )
 

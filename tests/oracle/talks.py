@@ -18,8 +18,8 @@ from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
 from session_server.core.events import TokensProduced, TurnFailed, TurnFinished
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams, TokenLogprob
+from session_server.engine.config import EngineConfig, MemoryCheck, MemoryPolicy, Speculation
 from session_server.engine.engine import Engine
-from session_server.engine.settings import EngineSettings, MemoryCheck, MemoryPolicy, Speculation
 from session_server.engine.stats import Counters
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
@@ -115,7 +115,7 @@ def load_engine(
             ),
         ),
     )
-    settings = EngineSettings(
+    settings = EngineConfig(
         model_fingerprint="oracle",
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(2,),

@@ -11,7 +11,7 @@ import torch
 
 from cache.types import PoolName
 from session_server.core.ids import SessionId
-from session_server.engine.settings import Drafter, Speculation
+from session_server.engine.config import Drafter, Speculation
 from session_server.models.registry import load_config
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from session_server.core.ids import SessionId
-from session_server.engine.settings import Drafter, Speculation
+from session_server.engine.config import Drafter, Speculation
 from session_server.models.config import FULL_POOL
 from session_server.models.registry import load_config
 from session_server.runner.model_runner import BackendName, ModelRunner

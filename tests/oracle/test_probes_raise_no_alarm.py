@@ -26,13 +26,13 @@ from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams
 from session_server.demo import MODEL_DIR
 from session_server.demo.corpus import dialogue
-from session_server.engine.engine import Engine
-from session_server.engine.settings import (
-    EngineSettings,
+from session_server.engine.config import (
+    EngineConfig,
     MemoryCheck,
     MemoryPolicy,
     Speculation,
 )
+from session_server.engine.engine import Engine
 from session_server.models.config import DTypeName
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
@@ -78,7 +78,7 @@ class Crowd:
                 ),
             ),
         )
-        settings = EngineSettings(
+        settings = EngineConfig(
             model_fingerprint="probed",
             vocab_size=loaded.config.vocab_size,
             eos_token_ids=(),

@@ -14,7 +14,7 @@ import pytest
 from cache.types import Tokens
 from session_server.core.ids import SessionId
 from session_server.engine import drafting
-from session_server.engine.settings import Drafter, Speculation
+from session_server.engine.config import Drafter, Speculation
 from session_server.models.errors import DraftMismatch
 from tests.depth import cases
 from tests.oracle.checkpoints import RECURRENT_FAMILIES

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from session_server.core.ids import SessionId
-from session_server.engine.settings import Drafter, Speculation
+from session_server.engine.config import Drafter, Speculation
 from session_server.engine.stats import Counters
 from tests.depth import cases
 from tests.oracle.checkpoints import FAMILIES

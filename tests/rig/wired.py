@@ -12,7 +12,7 @@ from functools import partial
 from session_server.core.errors import SessionServerError
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnCreated, TurnEnd, TurnRequest
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts

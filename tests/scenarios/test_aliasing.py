@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache.types import SlotState, TurnId
 from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason
-from session_server.engine.settings import Drafter
+from session_server.engine.config import Drafter
 from tests.engine.bench import Bench
 from tests.mutants.guards import WINDOW_PAGE_STAYS_IN_ROW
 from tests.mutants.in_books import DELTA_IS_A_VIEW, PADDING_ROW_IS_FREE

@@ -9,7 +9,7 @@ import pytest
 from cache.types import SessionId
 from session_server.core.commands import ReportMemory, SubmitTurn
 from session_server.core.events import FinishReason, MemoryReported
-from session_server.engine.settings import Drafter, MemoryCheck
+from session_server.engine.config import Drafter, MemoryCheck
 from tests.depth import IS_PROOF
 from tests.engine.bench import Bench
 from tests.mutants.guards import (

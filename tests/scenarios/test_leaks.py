@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cache.types import TurnId
 from session_server.core.events import FinishReason, SessionGone, TurnFinished
-from session_server.engine.settings import Drafter
+from session_server.engine.config import Drafter
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from tests.engine.bench import POOL, Bench

@@ -8,7 +8,7 @@ from cache.errors import SlotBusy
 from cache.types import Namespace, SlotState, TurnId
 from session_server.core.commands import StopTurn
 from session_server.core.events import FinishReason, SessionGone
-from session_server.engine.settings import Drafter
+from session_server.engine.config import Drafter
 from tests.engine.bench import Bench
 from tests.mutants.guards import (
     CANCEL_BY_PREFIX,

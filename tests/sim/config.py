@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from cache.capacity import BoundedPools
-from session_server.engine.settings import Drafter, MemoryCheck
+from session_server.engine.config import Drafter, MemoryCheck
 from tests.sim.draws import Draws
 from tests.sim.faults import FaultRates, OneFault, Site
 from tests.sim.hand_engine import Sizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from session_server.engine.settings import Drafter, MemoryCheck
+from session_server.engine.config import Drafter, MemoryCheck
 from tests.sim.config import Front, Habits, SimConfig
 from tests.sim.faults import FaultRates, OneFault
 from tests.sim.hand_engine import Sizes

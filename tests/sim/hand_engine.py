@@ -18,14 +18,14 @@ from cache.types import SessionId, TurnId
 from session_server.core.batch import Batch, Runner, StepResult
 from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
 from session_server.core.events import EngineReady
-from session_server.engine.engine import Engine, StepOutcome
-from session_server.engine.settings import (
+from session_server.engine.config import (
     Drafter,
-    EngineSettings,
+    EngineConfig,
     MemoryCheck,
     MemoryPolicy,
     Speculation,
 )
+from session_server.engine.engine import Engine, StepOutcome
 from tests.cache.free_lists import FREE_LISTS, Allocation
 from tests.sim.device import EchoRunner
 from tests.sim.echo import EchoModel, Truth
@@ -71,9 +71,9 @@ class Sizes:
         """Return the fake model of these layers, over its own small vocabulary."""
         return EchoModel(num_repeats=self.num_repeats, window=self.layers.read_window)
 
-    def settings(self, model: EchoModel, *, probe_interval_s: float = 10.0) -> EngineSettings:
+    def settings(self, model: EchoModel, *, probe_interval_s: float = 10.0) -> EngineConfig:
         """Return the settings of an engine of these sizes."""
-        return EngineSettings(
+        return EngineConfig(
             model_fingerprint="echo",
             vocab_size=model.vocab_size,
             eos_token_ids=model.alphabet[:1],
@@ -155,7 +155,7 @@ class HandEngine:
     def __init__(
         self,
         cache: SessionAwareCache,
-        settings: EngineSettings,
+        settings: EngineConfig,
         make_device: Callable[[Self], Device],
     ) -> None:
         self.cache = cache

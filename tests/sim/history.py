@@ -40,7 +40,7 @@ from session_server.core.events import (
     TurnStarted,
 )
 from session_server.core.sampling import TokenLogprob
-from session_server.engine.settings import EngineSettings
+from session_server.engine.config import EngineConfig
 from tests.sim.draws import name_value
 from tests.sim.echo import EchoModel, Truth, score_of
 from tests.sim.failure import Broken, Layer
@@ -122,7 +122,7 @@ class EngineHistory:
     """
 
     def __init__(
-        self, settings: EngineSettings, model: EchoModel, bounds: Bounds, reached: Counter[str]
+        self, settings: EngineConfig, model: EchoModel, bounds: Bounds, reached: Counter[str]
     ) -> None:
         self._settings = settings
         self._model = model

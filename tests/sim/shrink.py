@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
-from session_server.engine.settings import MemoryCheck
+from session_server.engine.config import MemoryCheck
 from tests.sim.config import Front, SimConfig
 from tests.sim.failure import SimFailure
 from tests.sim.layers import Layers

@@ -1,4 +1,4 @@
-"""What an engine is told once and for all."""
+"""`EngineConfig`: the limits and identities of an engine. They do not change while it lives."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_DRAFTS: Final = 16
-"""More guesses than this are hardly ever right, and every one of them is computed."""
+"""More drafts than this are hardly ever accepted, and every one of them is computed."""
 
 
 class MemoryCheck(enum.Enum):
-    """What the memory checker does with the books: nothing, repair and report, or raise."""
+    """Select what the memory checker does about violations: nothing, repair and report, or raise."""
 
     OFF = "off"
     WARN = "warn"
@@ -20,9 +20,9 @@ class MemoryCheck(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """How the memory checker works.
+    """Configure the memory checker.
 
-    `probe_interval_s`: seconds of work between two looks at the content of a page.
+    `probe_interval_s`: seconds of work between two checks of the content of a page.
     """
 
     check: MemoryCheck = MemoryCheck.WARN
@@ -34,7 +34,7 @@ class MemoryPolicy:
 
 
 class Drafter(enum.Enum):
-    """Who guesses the next tokens of a turn: its own history, or the runner's draft model."""
+    """Select what proposes drafts: n-grams of the turn's own history, or the runner's draft model."""
 
     NGRAM = "ngram"
     MODEL = "model"
@@ -42,7 +42,7 @@ class Drafter(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Up to `num_drafts` guesses per turn and forward; 0 is off."""
+    """Configure speculation: at most `num_drafts` drafts per turn and forward; 0 is off."""
 
     num_drafts: int = 0
     drafter: Drafter = Drafter.NGRAM
@@ -53,20 +53,22 @@ class Speculation:
 
 
 def num_ahead(*, chunk_tokens: int, num_in_flight: int, num_drafts: int) -> int:
-    """Positions of one turn that may be launched and not settled: a chunk per launch, or a token
-    and its guesses."""
+    """Return how many positions of one turn may be launched and not settled.
+
+    Each forward in flight has a chunk of it, or one token and its drafts.
+    """
     return num_in_flight * max(chunk_tokens, 1 + num_drafts)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Limits and identities, resolved by `wiring`; nothing here changes while an engine lives.
+class EngineConfig:
+    """Configure an engine; made by `engine_wiring` from the user's settings.
 
     `chunk_tokens`: prompt positions one forward computes, over all turns; each running turn that
     needs a single position gets it on top, so a forward never exceeds `chunk_tokens +
-    max_running`. `num_in_flight`: launches that may be unsettled, 2 is overlap and 1 lockstep.
-    `priority_step_s`: how much waiting one level of priority is worth, so that no turn starves.
-    `retract_interval`: for tests, launches between two forced retractions; 0 forces none.
+    max_running`. `num_in_flight`: forwards that may be unsettled, 2 is overlap and 1 lockstep.
+    `priority_step_s`: seconds of waiting that one level of priority is worth, so that no turn
+    starves. `retract_interval`: for tests, forwards between two forced retractions; 0 forces none.
     """
 
     model_fingerprint: str
