@@ -287,8 +287,8 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     """A sample of the engine's counters since start and gauges now; about once a second of work,
     and once more when the last turn has ended.
 
-    `host_ms`: time outside forwards. Token and step counts are totals. `draft_tokens`: guesses
-    that forwards verified, `accepted_tokens`: those that were right.
+    `host_ms`: time outside forwards. Token and step counts are totals. `draft_tokens`: drafts
+    that forwards verified, `accepted_tokens`: drafts accepted.
     """
 
     steps: int

@@ -14,16 +14,17 @@ _NO_TOKENS: Final = np.empty(0, dtype=np.int32)
 
 
 def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: int) -> BatchRow:
-    """The next `num_tokens` positions of a running turn, and the first `num_drafts` of its guess;
-    notes them as launched.
+    """Return the row for the next `num_tokens` positions of a running turn and `num_drafts` drafts.
+
+    Counts them as launched.
     """
     admission = turn.borrowed
     start, end = admission.launched_len, admission.launched_len + num_tokens
     is_unseen = start >= turn.known_len
     assert 0 < num_tokens <= turn.num_uncomputed
     assert not is_unseen or num_tokens == 1, "one token at a time is sampled"
-    session_id, guess = turn.request.session_id, admission.guess
-    drafts = None if guess is None or guess.tokens is None else guess.tokens[:num_drafts]
+    session_id, draft = turn.request.session_id, admission.draft
+    drafts = None if draft is None or draft.tokens is None else draft.tokens[:num_drafts]
     row = BatchRow(
         turn_id=turn.turn_id,
         attempt=admission.attempt,

@@ -11,7 +11,7 @@ MAX_DRAFTS: Final = 16
 
 
 class MemoryCheck(enum.Enum):
-    """Select what the memory checker does about violations: nothing, repair and report, or raise."""
+    """Select what follows a violation: nothing, repair and report, or raise."""
 
     OFF = "off"
     WARN = "warn"
@@ -34,7 +34,7 @@ class MemoryPolicy:
 
 
 class Drafter(enum.Enum):
-    """Select what proposes drafts: n-grams of the turn's own history, or the runner's draft model."""
+    """Select what proposes drafts: n-grams of the turn's history, or the runner's draft model."""
 
     NGRAM = "ngram"
     MODEL = "model"

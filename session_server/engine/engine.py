@@ -219,7 +219,7 @@ class Engine:
         running = retry_alone[:1] if retry_alone else self._scheduler.running
         most_pages = self._scheduler.room.most_pages
         line = WaitingLine(self._cache, most_pages) if retry_alone else self._scheduler.waiting
-        self._drafting.guess(running)
+        self._drafting.propose(running)
         if any(turn.is_held_back for turn in running):
             # The next forward takes everybody: one that is split costs nearly as much twice, and
             # those held back would take part in every second one only.

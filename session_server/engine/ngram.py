@@ -1,4 +1,4 @@
-"""Prompt lookup: guess that a text goes on as it did the last time it said the same.
+"""Prompt lookup: propose as drafts what followed the last tokens where they occurred before.
 
 Prompt lookup decoding (Saxena 2023): conversations repeat themselves, names, code, quotations,
 so the longest earlier occurrence of the last few tokens is a free draft model.
@@ -23,19 +23,19 @@ MAX_MATCH: Final = 8
 _NOTHING: Final = np.empty(0, dtype=np.int32)
 
 
-def look_up(tokens: Tokens, num_guesses: int) -> Tokens:
+def look_up(tokens: Tokens, num_drafts: int) -> Tokens:
     """What followed the latest of the longest earlier occurrences of the last tokens.
 
     An occurrence that reaches the end of `tokens` is taken to go on repeating itself.
 
     Args:
         tokens: int32 [n], the text so far.
-        num_guesses: how many tokens to guess.
+        num_drafts: how many tokens to propose.
 
     Returns:
-        int32 [num_guesses], or [0] when the last `MIN_MATCH` tokens are new.
+        int32 [num_drafts], or [0] when the last `MIN_MATCH` tokens are new.
     """
-    if len(tokens) <= MIN_MATCH or num_guesses <= 0:
+    if len(tokens) <= MIN_MATCH or num_drafts <= 0:
         return _NOTHING
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     for length in range(2, MAX_MATCH + 1):
@@ -48,4 +48,4 @@ def look_up(tokens: Tokens, num_guesses: int) -> Tokens:
         ends = longer
         if length == len(tokens) - 1:
             break
-    return np.resize(tokens[ends[-1] + 1 :], num_guesses)
+    return np.resize(tokens[ends[-1] + 1 :], num_drafts)

@@ -202,7 +202,7 @@ class Settler:
     def _settle_drafts(self, turn: Turn, row: BatchRow, num_right: int) -> None:
         """Take back the positions of rejected drafts, and adapt how many the turn drafts next."""
         turn.borrowed.launched_len -= row.num_drafts - num_right
-        turn.learn(row.num_drafts, num_right)
+        turn.adapt_draft_len(row.num_drafts, num_right)
         self._counters.draft_tokens += row.num_drafts
         self._counters.accepted_tokens += num_right
 

@@ -11,7 +11,7 @@ class Counters:
 
     `overshoots`: rows computed for turns that had ended or been retracted by then. `shortfalls`:
     turns that waited another step because pages the plan counted on were not to be had.
-    `draft_tokens`: guesses verified; `accepted_tokens`: those that were right.
+    `draft_tokens`: drafts verified; `accepted_tokens`: drafts accepted.
     """
 
     steps: int = 0

@@ -2,8 +2,8 @@
 
 Lengths are absolute positions of the session's context. Between launch and settle they are known
 as an interval: `computed_len` is settled, `launched_len` is what the forwards in flight will have
-computed if every guess in them is right. The planner works with the upper end, settling moves the
-lower one, and the upper one back to it where a guess was wrong.
+computed if every draft in them is accepted. The planner works with the upper end. Settling raises
+the lower end, and lowers the upper end again where drafts were rejected.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ TRANSITIONS: Final[Mapping[TurnState, frozenset[TurnState]]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
-    """`num_drafts` tokens behind the next one; `tokens`: int32 [num_drafts], None when the runner's
-    draft model is to make them."""
+class Draft:
+    """Propose the tokens behind the next one.
+
+    `num_drafts`: how many. `tokens`: int32 [num_drafts]; None if the runner's draft model makes
+    them.
+    """
 
     num_drafts: int
     tokens: Tokens | None
@@ -56,7 +59,7 @@ class Admission:
     `loan`: the lease of the session, which has the row and the settled lengths. `launched_len`:
     see above. `attempt` distinguishes it from earlier stays, whose late results are dropped.
     `num_sampling`: launched rows whose token the host has not seen. `is_sampler_started`: the
-    runner was sent what its sampler must remember. `guess`: what the next forward may verify.
+    runner was sent what its sampler must remember. `draft`: what the next forward may verify.
     """
 
     loan: TurnLoan
@@ -64,7 +67,7 @@ class Admission:
     launched_len: int
     num_sampling: int = 0
     is_sampler_started: bool = False
-    guess: Guess | None = None
+    draft: Draft | None = None
 
     @property
     def computed_len(self) -> int:
@@ -115,8 +118,8 @@ class Turn:
     `order`: smaller goes first at admission and keeps its pages longer. `max_new`: output tokens
     it may have, its `max_tokens` clipped to the room its context leaves. `outputs` survive a
     retraction: they are input of the next admission. `prompt_logprobs`: settled so far.
-    `cached_len`: positions its first admission did not have to compute. `guess_len`: how far it
-    guesses next, learned from how far it was right; 0 before its first guess.
+    `cached_len`: positions its first admission did not have to compute. `draft_len`: how
+    many drafts it proposes next, adapted to how many were accepted; 0 before the first draft.
     """
 
     request: SubmitTurn
@@ -129,7 +132,7 @@ class Turn:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_admissions: int = 0
     cached_len: int = 0
-    guess_len: int = 0
+    draft_len: int = 0
     _input: Tokens = field(init=False)
 
     def __post_init__(self) -> None:
@@ -171,7 +174,7 @@ class Turn:
         """Positions that could be launched now, those in flight counted as done.
 
         Bounded by `max_new`, which is known ahead, so no forward is ever planned past it. None for
-        a turn that waits for a token to guess on from, or for its guesses to be verified.
+        a turn that waits for a token to draft behind, or for its drafts to be verified.
         """
         if self.is_held_back:
             return 0
@@ -179,11 +182,11 @@ class Turn:
 
     @property
     def is_held_back(self) -> bool:
-        """Whether it waits for what is in flight: a token to guess on from, or its own guesses."""
+        """Whether it waits for what is in flight: a token to draft behind, or its own drafts."""
         admission = self.borrowed
         if admission.num_sampling == 0:
             return False
-        return admission.guess is not None or admission.launched_len >= self.coming_len
+        return admission.draft is not None or admission.launched_len >= self.coming_len
 
     @property
     def is_decoding(self) -> bool:
@@ -192,9 +195,9 @@ class Turn:
 
     @property
     def num_drafts(self) -> int:
-        """Guesses that the next forward may verify along with its one certain position."""
-        guess = self.borrowed.guess
-        return guess.num_drafts if guess is not None and self.num_uncomputed == 1 else 0
+        """Return how many drafts the next forward may verify behind its one certain position."""
+        draft = self.borrowed.draft
+        return draft.num_drafts if draft is not None and self.num_uncomputed == 1 else 0
 
     def uncommitted_tokens(self) -> Tokens:
         """int32 [n]: everything after `base_len`, input then output. Asked for in every plan while
@@ -227,9 +230,9 @@ class Turn:
         if self.num_admissions == 1:
             self.cached_len = min(loan.cached_len, self.prompt_len)
 
-    def learn(self, num_drafts: int, num_right: int) -> None:
-        """Guess further after guessing right, and as far as it went after guessing wrong."""
-        self.guess_len = 2 * num_drafts if num_right == num_drafts else num_right + 1
+    def adapt_draft_len(self, num_drafts: int, num_right: int) -> None:
+        """Propose twice as many drafts if all were accepted, else one more than were accepted."""
+        self.draft_len = 2 * num_drafts if num_right == num_drafts else num_right + 1
 
     def discard_in_flight(self) -> None:
         """Forget what is in flight; it will be computed again, and its results are dropped."""
@@ -239,7 +242,7 @@ class Turn:
         admission.launched_len = admission.computed_len
         admission.num_sampling = 0
         admission.is_sampler_started = False
-        admission.guess = None
+        admission.draft = None
 
     def retract(self) -> None:
         """Back to waiting; outputs and prompt logprobs stay, KV does not."""

@@ -251,7 +251,7 @@ GUESSES_PASS_THE_END = Mutant(
     "A turn guesses past the last token it may say.",
     "sglang#22651 (G4)",
     Edit(
-        "session_server.engine.drafting:Drafting._guess",
+        "session_server.engine.drafting:Drafting._draft",
         "- num_unseen - 1",
         "- num_unseen + 1",
     ),
