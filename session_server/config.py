@@ -75,7 +75,7 @@ class ModelOptions(_Section):
         Bound("threads", "a forward uses no more"),
     ] = None
     draft_path: Annotated[
-        str | None, Field(description="small model of the same vocabulary that guesses tokens")
+        str | None, Field(description="small model of the same vocabulary that proposes drafts")
     ] = None
     random_seed: Annotated[
         int | None,
@@ -159,14 +159,12 @@ class EngineOptions(_Section):
     overlap: Annotated[bool, Field(description="prepare the next forward while one runs")] = True
     speculation: Annotated[
         Literal["off", "ngram", "model"],
-        Field(
-            description="who guesses tokens ahead: nobody, the session's own text, a draft model"
-        ),
+        Field(description="what proposes drafts: nothing, the session's own text, a draft model"),
     ] = "off"
     num_draft_tokens: Annotated[
         int,
-        Field(ge=1, le=16, description="guesses per turn and forward at most"),
-        Bound("tokens", "no more are guessed"),
+        Field(ge=1, le=16, description="drafts per turn and forward at most"),
+        Bound("tokens", "no more are drafted"),
     ] = 4
     max_restarts: Annotated[
         int,

@@ -201,7 +201,7 @@ def warm_up(runner: Runner, speculation: Speculation) -> None:
     """Run padding through the model, so that no client waits for kernels to be chosen.
 
     Row 0 and page 0 are there to be written: shapes of a prefill, of a decode and of a batch, with
-    guesses and without.
+    drafts and without.
     """
     start = SamplingStart(SamplingParams(temperature=0.0), 0, 0, _NO_TOKENS, _NO_TOKENS)
     shapes = [(1, 1, 0), (1, 8, 0), (2, 1, 0), (4, 1, 0), (8, 1, 0)]
@@ -240,7 +240,7 @@ def _progress_logger() -> Callable[[int, int], None]:
 
 
 def _draft_directory(settings: Settings, tokens: ModelTokens) -> Path | None:
-    """Where the draft model lies; None unless one is to guess."""
+    """Where the draft model lies; None unless one is to propose drafts."""
     if settings.engine.speculation != Drafter.MODEL.value:
         return None
     if settings.model.draft_path is None:

@@ -1,4 +1,4 @@
-"""What the composition root of the engine's side makes of settings that ask for guesses."""
+"""What the composition root of the engine's side makes of settings that ask for drafts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_without_its_algorithm_a_draft_model_is_not_even_looked_for(tmp_path: Pa
     assert build(tmp_path / "nowhere", speculation="ngram").ready.vocab_size == 1536
 
 
-def test_guessing_by_a_model_needs_one() -> None:
+def test_drafting_by_a_model_needs_one() -> None:
     with pytest.raises(ValueError, match="--speculative-draft-model-path"):
         build(None)
 

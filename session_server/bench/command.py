@@ -2,7 +2,7 @@
 
   sessions      whether a turn's overhead, idle sessions and admission stay flat
   kept          the next turn on a kept session against resending all of it
-  speculation   answers with guesses from the session's own text, and without
+  speculation   answers with drafts from the session's own text, and without
   memory-check  what the memory checker adds to a step, beside idle sessions
   mla           a decode step of latent attention while the history grows
   kv-dtype      a decode step with KV stored in halves, over one with KV in fp32
@@ -148,7 +148,7 @@ def _measure_speculation(_: argparse.Namespace, progress: StepProgress) -> Figur
 
 def _show_speculation(report: Figures, console: Console) -> None:
     for workload, by_drafts in report["workloads"].items():
-        table = Table(title=f"{workload}: n-gram guesses, medians of {report['num_rounds']} rounds")
+        table = Table(title=f"{workload}: n-gram drafts, medians of {report['num_rounds']} rounds")
         columns = ("drafts", "tokens / forward", "tokens / s", "speed ratio", "range", "different")
         for column in columns:
             table.add_column(column, justify="right")

@@ -1,12 +1,12 @@
-"""Guessing ahead against not guessing: tokens per forward, and how fast an answer comes.
+"""Speculation against none: tokens per forward, and how fast an answer comes.
 
-Servers that differ in their drafts alone run side by side: the embedded model, overlap on, guesses
+Servers that differ in their drafts alone run side by side: the embedded model, overlap on, drafts
 from the session's own text. Each workload visits them in turns, round by round, and ratios are
 taken within a round, so that a machine whose speed drifts treats them alike. The answers are
 greedy, and compared: what was guessed must not be seen in them.
 
 `dialogues` are those of the demo, one after the other; `crowd` holds as many at the same time,
-where a forward is shared and a wrong guess costs the neighbours; `repeated text` goes on with a
+where a forward is shared and a rejected draft costs the neighbours; `repeated text` goes on with a
 passage that came several times already.
 """
 
@@ -181,5 +181,5 @@ def _flags(num_drafts: int) -> list[str]:
     quiet = ["--log-level", "warning"]
     if num_drafts == 0:
         return quiet
-    guessing = ["--speculative-algorithm", "ngram"]
-    return [*quiet, *guessing, "--speculative-num-draft-tokens", str(num_drafts)]
+    drafting = ["--speculative-algorithm", "ngram"]
+    return [*quiet, *drafting, "--speculative-num-draft-tokens", str(num_drafts)]

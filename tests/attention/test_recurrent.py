@@ -173,7 +173,7 @@ def beginnings(sides: list[Tensor], spans: list[Span]) -> Tensor:
 
 @pytest.mark.parametrize("num_right", range(4))
 @pytest.mark.parametrize("name", RULES)
-def test_a_row_goes_on_from_its_last_right_guess(
+def test_a_row_goes_on_from_its_last_accepted_draft(
     name: str, num_right: int, pool: StatePool
 ) -> None:
     """Rows that verify three guesses and one, beside one of one token and a chunk."""

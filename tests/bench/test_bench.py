@@ -54,7 +54,7 @@ def test_the_three_ways_to_send_a_next_turn_are_measured_in_turns() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_guessing_servers_give_the_answers_of_one_that_does_not() -> None:
+def test_drafting_servers_give_the_answers_of_one_that_does_not() -> None:
     visits = []
     load = SpeculationWorkload(
         drafts=(4,), num_rounds=1, num_sessions=2, num_turns=4, num_repeated=48

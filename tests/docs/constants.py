@@ -445,11 +445,11 @@ ENGINE = (
         "the others have what these leave",
     ),
     _constant(
-        "engine.config:MAX_DRAFTS", "guesses of a turn in one forward", "tokens", "exit status 2"
+        "engine.config:MAX_DRAFTS", "drafts of a turn in one forward", "tokens", "exit status 2"
     ),
     _constant(
         "engine.ngram:MAX_MATCH",
-        "tokens that a guess from the text is matched by",
+        "tokens that a draft from the text is matched by",
         "tokens",
         "longer matches count alike",
     ),

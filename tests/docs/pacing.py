@@ -60,7 +60,7 @@ RECORDS = (
     ),
     _constant(
         "engine.ngram:WINDOW",
-        "a session's last tokens that guesses come from",
+        "a session's last tokens that drafts come from",
         "tokens",
         "earlier ones are not looked at",
     ),

@@ -197,8 +197,8 @@ def test_at_most_the_limit_of_turns_runs() -> None:
     assert plan.blocked == ("w2", BlockReason.TURNS)
 
 
-def test_guesses_get_what_is_left_and_never_take_a_page() -> None:
-    guessing = replace(running("g", 1, spare=2), num_drafts=6)
+def test_drafts_get_what_is_left_and_never_take_a_page() -> None:
+    drafting = replace(running("g", 1, spare=2), num_drafts=6)
     first = replace(running("f", 1, spare=8), num_drafts=4)
     hog = running("hog", 30, spare=30)
 
@@ -208,7 +208,7 @@ def test_guesses_get_what_is_left_and_never_take_a_page() -> None:
         return {work.turn_id: work.num_drafts for work in plan.work if work.num_drafts}
 
     idle = (FakeIdle(SessionId("s"), (9,)),)
-    short = FakeView(running=(first, guessing, hog), idle_sessions=idle)
+    short = FakeView(running=(first, drafting, hog), idle_sessions=idle)
     assert drafts_of(short) == {"f": 4, "g": 1}, "only into pages it has"
     assert drafts_of(replace(short, headroom_pages=(2,))) == {"f": 4, "g": 6}
     assert drafts_of(replace(short, headroom_pages=(2,)), 37) == {"f": 4, "g": 3}

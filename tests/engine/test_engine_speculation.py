@@ -1,4 +1,4 @@
-"""Guessing ahead changes how many forwards a turn takes, and nothing else."""
+"""Speculation changes how many forwards a turn takes, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of(bench: Bench, turn_name: str) -> list[BatchRow]:
 
 
 def step_until_verifying(bench: Bench, turn_name: str) -> BatchRow:
-    """Step until a row with guesses of this turn is launched and not settled."""
+    """Step until a row with drafts of this turn is launched and not settled."""
     for _ in range(200):
         rows = rows_of(bench, turn_name)
         if rows and rows[-1].num_drafts and len(bench.runner):
@@ -38,7 +38,7 @@ def step_until_verifying(bench: Bench, turn_name: str) -> BatchRow:
             bench.settle()
         else:
             bench.step()
-    raise AssertionError("nobody guessed")
+    raise AssertionError("no row had drafts")
 
 
 @pytest.mark.parametrize("num_in_flight", [1, 2])
@@ -72,7 +72,7 @@ def test_an_answer_that_repeats_is_guessed_from_itself(
     assert len(rows_of(bench, "u")) < 8, "the history of the session is there from the first token"
 
 
-def test_nobody_is_launched_again_before_guesses_are_verified(
+def test_nobody_is_launched_again_before_drafts_are_verified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A forward ahead without the turn that verifies would be half a forward."""
@@ -107,13 +107,13 @@ def test_nobody_is_launched_again_before_guesses_are_verified(
     )
     assert sum(row.num_drafts > 0 for row in rows_of(bench, "t")) > 10
     assert not any(row.num_drafts for row in rows_of(bench, "u"))
-    assert num_ahead > 5, "while nobody guesses, forwards overlap"
+    assert num_ahead > 5, "while no turn has drafts, forwards overlap"
     beside = [{row.turn_id for row in batch.rows} for batch in bench.batches]
     assert all("t" in turns for turns in beside if "u" in turns)
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
-def test_guesses_never_reach_past_the_last_token(max_tokens: int) -> None:
+def test_drafts_never_reach_past_the_last_token(max_tokens: int) -> None:
     bench = bench_of(num_drafts=8)
     session = bench.open("s")
     bench.run(bench.submit_command(session, "t", PROMPT, max_tokens=max_tokens))
@@ -123,7 +123,7 @@ def test_guesses_never_reach_past_the_last_token(max_tokens: int) -> None:
     bench.close_all()
 
 
-def test_nothing_is_said_behind_a_stop_token_inside_a_guess() -> None:
+def test_nothing_is_said_behind_a_stop_token_inside_a_draft() -> None:
     stopped_inside = 0
     for seed in range(40):
         bench = bench_of(num_drafts=8)
@@ -158,7 +158,7 @@ def test_a_stop_token_before_min_tokens_is_an_ordinary_token() -> None:
 
 
 def test_overshoot_does_not_survive_a_turn() -> None:
-    """L1, G4: pages of rejected or unwanted guesses are free once the turn has ended."""
+    """L1, G4: pages of rejected or unwanted drafts are free once the turn has ended."""
     for end in ("cancel", "stop", "rollback"):
         bench = bench_of(num_drafts=8, page_size=1)
         session = bench.open("s")
@@ -196,8 +196,8 @@ def test_a_turn_retracted_while_it_verifies_resumes_identically() -> None:
     bench.close_all()
 
 
-def test_guesses_take_nobodys_pages() -> None:
-    """A guess that would need a page nobody has left is cut, and nobody is retracted for it."""
+def test_drafts_take_nobodys_pages() -> None:
+    """A draft that would need a page nobody has left is cut, and nobody is retracted for it."""
     bench = bench_of(num_drafts=8, num_pages=16, page_size=4, max_context_len=64, num_rows=4)
     sessions = [bench.open(name) for name in "abc"]
     for name, session in zip("abc", sessions, strict=True):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from session_server.engine.ngram import MAX_MATCH, MIN_MATCH, look_up
 
 
-def by_definition(text: list[int], num_guesses: int) -> list[int]:
+def by_definition(text: list[int], num_drafts: int) -> list[int]:
     best_end, best_len = None, 0
     for end in range(len(text) - 1):
         length = 0
@@ -20,18 +20,18 @@ def by_definition(text: list[int], num_guesses: int) -> list[int]:
     if best_end is None or best_len < MIN_MATCH:
         return []
     guessed = list(text)
-    for _ in range(num_guesses):
+    for _ in range(num_drafts):
         best_end += 1
         guessed.append(guessed[best_end])
     return guessed[len(text) :]
 
 
-@given(text=st.lists(st.integers(0, 3), max_size=40), num_guesses=st.integers(0, 6))
+@given(text=st.lists(st.integers(0, 3), max_size=40), num_drafts=st.integers(0, 6))
 def test_it_is_what_followed_the_latest_longest_occurrence(
-    text: list[int], num_guesses: int
+    text: list[int], num_drafts: int
 ) -> None:
-    found = look_up(np.array(text, dtype=np.int32), num_guesses)
-    assert found.tolist() == by_definition(text, num_guesses)
+    found = look_up(np.array(text, dtype=np.int32), num_drafts)
+    assert found.tolist() == by_definition(text, num_drafts)
 
 
 def test_a_text_that_repeats_itself_is_guessed_to_go_on() -> None:

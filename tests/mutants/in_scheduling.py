@@ -238,7 +238,7 @@ MATCH_IS_PRICED_AS_FREE = Mutant(
 )
 
 GUESSES_TAKE_PAGES = Mutant(
-    "Guesses are planned on pages that nobody has.",
+    "Drafts are planned on pages that nobody has.",
     "sglang#22897 (L1)",
     Edit(
         "session_server.engine.plan:_offer_drafts",
@@ -248,7 +248,7 @@ GUESSES_TAKE_PAGES = Mutant(
 )
 
 GUESSES_PASS_THE_END = Mutant(
-    "A turn guesses past the last token it may say.",
+    "A turn has drafts past the last token it may say.",
     "sglang#22651 (G4)",
     Edit(
         "session_server.engine.drafting:Drafting._draft",

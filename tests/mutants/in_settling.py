@@ -144,7 +144,7 @@ POSITION_OF_LAST_TOKEN = Mutant(
 )
 
 REJECTED_GUESSES_COUNT = Mutant(
-    "Positions of rejected guesses count as computed.",
+    "Positions of rejected drafts count as computed.",
     "mlx-lm#1109 (A10)",
     Edit(
         "session_server.engine.settle:Settler._settle_row",
@@ -154,7 +154,7 @@ REJECTED_GUESSES_COUNT = Mutant(
 )
 
 REJECTED_GUESSES_STAY_LAUNCHED = Mutant(
-    "The next forward begins behind guesses that were rejected.",
+    "The next forward begins behind drafts that were rejected.",
     "systematic",
     Edit(
         "session_server.engine.settle:Settler._settle_drafts",
@@ -164,7 +164,7 @@ REJECTED_GUESSES_STAY_LAUNCHED = Mutant(
 )
 
 STOP_AMONG_GUESSES_IS_MISSED = Mutant(
-    "A stop token among accepted guesses does not end the turn.",
+    "A stop token among accepted drafts does not end the turn.",
     "systematic",
     Edit(
         "session_server.engine.settle:Settler._until_stop",
@@ -174,7 +174,7 @@ STOP_AMONG_GUESSES_IS_MISSED = Mutant(
 )
 
 STOP_AMONG_GUESSES_IS_DROPPED = Mutant(
-    "A stop token among accepted guesses is not said.",
+    "A stop token among accepted drafts is not said.",
     "systematic",
     Edit(
         "session_server.engine.settle:Settler._until_stop",
@@ -184,7 +184,7 @@ STOP_AMONG_GUESSES_IS_DROPPED = Mutant(
 )
 
 MIN_TOKENS_MISCOUNTED_IN_GUESSES = Mutant(
-    "Accepted guesses are not counted towards the least number of tokens.",
+    "Accepted drafts are not counted towards the least number of tokens.",
     "systematic",
     Edit(
         "session_server.engine.settle:Settler._until_stop",

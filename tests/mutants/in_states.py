@@ -245,7 +245,7 @@ ROW_COMES_WITH_TOO_FEW_STATES = Mutant(
 )
 
 GUESSES_LEAVE_ONE_STATE = Mutant(
-    "A launch that verifies guesses leaves one state, after all of them.",
+    "A launch that verifies drafts leaves one state, after all of them.",
     "mlx-lm#1109 (A10)",
     Edit(
         "cache.lease_states:LeaseStates._written_lengths",
@@ -255,7 +255,7 @@ GUESSES_LEAVE_ONE_STATE = Mutant(
 )
 
 LAST_GUESS_LEAVES_NO_STATE = Mutant(
-    "A launch that verifies guesses leaves no state after the last of them.",
+    "A launch that verifies drafts leaves no state after the last of them.",
     "systematic",
     Edit(
         "cache.lease_states:LeaseStates._written_lengths",

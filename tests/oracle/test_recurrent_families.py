@@ -75,7 +75,7 @@ def prompter(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_guessed_turns_go_on_from_the_last_right_guess(
+def test_guessed_turns_go_on_from_the_last_accepted_draft(
     case: Setup,
     prompter: Prompter,
     checkpoints: Mapping[str, Path],

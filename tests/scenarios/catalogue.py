@@ -38,7 +38,7 @@ CATALOGUE = MappingProxyType(
         "A7": "pages are recycled before they were registered, and matched with garbage in them",
         "A8": "a token arrives after its turn was retracted, and is applied",
         "A9": "the host tier restores the pages of another prompt",
-        "A10": "rejected guesses stay in a state that cannot be rewound",
+        "A10": "rejected drafts stay in a state that cannot be rewound",
         "A11": "clearing a page with a wrong stride wipes its neighbour",
         "A12": "a token id outside the vocabulary poisons those who come after",
         "A13": "the pages of a turn that gave NaN are matched by others",

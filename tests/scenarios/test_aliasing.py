@@ -187,7 +187,7 @@ def test_a8_a_token_that_lands_behind_a_launch_that_failed_is_not_applied() -> N
 
 
 @scenario("A10", GUESSES_LEAVE_ONE_STATE)
-def test_a10_a_turn_goes_on_from_the_state_after_its_last_right_guess() -> None:
+def test_a10_a_turn_goes_on_from_the_state_after_its_last_accepted_draft() -> None:
     layers = Layers(Mixture.FULL_AND_RECURRENT)
     bench = Bench(Sizes(layers=layers, num_drafts=4, drafter=Drafter.MODEL))
     session_id = bench.open("s")

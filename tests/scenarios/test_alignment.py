@@ -40,9 +40,7 @@ WINDOW = 8
     ("page_size", "num_drafts"),
     [*product((1, 2, 4), (0, 1, 2, 4)), (16, 0), (16, 3)],
 )
-def test_g_every_residue_of_history_input_chunk_and_guesses(
-    page_size: int, num_drafts: int
-) -> None:
+def test_g_every_residue_of_history_input_chunk_and_drafts(page_size: int, num_drafts: int) -> None:
     is_all = page_size < 16 or IS_PROOF
     num_played = play_residues(page_size, num_drafts, is_all=is_all)
     assert num_played == (page_size**3 if is_all else page_size**2)

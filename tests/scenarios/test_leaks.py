@@ -27,7 +27,7 @@ from tests.sim.hand_engine import Sizes
 
 
 @scenario("L1", OVERSHOOT_STAYS)
-def test_l1_pages_bought_for_guesses_are_not_under_the_next_turn() -> None:
+def test_l1_pages_bought_for_drafts_are_not_under_the_next_turn() -> None:
     bench = Bench(Sizes(page_size=1, num_drafts=4, drafter=Drafter.MODEL))
     session_id = bench.open("s")
     history: tuple[int, ...] = ()

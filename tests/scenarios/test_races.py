@@ -228,7 +228,7 @@ def test_r12_a_stop_string_found_while_later_tokens_are_in_flight_cuts_the_histo
 
 
 @scenario("R12", CANCEL_WAITS_FOR_THE_DEVICE, OVERSHOOT_STAYS)
-def test_r12_a_cancel_while_guesses_are_verified_frees_the_session_at_once() -> None:
+def test_r12_a_cancel_while_drafts_are_verified_frees_the_session_at_once() -> None:
     for num_kept in (None, 0, 99):
         bench = Bench(Sizes(num_drafts=4, drafter=Drafter.MODEL))
         session_id = bench.open("s")

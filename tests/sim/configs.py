@@ -59,7 +59,7 @@ def rich_config(
     faults: FaultRates = NO_FAULTS,
     only_fault: OneFault | None = None,
 ) -> SimConfig:
-    """Clients that do a little of everything, a pool that does not hold all, guesses, chunks, and
+    """Clients that do a little of everything, a pool that does not hold all, drafts, chunks, and
     text that is always tokenized aside."""
     return SimConfig(
         seed=seed,

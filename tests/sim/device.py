@@ -134,7 +134,7 @@ class EchoRunner:
 
     `states`: the recurrent pool, None where there is none. `salt_of`: the tenant's salt of a turn.
     `truth_of`: what a turn's cells must hold; without it the text alone tells. `draft_skill`: how
-    often in a thousand its draft model guesses right. `reached` counts what speculation came to;
+    often in a thousand its draft model is right. `reached` counts what speculation came to;
     `refused_alone` are turns whose forward failed when nobody else was in it.
     """
 
@@ -275,7 +275,7 @@ class EchoRunner:
         return tuple(token_ids)
 
     def _drafts(self, row: BatchRow, values: list[int], *, last: int) -> list[int]:
-        """The guesses of a row: those it brings, or those of the draft model."""
+        """The drafts of a row: those it brings, or those of the draft model."""
         if row.drafts is not None:
             drafts: list[int] = row.drafts.tolist()
             assert len(drafts) == row.num_drafts, "every draft is given"

@@ -37,7 +37,7 @@ class EchoModel:
     Ids from `vocab_size` on are none.
 
     `num_repeats` of 4 tokens follow from the token before alone, so that an answer repeats itself
-    and guessing from history is worth something. `window`: the last cells that an answer depends
+    and drafting from history is worth something. `window`: the last cells that an answer depends
     on; 0 for all of them.
     """
 

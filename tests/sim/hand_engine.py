@@ -36,7 +36,7 @@ from tests.sim.layers import Layers
 class Sizes:
     """The engine. `num_pages` does not count the padding page; lengths are tokens.
 
-    `draft_skill`: how often in a thousand the draft model guesses right. `num_repeats`: see
+    `draft_skill`: how often in a thousand the draft model is right. `num_repeats`: see
     `EchoModel`.
     """
 

@@ -397,7 +397,7 @@ class EngineHistory:
         if num_cut and self._bounds.forgets:
             return 0  # a window may have passed the cut, and the session goes on from before
         if num_cut and self._settings.speculation.num_drafts:
-            # Right guesses were published with the prompt, and may be another session's by now.
+            # Accepted drafts were published with the prompt, and may be another session's by now.
             return kept_len - 1 - (kept_len - 1) % self._bounds.page_size
         return kept_len - 1
 

@@ -1,4 +1,4 @@
-"""Servers that guess say what one that does not says, over sockets, sampled and greedy alike."""
+"""Servers with drafts say what one without says, over sockets, sampled and greedy alike."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def talk_all(url: str) -> dict[str, list[tuple[str, int, str]]]:
     return dict(zip(SAMPLINGS, said, strict=True))
 
 
-def test_guessing_shows_in_the_counters_and_nowhere_else() -> None:
+def test_drafting_shows_in_the_counters_and_nowhere_else() -> None:
     with ExitStack() as stack:
         plain = stack.enter_context(LocalServer(SMALL))
         expected = asyncio.run(talk_all(plain.url))
@@ -59,14 +59,14 @@ def test_guessing_shows_in_the_counters_and_nowhere_else() -> None:
         for flags in GUESSING.values():
             server = stack.enter_context(LocalServer([*SMALL, *flags]))
             assert asyncio.run(talk_all(server.url)) == expected
-            drafted, accepted = guess_counts(server.url)
+            drafted, accepted = draft_counts(server.url)
             assert 0 < accepted <= drafted
             assert_books_balance(server.url)
             assert server.stop() == 0
-        assert guess_counts(plain.url) == (0, 0)
+        assert draft_counts(plain.url) == (0, 0)
 
 
-def guess_counts(url: str) -> tuple[int, int]:
+def draft_counts(url: str) -> tuple[int, int]:
     """Tokens guessed and guessed right, from the metrics."""
     lines = httpx.get(f"{url}/metrics", timeout=30.0).text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
