@@ -57,8 +57,7 @@ from session_server.engine.turn import Turn, TurnClock
 class CommandHandler:
     """Handle commands, between the settling of results and the next plan.
 
-    `is_shutting_down`: a `Shutdown` was handled, so nothing more is launched. `room`: what a turn
-    may take of the pools.
+    `is_shutting_down`: a `Shutdown` was handled, so nothing more is launched.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class CommandHandler:
         self._settler = settler
         self._outbox = outbox
         self._memory = memory
-        self.room = scheduler.room
+        self.turn_capacity = scheduler.turn_capacity
         self._num_submitted = 0
         self.is_shutting_down = False
 
@@ -143,7 +142,7 @@ class CommandHandler:
         turn = Turn(
             request=command,
             order=(now_s - priority_s, self._num_submitted),
-            max_new=min(sampling.max_tokens, self.room.max_turn_len - context_len),
+            max_new=min(sampling.max_tokens, self.turn_capacity.max_turn_len - context_len),
             clock=TurnClock(now_s),
         )
         if sampling.prompt_logprobs_from == 0:
@@ -177,10 +176,10 @@ class CommandHandler:
             return InvalidRequest("a submitted turn has a seed", param="seed")
         if not self._are_tokens(command.tokens):
             return InvalidRequest("a token id is outside the vocabulary", param="input")
-        if context_len + min(1, sampling.max_tokens) > self.room.max_turn_len:
+        if context_len + min(1, sampling.max_tokens) > self.turn_capacity.max_turn_len:
             return ContextTooLong(
                 f"{context_len} tokens and an answer do not fit: a turn may reach "
-                f"{self.room.max_turn_len} tokens"
+                f"{self.turn_capacity.max_turn_len} tokens"
             )
         return None
 

@@ -29,12 +29,12 @@ from session_server.engine.memory import MemoryWatch
 from session_server.engine.outbox import Outbox
 from session_server.engine.plan import StepPlan, plan_step
 from session_server.engine.reporting import Reporter
-from session_server.engine.room import TurnRoom
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.scheduler_view import Limits
 from session_server.engine.settle import Settler
 from session_server.engine.stats import Counters
-from session_server.engine.turn_line import WaitingLine
+from session_server.engine.turn_capacity import TurnCapacity
+from session_server.engine.turn_queue import WaitingQueue
 from session_server.engine.view import LiveView
 
 
@@ -85,8 +85,8 @@ class Engine:
         )
         self._outbox = Outbox()
         self.counters = Counters()
-        room = TurnRoom.of(cache, config)
-        self._scheduler = Scheduler(cache, self._outbox, self.counters, room=room)
+        turn_capacity = TurnCapacity.of(cache, config)
+        self._scheduler = Scheduler(cache, self._outbox, self.counters, turn_capacity=turn_capacity)
         self._drafting = Drafting(cache, config.speculation)
         self._in_flight = InFlight(config.num_in_flight)
         watch = MemoryWatch(cache, config.memory, stopwatch)
@@ -120,8 +120,8 @@ class Engine:
 
     @property
     def max_turn_len(self) -> int:
-        """Longest context one turn may reach; see `TurnRoom`."""
-        return self._scheduler.room.max_turn_len
+        """Longest context one turn may reach; see `TurnCapacity`."""
+        return self._scheduler.turn_capacity.max_turn_len
 
     @property
     def is_in_flight(self) -> bool:
@@ -217,17 +217,17 @@ class Engine:
             return None, None
         # It is retried alone: no other turn runs, is admitted or gives up pages for it.
         running = retry_alone[:1] if retry_alone else self._scheduler.running
-        most_pages = self._scheduler.room.most_pages
-        line = WaitingLine(self._cache, most_pages) if retry_alone else self._scheduler.waiting
+        max_new_pages = self._scheduler.turn_capacity.max_new_pages
+        queue = WaitingQueue(self._cache, max_new_pages) if retry_alone else self._scheduler.waiting
         self._drafting.propose(running)
         if any(turn.is_held_back for turn in running):
             # The next forward takes everybody: one that is split costs nearly as much twice, and
             # those held back would take part in every second one only.
             return None, None
-        view = LiveView(self._cache, running, line, self.is_in_flight, most_pages)
+        view = LiveView(self._cache, running, queue, self.is_in_flight, max_new_pages)
         plan = plan_step(view, self._limits)
         if plan.is_denial and plan.blocked is not None:
-            line.note_denial(plan.blocked, len(running), view.supply)
+            queue.note_denial(plan.blocked, len(running), view.supply)
         if self._retract_interval and self._in_flight.num_forwards % self._retract_interval == 0:
             plan = force_retraction(plan, [turn.turn_id for turn in running])
         try:

@@ -14,11 +14,11 @@ from session_server.core.events import SessionCooled, TurnStarted
 from session_server.engine.batching import make_row
 from session_server.engine.outbox import Outbox
 from session_server.engine.plan import StepPlan
-from session_server.engine.room import TurnRoom
 from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.stats import Counters
 from session_server.engine.turn import Turn, TurnState
-from session_server.engine.turn_line import TurnLine, WaitingLine, max_reuse
+from session_server.engine.turn_capacity import TurnCapacity
+from session_server.engine.turn_queue import TurnQueue, WaitingQueue, max_reuse
 
 
 @dataclass(slots=True)
@@ -40,17 +40,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: SessionAwareCache, outbox: Outbox, counters: Counters, *, room: TurnRoom
+        self,
+        cache: SessionAwareCache,
+        outbox: Outbox,
+        counters: Counters,
+        *,
+        turn_capacity: TurnCapacity,
     ) -> None:
-        """`room`: what a turn may take of the pools."""
         self._cache = cache
         self._outbox = outbox
         self._counters = counters
         self._turns: dict[TurnId, Turn] = {}
         self._of_session: dict[SessionId, Turn] = {}
-        self.room = room
-        self.waiting = WaitingLine(cache, room.most_pages)
-        self.running = TurnLine()
+        self.turn_capacity = turn_capacity
+        self.waiting = WaitingQueue(cache, turn_capacity.max_new_pages)
+        self.running = TurnQueue()
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -80,7 +84,7 @@ class Scheduler:
 
     def remove(self, turn: Turn) -> None:
         """Let go of a turn that ends."""
-        self._line(turn).remove(turn)
+        self._queue(turn).remove(turn)
         del self._turns[turn.turn_id]
         del self._of_session[turn.request.session_id]
         turn.finish()
@@ -174,5 +178,5 @@ class Scheduler:
         )
         return True
 
-    def _line(self, turn: Turn) -> TurnLine:
+    def _queue(self, turn: Turn) -> TurnQueue:
         return self.running if turn.state is TurnState.RUNNING else self.waiting

@@ -12,17 +12,20 @@ from cache.views import TurnLoan
 from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
 from session_server.engine.shortage import IdleTotal, PoolPages, total
 from session_server.engine.turn import Turn
-from session_server.engine.turn_line import Supply, WaitingLine
+from session_server.engine.turn_queue import Supply, WaitingQueue
 
 
 class LiveView(msgspec.Struct, frozen=True, gc=False):
-    """A `SchedulerView`; valid until the cache or a turn changes. `most_pages`: of `TurnRoom`."""
+    """Show the planner live turns and the live cache. Valid until one of them changes.
+
+    Implements `SchedulerView`. `max_new_pages`: that of `TurnCapacity`.
+    """
 
     cache: SessionAwareCache
     running_turns: Sequence[Turn]
-    line: WaitingLine
+    queue: WaitingQueue
     is_in_flight: bool
-    most_pages: PoolPages
+    max_new_pages: PoolPages
 
     @property
     def running(self) -> Sequence[LiveRunning]:
@@ -42,14 +45,14 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def waiting(self) -> Iterable[LiveWaiting]:
         """See `SchedulerView`."""
-        return (LiveWaiting(self.line, turn) for turn in self.line)
+        return (LiveWaiting(self.queue, turn) for turn in self.queue)
 
     @property
     def known_denial(self) -> tuple[TurnId, BlockReason] | None:
         """See `SchedulerView`. O(pools)."""
-        if not self.line.has_denial:
+        if not self.queue.has_denial:
             return None
-        return self.line.known_denial(len(self.running_turns), self.supply)
+        return self.queue.known_denial(len(self.running_turns), self.supply)
 
     @property
     def supply(self) -> Supply:
@@ -110,14 +113,14 @@ class LiveRunning(msgspec.Struct, gc=False):
         cache, missing = self.view.cache, max(0, self.num_uncomputed - self.num_spare)
         num_pages = pages_for(missing, cache.spec.page_size)
         held_of = [self.loan.num_private(pool) for pool in cache.paged_pools]
-        room = zip(self.view.most_pages, held_of, strict=True)
+        room = zip(self.view.max_new_pages, held_of, strict=True)
         return tuple(min(num_pages, max(0, most - held)) for most, held in room)
 
 
 class LiveWaiting(msgspec.Struct, gc=False):
     """A `WaitingTurn`."""
 
-    line: WaitingLine
+    queue: WaitingQueue
     turn: Turn
 
     @property
@@ -137,4 +140,4 @@ class LiveWaiting(msgspec.Struct, gc=False):
 
     def quote(self) -> AdmissionQuote:
         """See `WaitingTurn`."""
-        return self.line.quotes.of(self.turn)
+        return self.queue.quotes.of(self.turn)

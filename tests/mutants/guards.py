@@ -81,7 +81,7 @@ RECOMPUTES_HISTORY = Mutant(
     "A turn computes its whole context, though its session has the KV.",
     "vllm#52471 (E5)",
     Edit(
-        "session_server.engine.turn_line:max_reuse",
+        "session_server.engine.turn_queue:max_reuse",
         "return None",
         "return 0",
     ),
@@ -92,7 +92,7 @@ REFUSES_NO_LONG_TURN = Mutant(
     "vllm#39734, #1534 (X4)",
     Edit(
         "session_server.engine.command_handler:CommandHandler._input_refusal",
-        "if context_len + min(1, sampling.max_tokens) > self.room.max_turn_len:",
+        "if context_len + min(1, sampling.max_tokens) > self.turn_capacity.max_turn_len:",
         "if context_len + min(1, sampling.max_tokens) > self._cache.max_context_len:",
     ),
 )
@@ -102,7 +102,7 @@ OUTPUT_OUTGROWS_POOL = Mutant(
     "sglang#27024 (X2)",
     Edit(
         "session_server.engine.command_handler:CommandHandler._submit",
-        "self.room.max_turn_len - context_len",
+        "self.turn_capacity.max_turn_len - context_len",
         "self._cache.max_context_len - context_len",
     ),
 )
@@ -183,7 +183,7 @@ QUOTE_ROUNDS_UP = Mutant(
     "A parked session's last page is priced as if it had to be bought again.",
     "sglang#20070 (G1)",
     Edit(
-        "session_server.engine.turn_line:Quotes._quote",
+        "session_server.engine.turn_queue:Quotes._quote",
         "pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)",
         "pages_for(soon_len - reuse_len, page_size)",
     ),
@@ -205,7 +205,7 @@ WAITING_KEEPS_KV = Mutant(
     Edit(
         "session_server.engine.view:LiveView.idle",
         "for session in self.cache.idle:",
-        "waiting = {turn.request.session_id for turn in self.line}\n"
+        "waiting = {turn.request.session_id for turn in self.queue}\n"
         "        for session in (s for s in self.cache.idle "
         "if s.session_id not in waiting):",
     ),
@@ -392,9 +392,9 @@ HITS_GO_FIRST = Mutant(
     "arXiv 2409.20002 (C5)",
     Edit(
         "session_server.engine.view:LiveView.waiting",
-        "return (LiveWaiting(self.line, turn) for turn in self.line)",
-        "line = [LiveWaiting(self.line, turn) for turn in self.line]\n"
-        "        return sorted(line, key=lambda one: one.quote().num_uncomputed)",
+        "return (LiveWaiting(self.queue, turn) for turn in self.queue)",
+        "queue = [LiveWaiting(self.queue, turn) for turn in self.queue]\n"
+        "        return sorted(queue, key=lambda one: one.quote().num_uncomputed)",
     ),
 )
 

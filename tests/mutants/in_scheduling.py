@@ -49,8 +49,8 @@ TOO_LONG_IS_ADMITTED = Mutant(
     "vllm#39734 (X4)",
     Edit(
         "session_server.engine.command_handler:CommandHandler._input_refusal",
-        "context_len + min(1, sampling.max_tokens) > self.room.max_turn_len",
-        "context_len > self.room.max_turn_len",
+        "context_len + min(1, sampling.max_tokens) > self.turn_capacity.max_turn_len",
+        "context_len > self.turn_capacity.max_turn_len",
     ),
 )
 
@@ -231,7 +231,7 @@ MATCH_IS_PRICED_AS_FREE = Mutant(
     "Locking what a match finds evictable is not counted as spent.",
     "systematic",
     Edit(
-        "session_server.engine.turn_line:Quotes._quote",
+        "session_server.engine.turn_queue:Quotes._quote",
         "match.evictable_pages[p] for p in",
         "0 for p in",
     ),
@@ -261,7 +261,7 @@ QUOTE_TAKES_A_LOCK = Mutant(
     "Every look at what a waiting turn would find in the tree takes a lock.",
     "sglang#20476, #12693 (L3, L4)",
     Edit(
-        "session_server.engine.turn_line:Quotes._price",
+        "session_server.engine.turn_queue:Quotes._price",
         "match = cache.peek(",
         "cache.inspect().stores.tree.lock_root(slot.namespace)\n            match = cache.peek(",
     ),

@@ -1,4 +1,4 @@
-"""What one turn needs room for in each pool, and so how long it may become."""
+"""`TurnCapacity`: how many pages one turn may need in each pool, and how long it may become."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from session_server.engine.shortage import PoolPages
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRoom:
-    """`most_pages`: what a turn adds at a time, at most, to the pages of its session.
-    `max_turn_len`: the longest context it may reach, with the pools to itself.
+class TurnCapacity:
+    """Hold what the pools allow one turn.
+
+    `max_new_pages`: the most pages that a turn adds at a time to those of its session, per pool.
+    `max_turn_len`: tokens of the longest context that a turn reaches if it has the pools to itself.
     """
 
-    most_pages: PoolPages
+    max_new_pages: PoolPages
     max_turn_len: int
 
     @classmethod
-    def of(cls, cache: SessionAwareCache, config: EngineConfig) -> TurnRoom:
-        """Return what the pools of a cache and the limits of an engine give."""
+    def of(cls, cache: SessionAwareCache, config: EngineConfig) -> TurnCapacity:
+        """Return what the pools of a cache allow under the limits of an engine."""
         limits = cache.turn_limits(
             num_ahead(
                 chunk_tokens=config.chunk_tokens,

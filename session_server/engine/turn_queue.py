@@ -1,4 +1,4 @@
-"""`TurnLine`: turns in their order, and what keeps those that wait from being asked about again.
+"""`TurnQueue`: turns in their order, and what keeps those that wait from being asked about again.
 
 Pricing a cold turn matches its whole history, and a plan may price a line of them. Both answers are
 kept until something they depend on changes: `Quotes` per turn, `Denial` for the line as a whole.
@@ -20,7 +20,7 @@ from session_server.engine.shortage import PoolPages, total
 from session_server.engine.turn import Turn
 
 
-class TurnLine(Sequence[Turn]):
+class TurnQueue(Sequence[Turn]):
     """Turns in `Turn.order`. `version` changes with every turn that comes or goes."""
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ class _Known(NamedTuple):
 class Quotes:
     """What admitting waiting turns would cost."""
 
-    def __init__(self, cache: SessionAwareCache, most_pages: PoolPages) -> None:
-        """`most_pages`: of `TurnRoom`."""
+    def __init__(self, cache: SessionAwareCache, max_new_pages: PoolPages) -> None:
+        """`max_new_pages`: of `TurnCapacity`."""
         self._cache = cache
-        self._most_pages = most_pages
+        self._max_new_pages = max_new_pages
         self._known: dict[TurnId, _Known] = {}
 
     def of(self, turn: Turn) -> AdmissionQuote:
@@ -109,7 +109,7 @@ class Quotes:
         # One page beyond the context, so that it is not retracted over its first tokens.
         soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.last_len))
         num_pages = pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)
-        pages = tuple([min(num_pages, most) for most in self._most_pages])
+        pages = tuple([min(num_pages, most) for most in self._max_new_pages])
         if match is not None:
             # Pages that its match locks cannot be evicted for anybody any more.
             pages = total(pages, [tuple([match.evictable_pages[p] for p in cache.paged_pools])])
@@ -163,14 +163,14 @@ class _Denial(NamedTuple):
     supply: Supply
 
 
-class WaitingLine(TurnLine):
+class WaitingQueue(TurnQueue):
     """Turns that wait for admission."""
 
-    def __init__(self, cache: SessionAwareCache, most_pages: PoolPages) -> None:
+    def __init__(self, cache: SessionAwareCache, max_new_pages: PoolPages) -> None:
         super().__init__()
         self._cache = cache
         self._denial: _Denial | None = None
-        self.quotes = Quotes(cache, most_pages)
+        self.quotes = Quotes(cache, max_new_pages)
 
     def remove(self, turn: Turn) -> None:
         """Take a turn out, whose price nobody needs any more."""
