@@ -18,7 +18,7 @@ def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: 
 
     Counts them as launched.
     """
-    admission = turn.borrowed
+    admission = turn.current_admission
     start, end = admission.launched_len, admission.launched_len + num_tokens
     is_unseen = start >= turn.known_len
     assert 0 < num_tokens <= turn.num_uncomputed

@@ -32,11 +32,11 @@ class Drafting:
         if self._max_drafts == 0:
             return
         for turn in turns:
-            turn.borrowed.draft = self._draft(turn) if turn.is_decoding else None
+            turn.current_admission.draft = self._draft(turn) if turn.is_decoding else None
 
     def _draft(self, turn: Turn) -> Draft | None:
         """Return a new draft; None if the next forward already ends the turn or nothing matches."""
-        num_unseen = turn.borrowed.num_sampling
+        num_unseen = turn.current_admission.num_sampling
         # A verified row gives one token more than it has drafts.
         room = turn.max_new - len(turn.outputs) - num_unseen - 1
         num_drafts = min(turn.draft_len or self._max_drafts, self._max_drafts, room)

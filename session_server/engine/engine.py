@@ -244,15 +244,15 @@ class Engine:
 
     def _apply(self, plan: StepPlan, now_s: float) -> list[BatchRow]:
         applied = self._scheduler.apply(plan, now_s)
-        for session_id in applied.let_go:
+        for session_id in applied.dropped:
             self._guard.touch(session_id)
         for turn, error in applied.refused:
             self._settler.fail(turn, error)
         if plan.refuse is not None:
-            self._give_up(plan.refuse)
+            self._end_stuck_turn(plan.refuse)
         return applied.rows
 
-    def _give_up(self, turn_id: TurnId) -> None:
+    def _end_stuck_turn(self, turn_id: TurnId) -> None:
         """Nothing runs, nothing can be taken, and this turn does not fit: it must not hang.
 
         Happens only when pages are lost to quarantine, or one is kept for a rollback: a turn that

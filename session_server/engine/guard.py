@@ -92,7 +92,7 @@ class MemoryGuard:
         """
         is_complete = self.watch.audit_slice()
         if is_complete:
-            self.prober.owe()
+            self.prober.request()
         return is_complete
 
     def begin_step(
@@ -116,7 +116,7 @@ class MemoryGuard:
             watch.trace.end_step(plan, batch)
             watch.check_step()
             watch.spent_s += watch.stopwatch() - began_s
-        if not watch.doubts:
+        if not watch.damage:
             return False
         self._repair()
         return True
@@ -130,7 +130,7 @@ class MemoryGuard:
         if self.watch.mode is not MemoryCheck.WARN:
             raise error
         self.watch.note_failure(error)
-        self.watch.take_doubts()
+        self.watch.take_damage()
         self._rebuild(are_turns_whole=False)
 
     def report(self, request_id: int, now_s: float, *, with_trace: bool) -> MemoryReported:
@@ -166,16 +166,16 @@ class MemoryGuard:
         )
 
     def _repair(self) -> None:
-        doubts = self.watch.take_doubts()
-        if doubts.session_ids:
+        damage = self.watch.take_damage()
+        if damage.session_ids:
             try:
-                for session_id in doubts.session_ids:
+                for session_id in damage.session_ids:
                     self._quarantine(session_id)
             except AuditFailed as error:
                 self.watch.note_failure(error)
             else:
                 self.watch.audit_all()
-            if not self.watch.take_doubts() and not doubts.are_books_lost:
+            if not self.watch.take_damage() and not damage.must_rebuild:
                 return
         self._rebuild(are_turns_whole=True)
 
@@ -190,7 +190,7 @@ class MemoryGuard:
         self._outbox.emit(SessionCooled(session_id=session_id))
         if turn is not None and was_running:
             error = InternalInconsistency("the memory checker found this turn's KV wrong")
-            self._settler.forget(turn, error)
+            self._settler.fail_dropped(turn, error)
 
     def _rebuild(self, *, are_turns_whole: bool) -> None:
         self.num_rebuilds += 1
@@ -204,10 +204,10 @@ class MemoryGuard:
         self._settler.retry_alone.clear()
         for turn in tuple(self._scheduler.running):
             if are_turns_whole:
-                self._scheduler.take_off(turn)
+                self._scheduler.requeue(turn)
             else:
                 error = InternalInconsistency("the books of the memory were found wrong")
-                self._settler.forget(turn, error)
+                self._settler.fail_dropped(turn, error)
         self.watch.audit_all()
-        if self.watch.take_doubts():
+        if self.watch.take_damage():
             raise AuditFailed("the books are wrong although nobody holds anything")

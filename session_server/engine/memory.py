@@ -38,23 +38,23 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Doubts:
+class Damage:
     """What violations leave in doubt: the KV of these sessions; or the books as a whole, where
-    `are_books_lost` tells whether a recount that finds nothing would still not clear them.
+    `must_rebuild` tells whether a recount that finds nothing would still not clear them.
     """
 
     session_ids: tuple[SessionId, ...] = ()
-    are_books_in_doubt: bool = False
-    are_books_lost: bool = False
+    has_unattributed: bool = False
+    must_rebuild: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.session_ids) or self.are_books_in_doubt
+        return bool(self.session_ids) or self.has_unattributed
 
 
 class SlicedAudit:
     """A recount of everything, a slice at a time.
 
-    `has_changed`: whether sessions changed hands since the last recount began. `has_doubts`:
+    `has_changed`: whether sessions changed hands since the last recount began. `has_violations`:
     whether the last slice found a violation, and so was the last of its recount.
     """
 
@@ -62,7 +62,7 @@ class SlicedAudit:
         self._cache = cache
         self._recount: Recount | None = None
         self.has_changed = False
-        self.has_doubts = False
+        self.has_violations = False
 
     @property
     def is_due(self) -> bool:
@@ -76,8 +76,8 @@ class SlicedAudit:
             self._recount = Recount(self._cache)
         recount = self._recount
         is_complete = recount.advance(SLICE_UNITS)
-        self.has_doubts = bool(recount.violations)
-        if self.has_doubts:
+        self.has_violations = bool(recount.violations)
+        if self.has_violations:
             _LOG.warning("memory check: to be confirmed: %s", recount.violations[0].text)
         if is_complete:
             self._stop()
@@ -115,7 +115,7 @@ class MemoryWatch:
         self.texts: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self.runs = [0] * NUM_LEVELS
         self.num_violations = 0
-        self.doubts = Doubts()
+        self.damage = Damage()
         self._touched: dict[SessionId, None] = {}
         self._audit = SlicedAudit(cache)
 
@@ -165,7 +165,7 @@ class MemoryWatch:
             Whether the recount is complete.
         """
         is_complete = self._audit.advance()
-        if self._audit.has_doubts:
+        if self._audit.has_violations:
             self.audit_all()
             return True
         self.runs[2] += is_complete
@@ -177,21 +177,21 @@ class MemoryWatch:
         self._note(violations)
         if any(violation.session_id is None for violation in violations):
             # The page is somewhere in the tree, where no recount shows what it holds.
-            self._lose_books()
+            self._require_rebuild()
 
     def note_failure(self, error: AuditFailed) -> None:
         """A verb of the cache found the books wrong in its middle: whatever it left half done, no
         recount shows."""
         self._note([Violation(str(error))])
-        self._lose_books()
+        self._require_rebuild()
 
-    def take_doubts(self) -> Doubts:
+    def take_damage(self) -> Damage:
         """What is in doubt since the last call."""
-        doubts, self.doubts = self.doubts, Doubts()
-        return doubts
+        damage, self.damage = self.damage, Damage()
+        return damage
 
-    def _lose_books(self) -> None:
-        self.doubts = Doubts(self.doubts.session_ids, are_books_in_doubt=True, are_books_lost=True)
+    def _require_rebuild(self) -> None:
+        self.damage = Damage(self.damage.session_ids, has_unattributed=True, must_rebuild=True)
 
     def _check_sums(self) -> None:
         """Level 0. Nearly every step does this and nothing else, so it makes no call too many."""
@@ -210,10 +210,10 @@ class MemoryWatch:
         if self.mode is MemoryCheck.STRICT:
             raise AuditFailed("; ".join(violation.text for violation in violations))
         named = [v.session_id for v in violations if v.session_id is not None]
-        self.doubts = Doubts(
-            tuple(dict.fromkeys((*self.doubts.session_ids, *named))),
-            are_books_in_doubt=self.doubts.are_books_in_doubt or len(named) < len(violations),
-            are_books_lost=self.doubts.are_books_lost,
+        self.damage = Damage(
+            tuple(dict.fromkeys((*self.damage.session_ids, *named))),
+            has_unattributed=self.damage.has_unattributed or len(named) < len(violations),
+            must_rebuild=self.damage.must_rebuild,
         )
 
     def _remember(self, violations: Sequence[Violation]) -> None:

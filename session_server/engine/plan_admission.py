@@ -11,7 +11,7 @@ from session_server.engine.plan_budget import Budget
 from session_server.engine.plan_running import RunningClaims
 from session_server.engine.plan_tokens import Candidate
 from session_server.engine.scheduler_view import BlockReason, Limits, WaitingTurn
-from session_server.engine.shortage import PoolPages, Shortage, less, total
+from session_server.engine.shortage import PoolPages, Shortage, add_pages, subtract_pages
 
 MAX_BYPASSES: Final = 64
 """How many shorter turns may bypass a turn that waits for pages."""
@@ -127,7 +127,7 @@ class AdmissionPass:
         # borrow what is promised to prefills: it is soon idle and can then be cooled.
         needed = quote.context_pages
         if quote.num_uncomputed > self._limits.num_tokens:
-            needed = total(needed, self._promised_pages())
+            needed = add_pages(needed, self._promised_pages())
         if not self._reclaim(candidate, needed):
             return BlockReason.PAGES
         budget.take(quote.context_pages)
@@ -157,12 +157,12 @@ class AdmissionPass:
             idle = budget.idle.remaining()
             num_sessions, pages = idle.num_sessions, idle.freed_pages
             if quote.own_pages is not None:
-                num_sessions, pages = num_sessions - 1, less(pages, quote.own_pages)
+                num_sessions, pages = num_sessions - 1, subtract_pages(pages, quote.own_pages)
             if not shortage.can_be_met(num_sessions, pages):
                 return False
         own_session = budget.idle.ask(shortage, candidate.turn.session_id)
         if not shortage:
-            budget.idle.put_back(shortage.spared)
+            budget.idle.put_back(shortage.skipped)
             budget.cool(shortage.cooled)
             return True
         asked = shortage.asked

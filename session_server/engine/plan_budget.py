@@ -11,7 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cache.types import SessionId, pages_for
 from session_server.engine.scheduler_view import Limits, RunningTurn, SchedulerView
-from session_server.engine.shortage import IdleSession, IdleTotal, PoolPages, Shortage, less, total
+from session_server.engine.shortage import (
+    IdleSession,
+    IdleTotal,
+    PoolPages,
+    Shortage,
+    add_pages,
+    subtract_pages,
+)
 
 
 class IdleSessions:
@@ -30,7 +37,8 @@ class IdleSessions:
         """Return how many sessions are left to cool, and the pages they free. O(pools)."""
         idle = self._view.idle_total
         return IdleTotal(
-            idle.num_sessions - len(self.cooled), less(idle.freed_pages, self._cooled_pages)
+            idle.num_sessions - len(self.cooled),
+            subtract_pages(idle.freed_pages, self._cooled_pages),
         )
 
     def ask(self, shortage: Shortage, own: SessionId | None = None) -> IdleSession | None:
@@ -58,7 +66,7 @@ class IdleSessions:
 
     def add_cooled(self, sessions: Sequence[IdleSession]) -> None:
         """Record sessions that the plan cools."""
-        self._cooled_pages = total(self._cooled_pages, (s.freed_pages for s in sessions))
+        self._cooled_pages = add_pages(self._cooled_pages, (s.freed_pages for s in sessions))
         self.cooled += [session.session_id for session in sessions]
 
 
@@ -94,16 +102,16 @@ class Budget:
 
     def take(self, pages: PoolPages) -> None:
         """Take pages, per pool."""
-        self.pages = less(self.pages, pages)
+        self.pages = subtract_pages(self.pages, pages)
 
     def cool(self, sessions: Sequence[IdleSession]) -> None:
         """Add the pages and rows of sessions that the plan cools."""
-        self.pages = total(self.pages, (session.freed_pages for session in sessions))
+        self.pages = add_pages(self.pages, (session.freed_pages for session in sessions))
         self.num_rows += len(sessions)
         self.idle.add_cooled(sessions)
 
     def retract(self, turns: Iterable[RunningTurn]) -> None:
         """Add the pages and rows of turns that the plan retracts."""
         for turn in turns:
-            self.pages = total(self.pages, [turn.held_pages])
+            self.pages = add_pages(self.pages, [turn.held_pages])
             self.num_rows += 1

@@ -9,7 +9,7 @@ import msgspec
 from cache.types import TurnId
 from session_server.engine.plan_budget import Budget
 from session_server.engine.scheduler_view import RunningTurn
-from session_server.engine.shortage import Shortage, total
+from session_server.engine.shortage import Shortage, add_pages
 
 
 class RunningClaims(msgspec.Struct, frozen=True, gc=False):
@@ -76,14 +76,14 @@ def _reclaim(
         # Compare with the totals first: asking every session in vain, in every step, would cost a
         # step O(idle sessions).
         idle = budget.idle.remaining()
-        pages = total(idle.freed_pages, (turn.held_pages for turn in younger))
+        pages = add_pages(idle.freed_pages, (turn.held_pages for turn in younger))
         if not shortage.can_be_met(idle.num_sessions + len(younger), pages):
             return ()
     budget.idle.ask(shortage)
     retracted = [t for t in younger if shortage and shortage.ask_pages(t.held_pages)]
     cooled = shortage.cooled
     if not shortage:
-        budget.idle.put_back(shortage.spared)
+        budget.idle.put_back(shortage.skipped)
     elif not is_oldest:
         # The totals counted more than was given. Take nothing: this turn waits for older ones.
         budget.idle.put_back(shortage.asked)

@@ -36,18 +36,18 @@ class Prober:
         self._cache = cache
         self._watch = watch
         self._scrubber = PageScrubber()
-        self._looking_at: PageContent | None = None
+        self._probed: PageContent | None = None
         self._worked_s = 0.0
         self._working_since_s: float | None = None
-        self._is_owed = False
+        self._is_requested = False
         self._num_forwards = 0
         self.num_probes = 0
         self.probed_s: float | None = None
         self.forward_s = 0.0
 
-    def owe(self) -> None:
+    def request(self) -> None:
         """Probe once although nothing works."""
-        self._is_owed = self._watch.mode is not MemoryCheck.OFF
+        self._is_requested = self._watch.mode is not MemoryCheck.OFF
 
     def choose(self, now_s: float, *, is_working: bool, num_forwards: int) -> Probe | None:
         """The probe that should be launched next, if any; ask before every launch.
@@ -56,9 +56,9 @@ class Prober:
         """
         if not self._is_due(now_s, is_working=is_working, num_forwards=num_forwards):
             return None
-        self._worked_s, self._is_owed = 0.0, False
+        self._worked_s, self._is_requested = 0.0, False
         self._num_forwards = num_forwards + 1
-        content = self._looking_at = self._scrubber.next(self._cache)
+        content = self._probed = self._scrubber.next(self._cache)
         return (
             None
             if content is None
@@ -67,7 +67,7 @@ class Prober:
 
     def settle(self, result: StepResult, now_s: float) -> None:
         """Take in the device's verdict."""
-        content, self._looking_at = self._looking_at, None
+        content, self._probed = self._probed, None
         assert content is not None, "a verdict follows a probe"
         self.forward_s += result.forward_s
         if result.error is not None:
@@ -84,10 +84,10 @@ class Prober:
         if self._working_since_s is not None:
             self._worked_s += now_s - self._working_since_s
         self._working_since_s = now_s if is_working else None
-        if self._watch.mode is MemoryCheck.OFF or self._looking_at is not None:
+        if self._watch.mode is MemoryCheck.OFF or self._probed is not None:
             return False
         if not is_working:
-            return self._is_owed or self._scrubber.has_rechecks
+            return self._is_requested or self._scrubber.has_rechecks
         if num_forwards == self._num_forwards:
             return False
         interval_s = self._watch.probe_interval_s

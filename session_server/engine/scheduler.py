@@ -25,11 +25,11 @@ from session_server.engine.turn_queue import TurnQueue, WaitingQueue, max_reuse
 class Applied:
     """What carrying out a plan gave.
 
-    `let_go`: sessions whose KV was dropped. `refused`: turns that have to end, and why.
+    `dropped`: sessions whose KV was dropped. `refused`: turns that have to end, and why.
     """
 
     rows: list[BatchRow] = field(default_factory=list)
-    let_go: list[SessionId] = field(default_factory=list)
+    dropped: list[SessionId] = field(default_factory=list)
     refused: list[tuple[Turn, SessionServerError]] = field(default_factory=list)
 
 
@@ -89,7 +89,7 @@ class Scheduler:
         del self._of_session[turn.request.session_id]
         turn.finish()
 
-    def take_off(self, turn: Turn) -> None:
+    def requeue(self, turn: Turn) -> None:
         """Let a running turn wait again, whose KV the cache has let go."""
         self.running.remove(turn)
         turn.retract()
@@ -115,7 +115,7 @@ class Scheduler:
                 if not self._admit(turn, now_s, applied):
                     continue
                 num_tokens = min(num_tokens, turn.num_uncomputed)
-            end = turn.borrowed.launched_len + num_tokens
+            end = turn.current_admission.launched_len + num_tokens
             if self._grow(turn, end + work.num_drafts, work.num_drafts):
                 applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))
             elif turn.turn_id in admitted:
@@ -129,13 +129,13 @@ class Scheduler:
             self._cache.cool(session_id)
             self._counters.coolings += 1
             self._outbox.emit(SessionCooled(session_id=session_id))
-            applied.let_go.append(session_id)
+            applied.dropped.append(session_id)
 
     def _retract(self, turn: Turn, applied: Applied) -> None:
         uncommitted = self._cache.retract(turn.turn_id)
         assert len(uncommitted) == turn.known_len - turn.request.base_len
-        self.take_off(turn)
-        applied.let_go.append(turn.request.session_id)
+        self.requeue(turn)
+        applied.dropped.append(turn.request.session_id)
 
     def _grow(self, turn: Turn, to_len: int, num_drafts: int) -> bool:
         try:

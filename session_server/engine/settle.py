@@ -115,7 +115,7 @@ class Settler:
                 num_kept = min(num_outputs, len(turn.outputs))
                 history_len = turn.prompt_len + num_kept
             self._outbox.write(self._cache.end_turn(request.turn_id, history_len))
-        self._let_go(turn)
+        self._remove(turn)
         self._outbox.emit(
             TurnFinished(
                 turn_id=request.turn_id,
@@ -136,12 +136,12 @@ class Settler:
         request = turn.request
         if turn.state is TurnState.RUNNING:
             self._outbox.write(self._cache.discard(request.turn_id))
-        self.forget(turn, error)
+        self.fail_dropped(turn, error)
 
-    def forget(self, turn: Turn, error: SessionServerError) -> None:
+    def fail_dropped(self, turn: Turn, error: SessionServerError) -> None:
         """End a turn with an error once the cache no longer knows the turn."""
         request = turn.request
-        self._let_go(turn)
+        self._remove(turn)
         self._outbox.emit(
             TurnFailed(
                 turn_id=request.turn_id,
@@ -152,14 +152,14 @@ class Settler:
             )
         )
 
-    def _let_go(self, turn: Turn) -> None:
+    def _remove(self, turn: Turn) -> None:
         self._scheduler.remove(turn)
         if turn in self.retry_alone:
             self.retry_alone.remove(turn)
         self._memory.touch(turn.request.session_id)
 
     def _settle_row(self, turn: Turn, row: BatchRow, outcome: RowResult, now_s: float) -> None:
-        admission = turn.borrowed
+        admission = turn.current_admission
         assert row.start == admission.computed_len, "rows settle in the order of positions"
         # Before a stop token cuts off the rest: those drafts were accepted too.
         if row.num_drafts:
@@ -182,7 +182,7 @@ class Settler:
         self._finish_if_done(turn, now_s)
 
     def _report_prompt(self, turn: Turn, now_s: float) -> None:
-        computed_len = turn.borrowed.computed_len
+        computed_len = turn.current_admission.computed_len
         # Reported once. A retracted turn computes its prompt again, which the client does not see.
         if turn.clock.prompt_done_s is not None:
             return
@@ -201,7 +201,7 @@ class Settler:
 
     def _settle_drafts(self, turn: Turn, row: BatchRow, num_right: int) -> None:
         """Take back the positions of rejected drafts, and adapt how many the turn drafts next."""
-        turn.borrowed.launched_len -= row.num_drafts - num_right
+        turn.current_admission.launched_len -= row.num_drafts - num_right
         turn.adapt_draft_len(row.num_drafts, num_right)
         self._counters.draft_tokens += row.num_drafts
         self._counters.accepted_tokens += num_right
@@ -234,7 +234,7 @@ class Settler:
     def _finish_if_done(self, turn: Turn, now_s: float) -> None:
         num_outputs = len(turn.outputs)
         # A turn with `max_new` 0 ends with the last chunk of its prompt, not with the first.
-        if turn.borrowed.computed_len < turn.prompt_len:
+        if turn.current_admission.computed_len < turn.prompt_len:
             return
         if num_outputs and self._is_stop(turn, turn.outputs[-1], num_outputs):
             self.finish(

@@ -37,7 +37,7 @@ class Shortage:
     """Pages and rows that a need lacks, and what those who were asked would give.
 
     `asked`: idle sessions in the order they were asked, of which `cooled` ease the shortage and
-    `spared` have nothing of what is short.
+    `skipped` have nothing of what is short.
     """
 
     def __init__(self, pages: PoolPages, needed: PoolPages, num_rows: int = 0) -> None:
@@ -46,7 +46,7 @@ class Shortage:
         self._num_rows = num_rows
         self.asked: list[IdleSession] = []
         self.cooled: list[IdleSession] = []
-        self.spared: list[IdleSession] = []
+        self.skipped: list[IdleSession] = []
 
     def __bool__(self) -> bool:
         """Whether anything is still lacking."""
@@ -63,7 +63,7 @@ class Shortage:
         if self._num_rows > 0:
             self._take(session.freed_pages)
         elif not self.ask_pages(session.freed_pages):
-            self.spared.append(session)
+            self.skipped.append(session)
             return
         self._num_rows -= 1
         self.cooled.append(session)
@@ -84,12 +84,12 @@ class Shortage:
         self._missing = [lack - num for lack, num in zip(self._missing, pages, strict=True)]
 
 
-def less(pages: PoolPages, taken: PoolPages) -> PoolPages:
+def subtract_pages(pages: PoolPages, taken: PoolPages) -> PoolPages:
     """The difference, pool by pool."""
     return tuple(have - num for have, num in zip(pages, taken, strict=True))
 
 
-def total(first: PoolPages, rest: Iterable[PoolPages]) -> PoolPages:
+def add_pages(first: PoolPages, rest: Iterable[PoolPages]) -> PoolPages:
     """The sum, pool by pool."""
     sums: Sequence[int] = first
     for pages in rest:

@@ -154,17 +154,17 @@ class Turn:
         return self.prompt_len + len(self.outputs)
 
     @property
-    def coming_len(self) -> int:
+    def expected_len(self) -> int:
         """`known_len` of a running turn, and what is being sampled for it."""
-        return self.known_len + self.borrowed.num_sampling
+        return self.known_len + self.current_admission.num_sampling
 
     @property
-    def last_len(self) -> int:
+    def max_computed_len(self) -> int:
         """Positions it will ever compute: its last output token needs no KV."""
         return self.prompt_len + max(0, self.max_new - 1)
 
     @property
-    def borrowed(self) -> Admission:
+    def current_admission(self) -> Admission:
         """The admission of a running turn."""
         assert self.admission is not None, "only a running turn has an admission"
         return self.admission
@@ -178,25 +178,27 @@ class Turn:
         """
         if self.is_held_back:
             return 0
-        return max(0, min(self.coming_len, self.last_len) - self.borrowed.launched_len)
+        return max(
+            0, min(self.expected_len, self.max_computed_len) - self.current_admission.launched_len
+        )
 
     @property
     def is_held_back(self) -> bool:
         """Whether it waits for what is in flight: a token to draft behind, or its own drafts."""
-        admission = self.borrowed
+        admission = self.current_admission
         if admission.num_sampling == 0:
             return False
-        return admission.draft is not None or admission.launched_len >= self.coming_len
+        return admission.draft is not None or admission.launched_len >= self.expected_len
 
     @property
     def is_decoding(self) -> bool:
         """Whether what it lacks is only the position of its latest token, seen or coming."""
-        return self.borrowed.launched_len == self.coming_len - 1
+        return self.current_admission.launched_len == self.expected_len - 1
 
     @property
     def num_drafts(self) -> int:
         """Return how many drafts the next forward may verify behind its one certain position."""
-        draft = self.borrowed.draft
+        draft = self.current_admission.draft
         return draft.num_drafts if draft is not None and self.num_uncomputed == 1 else 0
 
     def uncommitted_tokens(self) -> Tokens:
@@ -209,7 +211,7 @@ class Turn:
 
     def samples_at(self, end: int) -> bool:
         """Whether a row that ends at `end` chooses the next token."""
-        return self.max_new > 0 and end == self.coming_len
+        return self.max_new > 0 and end == self.expected_len
 
     def next_prompt_logprob_position(self) -> int | None:
         """Return the first position whose logits still have to give a prompt logprob.
@@ -236,7 +238,7 @@ class Turn:
 
     def discard_in_flight(self) -> None:
         """Forget what is in flight; it will be computed again, and its results are dropped."""
-        admission = self.borrowed
+        admission = self.current_admission
         self.num_admissions += 1
         admission.attempt = self.num_admissions
         admission.launched_len = admission.computed_len

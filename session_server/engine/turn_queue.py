@@ -16,7 +16,7 @@ from cache.radix_node import MatchResult
 from cache.session_cache import SessionAwareCache
 from cache.types import SlotState, TurnId, pages_for
 from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
-from session_server.engine.shortage import PoolPages, total
+from session_server.engine.shortage import PoolPages, add_pages
 from session_server.engine.turn import Turn
 
 
@@ -87,7 +87,7 @@ class Quotes:
             self._known[turn.turn_id] = known
         return known.quote
 
-    def forget(self, turn: Turn) -> None:
+    def drop(self, turn: Turn) -> None:
         """A turn waits no longer."""
         self._known.pop(turn.turn_id, None)
 
@@ -107,12 +107,12 @@ class Quotes:
     def _quote(self, turn: Turn, reuse_len: int, match: MatchResult | None) -> AdmissionQuote:
         cache, page_size = self._cache, self._cache.spec.page_size
         # One page beyond the context, so that it is not retracted over its first tokens.
-        soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.last_len))
+        soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.max_computed_len))
         num_pages = pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)
         pages = tuple([min(num_pages, most) for most in self._max_new_pages])
         if match is not None:
             # Pages that its match locks cannot be evicted for anybody any more.
-            pages = total(pages, [tuple([match.evictable_pages[p] for p in cache.paged_pools])])
+            pages = add_pages(pages, [tuple([match.evictable_pages[p] for p in cache.paged_pools])])
         own = cache.idle.reclaimable(turn.request.session_id)
         return AdmissionQuote(
             num_uncomputed=turn.known_len - reuse_len,
@@ -175,7 +175,7 @@ class WaitingQueue(TurnQueue):
     def remove(self, turn: Turn) -> None:
         """Take a turn out, whose price nobody needs any more."""
         super().remove(turn)
-        self.quotes.forget(turn)
+        self.quotes.drop(turn)
 
     def note_denial(
         self, blocked: tuple[TurnId, BlockReason], num_running: int, supply: Supply

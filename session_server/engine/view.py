@@ -10,7 +10,7 @@ from cache.session_cache import SessionAwareCache
 from cache.types import SessionId, TurnId, pages_for
 from cache.views import TurnLoan
 from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
-from session_server.engine.shortage import IdleTotal, PoolPages, total
+from session_server.engine.shortage import IdleTotal, PoolPages, add_pages
 from session_server.engine.turn import Turn
 from session_server.engine.turn_queue import Supply, WaitingQueue
 
@@ -35,8 +35,8 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
                 turn_id=turn.request.turn_id,
                 num_uncomputed=turn.num_uncomputed,
                 num_drafts=turn.num_drafts,
-                num_spare=turn.borrowed.num_spare,
-                loan=turn.borrowed.loan,
+                num_spare=turn.current_admission.num_spare,
+                loan=turn.current_admission.loan,
                 view=self,
             )
             for turn in self.running_turns
@@ -59,7 +59,7 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
         """What admission may take now. O(pools)."""
         num_sessions, freed_pages = self.cache.idle.count()
         headroom = self.cache.headroom()
-        pages = total(headroom.pages, [tuple(freed_pages.values())])
+        pages = add_pages(headroom.pages, [tuple(freed_pages.values())])
         return Supply(pages, headroom.num_rows + num_sessions)
 
     @property

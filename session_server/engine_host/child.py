@@ -85,11 +85,11 @@ class _Child:
         except (BrokenPipeError, ConnectionResetError):
             return EXIT_ORPHANED
         except CannotStart as error:
-            self._last_words(str(error))
+            self._report_death(str(error))
             return EXIT_UNUSABLE
         except BaseException as error:  # noqa: BLE001 - reported to the server, then the end
             # In this order: stderr may be a pipe that is full.
-            self._last_words(f"{type(error).__name__}: {error}")
+            self._report_death(f"{type(error).__name__}: {error}")
             traceback.print_exc()
             return EXIT_BUG
         return EXIT_OK
@@ -138,7 +138,7 @@ class _Child:
         with self._sending:
             self._socket.sendall(self._codec.events_frame(events))
 
-    def _last_words(self, message: str) -> None:
+    def _report_death(self, message: str) -> None:
         try:
             self._emit([EngineDied(message=message, will_restart=False)])
         except OSError:

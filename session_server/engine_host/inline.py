@@ -76,7 +76,7 @@ class InlineEngine:
         except queue.Full as error:
             raise EngineUnavailable("the engine's inbox is full") from error
         assert self._watchdog is not None, "a loop has a watchdog"
-        self._watchdog.sent(command)
+        self._watchdog.note_command(command)
 
     async def stop(self) -> None:
         """See `EngineClient.stop`."""
@@ -107,14 +107,14 @@ class InlineEngine:
             return
         try:
             for event in events:
-                self._watchdog.heard(event)
+                self._watchdog.note_event(event)
                 self._listener(event)
         except Exception as error:  # noqa: BLE001 - the rest was not heard and would be waited for
             _LOG.exception("what the engine said was not understood")
             self._die(f"{type(error).__name__}: {error}")
 
     async def _give_up_when_hung(self, watchdog: Watchdog, loop: EngineLoop) -> None:
-        await watchdog.hung(self._hang_limit_s, pulse=loop.pulse)
+        await watchdog.wait_until_hung(self._hang_limit_s, pulse=loop.pulse)
         faulthandler.dump_traceback(sys.stderr)
         self._die(f"the engine moved no turn for {self._hang_limit_s:g} s")
 

@@ -67,7 +67,7 @@ class EngineProcess:
     def __init__(self, settings: ProcessSettings) -> None:
         self._settings = settings
         self._listener: EventListener | None = None
-        self._life: _Life | None = None
+        self._child: _ChildConnection | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._epoch = 0
         self._restarts = Restarts(settings.restarts)
@@ -77,7 +77,7 @@ class EngineProcess:
     @property
     def pid(self) -> int | None:
         """Process id of the engine that serves now."""
-        return self._life.process.pid if self._life is not None else None
+        return self._child.process.pid if self._child is not None else None
 
     async def start(self, listener: EventListener) -> EngineReady:
         """See `EngineClient.start`; a first start that fails is not tried again."""
@@ -91,54 +91,54 @@ class EngineProcess:
 
     def send(self, command: EngineCommand) -> None:
         """See `EngineClient.send`."""
-        if self._life is None:
+        if self._child is None:
             raise EngineUnavailable("the engine is not running")
-        self._life.send(command)
+        self._child.send(command)
 
     async def stop(self) -> None:
         """Ask the engine to leave, then let it see its parent go, then kill it."""
         self._is_stopping = True
-        if self._life is not None:
+        if self._child is not None:
             with contextlib.suppress(EngineUnavailable):
-                self._life.send(Shutdown())
-            await self._life.end(self._settings.stop_timeout_s)
+                self._child.send(Shutdown())
+            await self._child.end(self._settings.stop_timeout_s)
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait([self._supervisor])
 
     async def _spawn(self) -> EngineReady:
         assert self._listener is not None
-        life = await _Life.begin(self._settings, self._listener)
+        child = await _ChildConnection.begin(self._settings, self._listener)
         try:
-            ready = await asyncio.wait_for(life.ready, self._settings.ready_timeout_s)
+            ready = await asyncio.wait_for(child.ready, self._settings.ready_timeout_s)
         except TimeoutError as error:
-            await life.end(0.0)
+            await child.end(0.0)
             message = f"the engine was not ready after {self._settings.ready_timeout_s} s"
             raise EngineUnavailable(message) from error
         except BaseException:
-            await life.end(0.0)
+            await child.end(0.0)
             raise
         self._epoch += 1
-        self._life = life
+        self._child = child
         return msgspec.structs.replace(ready, epoch=self._epoch)
 
     async def _supervise(self) -> None:
         assert self._listener is not None
         clock = asyncio.get_running_loop().time
-        while self._life is not None:
+        while self._child is not None:
             started_s = clock()
-            watch = asyncio.create_task(self._life.watch(self._settings.hang_limit_s))
+            watch = asyncio.create_task(self._child.watch(self._settings.hang_limit_s))
             try:
-                reason = await self._life.lost
+                reason = await self._child.lost
             finally:
                 watch.cancel()
-            life, self._life = self._life, None
-            await life.end(DEATH_PATIENCE_S)
+            child, self._child = self._child, None
+            await child.end(DEATH_PATIENCE_S)
             if self._is_stopping:
                 return
             lived_s = clock() - started_s
-            self._restarts.note_death(lived_s, has_finished_turn=life.has_finished_turn)
-            self._report_death(f"{reason} (exit code {life.process.returncode})")
+            self._restarts.note_death(lived_s, has_finished_turn=child.has_finished_turn)
+            self._report_death(f"{reason} (exit code {child.process.returncode})")
             await self._restart()
 
     async def _restart(self) -> None:
@@ -171,7 +171,7 @@ class EngineProcess:
             self.failed.set_result(f"its supervisor broke: {type(error).__name__}: {error}")
 
 
-class _Life(asyncio.BufferedProtocol):
+class _ChildConnection(asyncio.BufferedProtocol):
     """One child from its start to its end. `lost` resolves with why the connection ended."""
 
     def __init__(self, process: subprocess.Popen[bytes], listener: EventListener) -> None:
@@ -186,10 +186,10 @@ class _Life(asyncio.BufferedProtocol):
         self._received = memoryview(bytearray(READ_BYTES))
         self._transport: asyncio.WriteTransport | None = None
         self._watchdog = Watchdog(listener)
-        self._last_words = "the engine process ended without a word"
+        self._death_message = "the engine process ended without a word"
 
     @classmethod
-    async def begin(cls, settings: ProcessSettings, listener: EventListener) -> _Life:
+    async def begin(cls, settings: ProcessSettings, listener: EventListener) -> _ChildConnection:
         """Start a child and send it its settings.
 
         Raises:
@@ -200,14 +200,14 @@ class _Life(asyncio.BufferedProtocol):
         except OSError as error:
             raise EngineUnavailable(f"the engine process did not start: {error}") from error
         loop = asyncio.get_running_loop()
-        _, life = await loop.create_unix_connection(lambda: cls(process, listener), sock=ours)
-        assert life._transport is not None
-        life._transport.write(frame(settings.settings))
-        return life
+        _, child = await loop.create_unix_connection(lambda: cls(process, listener), sock=ours)
+        assert child._transport is not None
+        child._transport.write(frame(settings.settings))
+        return child
 
     @property
     def has_finished_turn(self) -> bool:
-        """Whether a turn ended well in this life."""
+        """Whether a turn ended well in this child."""
         return self._watchdog.has_finished_turn
 
     def send(self, command: EngineCommand) -> None:
@@ -218,12 +218,12 @@ class _Life(asyncio.BufferedProtocol):
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise EngineUnavailable("the engine does not take commands")
         transport.write(self._codec.command_frame(command))
-        self._watchdog.sent(command)
+        self._watchdog.note_command(command)
 
     async def watch(self, hang_limit_s: float) -> None:
         """End the child once it makes no progress: it first says where its threads are."""
-        await self._watchdog.hung(hang_limit_s)
-        self._last_words = f"the engine moved no turn for {hang_limit_s:g} s"
+        await self._watchdog.wait_until_hung(hang_limit_s)
+        self._death_message = f"the engine moved no turn for {hang_limit_s:g} s"
         self.process.send_signal(signal.SIGABRT)
         await asyncio.sleep(DEATH_PATIENCE_S)
         self.process.kill()  # one that is stopped hears nothing else
@@ -257,22 +257,22 @@ class _Life(asyncio.BufferedProtocol):
                             if not self.ready.done():  # it may be given up already
                                 self.ready.set_result(event)
                         case EngineDied(message=message):
-                            self._last_words = message
+                            self._death_message = message
                         case EnginePulse():
-                            self._watchdog.heard(event)
+                            self._watchdog.note_event(event)
                         case _:
-                            self._watchdog.heard(event)
+                            self._watchdog.note_event(event)
                             self._listener(event)
         except TransportError as error:
-            self._last_words = str(error)
+            self._death_message = str(error)
             assert self._transport is not None
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """asyncio calls this once, last."""
         if not self.ready.done():
-            self.ready.set_exception(EngineUnavailable(self._last_words))
-        self.lost.set_result(self._last_words)
+            self.ready.set_exception(EngineUnavailable(self._death_message))
+        self.lost.set_result(self._death_message)
 
 
 def _popen(argv: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:

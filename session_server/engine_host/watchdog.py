@@ -35,38 +35,38 @@ HANG_LIMIT_S: Final = 300.0
 class Watchdog:
     """Watch one engine by what is sent to it and what it says.
 
-    An engine that completes no step is stalled: `tell` is called with `EngineStalled`, and with
+    An engine that completes no step is stalled: `listener` is called with `EngineStalled`, and with
     `EngineResumed` at the next step. An engine that has turns and sends none of them anything for
     minutes hangs, whatever else it still answers.
     """
 
-    def __init__(self, tell: EventListener) -> None:
-        self._tell = tell
+    def __init__(self, listener: EventListener) -> None:
+        self._listener = listener
         self._turns: set[TurnId] = set()
         self._is_heard = False
-        self._has_moved = False
+        self._has_progressed = False
         self._quiet_s = 0.0
-        self.unmoved_s = 0.0
+        self.no_progress_s = 0.0
         self._is_stalled = False
         self.has_finished_turn = False
 
-    def sent(self, command: EngineCommand) -> None:
+    def note_command(self, command: EngineCommand) -> None:
         """Note a command that was sent to the engine."""
         if isinstance(command, SubmitTurn):
             self._turns.add(command.turn_id)
 
-    def heard(self, event: EngineEvent) -> None:
+    def note_event(self, event: EngineEvent) -> None:
         """Note an event that came from the engine."""
         self._is_heard = True
         match event:
             case EnginePulse(stalled_s=stalled_s):
-                self._judge(stalled_s)
+                self._report_stall(stalled_s)
             case TurnFinished(turn_id=turn_id) | TurnFailed(turn_id=turn_id):
                 self._turns.discard(turn_id)
                 self.has_finished_turn |= isinstance(event, TurnFinished)
-                self._move()
+                self._note_progress()
             case TurnStarted() | PrefillProgressed() | PromptLogprobsComputed() | TokensProduced():
-                self._move()
+                self._note_progress()
             case _:
                 pass
 
@@ -77,32 +77,34 @@ class Watchdog:
         blame its engine.
         """
         self._quiet_s = 0.0 if self._is_heard else self._quiet_s + elapsed_s
-        is_unmoved = bool(self._turns) and not self._has_moved
-        self.unmoved_s = self.unmoved_s + elapsed_s if is_unmoved else 0.0
-        self._is_heard = self._has_moved = False
+        is_unmoved = bool(self._turns) and not self._has_progressed
+        self.no_progress_s = self.no_progress_s + elapsed_s if is_unmoved else 0.0
+        self._is_heard = self._has_progressed = False
         if self._quiet_s >= SILENCE_LIMIT_S:
-            self._judge(self._quiet_s)
+            self._report_stall(self._quiet_s)
 
-    async def hung(self, limit_s: float, *, pulse: Callable[[], EnginePulse] | None = None) -> None:
+    async def wait_until_hung(
+        self, limit_s: float, *, pulse: Callable[[], EnginePulse] | None = None
+    ) -> None:
         """Return once the engine has had turns and moved none of them for `limit_s`.
 
         `pulse`: returns a pulse at each tick, for an engine that sends none.
         """
         tick_s = min(PULSE_INTERVAL_S, limit_s / 8)
-        while self.unmoved_s < limit_s:
+        while self.no_progress_s < limit_s:
             await asyncio.sleep(tick_s)
             if pulse is not None:
-                self.heard(pulse())
+                self.note_event(pulse())
             self.tick(tick_s)
 
-    def _move(self) -> None:
-        self._has_moved = True
-        self._judge(0.0)
+    def _note_progress(self) -> None:
+        self._has_progressed = True
+        self._report_stall(0.0)
 
-    def _judge(self, stalled_s: float) -> None:
+    def _report_stall(self, stalled_s: float) -> None:
         """Tell the listener when the engine stalls and when it resumes."""
         if stalled_s and not self._is_stalled:
-            self._tell(EngineStalled(stalled_s=stalled_s))
+            self._listener(EngineStalled(stalled_s=stalled_s))
         elif self._is_stalled and not stalled_s:
-            self._tell(EngineResumed())
+            self._listener(EngineResumed())
         self._is_stalled = bool(stalled_s)

@@ -39,33 +39,33 @@ class Heard:
 
 def test_silence_is_a_stall_after_its_limit_and_any_word_ends_it() -> None:
     heard = Heard()
-    heard.watchdog.heard(EnginePulse(stalled_s=0.0))
+    heard.watchdog.note_event(EnginePulse(stalled_s=0.0))
     heard.tick(1 + NUM_SILENT - 1)
     assert heard.take() == []
     heard.tick()
     assert heard.take() == [EngineStalled(stalled_s=SILENCE_LIMIT_S)]
     heard.tick(100)
     assert heard.take() == [], "told once"
-    heard.watchdog.heard(EnginePulse(stalled_s=0.0))
+    heard.watchdog.note_event(EnginePulse(stalled_s=0.0))
     assert heard.take() == [EngineResumed()]
 
 
 def test_an_engine_that_speaks_is_not_silent() -> None:
     heard = Heard()
     for _ in range(100):
-        heard.watchdog.heard(SessionGone(session_id=SessionId("s")))
+        heard.watchdog.note_event(SessionGone(session_id=SessionId("s")))
         heard.tick()
     assert heard.take() == []
 
 
 def test_an_engine_that_says_it_has_stalled_is_believed_until_a_turn_moves() -> None:
     heard = Heard()
-    heard.watchdog.heard(EnginePulse(stalled_s=1.6))
+    heard.watchdog.note_event(EnginePulse(stalled_s=1.6))
     assert heard.take() == [EngineStalled(stalled_s=1.6)]
-    heard.watchdog.heard(SessionGone(session_id=SessionId("s")))
-    heard.watchdog.heard(EnginePulse(stalled_s=1.9))
+    heard.watchdog.note_event(SessionGone(session_id=SessionId("s")))
+    heard.watchdog.note_event(EnginePulse(stalled_s=1.9))
     assert heard.take() == [], "an answer is no step"
-    heard.watchdog.heard(MOVED)
+    heard.watchdog.note_event(MOVED)
     assert heard.take() == [EngineResumed()]
 
 
@@ -73,9 +73,9 @@ def test_a_silent_engine_that_speaks_again_must_also_complete_a_step() -> None:
     heard = Heard()
     heard.tick(NUM_SILENT)
     assert heard.take() == [EngineStalled(stalled_s=SILENCE_LIMIT_S)]
-    heard.watchdog.heard(EnginePulse(stalled_s=60.0))
+    heard.watchdog.note_event(EnginePulse(stalled_s=60.0))
     assert heard.take() == []
-    heard.watchdog.heard(EnginePulse(stalled_s=0.0))
+    heard.watchdog.note_event(EnginePulse(stalled_s=0.0))
     assert heard.take() == [EngineResumed()]
 
 
@@ -90,9 +90,9 @@ def test_an_engine_hangs_that_has_turns_and_moves_none(moves: bool) -> None:
         sampling=SamplingParams(),
     )
     heard.tick(100)
-    assert heard.watchdog.unmoved_s == 0.0, "it has no turn"
-    heard.watchdog.sent(submit)
+    assert heard.watchdog.no_progress_s == 0.0, "it has no turn"
+    heard.watchdog.note_command(submit)
     for _ in range(8):
-        heard.watchdog.heard(MOVED if moves else EnginePulse(stalled_s=0.0))
+        heard.watchdog.note_event(MOVED if moves else EnginePulse(stalled_s=0.0))
         heard.tick()
-    assert heard.watchdog.unmoved_s == (0.0 if moves else 8 * PULSE_INTERVAL_S)
+    assert heard.watchdog.no_progress_s == (0.0 if moves else 8 * PULSE_INTERVAL_S)

@@ -142,7 +142,7 @@ RETRACTED_GOES_LAST = Mutant(
     "A retracted turn waits behind everybody, with nothing to say for its age.",
     "systematic",
     Edit(
-        "session_server.engine.scheduler:Scheduler.take_off",
+        "session_server.engine.scheduler:Scheduler.requeue",
         "self.waiting.insert(turn)",
         "self.waiting._turns.append(turn)",
     ),
@@ -155,7 +155,7 @@ PROMPT_IS_PUBLISHED_AT_LAUNCH = Mutant(
         "session_server.engine.scheduler:Scheduler.apply",
         "applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))",
         "applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))\n"
-        "                if turn.borrowed.computed_len + num_tokens == turn.prompt_len:\n"
+        "                if turn.current_admission.computed_len + num_tokens == turn.prompt_len:\n"
         "                    self._outbox.write("
         "self._cache.record(turn.turn_id, turn.prompt_len))",
     ),

@@ -54,7 +54,7 @@ LAST_LEN_IS_ONE_FURTHER = Mutant(
     "A turn computes the position of its last token too.",
     "sglang#22651 (G4)",
     Edit(
-        "session_server.engine.turn:Turn.last_len",
+        "session_server.engine.turn:Turn.max_computed_len",
         "max(0, self.max_new - 1)",
         "self.max_new",
     ),
@@ -158,7 +158,7 @@ REJECTED_GUESSES_STAY_LAUNCHED = Mutant(
     "systematic",
     Edit(
         "session_server.engine.settle:Settler._settle_drafts",
-        "turn.borrowed.launched_len -= row.num_drafts - num_right",
+        "turn.current_admission.launched_len -= row.num_drafts - num_right",
         "pass",
     ),
 )

@@ -106,7 +106,7 @@ class FairnessWatch:
             return
         first = scheduler.waiting[0]
         needed = sum(self._pages_to_come(turn) for turn in scheduler.running)
-        needed += pages_for(first.last_len, sizes.page_size) + PLENTY
+        needed += pages_for(first.max_computed_len, sizes.page_size) + PLENTY
         if self._free_pages() < needed or headroom(self._cache).free_rows == 0:
             return
         num_left = sizes.chunk_tokens - sum(row.num_tokens for row in batch.rows)
@@ -121,6 +121,6 @@ class FairnessWatch:
         return min(self._cache.accounts()[pool].free for pool in self._cache.paged_pools)
 
     def _pages_to_come(self, turn: Turn) -> int:
-        held = turn.borrowed.loan.capacity_len
-        missing = pages_for(max(0, turn.last_len - held), self._sizes.page_size)
+        held = turn.current_admission.loan.capacity_len
+        missing = pages_for(max(0, turn.max_computed_len - held), self._sizes.page_size)
         return missing + PLENTY
