@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from cache.types import SessionId, pages_for
 from session_server.engine.scheduler_view import Limits, RunningTurn, SchedulerView
 from session_server.engine.shortage import (
-    IdleSession,
-    IdleTotal,
     PoolPages,
+    ReclaimableSession,
+    ReclaimableTotal,
     Shortage,
     add_pages,
     subtract_pages,
 )
 
 
-class IdleSessions:
+class ReclaimableSessions:
     """The idle sessions that a plan may still cool, and those that it cools.
 
     `cooled`: ids in the order of the plan. Sessions are read from the view only as far as needed.
@@ -29,19 +29,19 @@ class IdleSessions:
 
     def __init__(self, view: SchedulerView, num_pools: int) -> None:
         self._view = view
-        self._rest: Iterator[IdleSession] = view.idle
+        self._rest: Iterator[ReclaimableSession] = view.idle
         self._cooled_pages: PoolPages = (0,) * num_pools
         self.cooled: list[SessionId] = []
 
-    def remaining(self) -> IdleTotal:
+    def remaining(self) -> ReclaimableTotal:
         """Return how many sessions are left to cool, and the pages they free. O(pools)."""
         idle = self._view.idle_total
-        return IdleTotal(
+        return ReclaimableTotal(
             idle.num_sessions - len(self.cooled),
             subtract_pages(idle.freed_pages, self._cooled_pages),
         )
 
-    def ask(self, shortage: Shortage, own: SessionId | None = None) -> IdleSession | None:
+    def ask(self, shortage: Shortage, own: SessionId | None = None) -> ReclaimableSession | None:
         """Ask sessions, least recently used first, until the shortage is met or none is left.
 
         Args:
@@ -60,11 +60,11 @@ class IdleSessions:
                 shortage.ask(session)
         return own_session
 
-    def put_back(self, sessions: Sequence[IdleSession]) -> None:
+    def put_back(self, sessions: Sequence[ReclaimableSession]) -> None:
         """Let later turns of this plan ask these sessions again, before all others."""
         self._rest = itertools.chain(sessions, self._rest)
 
-    def add_cooled(self, sessions: Sequence[IdleSession]) -> None:
+    def add_cooled(self, sessions: Sequence[ReclaimableSession]) -> None:
         """Record sessions that the plan cools."""
         self._cooled_pages = add_pages(self._cooled_pages, (s.freed_pages for s in sessions))
         self.cooled += [session.session_id for session in sessions]
@@ -85,7 +85,7 @@ class Budget:
         self.num_tokens = limits.num_tokens
         self.pages = view.headroom_pages
         self.num_rows = view.num_free_rows
-        self.idle = IdleSessions(view, len(self.pages))
+        self.idle = ReclaimableSessions(view, len(self.pages))
 
     def new_pages(self, num_tokens: int, num_spare: int) -> int:
         """Return the pages that `num_tokens` positions need beyond `num_spare` free ones."""
@@ -104,7 +104,7 @@ class Budget:
         """Take pages, per pool."""
         self.pages = subtract_pages(self.pages, pages)
 
-    def cool(self, sessions: Sequence[IdleSession]) -> None:
+    def cool(self, sessions: Sequence[ReclaimableSession]) -> None:
         """Add the pages and rows of sessions that the plan cools."""
         self.pages = add_pages(self.pages, (session.freed_pages for session in sessions))
         self.num_rows += len(sessions)

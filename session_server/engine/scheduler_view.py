@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from cache.types import SessionId, TurnId
-from session_server.engine.shortage import IdleSession, IdleTotal, PoolPages
+from session_server.engine.shortage import PoolPages, ReclaimableSession, ReclaimableTotal
 
 
 class BlockReason(enum.Enum):
@@ -127,12 +127,12 @@ class SchedulerView(Protocol):
         ...
 
     @property
-    def idle(self) -> Iterator[IdleSession]:
+    def idle(self) -> Iterator[ReclaimableSession]:
         """Least recently used first; consumed only as far as needed."""
         ...
 
     @property
-    def idle_total(self) -> IdleTotal:
+    def idle_total(self) -> ReclaimableTotal:
         """What all of `idle` would give back, without asking each of them."""
         ...
 

@@ -13,7 +13,7 @@ PoolPages = tuple[int, ...]
 """Pages of every pool, in one order throughout a view."""
 
 
-class IdleSession(Protocol):
+class ReclaimableSession(Protocol):
     """A parked session that pressure may cool."""
 
     @property
@@ -26,7 +26,7 @@ class IdleSession(Protocol):
         ...
 
 
-class IdleTotal(msgspec.Struct, frozen=True, gc=False):
+class ReclaimableTotal(msgspec.Struct, frozen=True, gc=False):
     """How many idle sessions there are, and the sum of their `freed_pages`."""
 
     num_sessions: int
@@ -44,9 +44,9 @@ class Shortage:
         """`num_rows`: rows that it lacks."""
         self._missing = [n - p for n, p in zip(needed, pages, strict=True)]
         self._num_rows = num_rows
-        self.asked: list[IdleSession] = []
-        self.cooled: list[IdleSession] = []
-        self.skipped: list[IdleSession] = []
+        self.asked: list[ReclaimableSession] = []
+        self.cooled: list[ReclaimableSession] = []
+        self.skipped: list[ReclaimableSession] = []
 
     def __bool__(self) -> bool:
         """Whether anything is still lacking."""
@@ -57,7 +57,7 @@ class Shortage:
         enough = all(lack <= num for lack, num in zip(self._missing, pages, strict=True))
         return enough and self._num_rows <= num_rows
 
-    def ask(self, session: IdleSession) -> None:
+    def ask(self, session: ReclaimableSession) -> None:
         """Let an idle session give what it has, if that helps; cooling frees its row too."""
         self.asked.append(session)
         if self._num_rows > 0:

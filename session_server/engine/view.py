@@ -10,7 +10,7 @@ from cache.session_cache import SessionAwareCache
 from cache.types import SessionId, TurnId, pages_for
 from cache.views import TurnLoan
 from session_server.engine.scheduler_view import AdmissionQuote, BlockReason
-from session_server.engine.shortage import IdleTotal, PoolPages, add_pages
+from session_server.engine.shortage import PoolPages, ReclaimableTotal, add_pages
 from session_server.engine.turn import Turn
 from session_server.engine.turn_queue import Supply, WaitingQueue
 
@@ -63,16 +63,16 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
         return Supply(pages, headroom.num_rows + num_sessions)
 
     @property
-    def idle(self) -> Iterator[LiveIdle]:
+    def idle(self) -> Iterator[LiveReclaimable]:
         """See `SchedulerView`."""
         for session in self.cache.idle:
-            yield LiveIdle(session.session_id, tuple(session.freed_pages.values()))
+            yield LiveReclaimable(session.session_id, tuple(session.freed_pages.values()))
 
     @property
-    def idle_total(self) -> IdleTotal:
+    def idle_total(self) -> ReclaimableTotal:
         """See `SchedulerView`. O(pools)."""
         num_sessions, freed_pages = self.cache.idle.count()
-        return IdleTotal(num_sessions, tuple(freed_pages.values()))
+        return ReclaimableTotal(num_sessions, tuple(freed_pages.values()))
 
     @property
     def headroom_pages(self) -> PoolPages:
@@ -85,8 +85,8 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
         return self.cache.headroom().num_rows
 
 
-class LiveIdle(msgspec.Struct, gc=False):
-    """An `IdleSession`."""
+class LiveReclaimable(msgspec.Struct, gc=False):
+    """An `ReclaimableSession`."""
 
     session_id: SessionId
     freed_pages: PoolPages

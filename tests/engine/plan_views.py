@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cache.types import SessionId, TurnId, pages_for
 from session_server.engine.plan import StepPlan
 from session_server.engine.scheduler_view import AdmissionQuote, BlockReason, Limits
-from session_server.engine.shortage import IdleTotal, PoolPages, add_pages
+from session_server.engine.shortage import PoolPages, ReclaimableTotal, add_pages
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class FakeView:
     known_denial: tuple[TurnId, BlockReason] | None = None
 
     @property
-    def idle_total(self) -> IdleTotal:
+    def idle_total(self) -> ReclaimableTotal:
         nothing = (0,) * len(self.headroom_pages)
         freed = (session.freed_pages for session in self.idle_sessions)
-        return IdleTotal(len(self.idle_sessions), add_pages(nothing, freed))
+        return ReclaimableTotal(len(self.idle_sessions), add_pages(nothing, freed))
 
     @property
     def idle(self) -> Iterator[FakeIdle]:
