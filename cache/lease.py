@@ -1,13 +1,9 @@
-"""`KVLease`: what one session holds in the pools, and the only code that moves it.
+"""`KVLease`: hold one session's row, lock, private pages and lengths; no other code moves them.
 
-A lease is a row, a lock on the published part, the private pages that follow it, and how far the
-content is valid. Lengths are derived from those, so they cannot disagree with them:
-
-    protected_len = what the lock covers     <= computed_len     <= capacity_len = pages * page_size
-
-In a bounded pool, a lease holds the pages that a forward at its length reads, and while a turn
-runs those at its mark, to which a rollback leads; in the place of all others is `NULL_PAGE`. In a
-recurrent pool its row has the snapshots it has locked; its own states are `cache.lease_states`.
+In a sliding-window pool a lease holds the pages inside the window at `computed_len`. While a turn
+runs it also keeps the window at the turn's start (the mark), so that the turn can be rolled back.
+Every other entry of the row is `NULL_PAGE`. In a recurrent pool the row names the snapshots that
+the lease has locked; the states of its own are in `cache.lease_states`.
 """
 
 from __future__ import annotations
@@ -36,10 +32,17 @@ from cache.types import (
 
 
 class KVLease:
-    """Owned by a slot, borrowed by at most one turn. Every method leaves books and table in step.
+    """Hold the KV of one session. A slot owns the lease, at most one turn borrows it.
 
-    `computed_len`: tokens whose KV is valid. `holder`: the account of the private pages, ACTIVE
-    while lent and SESSION_HELD while parked.
+        0                   protected_len            computed_len   capacity_len     (tokens)
+        |---------|---------|---------|---------|----+----|---------|     (| = page boundary)
+        | tree pages, locked| private pages: KV valid| private: room, no KV yet
+        | Holder.TREE       | Holder.ACTIVE while lent, SESSION_HELD while parked (`holder`)
+        | shared by content | named by no other row; whole ones go to the tree at `publish`
+
+    The slot reports these lengths as `cache_protected_len`, `kv_committed_len` and
+    `kv_allocated_len`. The first and the last are whole pages and are derived from the lock and
+    the page lists, so they cannot disagree with them; `computed_len` may lie inside a page.
     """
 
     __slots__ = (
@@ -57,7 +60,7 @@ class KVLease:
     )
 
     def __init__(self, stores: KVStores, namespace: Namespace) -> None:
-        """Take a row, hold no pages; lent from the start.
+        """Take a row and a lock of length 0, without pages. The lease begins as lent.
 
         Raises:
             OutOfRows: nothing was taken.
@@ -67,66 +70,67 @@ class KVLease:
         self.receipt: LockReceipt = stores.tree.lock_root(namespace)
         self.states = LeaseStates(stores)
         self._private: PagesByPool = {pool: [] for pool in stores.paged}
-        # In bounded pools: the row names no protected page before this one.
+        # Per bounded pool: all entries of the row before this page are `NULL_PAGE`.
         self._first_entry = dict.fromkeys(stores.bounded, 0)
         self._len_at_start = 0
         self._mark_len = 0
-        # Of the page that the mark cuts, if the tree's copy has replaced it in the row since.
+        # The private page that the mark cuts, once the tree's copy has replaced it in the row: only
+        # this copy brings an exact rollback if another session locks the tree's.
         self._rollback_pages: PagesByPool = {}
         self.computed_len = 0
         self.holder = Holder.ACTIVE
 
     @property
     def protected_len(self) -> int:
-        """Tokens in pages the tree owns and this lease has locked."""
+        """Return the tokens in pages that the tree owns and this lease has locked."""
         return self.receipt.length
 
     @property
     def capacity_len(self) -> int:
-        """Tokens its pages have room for."""
+        """Return the tokens that its pages have room for."""
         return self.num_pages * self._stores.page_size
 
     @property
     def num_pages(self) -> int:
-        """Pages of the row, per pool: locked and private."""
+        """Return the entries of the row in use, the same in every pool: locked and private."""
         return self._protected_pages + len(next(iter(self._private.values())))
 
     def private_pages(self, pool: PoolName) -> tuple[int, ...]:
         """Return the pages of one pool that no other session can see: those of the row in order of
-        position, and what is set aside for a rollback."""
+        position, and those kept for a rollback."""
         if pool == self.states.pool:
             return self.states.pages
         return (*filter(None, self._private[pool]), *self._rollback_pages.get(pool, ()))
 
     def num_private(self, pool: PoolName) -> int:
-        """How many `private_pages` there are."""
+        """Return how many `private_pages` there are."""
         if pool == self.states.pool:
             return len(self.states.pages)
         private = self._private[pool]
         return len(private) - private.count(NULL_PAGE) + len(self._rollback_pages.get(pool, ()))
 
     def freed_pages(self) -> Mapping[PoolName, int]:
-        """Pages of positions that only this lease keeps from being free or evictable, per pool. A
-        row comes with its states, so they are not counted."""
+        """Return, per paged pool, the pages that only this lease keeps from being free or
+        evictable. States are not counted: every row comes with its own."""
         stores = self._stores
         published = stores.tree.sole_pages(self.receipt)
         return {pool: published[pool] + self.num_private(pool) for pool in stores.paged}
 
     def num_protected(self, pool: PoolName) -> int:
-        """How many pages of one pool it has locked."""
+        """Return how many pages of one pool it has locked."""
         if not self._is_bounded(pool):
             return self._protected_pages
         entries = self._stores.rows.entries(pool, self.row)
         return int(np.count_nonzero(entries[self._first_entry[pool] : self._protected_pages]))
 
     def private_entries(self, pool: PoolName) -> tuple[int, ...]:
-        """Return what the row has behind the protected part: private pages, and `NULL_PAGE` where
-        one was freed; nothing in a recurrent pool."""
+        """Return the row's entries after the protected part: private pages, `NULL_PAGE` where one
+        was freed. Empty in a recurrent pool."""
         return tuple(self._private.get(pool, ()))
 
     @property
     def first_entry(self) -> int:
-        """The first page that the row may name in all bounded pools."""
+        """Return the first entry that may name a page in any bounded pool."""
         return min(self._first_entry.values(), default=self._protected_pages)
 
     def locked_spans(self, component: Component) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -146,7 +150,7 @@ class KVLease:
         return min(first, component.first_page(self._mark_len))
 
     def missing_pages(self, to_len: int, num_drafts: int = 0) -> dict[PoolName, int]:
-        """Pages that `grow` would have to buy, by pool; nothing where there are enough."""
+        """Return the pages that `grow` would allocate, by pool; empty when there are enough."""
         num_pages = pages_for(to_len, self._stores.page_size) - self.num_pages
         missing = dict.fromkeys(self._private, num_pages) if num_pages > 0 else {}
         if self.states.pool is not None:
@@ -155,26 +159,27 @@ class KVLease:
         return missing
 
     def state_moves(self, start: int, end: int, num_drafts: int = 0) -> StateMoves | None:
-        """What a forward over positions [start, end), the last of them guesses, does to the state;
-        None where there is none. `grow` has allocated its pages.
+        """Return which states a forward over positions [start, end) reads and writes, the last
+        `num_drafts` positions being drafts; None without a recurrent pool. Call `grow` before.
         """
         if self.states.pool is None:
             return None
         return StateMoves(self.state_at(start), self.states.targets(start, end, num_drafts))
 
     def kept_states(self, start: int, end: int) -> StateMoves | None:
-        """The states before and after positions [start, end), the latter if it is kept; None where
-        no layer has one.
+        """Return the states before and after positions [start, end); the target is `NULL_PAGE` if
+        that state was freed. None without a recurrent pool.
         """
         if self.states.pool is None:
             return None
         return StateMoves(self.state_at(start), ((end, self._state_page(end)),))
 
     def state_at(self, length: int) -> int:
-        """The page with the state after `length` tokens, its own or a snapshot; `NULL_PAGE` for 0.
+        """Return the page with the state after `length` tokens, private or a snapshot of the tree;
+        `NULL_PAGE` for 0.
 
         Raises:
-            AuditFailed: there is none.
+            AuditFailed: no such state is kept.
         """
         page = self._state_page(length)
         if (page == NULL_PAGE) != (length == 0):
@@ -183,6 +188,7 @@ class KVLease:
 
     def _state_page(self, length: int) -> int:
         page, stores = self.states.page_at(length), self._stores
+        # Snapshots exist only at page boundaries: entry i is the state after page i.
         if page == NULL_PAGE and length and length % stores.page_size == 0:
             assert stores.recurrent is not None, "only a recurrent pool has states"
             entries = stores.rows.entries(stores.recurrent.pool, self.row)
@@ -190,8 +196,9 @@ class KVLease:
         return page
 
     def grow(self, to_len: int, num_drafts: int = 0) -> list[TableWrite]:
-        """Buy pages for [capacity_len, to_len), and for states that a forward up to there leaves
-        whose last positions are guesses. The caller has seen to it that they are free.
+        """Allocate pages for [capacity_len, to_len) and for the states that a forward ending at
+        `to_len` writes, its last `num_drafts` positions being drafts. The caller has checked
+        `missing_pages` and has evicted enough.
         """
         stores, start = self._stores, self.num_pages
         missing = pages_for(to_len, stores.page_size) - start
@@ -201,6 +208,7 @@ class KVLease:
         writes = []
         for pool, private in self._private.items():
             entries = stores.rows.entries(pool, self.row)
+            # Consecutive pages let attention read a strided view, see `cache.pages`.
             last = PageId(int(entries[start - 1])) if start and entries[start - 1] else None
             allocated = stores.allocators[pool].acquire(missing, self.holder, after=last)
             writes.append(stores.rows.write(pool, self.row, start, allocated))
@@ -208,14 +216,15 @@ class KVLease:
         return writes
 
     def mark(self, base_len: int, reuse_len: int) -> None:
-        """Rewind to where a turn begins, and keep what it takes to come back there, until `park`.
+        """Rewind to where a turn begins, and keep what a rollback to there needs until `park`.
 
         Args:
-            base_len: length of the history that stays.
-            reuse_len: the turn computes positions from here on, even where their content is valid.
+            base_len: tokens of the history that stay.
+            reuse_len: recompute positions from here on, even if their KV is valid.
         """
         self._stores.rows.begin_changes(self.row)
         self.rewind(base_len)
+        # Two lengths: a rollback restores this one, though the turn itself may start before it.
         self._len_at_start = self.computed_len
         self.rewind(reuse_len)
         self._mark_len = self.computed_len
@@ -223,16 +232,17 @@ class KVLease:
             self._stores.tree.mark(self.receipt, self.protected_len)
 
     def extend_match(self, tokens: Tokens) -> list[TableWrite]:
-        """Adopt what the tree holds of the tokens after `protected_len`, if it reaches further
-        than what is computed. The private pages it replaces are set aside.
+        """Lock what the tree holds of `tokens`, which follow `protected_len`, if that reaches
+        further than `computed_len`. It replaces the private pages, which are freed.
         """
         match = self._stores.tree.match_after(self.receipt, tokens)
         if self.protected_len + match.matched_len <= self.computed_len:
             return []
         if self._page_at_mark() == self._protected_pages:
+            # The turn began inside the first private page: a rollback must find its first tokens.
             self._keep_for_rollback({pool: pages[:1] for pool, pages in self._private.items()})
             for pages in self._private.values():
-                pages[0] = NULL_PAGE
+                pages[0] = NULL_PAGE  # so that the next line does not free it
         self._drop_private(0)
         self.states.drop_beyond(0, self.holder)
         start = self._protected_pages
@@ -244,7 +254,7 @@ class KVLease:
         return self._without_states(writes)
 
     def release_rollback_page(self) -> bool:
-        """Free the page that is kept for a rollback alone, which then leads to whole pages.
+        """Free the page that is kept only for a rollback; a rollback then ends at a page boundary.
 
         Returns:
             Whether there was one.
@@ -257,23 +267,25 @@ class KVLease:
         return had_pages
 
     def advance(self, computed_len: int) -> None:
-        """Note how far the content is valid now, and free the pages that nothing reads again.
+        """Set `computed_len`, and in bounded pools free the pages that no forward reads again.
 
-        What a forward at the last whole page reads stays too, so that others can go on from what
-        will be published.
+        Pages that a forward at the last whole page reads stay, so that another session can continue
+        from what will be published.
         """
         stores, before_len = self._stores, self.computed_len
         self.computed_len = computed_len
         if not stores.bounded:
             return
         start = self._protected_pages
+        # A rollback to the mark reads the pages before it.
         kept = pages_for(self._mark_len, stores.page_size)
         self.states.release_superseded(computed_len, self._mark_len, self.holder)
         for component in stores.bounded.values():
             pool = component.pool
             private = self._private.get(pool, [])
             first = component.first_page(computed_len - computed_len % stores.page_size)
-            # What the window had passed before went then: a step reads what it moves over.
+            # Earlier calls have freed what the window had passed: look only at what it passes now,
+            # so that a step costs nothing that grows with the history.
             passed = component.first_page(before_len - before_len % stores.page_size)
             begin, end = max(start, kept, passed), min(first, start + len(private))
             if begin >= end:
@@ -285,19 +297,25 @@ class KVLease:
                 private[begin - start : end - start] = [NULL_PAGE] * (end - begin)
 
     def publish(self, tokens: Tokens) -> list[TableWrite]:
-        """Give the whole computed pages to the tree and lock them.
+        """Move the whole computed pages to the tree and lock them.
 
-        Where the tree has the same tokens already, its pages replace ours in the row and ours are
-        freed: one copy stays.
+        Where the tree already has the same tokens, its pages replace ours in the row and ours are
+        freed, so that one copy remains.
 
         Args:
-            tokens: what follows `protected_len`, at least up to `computed_len`.
+            tokens: int32 [n], those after `protected_len`, at least up to `computed_len`.
+
+        Returns:
+            The entries of the row that name other pages now.
+
+        Raises:
+            AuditFailed: the lease is parked.
         """
         stores, start = self._stores, self._protected_pages
         num_pages = self.computed_len // stores.page_size - start
         if num_pages == 0:
             return []
-        if self.holder is not Holder.ACTIVE:
+        if self.holder is not Holder.ACTIVE:  # `insert` books ACTIVE -> TREE
             raise AuditFailed("only a lent lease publishes")
         ours = {pool: pages[:num_pages] for pool, pages in self._private.items()}
         if self.states.pool is not None:
@@ -306,12 +324,15 @@ class KVLease:
         self._keep_replaced_page(start, ours, theirs)
         writes = []
         for pool, known in theirs.items():
+            # `known` ends with the tree's own pages; all later ones were ours and stay in place.
             replaced = [mine for mine, its in zip(ours[pool], known, strict=False) if mine != its]
             if replaced:
                 kept = self._rollback_pages.get(pool, ())
                 freed = (page for page in replaced if page != NULL_PAGE and page not in kept)
                 stores.allocators[pool].release(freed, self.holder)
             if pool == self.states.pool:
+                # A row names states only once they are snapshots, so these entries are all new. The
+                # device does not need them: each forward is sent its own `StateMoves`.
                 self._repoint(pool, start, known + ours[pool][len(known) :])
             elif replaced:
                 writes.append(self._repoint(pool, start, known))
@@ -321,13 +342,14 @@ class KVLease:
         return writes
 
     def rewind(self, to_len: int) -> None:
-        """Forget content past `to_len` and free the whole pages past it.
+        """Invalidate KV past `to_len` and free the whole pages past it.
 
-        Published pages stay in the tree, unlocked; a page that `to_len` cuts and the tree owns is
-        given up as a whole, because it must not be overwritten.
+        Published pages past it stay in the tree, unlocked.
         """
         target = self.rewound_len(to_len)
         if target < self.protected_len:
+            # The tree's pages are shared and must not be overwritten: a page that `to_len` cuts is
+            # unlocked as a whole.
             self._shorten_lock(target)
             target = self.protected_len
         self.computed_len = target
@@ -335,13 +357,14 @@ class KVLease:
         self._drop_private(pages_for(target, self._stores.page_size) - self._protected_pages)
 
     def roll_back(self, to_len: int, tokens: Tokens) -> list[TableWrite]:
-        """Undo: like `rewind`, but published pages that only this lease uses are taken back, so
-        that the page `to_len` cuts becomes private again and stays. Where less than the turn found
-        would be left, hold the page again that was set aside, or match what the tree has of it.
+        """Undo the turn's positions past `to_len`.
+
+        Unlike `rewind`, first remove published pages from the tree that only this lease uses, so
+        that the page which `to_len` cuts is private again and stays.
 
         Args:
-            to_len: what stays of the history, not less than where the turn began.
-            tokens: the history from its beginning.
+            to_len: tokens of the history that stay, not less than where the turn began.
+            tokens: int32 [n], the whole history.
         """
         taken = self._stores.tree.unpublish(self.receipt, to_len, self.holder)
         start = self._protected_pages
@@ -351,24 +374,27 @@ class KVLease:
                 self._stores.rows.clear(pool, self.row, start, start + len(pages))
                 continue
             self._private[pool][:0] = pages
-            # In a bounded pool the row may not name them any more; the device's mirror does.
+            # In a bounded pool the row may name them no longer; the device's copy still does, so
+            # there is nothing to send.
             self._repoint(pool, start, pages)
+        # Another session has locked the tree's copy of the page at the mark: use the kept one.
         if self._rollback_pages and self.rewound_len(to_len) < self._mark_len:
             return self._restore_rollback_pages()
         self.rewind(to_len)
         if self.computed_len < self._len_at_start:
-            # The turn was to compute these positions again; published pages may have them still.
+            # For instance because `mark` cut valid KV at `reuse_len`: the tree may still have it.
             return self.extend_match(tokens[self.protected_len : self._len_at_start])
         return []
 
     def _page_at_mark(self) -> int | None:
-        """Return the index of the page that the turn began in; None if it began in a new one."""
+        """Return the index of the page that the mark cuts; None if the mark is a page boundary or
+        that page is kept already."""
         index, offset = divmod(self._mark_len, self._stores.page_size)
         return index if offset and not self._rollback_pages else None
 
     def _keep_replaced_page(self, start: int, ours: PagesByPool, theirs: PagesByPool) -> None:
-        """Set aside the page that the turn began in, if publishing it replaces it in every pool.
-        Another session may have locked the tree's copy, which a rollback could not take then."""
+        """Keep the page that the mark cuts, if publishing has replaced it in every pool.
+        `unpublish` cannot take the tree's copy once another session has locked it."""
         if self._page_at_mark() == start and all(
             theirs[pool] and theirs[pool][0] != ours[pool][0] for pool in self._private
         ):
@@ -379,7 +405,7 @@ class KVLease:
         self.states.keep_for_rollback(self._mark_len)
 
     def _restore_rollback_pages(self) -> list[TableWrite]:
-        """Hold the page again that the turn began in, with the content that it found there."""
+        """Put the page kept for a rollback back into the row, and cut the lease at the mark."""
         self._shorten_lock(self._mark_len)
         start, pages, self._rollback_pages = self._protected_pages, self._rollback_pages, {}
         self._private.update(pages)
@@ -389,7 +415,7 @@ class KVLease:
         return [self._stores.rows.write(p, self.row, start, ids) for p, ids in pages.items()]
 
     def _shorten_lock(self, to_len: int) -> None:
-        """Unlock the published pages past the last whole page of `to_len`, and hold no others."""
+        """Free the private pages and unlock those past the last whole page of `to_len`."""
         self._drop_private(0)
         kept_pages = to_len // self._stores.page_size
         for pool in self._stores.ledgers:
@@ -397,16 +423,19 @@ class KVLease:
         self._stores.tree.shorten(self.receipt, to_len)
 
     def rewound_len(self, to_len: int) -> int:
-        """How much content `rewind` leaves: the longest length <= `to_len` that a forward can go on
-        from with what is held; whole pages, where it lies in what the tree owns.
+        """Return what `rewind` leaves of `computed_len`: the longest length <= `to_len` that a
+        forward can continue from with the pages held; whole pages within the protected part.
         """
         rows, page_size = self._stores.rows, self._stores.page_size
+        # Rounding down to a page, or one pool's missing pages, can cut what another pool had
+        # accepted: repeat until nothing changes.
         length, reach = -1, min(self.computed_len, to_len)
         while reach != length:
             length = reach
             for component in self._stores.bounded.values():
                 entries = rows.entries(component.pool, self.row)
                 if component is self._stores.recurrent:
+                    # The row has snapshots of published pages only; later states are private.
                     snapshot = component.continuable_len(entries, min(reach, self.protected_len))
                     reach = max(snapshot, self.states.longest_len(reach))
                 else:
@@ -416,11 +445,11 @@ class KVLease:
         return length
 
     def lend(self) -> None:
-        """Private pages SESSION_HELD -> ACTIVE."""
+        """Book the private pages SESSION_HELD -> ACTIVE."""
         self._transfer_private(Holder.SESSION_HELD, Holder.ACTIVE)
 
     def park(self) -> None:
-        """Private pages ACTIVE -> SESSION_HELD; the mark is given up."""
+        """Book the private pages ACTIVE -> SESSION_HELD and drop the mark."""
         self.release_rollback_page()
         self._len_at_start = self._mark_len = 0
         self.states.keep_only(self.computed_len, self.holder)
@@ -430,7 +459,7 @@ class KVLease:
         self._transfer_private(Holder.ACTIVE, Holder.SESSION_HELD)
 
     def release(self) -> None:
-        """Free the private pages, unlock, give the row back. The lease is dead afterwards."""
+        """Free the private pages, the lock and the row. The lease must not be used afterwards."""
         self.release_rollback_page()
         self._drop_private(0)
         self.states.drop_beyond(0, self.holder)
@@ -439,10 +468,11 @@ class KVLease:
         self._stores.rows.free(self.row)
 
     def quarantine(self) -> None:
-        """Like `release`, for pages whose content or books are in doubt: neither they nor the
-        published pages that nobody else has locked are ever used again.
+        """Release the lease without freeing pages: its private pages, and the published pages that
+        no other lease has locked, are never used again. For content or accounts in doubt.
         """
         stores = self._stores
+        # The whole row: where its pages end cannot be trusted either.
         for pool in stores.ledgers:
             stores.rows.clear(pool, self.row, 0, stores.rows.row_pages)
         for pool, pages in stores.tree.remove_path(self.receipt).items():
@@ -478,29 +508,30 @@ class KVLease:
     def _repoint(self, pool: PoolName, start: int, pages: list[int]) -> TableWrite:
         """Replace entries of the row from index `start` on."""
         rows = self._stores.rows
+        # In a bounded pool an entry may be `NULL_PAGE` by now, which `rows.repoint` refuses.
         if self._is_bounded(pool):
             rows.clear(pool, self.row, start, start + len(pages))
             return rows.write(pool, self.row, start, pages)
         return rows.repoint(pool, self.row, start, pages)
 
     def _without_states(self, writes: list[TableWrite]) -> list[TableWrite]:
-        """Without those of the recurrent pool, whose pages every forward is told by themselves."""
+        """Drop writes to the recurrent pool: each forward's `StateMoves` names its pages."""
         return [write for write in writes if write.pool != self.states.pool]
 
     def _is_bounded(self, pool: PoolName) -> bool:
         return pool in self._stores.bounded
 
     def _clear_unlocked_entries(self, named_from: int) -> None:
-        """Empty the row where it names pages of the tree that are not locked any more.
+        """Clear the row's entries for pages of the tree that this lease no longer locks.
 
-        `named_from`: protected entries from this page on were written since the last call.
+        `named_from`: the protected entries from this page on were written since the last call.
         """
         rows = self._stores.rows
         for component in self._stores.bounded.values():
             pool = component.pool
             (mark_start, mark_end), (start, _) = self.locked_spans(component)
             first_entry = min(self._first_entry[pool], named_from)
-            if mark_start < mark_end:
+            if mark_start < mark_end:  # two windows are locked: clear before and between them
                 rows.clear(pool, self.row, first_entry, mark_start)
                 rows.clear(pool, self.row, max(first_entry, mark_end), start)
                 self._first_entry[pool] = mark_start

@@ -1,19 +1,17 @@
-"""`RadixCache`: published KV by content. Match, lock, insert, take back, evict.
+"""`RadixCache`: find, lock, insert, remove and evict published KV by its tokens.
 
-A radix tree over token ids per namespace (the idea is SGLang's RadixAttention, Zheng et al. 2023),
-with compressed edges that begin and end at page boundaries. A child is found by the tokens of its
-first page and compared by one numpy first-difference, so matching costs one pass over the tokens,
-not one step per page, and nothing relies on a hash alone.
+A radix tree over token ids per namespace, as in SGLang's RadixAttention (Zheng et al. 2023), with
+compressed edges that begin and end at page boundaries. A child is found by the tokens of its first
+page and compared in one numpy pass, so nothing relies on a hash alone.
 
-Locks are receipts. A receipt always ends at the end of a node: locking inside an edge splits it
-first, and a split puts the *new* node above, so a receipt below keeps its node and the new node
-inherits the count. Whoever holds a receipt extends the tree from it, at the cost of the new tokens.
+A lock is a receipt that ends at the end of a node. Locking inside an edge splits it first. A split
+puts the *new* node above, so receipts keep their node. Extending one costs O(new tokens).
 
-In bounded pools (`Component.is_bounded`) a page of an edge may be a tombstone, and locks are by
-the page (`cache.page_locks`): a path is matched as far as a forward can go on from it.
+In bounded pools (`Component.is_bounded`) a page of an edge may be a tombstone, locks are per page
+(`cache.page_locks`), and a path is matched as far as a forward can continue from it.
 
-The tree books pages that enter it from a lease and leave it to one. Evicted pages are still booked
-as TREE; the caller passes them on in the same call.
+The tree books the pages that enter it from a lease or return to one. Evicted pages are still booked
+as TREE; the caller transfers them in the same call.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from cache.types import NULL_PAGE, Holder, Namespace, Pages, PoolName, Tokens
 
 
 class RadixCache:
-    """All namespaces of one server, over all pools."""
+    """Hold the published pages of all namespaces and pools of one server."""
 
     __slots__ = (
         "_changes",
@@ -89,22 +87,22 @@ class RadixCache:
         self._clock = 0
 
     def match_prefix(self, namespace: Namespace, tokens: Tokens) -> MatchResult:
-        """Find the longest published prefix of `tokens` that a forward can go on from. Changes
-        nothing, not even the LRU.
+        """Return the longest published prefix of `tokens` that a forward can continue from. Changes
+        nothing, not even the order of eviction.
         """
         return self._match(namespace, None, tokens)
 
     def match_after(self, receipt: LockReceipt, tokens: Tokens) -> MatchResult:
-        """The same, for the tokens that follow a locked path."""
+        """Return the longest published continuation of a locked path by `tokens`."""
         return self._match(receipt.namespace, receipt, tokens)
 
     def is_current(self, match: MatchResult) -> bool:
-        """Whether `match` would find the same as it did then. O(edges of the match)."""
+        """Return whether matching again would give the same. O(edges of the match)."""
         walk = match._walk
         return walk.start is self._roots.get(walk.namespace) and walk.is_current()
 
     def lock_root(self, namespace: Namespace) -> LockReceipt:
-        """A receipt of length 0, to be advanced."""
+        """Return a receipt of length 0, to be advanced."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Root(namespace)
@@ -115,13 +113,13 @@ class RadixCache:
         return receipt
 
     def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
-        """Extend a receipt over a match that began where it ends.
+        """Extend a receipt over a match that begins where it ends.
 
         Returns:
-            The pages now locked in addition, in order.
+            The pages locked in addition, in order of position.
 
         Raises:
-            AuditFailed: the tree changed since the match.
+            AuditFailed: the tree changed since the match, so its nodes may be split or removed.
         """
         if match._walk.version != self._changes.version:
             raise AuditFailed("a match was used after the tree had changed")
@@ -141,9 +139,9 @@ class RadixCache:
                 was let go.
 
         Returns:
-            What the tree has now of the tokens it knew before: its own pages, which replace the
+            The tree's pages of the tokens it knew before, in order: its own, which replace the
             first of `pages` (those stay with the caller), or the caller's where they filled a
-            tombstone. All others now belong to the tree.
+            tombstone. All other `pages` now belong to the tree.
         """
         assert len(tokens) % self._page_size == 0, "only whole pages are published"
         with self._locks.relocking(receipt):
@@ -160,20 +158,19 @@ class RadixCache:
         return found
 
     def mark(self, receipt: LockReceipt, length: int | None) -> None:
-        """Keep what a forward at this length reads, wherever the receipt goes on to; None: let go
-        of it."""
+        """Also lock what a forward at this length reads, until None is given."""
         if {length, receipt._mark} <= {None, receipt.length}:
-            receipt._mark = length  # what a forward at its length reads, is locked in any case
+            receipt._mark = length  # a forward at the receipt's length reads the same locked pages
             return
         with self._locks.relocking(receipt):
             receipt._mark = length
 
     def shorten(self, receipt: LockReceipt, to_len: int) -> None:
-        """Let go of what lies past the last whole page of `to_len`. It stays in the tree."""
+        """Unlock what lies past the last whole page of `to_len`. It stays in the tree."""
         target = to_len // self._page_size * self._page_size
         if receipt._length <= target:
             return
-        self._clock += 1
+        self._clock += 1  # all nodes unlocked by one call are equally old
         with self._locks.relocking(receipt):
             if receipt._mark is not None and receipt._mark > target:
                 receipt._mark = None
@@ -184,11 +181,12 @@ class RadixCache:
                 self._unlock_node(receipt)
 
     def unpublish(self, receipt: LockReceipt, to_len: int, holder: Holder) -> PagesByPool:
-        """Remove pages past the last whole page of `to_len`, as far as only this receipt has them.
+        """Undo `insert`: move pages past the last whole page of `to_len` back to `holder`.
 
-        Used to undo: what nobody else has locked or built on becomes private again (`holder`),
-        in order, and the receipt ends before it.
+        Stops, from the end, at an edge that another receipt has locked or built on. Returns the
+        pages in order of position; the receipt ends before them.
         """
+        # What lies before the mark was there before the turn: it is not the turn's to remove.
         target = max(to_len, receipt.mark or 0) // self._page_size * self._page_size
         taken: PagesByPool = {pool: [] for pool in self._ledgers}
         if receipt._length <= target or not is_sole_leaf(receipt._node):
@@ -197,7 +195,7 @@ class RadixCache:
             while receipt._length > target and is_sole_leaf(node := receipt._node):
                 num_pages = min(receipt._length - target, len(node.tokens)) // self._page_size
                 for pool, ids in self._trim(node, num_pages).items():
-                    if pool in self._unbounded_ledgers:
+                    if pool in self._unbounded_ledgers:  # `relocking` has unlocked the others
                         self._ledgers[pool].unprotect(num_pages)
                     self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)
                     taken[pool] = ids + taken[pool]
@@ -210,10 +208,10 @@ class RadixCache:
         return taken
 
     def unlock(self, receipt: LockReceipt) -> None:
-        """Give a receipt back, once.
+        """Unlock the whole path of a receipt, which must not be used afterwards.
 
         Raises:
-            AuditFailed: it was given back before.
+            AuditFailed: it was unlocked before.
         """
         if receipt._is_released:
             raise AuditFailed("a lock receipt was released twice")
@@ -243,15 +241,19 @@ class RadixCache:
             node, pages = self._locks.take_oldest(pool, wanted)
             evicted[pool] += pages
             if is_evictable_leaf(node) and not node.pages[pool].view().any():
-                self._cut_leaf(node, self._num_pages(node), evicted)  # nobody can match it any more
+                # No match can end in a leaf that has no page of this pool left.
+                self._cut_leaf(node, self._num_pages(node), evicted)
         return evicted
 
     def remove_path(self, receipt: LockReceipt) -> PagesByPool:
-        """Give a receipt back and remove what it locked, and all that builds on it, where no
-        other receipt is in the way. The pages are the caller's, still booked as TREE.
+        """Unlock a receipt and remove the nodes that only it had locked, with all nodes below.
+
+        Returns:
+            Their pages, still booked as TREE.
         """
         path = self.path(receipt)
         self.unlock(receipt)
+        # Locks cover whole paths, so below an unlocked node no node is locked.
         removed: PagesByPool = {pool: [] for pool in self._ledgers}
         top = next((node for node in path if node.lock_ref == 0), None)
         if top is None:
@@ -282,32 +284,31 @@ class RadixCache:
         return nodes[::-1]
 
     def sole_pages(self, receipt: LockReceipt) -> dict[PoolName, int]:
-        """Pages per pool that would become evictable if this receipt were given back. O(pools)."""
+        """Return the pages per pool that unlocking this receipt would make evictable. O(pools)."""
         kept = dict.fromkeys(self._unbounded_ledgers, receipt.sole_tokens // self._page_size)
         return kept | {pool: receipt.sole_pages[pool] for pool in self._locks.pools}
 
     def tally(self, receipt: LockReceipt, tally: Tally | None) -> None:
-        """Count what a receipt alone has locked in a tally from now on; in none with None."""
+        """Add what a receipt alone has locked to a tally, and keep it up to date; None ends it."""
         self._owners.assign(receipt, tally)
 
     def tallied_pages(self, tally: Tally) -> dict[PoolName, int]:
-        """The sum of `sole_pages` over the receipts of a tally. O(pools)."""
+        """Return the sum of `sole_pages` over the receipts of a tally. O(pools)."""
         kept = dict.fromkeys(self._unbounded_ledgers, tally.num_tokens // self._page_size)
         return kept | {pool: tally.num_pages[pool] for pool in self._locks.pools}
 
     def is_root(self, node: RadixNode) -> bool:
-        """Whether a namespace begins at this node."""
+        """Return whether a namespace begins at this node."""
         return isinstance(node, Root) and self._roots.get(node.namespace) is node
 
     def roots(self) -> Iterator[tuple[Namespace, RadixNode]]:
-        """Every namespace that holds or locks something."""
+        """Yield every namespace that has nodes or receipts, with its root."""
         yield from self._roots.items()
 
     # Walking
 
     def _walk(self, start: RadixNode | None, tokens: Tokens) -> tuple[list[RadixNode], int]:
-        """The edges below `start` that begin with what follows of `tokens`, and how many tokens
-        they have in common, in whole pages."""
+        """Return the edges below `start` along `tokens`, and the tokens of whole common pages."""
         nodes: list[RadixNode] = []
         page_size, node, matched = self._page_size, start, 0
         while node is not None and matched + page_size <= len(tokens):
@@ -328,6 +329,7 @@ class RadixCache:
         nodes, matched = self._walk(start, tokens)
         end = matched + self._page_size
         ends_with_edge = matched == sum(len(node.tokens) for node in nodes)
+        # A child under this key would make the match longer, see `Walk.is_current`.
         next_key = self._key(tokens[matched:]) if ends_with_edge and end <= len(tokens) else None
         walk = Walk(namespace, start, tuple(nodes), next_key, self._changes.version)
         return self._match_result(receipt, walk, matched)
@@ -353,14 +355,14 @@ class RadixCache:
     def _lock_path(
         self, receipt: LockReceipt, nodes: Sequence[RadixNode], length: int
     ) -> list[RadixNode]:
-        """Lead a receipt down these edges, the last of which is split where `length` ends."""
+        """Lock these edges with a receipt; the last one is split where `length` ends."""
         passed = []
         for found in nodes:
             assert found.parent is receipt._node, "a match goes on where the receipt ends"
             node = found if length >= len(found.tokens) else self._split(found, length)
             self._lock_node(receipt, node)
             if node is not found:
-                self._push_leaf(found)  # the rest of it may be tombstones that nobody can match
+                self._push_leaf(found)  # the lower part may have only tombstones now
             length -= len(node.tokens)
             passed.append(node)
         return passed
@@ -392,6 +394,7 @@ class RadixCache:
             self._protect(len(node.tokens))
             self._owners.add_tokens(receipt._number, len(node.tokens))
         elif node.lock_ref == 1:
+            # One owner is left in the exclusive or; with a second lock it is not alone any more.
             self._owners.add_tokens(node.lock_owners, -len(node.tokens))
         node.lock_ref += 1
         node.lock_owners ^= receipt._number
@@ -423,10 +426,10 @@ class RadixCache:
     def _append(
         self, receipt: LockReceipt, tokens: Tokens, pages: Mapping[PoolName, Pages]
     ) -> None:
-        """Hang `tokens` below a receipt and advance it.
+        """Append `tokens` below a receipt and advance it.
 
-        A leaf that only this receipt locks grows in place, so that a session that goes on alone
-        stays one edge, however many turns it has.
+        A leaf that only this receipt locks grows in place, so an unshared session stays one edge,
+        however many turns it has.
         """
         node = receipt._node
         if node.parent is None or not is_sole_leaf(node):
@@ -445,7 +448,7 @@ class RadixCache:
         receipt._length += len(tokens)
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
-        """Cut an edge after `length` tokens; the new upper node is returned."""
+        """Cut an edge after `length` tokens and return the new upper node."""
         assert node.parent is not None, "a root has no edge"
         assert 0 < length < len(node.tokens), "a cut lies inside an edge"
         assert length % self._page_size == 0, "edges are whole pages"
@@ -469,7 +472,7 @@ class RadixCache:
         return upper
 
     def _trim(self, node: RadixNode, num_pages: int) -> PagesByPool:
-        """Cut pages off the end of a leaf; the caller detaches one that is empty then."""
+        """Cut pages off the end of a leaf; the caller detaches it if it is empty then."""
         assert not node.children, "only leaves lose pages"
         self._changes.record_content(node)
         keep = len(node.tokens) // self._page_size - num_pages
@@ -491,7 +494,7 @@ class RadixCache:
         return node
 
     def _cut_leaf(self, node: RadixNode, num_pages: int, evicted: PagesByPool) -> None:
-        """Take up to so many pages off the end of a leaf, in every pool."""
+        """Evict up to `num_pages` pages from the end of a leaf, in every pool."""
         trimmed = self._trim(node, min(num_pages, self._num_pages(node)))
         for pool, ids in trimmed.items():
             evicted[pool] += filter(None, ids)
@@ -532,6 +535,7 @@ class RadixCache:
     def _push_leaf(self, node: RadixNode) -> None:
         if not is_evictable_leaf(node):
             return
+        # With bounded pools only, eviction never asks for leaves: remove an empty one now.
         if not self._unbounded_ledgers and has_only_tombstones(node):
             self._trim(node, self._num_pages(node))
             self._detach(node)
@@ -540,7 +544,7 @@ class RadixCache:
 
 
 def _common_len(left: Tokens, right: Tokens) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix of two token arrays."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0
