@@ -1,4 +1,4 @@
-"""A client of `kvsession.v1`: one session over one WebSocket that heals itself.
+"""Connect to `kvsession.v1`: one session over one WebSocket that reconnects and resumes by itself.
 
     async with await connect("http://127.0.0.1:30000") as session:
         turn = await session.start("My name is Ada.")

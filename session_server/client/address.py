@@ -1,4 +1,4 @@
-"""The address of a server, as people type it, and the key it is shown."""
+"""Parse the address of a server, and build the header that authenticates to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def server_address(text: str) -> str:
         parts = urlsplit(text)
         is_whole = parts.scheme in _HTTP_SCHEMES and bool(parts.hostname) and parts.port != 0
         is_whole = is_whole and not parts.query and not parts.fragment
-    except ValueError:  # a port that is no number, half a pair of brackets
+    except ValueError:  # a port that is not a number, an unmatched bracket
         is_whole = False
     if not is_whole:
         raise BadAddress(f"{text!r} is no address of a server; give one as http://HOST:PORT")
@@ -31,10 +31,10 @@ def server_address(text: str) -> str:
 
 
 def key_header(key: str | None) -> dict[str, str]:
-    """The header that shows a server its key; none without one."""
+    """Return the header with the server's key; empty without a key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def socket_address(text: str) -> str:
-    """`ws(s)://HOST:PORT` of the same server. Raises as `server_address` does."""
+    """Return `ws(s)://HOST:PORT` of the same server. Raises as `server_address` does."""
     return "ws" + server_address(text).removeprefix("http")

@@ -1,7 +1,7 @@
-"""What a client of the native protocol can run into.
+"""Define the errors of the client.
 
 ClientError
-├── BadAddress       what was given is no address of a server
+├── BadAddress       the text is not the address of a server
 ├── ConnectionLost   the server cannot be reached, or closed the socket for good
 └── Refused          the server answered with an error of its table
 """
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 
 class ClientError(Exception):
-    """Root of what this module raises."""
+    """Serve as the base class of the client errors."""
 
 
 class BadAddress(ClientError):
-    """What was given is no address of a server."""
+    """Report a text that is not the address of a server."""
 
 
 class ConnectionLost(ClientError):
-    """The server cannot be reached, or closed the socket for good; `code` is the close code."""
+    """Report that the server cannot be reached or closed the socket for good; `code` is the close
+    code."""
 
     def __init__(self, message: str, *, code: int | None = None) -> None:
         super().__init__(message)
@@ -26,7 +27,7 @@ class ConnectionLost(ClientError):
 
 
 class Refused(ClientError):
-    """The server answered with an error of its table; `code` names it."""
+    """Report an error that the server answered; `code` names it."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")

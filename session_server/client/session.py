@@ -1,4 +1,4 @@
-"""One session over one WebSocket, replaced and resumed when it is lost."""
+"""Run one session over one WebSocket, which is replaced and resumed when it is lost."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from session_server.core.session_events import ChatInput, TextInput, TokenInput,
 SUBPROTOCOL: Final = Subprotocol("kvsession.v1")
 _CLOSE: Final = b'{"type":"session.close"}'
 RETRYABLE_CLOSE_CODES: Final = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
-"""Closes after which connecting again may help: a lost line, a restart, overload, a slow reader."""
+"""Close codes after which reconnecting may help: lost connection, restart, overload, slow reader."""
 
 
 class ConnectionState(enum.Enum):
-    """What `ClientOptions.on_connection` is told of the connection of an open session."""
+    """Define what `ClientOptions.on_connection` reports about the connection of an open session."""
 
     LOST = "lost"
-    """It ended, and the client connects again."""
+    """The connection ended, and the client connects again."""
     BACK = "back"
-    """It stands again, and nothing was missed."""
+    """The connection is back, and nothing was missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """How a client connects. Delays double from the first to the longest, in seconds.
+    """Configure how a client connects. Delays double from the first to the longest, in seconds.
 
     `first_attempts` are for a server that was never reached, `max_attempts` for one that was lost.
     `on_connection` is called on the event loop's thread when an open session's connection is lost
@@ -67,7 +67,7 @@ class ClientOptions:
 
 @dataclass(slots=True)
 class _LiveTurn:
-    """What must be sent again when the server may not have heard it."""
+    """Hold what must be sent again if the server may not have received it."""
 
     handle: TurnHandle
     create: bytes
@@ -75,7 +75,7 @@ class _LiveTurn:
 
 
 class _Intent(enum.Enum):
-    """What the client wants of its session: to stay in it, to close it, to leave it open."""
+    """Define what the client intends for its session: stay in it, close it, leave it open."""
 
     STAY = enum.auto()
     CLOSE = enum.auto()
@@ -83,7 +83,7 @@ class _Intent(enum.Enum):
 
 
 class SessionClient:
-    """One session. Made by `connect`; as a context manager it closes the session at the end.
+    """Use one session. Created by `connect`; as a context manager it closes the session at the end.
 
     `session_id` names the session, `opened` is the server's latest hello (its limits among them),
     `num_reconnects` counts the times the socket was replaced.
@@ -105,7 +105,8 @@ class SessionClient:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can be said: the session is gone, or its server is given up."""
+        """Return whether nothing can be sent any more: the session is gone, or the server is
+        unreachable."""
         return self._closed.is_set()
 
     async def __aenter__(self) -> Self:
@@ -120,7 +121,7 @@ class SessionClient:
         await self.close()
 
     async def attach(self) -> None:
-        """Connect and begin to read; called once, by `connect`.
+        """Connect and start reading; called once, by `connect`.
 
         Raises:
             ConnectionLost: nothing answered in time.
@@ -139,7 +140,7 @@ class SessionClient:
         turn_id: str | None = None,
         generate: bool = True,
     ) -> TurnHandle:
-        """Begin a turn. A `content` that is a string is what the user says.
+        """Start a turn. A `content` that is a string is one message of the user.
 
         `turn_id` is an idempotency key; `generate` False computes the input and answers nothing.
         """
@@ -162,7 +163,7 @@ class SessionClient:
         return await (await self.start(content, sampling=sampling)).result()
 
     async def close(self, *, timeout_s: float = 10.0) -> None:
-        """End the session on the server and the connection here; idempotent."""
+        """Close the session on the server and the connection here; idempotent."""
         if self._reader is None or self._intent is not _Intent.STAY:
             return
         self._intent = _Intent.CLOSE
@@ -175,7 +176,7 @@ class SessionClient:
         await self.leave()
 
     async def leave(self) -> None:
-        """Drop the connection and keep the session; `connect` with its id comes back to it."""
+        """Drop the connection and keep the session; `connect` with its id returns to it."""
         self._intent = _Intent.LEAVE
         if self._reader is not None:
             self._reader.cancel()
@@ -185,7 +186,7 @@ class SessionClient:
         self._fail_turns(ConnectionLost("the client left"))
 
     def abort_connection(self) -> None:
-        """Lose the connection as a cable would, for tests of resuming: no handshake, no warning."""
+        """Drop the connection without a handshake, as a cut cable would, to test resuming."""
         if self._socket is not None:
             self._socket.transport.abort()
 
@@ -199,7 +200,7 @@ class SessionClient:
         await self._send(payload)
 
     async def _send(self, payload: bytes) -> None:
-        """Send on the present socket, or on the next one when there is none."""
+        """Send on the present socket, or on the next one if there is none."""
         while True:
             await self._connected.wait()
             if self._socket is None or self._intent is _Intent.LEAVE or self._closed.is_set():
@@ -209,7 +210,7 @@ class SessionClient:
                 await socket.send(payload, text=True)
             except ConnectionClosed:
                 if self._socket is socket:
-                    self._connected.clear()  # the reader sees the loss too, and connects again
+                    self._connected.clear()  # `_read` sees the loss too, and reconnects
             else:
                 return
 
@@ -259,10 +260,10 @@ class SessionClient:
                 for turn in self._receive(payload):
                     await socket.send(turn.create, text=True)
         except ConnectionClosed:
-            return  # the socket's close code says what happened
+            return  # `_read` looks at the socket's close code
 
     async def _resend_unconfirmed(self) -> None:
-        """Send again what a lost socket may have swallowed; turn ids make repeating harmless."""
+        """Send again what a lost socket may have dropped; turn ids make repeating harmless."""
         assert self._socket is not None
         resumed = self.opened.get("resumed")
         try:
@@ -274,7 +275,7 @@ class SessionClient:
             if self._intent is _Intent.CLOSE:
                 await self._socket.send(_CLOSE, text=True)
         except ConnectionClosed:
-            return  # lost again: the reader's next round repeats it
+            return  # lost again: `_read` reconnects and repeats this
 
     async def _open_socket(self) -> ClientConnection:
         options, delay_s = self._options, self._options.first_delay_s
@@ -294,7 +295,7 @@ class SessionClient:
         raise ConnectionLost(f"no connection after {attempts} attempts: {problem}")
 
     async def _handshake(self) -> ClientConnection:
-        """One connection, up to and including the server's hello."""
+        """Open one connection, up to and including the server's hello."""
         path = f"/v1/sessions/{self.session_id}/ws"
         if self.opened:
             path += f"?after={self._last_seq}&epoch={self.opened['epoch']}"
@@ -323,13 +324,13 @@ class SessionClient:
         return socket
 
     def _receive(self, payload: str | bytes) -> Sequence[_LiveTurn]:
-        """Take in one frame; gives the turns that must be asked for again."""
+        """Process one frame; return the turns that must be sent again."""
         frame = msgspec.json.decode(payload, type=dict[str, Any])
         if frame["type"] == "session.snapshot":
             return self._receive_snapshot(frame)
         if (seq := frame.get("seq")) is not None:
             if seq <= self._last_seq:
-                return ()  # a replay overlaps what is known
+                return ()  # a replay may overlap what is known
             self._last_seq = seq
         self._receive_entry(frame)
         return ()
@@ -364,13 +365,14 @@ class SessionClient:
         failure = msgspec.convert(frame["error"], WireFailure)
         turn = self._turns.get(failure.turn_id or "")
         if turn is None or turn.handle.is_accepted:
-            return  # of a cancel that came too late, or of a frame without a turn
+            return  # a cancel that came too late, or a frame without a turn
         self._turns.pop(turn.handle.turn_id)
         turn.handle.end(Refused(failure.code, failure.message))
 
     def _receive_snapshot(self, frame: Mapping[str, Any]) -> Sequence[_LiveTurn]:
-        """The journal did not reach back: the running turn starts over from the text it has, and
-        those that neither run nor wait may have ended without our hearing how."""
+        """Restart the running turn from the text in the snapshot, because the journal did not reach
+        back. Return the turns that neither run nor wait: they may have ended, and how is not known
+        here."""
         self._last_seq = frame["seq"]
         running = frame.get("turn") or {}
         turn = self._turns.get(running.get("turn_id", ""))
@@ -406,16 +408,16 @@ class SessionClient:
 async def connect(
     url: str, *, session_id: str | None = None, options: ClientOptions = ClientOptions()
 ) -> SessionClient:
-    """Open a new session, or come back to a known one.
+    """Open a new session, or return to a known one.
 
     Args:
-        url: of the server, http(s) or ws(s); a `/v1` at its end is left out.
-        session_id: of an open session; None makes a new one.
+        url: of the server, http(s) or ws(s); a trailing `/v1` is removed.
+        session_id: of an open session; None opens a new one.
         options: credentials, timeouts, attempts.
 
     Raises:
-        BadAddress: `url` is no address of a server.
-        ConnectionLost: nothing answered, or the server closed the socket for good.
+        BadAddress: `url` is not the address of a server.
+        ConnectionLost: no server answered, or it closed the socket for good.
         Refused: the server answered with an error.
     """
     client = SessionClient(url, session_id or "new", options)
@@ -438,7 +440,7 @@ def _input_fields(content: str | TurnInput) -> dict[str, object]:
 
 
 def _final_error(error: Exception) -> ClientError | None:
-    """What an attempt that failed means when trying again cannot help; None when it may."""
+    """Return the error of a failed attempt if trying again cannot help; None if it may."""
     if isinstance(error, ConnectionClosed):
         code = None if error.rcvd is None else error.rcvd.code
         if code is None or code in RETRYABLE_CLOSE_CODES:

@@ -1,4 +1,4 @@
-"""One turn as a client sees it: its events while it runs, and how it ended."""
+"""Define one turn as a client sees it: its events while it runs, and how it ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MAX_BUFFERED_EVENTS: Final = 65_536
 
 @dataclass(frozen=True, slots=True)
 class TurnText:
-    """A piece of the answer, the number of tokens behind it, and when it came (loop time, s)."""
+    """Hold a piece of the answer, its number of tokens, and when it arrived (loop time,
+    seconds)."""
 
     text: str
     num_tokens: int
@@ -27,7 +28,7 @@ class TurnText:
 
 @dataclass(frozen=True, slots=True)
 class TurnPrefill:
-    """`processed` of `total` context tokens are computed, `cached` of them were before."""
+    """Report that `processed` of `total` context tokens are computed, `cached` of them before."""
 
     processed: int
     cached: int
@@ -36,7 +37,7 @@ class TurnPrefill:
 
 @dataclass(frozen=True, slots=True)
 class TurnReplaced:
-    """The journal no longer reached back: `text` replaces everything received so far."""
+    """Replace all text received so far by `text`, because the journal no longer reached back."""
 
     text: str
 
@@ -45,7 +46,8 @@ TurnEvent = TurnText | TurnPrefill | TurnReplaced
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts; `input_tokens` is the whole context, `cached_tokens` of it came for free."""
+    """Count tokens; `input_tokens` is the whole context, `cached_tokens` of it were not
+    recomputed."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -55,7 +57,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Durations as the engine saw them, milliseconds; see `core.events.TurnTimings`."""
+    """Hold durations measured by the engine, in milliseconds; see `core.events.TurnTimings`."""
 
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
@@ -66,7 +68,7 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class WireFailure(msgspec.Struct, frozen=True):
-    """The `error` object of a frame."""
+    """Hold the `error` object of a frame."""
 
     code: str
     message: str = ""
@@ -78,7 +80,7 @@ class WireFailure(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """How a turn ended. `text` is what stays in the session's history."""
+    """Describe how a turn ended. `text` is what stays in the session's history."""
 
     turn_id: str
     status: Literal["completed", "cancelled", "failed"]
@@ -90,9 +92,9 @@ class TurnResult:
 
 
 class TurnHandle:
-    """One turn as its reader sees it: iterate over its events once, then await `result`.
+    """Follow one turn: iterate over its events once, then await `result`.
 
-    `is_accepted` tells whether the server was heard to take the turn.
+    `is_accepted`: whether the server has confirmed the turn.
     """
 
     def __init__(self, turn_id: str, *, send_cancel: Callable[[bool], Awaitable[None]]) -> None:
@@ -128,16 +130,17 @@ class TurnHandle:
         return self._end
 
     async def cancel(self, *, keep_partial: bool = True) -> None:
-        """Ask for an early end; the result then says `cancelled`, or how the turn had ended."""
+        """Request an early end; the result then is `cancelled`, or how the turn had ended
+        before."""
         await self._send_cancel(keep_partial)
 
     @property
     def text(self) -> str:
-        """The answer received so far."""
+        """Return the answer received so far."""
         return "".join(self._pieces)
 
     def add(self, event: TurnEvent) -> None:
-        """For `SessionClient`: one more event."""
+        """Add one event; called by `SessionClient`."""
         if isinstance(event, TurnText):
             self._pieces.append(event.text)
         elif isinstance(event, TurnReplaced):
@@ -155,7 +158,7 @@ class TurnHandle:
         self._wake.set()
 
     def end(self, outcome: TurnResult | ClientError) -> None:
-        """For `SessionClient`: the last word on the turn; later ones are ignored."""
+        """Set how the turn ended; called by `SessionClient`, and ignored after the first call."""
         if self._end is None:
             self._end = outcome
         self._wake.set()

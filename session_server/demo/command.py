@@ -51,7 +51,7 @@ _HELD: Final = ("session_held", "active", "tree_protected", "fenced", "spill", "
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """One turn of the demo as its client saw it; `new_tokens` were computed, `cached` kept."""
+    """Record one turn as its client saw it; `new_tokens` were computed, `cached_tokens` reused."""
 
     session: int
     turn: int
@@ -68,7 +68,7 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
-    """What the memory ledger said: pages of all pools by account, and the checker's counts."""
+    """Record the memory ledger: pages of all pools by account, and the counts of the checker."""
 
     pages: int
     free: int
@@ -81,8 +81,8 @@ class LedgerRecord:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """Everything the demo found. `ledger_closed` is after all sessions closed, `ledger_flushed`
-    after the prefix tree was emptied too."""
+    """Report everything that the demo found. `ledger_closed` is read after all sessions closed,
+    `ledger_flushed` after the radix tree was emptied too."""
 
     num_sessions: int
     num_turns: int
@@ -97,18 +97,19 @@ class DemoReport:
 
     @property
     def right_share(self) -> float:
-        """Share of right answers over every turn of every session."""
+        """Return the share of right answers over every turn of every session."""
         return self.num_right / self.num_turns if self.num_turns else 0.0
 
     @property
     def are_pages_back(self) -> bool:
-        """Whether closing gave every page back: to the tree's evictable part, then to the pool."""
+        """Return whether closing gave every page back: to the tree's evictable part, then to the
+        pool."""
         closed, flushed = self.ledger_closed, self.ledger_flushed
         return closed.held == 0 and flushed.free + flushed.reserved == flushed.pages
 
     @property
     def is_good(self) -> bool:
-        """Whether everything held."""
+        """Return whether every check passed."""
         return (
             not self.errors
             and self.right_share >= MIN_RIGHT_SHARE
@@ -118,7 +119,7 @@ class DemoReport:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The report as one JSON object."""
+        """Return the report as one JSON object."""
         verdict = {
             "right_share": self.right_share,
             "pages_back": self.are_pages_back,
@@ -145,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo. Returns 0 when everything held, 1 otherwise."""
+    """Run the demo. Returns 0 if every check passed, 1 otherwise."""
     console = Console(stderr=args.json)
     try:
         with contextlib.ExitStack() as stack:
@@ -175,7 +176,8 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _DemoRun:
-    """What all conversations share. `last_turns` holds them, parked, while the ledger is read."""
+    """Hold what all conversations share. `last_turns` keeps them parked while the ledger is
+    read."""
 
     url: str
     options: ClientOptions
@@ -230,7 +232,7 @@ async def _run_sessions(url: str, args: argparse.Namespace, console: Console) ->
 
 
 async def _converse(demo: _DemoRun, number: int) -> None:
-    """One conversation, from open to close."""
+    """Run one conversation, from open to close."""
     try:
         async with await connect(demo.url, options=demo.options) as session:
             for turn, exchange in enumerate(dialogue(demo.seed + number, demo.num_turns).turns):
@@ -270,7 +272,7 @@ async def _converse(demo: _DemoRun, number: int) -> None:
 async def _ledger_while_open(
     http: httpx.AsyncClient, last_turns: asyncio.Barrier, talks: list[asyncio.Task[None]]
 ) -> LedgerRecord:
-    """The ledger when every session has had its last turn and none has closed."""
+    """Read the ledger when every session has had its last turn and none has closed."""
     try:
         await last_turns.wait()
         ledger = await _ledger(http)
@@ -359,7 +361,7 @@ def _show(report: DemoReport, console: Console) -> None:
 
 
 def _show_conversation(report: DemoReport, console: Console) -> None:
-    """The first session, word by word, with what each turn cost."""
+    """Print the first session, word by word, and what each turn cost."""
     console.print("[bold]the first of the conversations[/bold]")
     for record in report.turns:
         if record.session == 0:

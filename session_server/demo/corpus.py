@@ -1,4 +1,4 @@
-"""Generated dialogues in which later turns ask for what earlier turns told.
+"""Generate dialogues in which later turns ask for what earlier turns told.
 
 Every answer is a function of the turns before it, so a session that mixes up, loses or
 leaks history gives answers that are wrong in a way a string comparison finds. The module
@@ -36,7 +36,7 @@ _VOWELS: Final = "aeiou"
 
 
 class Exchange(NamedTuple):
-    """One user turn and the only right answer to it."""
+    """Hold one user turn and its only right answer."""
 
     user: str
     assistant: str
@@ -45,14 +45,14 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Dialogue:
-    """The turns of one session, in order."""
+    """Hold the turns of one session, in order."""
 
     turns: tuple[Exchange, ...]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Shares of what a user turn does; what is left of `tell` and `ask` is small talk.
+    """Weight what a user turn does; the rest beside `tell` and `ask` is small talk.
 
     Attributes:
         tell: turns that tell a fact.
@@ -75,7 +75,7 @@ STANDARD: Final = Mixture()
 
 
 class _Fact(NamedTuple):
-    """A key in its three sentences: `{}` stands for the value."""
+    """Hold a kind of fact in its three sentences: `{}` stands for the value."""
 
     telling: str
     answer: str
@@ -85,7 +85,7 @@ class _Fact(NamedTuple):
 
 
 def dialogue(seed: int, num_turns: int) -> Dialogue:
-    """Make the dialogue of a seed.
+    """Generate the dialogue of a seed.
 
     A dialogue of more turns begins with the dialogue of fewer turns.
 
@@ -100,7 +100,7 @@ def dialogue(seed: int, num_turns: int) -> Dialogue:
 
 
 def require_evaluation_seed(seed: int) -> None:
-    """Refuse a seed that training may draw.
+    """Reject a seed that training may draw.
 
     Raises:
         ValueError: the seed is reserved for training.
@@ -110,19 +110,19 @@ def require_evaluation_seed(seed: int) -> None:
 
 
 def is_right(answer: str, expected: str) -> bool:
-    """Whether an answer is the expected one, up to white space around it."""
+    """Return whether an answer is the expected one, up to white space around it."""
     return answer.strip() == expected.strip()
 
 
 def exchanges(random: Random, mixture: Mixture = STANDARD) -> Iterator[Exchange]:
-    """Speak forever."""
+    """Yield exchanges without end."""
     speaker = Speaker(random, mixture)
     while True:
         yield speaker.exchange()
 
 
 class Speaker:
-    """A user who remembers what it told, and therefore knows every right answer."""
+    """Simulate a user who remembers what it told, and therefore knows every right answer."""
 
     def __init__(self, random: Random, mixture: Mixture = STANDARD) -> None:
         self._random = random
@@ -131,7 +131,7 @@ class Speaker:
         self._last: Exchange | None = None
 
     def exchange(self) -> Exchange:
-        """Make the next turn."""
+        """Return the next turn."""
         draw = self._random.random()
         if draw < self._mixture.tell:
             made = self.tell()
@@ -143,7 +143,7 @@ class Speaker:
         return made
 
     def tell(self) -> Exchange:
-        """Tell a new fact, or now and then a new value for an old one."""
+        """Tell a new fact, or sometimes a new value for an old one."""
         random = self._random
         is_overwrite = self._told and random.random() < self._mixture.overwrite
         fact = random.choice(list(self._told)) if is_overwrite else self._untold()
@@ -154,7 +154,7 @@ class Speaker:
         return self._last
 
     def ask(self) -> Exchange:
-        """Ask for a fact, which may be one that was never told."""
+        """Ask for a fact, possibly one that was never told."""
         is_unknown = not self._told or self._random.random() < self._mixture.unknown
         fact = self._untold()
         if not is_unknown or fact in self._told:
@@ -162,7 +162,7 @@ class Speaker:
         return Exchange(_vary(self._random, "Tell me: ", fact.question), fact.absence, "ask")
 
     def ask_known(self) -> Exchange:
-        """Ask for one of the facts told; there must be one."""
+        """Ask for one of the facts told; there must be at least one."""
         fact, value = self._random.choice(list(self._told.items()))
         question = _vary(self._random, "Tell me: ", fact.question)
         return Exchange(question, fact.answer.format(value), "ask")
@@ -183,7 +183,7 @@ class Speaker:
         return Exchange(user, assistant, "other")
 
     def _untold(self) -> _Fact:
-        """A fact not told yet, or one told already where hardly any are left."""
+        """Return a fact not told yet, or one already told if hardly any are left."""
         random = self._random
         if random.random() < self._mixture.pseudo_key:
             return _attribute(pseudo_word(random).lower(), ())
@@ -204,7 +204,7 @@ class Speaker:
 
 
 def pseudo_word(random: Random) -> str:
-    """An invented word of two or three syllables, capitalised half of the time."""
+    """Return an invented word of two or three syllables, capitalized half of the time."""
     num_syllables = 2 if random.random() < 0.8 else 3
     word = "".join(
         random.choice(_CONSONANTS) + random.choice(_VOWELS) for _ in range(num_syllables)
@@ -215,7 +215,7 @@ def pseudo_word(random: Random) -> str:
 
 
 def strange_text(random: Random) -> str:
-    """Text that the model must answer with a refusal."""
+    """Return text that the model must answer with a refusal."""
     draw = random.random()
     if draw < 0.6:
         return random.choice(_OPENINGS) + " " + _topic(random) + random.choice("..??!")
@@ -238,7 +238,7 @@ def _topic(random: Random) -> str:
 
 
 def _vary(random: Random, opening: str, sentence: str) -> str:
-    """Now and then add an opening, or forget the punctuation at the end."""
+    """Sometimes add an opening, or drop the punctuation at the end."""
     draw = random.random()
     if draw < 0.08:
         return opening + sentence

@@ -1,4 +1,4 @@
-"""The words the demo dialogues are made of.
+"""List the words of which the demo dialogues are made.
 
 Every key ends in a noun of its own, so that one word decides what is asked; the pools of
 keys and values do not overlap where a word could be mistaken for the other role.
@@ -8,7 +8,7 @@ from typing import Final
 
 
 def split(text: str) -> tuple[str, ...]:
-    """The words of a text, so that a list of words reads as one."""
+    """Return the words of a text, so that a list of words reads as one."""
     return tuple(text.split())
 
 

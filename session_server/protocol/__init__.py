@@ -1,1 +1,2 @@
-"""Wire protocols without sockets: what clients send becomes commands, what happens frames."""
+"""Implement the wire protocols without sockets: convert client messages to commands, and events to
+frames."""

@@ -1,6 +1,6 @@
-"""SGLang's answer to a generation, which it streams as a whole each time a token comes.
+"""Build SGLang's answer to a generation, which is streamed as a whole with every new token.
 
-Every part is encoded once: a chunk costs a copy of what is there, and not its encoding.
+Every part is encoded once: sending a chunk copies the encoded parts and encodes nothing again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TokenText = Callable[[int], str]
 
 
 class CumulativeAnswer:
-    """The answer of one generation as it grows."""
+    """Accumulate the answer of one generation."""
 
     def __init__(self, generation: Generation, token_text: TokenText) -> None:
         self._generation = generation
@@ -41,7 +41,7 @@ class CumulativeAnswer:
         self._cached_tokens = 0
 
     def add(self, entry: SessionEntry) -> Iterator[None]:
-        """Take in one more entry of the turn. Iterate to the end: each step is a slice of work."""
+        """Add one more entry of the turn. Iterate to the end: each step is a slice of work."""
         match entry:
             case TurnProgress():
                 self._prompt_tokens, self._cached_tokens = entry.total, entry.cached
@@ -56,7 +56,7 @@ class CumulativeAnswer:
                 return
 
     def current_body(self) -> dict[str, Any]:
-        """Return the object to stream now; parts of it are encoded already."""
+        """Return the object to stream now; parts of it are already encoded."""
         meta: dict[str, Any] = {
             "id": self._generation.rid,
             "finish_reason": None,
@@ -73,7 +73,7 @@ class CumulativeAnswer:
         }
 
     def end(self, entry: TurnEnd, *, latency_s: float) -> dict[str, Any]:
-        """Return the last object, after `add` has taken in the same entry.
+        """Return the last object, after `add` has processed the same entry.
 
         `latency_s` counts from the arrival of the request.
         """
@@ -91,7 +91,7 @@ class CumulativeAnswer:
         text: Any = outcome.text
         output_ids: Any = outcome.token_ids
         if isinstance(entry, TurnCancelled) and not outcome.token_ids:
-            # Nothing of an aborted turn stays in the session; the caller still gets what came.
+            # Nothing of an aborted turn stays in the session, but the caller still gets its output.
             text, output_ids = self._text.value(), self._output_ids.value()
             meta["completion_tokens"] = self._num_outputs
         return {"text": text, "output_ids": output_ids, "meta_info": meta}
@@ -100,7 +100,7 @@ class CumulativeAnswer:
         if not self._generation.return_logprob:
             return
         if len(end.outcome.logprobs) != self._outputs.num_tokens:
-            # Some were never read, or nothing of the turn stays.
+            # Some deltas were never read, or nothing of the turn stays: encode the whole outcome.
             self._outputs = self._no_scores()
             yield from self._outputs.extend(end.outcome.logprobs)
         yield from self._inputs.extend(end.outcome.prompt_logprobs)
@@ -126,8 +126,7 @@ class CumulativeAnswer:
 
 
 class _Scores:
-    """Logprobs of some tokens as SGLang writes them: of the tokens themselves, and of the most
-    likely ones in their place."""
+    """Encode logprobs as SGLang writes them: of the tokens, and of the most likely alternatives."""
 
     def __init__(self, *, text_of: TokenText | None, has_top: bool) -> None:
         self._text_of = text_of
@@ -156,7 +155,7 @@ class _Scores:
 
 
 def finish_reason(entry: TurnEnd) -> dict[str, Any]:
-    """SGLang's `finish_reason` object."""
+    """Return SGLang's `finish_reason` object for a turn's end."""
     match entry:
         case TurnCompleted(reason="stop"):
             return {"type": "stop", "matched": entry.matched}

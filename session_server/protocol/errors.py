@@ -1,8 +1,8 @@
-"""The one form of every refusal, on every surface: `{"error": {type, code, message, param}}`.
+"""Build error bodies, the same on every surface: `{"error": {type, code, message, param}}`.
 
-On a WebSocket the same body travels in an `error` frame, with the `turn_id` it is about. Messages
-are cut to `MAX_MESSAGE_CHARS` and hold no control characters, so that a log line or a terminal
-that shows one stays one line.
+On a WebSocket the same body is in an `error` frame, with the `turn_id` it is about. Messages are
+cut to `MAX_MESSAGE_CHARS` and contain no control characters, so that they stay on one line in a log
+or a terminal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MSGSPEC_PATH: Final = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$?\.?(.*)`$")
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What went wrong. `code` is stable and for programs, `message` for people."""
+    """An error. `code` is stable and for programs, `message` for people."""
 
     type: str
     code: str
@@ -44,12 +44,12 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sanitize(text: str) -> str:
-    """`text` on one line, without control characters, cut to a bounded length."""
+    """Return `text` on one line, without control characters, cut to `MAX_MESSAGE_CHARS`."""
     return _CONTROL.sub(" ", text)[:MAX_MESSAGE_CHARS]
 
 
 def error_body(error: SessionServerError, *, turn_id: str | None = None) -> ErrorBody:
-    """The body for a refusal of ours."""
+    """Return the body for a typed error."""
     form = wire_error(error)
     return ErrorBody(
         type=form.kind,
@@ -61,7 +61,7 @@ def error_body(error: SessionServerError, *, turn_id: str | None = None) -> Erro
 
 
 def internal_error_body() -> ErrorBody:
-    """The body for a bug of ours: no detail leaves the server."""
+    """Return the body for an unexpected error; no detail leaves the server."""
     return ErrorBody(
         type=INTERNAL_ERROR.kind,
         code=INTERNAL_ERROR.code,
@@ -71,7 +71,7 @@ def internal_error_body() -> ErrorBody:
 
 
 def to_invalid_request(error: Exception, kind: Any) -> InvalidRequest:
-    """Make the refusal for what a decoder raised; names the field where the decoder did.
+    """Convert a decoder's error to InvalidRequest; name the field if the decoder did.
 
     Args:
         error: of `msgspec`.
@@ -83,7 +83,7 @@ def to_invalid_request(error: Exception, kind: Any) -> InvalidRequest:
         match = _MSGSPEC_PATH.match(str(error))
         text, path = (match[1], match[2]) if match else (str(error), "")
         if field := _WRONG_FIELD.match(text):
-            # The decoder's path leads to the object.
+            # The decoder's path ends at the object, so append the field.
             path = f"{path}.{field[1]}" if path else field[1]
         if (wrong := _WRONG_VALUE.match(text)) and (values := values_at(kind, path)):
             text = f"{path} must be one of {', '.join(values)}; it is {wrong[1]}"

@@ -1,9 +1,9 @@
-"""What the native protocol sends: one frame type per journal entry, and the hello.
+"""Define what the native protocol sends: one frame type per journal entry, and the hello.
 
 Frames with a `seq` come from the session's journal; a client that has seen `seq` n resumes with
-`after=n`. A frame may stand for several adjacent deltas: it then carries the last one's `seq`.
-Frames without a `seq` answer one connection only; a turn submitted twice is answered by its
-`turn.created` or, once it has ended, its last frame again in that form.
+`after=n`. A frame may stand for several adjacent deltas; it then carries the last one's `seq`.
+Frames without a `seq` are for one connection only: a repeated turn is answered with its
+`turn.created` or, once it has ended, with its last frame.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ServerFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", o
 
 
 class LimitsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What this server takes: bytes, tokens, turns, seconds."""
+    """Limits of this server, in bytes, tokens, turns and seconds."""
 
     max_message_bytes: int
     max_context: int
@@ -80,7 +80,8 @@ class ItemBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OpenedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.opened"):
-    """The hello. `seq` is where this connection stands; later frames count up from it."""
+    """The first frame. `seq` is the journal position of this connection; later frames count up from
+    it."""
 
     seq: int
     session_id: str
@@ -94,7 +95,7 @@ class OpenedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.opened"):
 
 
 class ResumeFailedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.resume_failed"):
-    """What was missed cannot be replayed; a `session.snapshot` follows."""
+    """The missed frames cannot be replayed; a `session.snapshot` follows."""
 
     reason: Literal["offset_lost", "epoch_changed"]
 
@@ -110,7 +111,7 @@ class ConversationItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """The running turn as it stands."""
+    """The running turn and its text so far."""
 
     turn_id: str
     text: str
@@ -136,7 +137,7 @@ class CreatedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.created"):
 
 
 class ProgressFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.progress"):
-    """Prefill: `processed` of `total` context tokens are there, `cached` of them from before."""
+    """Prefill: `processed` of `total` context tokens are computed, `cached` of them were before."""
 
     seq: int
     turn_id: str
@@ -147,7 +148,7 @@ class ProgressFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.progress")
 
 
 class DeltaFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.delta"):
-    """New text; `n` tokens stand behind it."""
+    """New text, decoded from `n` tokens."""
 
     seq: int
     turn_id: str
@@ -158,7 +159,7 @@ class DeltaFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.delta"):
 
 
 class CompletedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.completed"):
-    """The turn ended well; `matched` is the stop token or string that ended it."""
+    """The turn completed; `matched` is the stop token or string that ended it."""
 
     seq: int | None = None
     turn_id: str
@@ -182,7 +183,7 @@ class CancelledFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.cancelled
 
 
 class FailedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.failed"):
-    """A fault ended the turn; the session is as it was before it."""
+    """The turn failed; the session is as it was before the turn."""
 
     seq: int | None = None
     turn_id: str
@@ -193,7 +194,7 @@ class FailedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.failed"):
 
 
 class StateFrame(ServerFrame, frozen=True, kw_only=True, tag="session.state"):
-    """The session's KV moved."""
+    """The state of the session's KV changed."""
 
     seq: int
     state: Literal["resident", "cold"]
@@ -223,7 +224,7 @@ class ClosedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.closed"):
 
 
 class ErrorFrame(ServerFrame, frozen=True, kw_only=True, tag="error"):
-    """A message of the client's was refused; the connection lives on."""
+    """A message of the client was rejected; the connection stays open."""
 
     error: ErrorBody
 
@@ -247,7 +248,7 @@ AnyServerFrame = (
 def coalesce(
     entries: Iterable[tuple[int, SessionEntry]], *, max_chars: int = MAX_COALESCED_CHARS
 ) -> Iterator[tuple[int, SessionEntry]]:
-    """Merge adjacent deltas of one turn, so that a reader that is behind catches up cheaply.
+    """Merge adjacent deltas of one turn, so that a slow reader catches up cheaply.
 
     A merged entry has the sequence number of its last part; nothing else is touched or reordered.
     """
@@ -273,7 +274,8 @@ def coalesce(
 
 
 def frame_of(seq: int, entry: SessionEntry, *, scores: EncodedScores | None = None) -> JournalFrame:
-    """The frame that tells one journal entry. `scores`: those of a turn's end, if encoded."""
+    """Return the frame of one journal entry. `scores`: those of a turn's end, if already
+    encoded."""
     match entry:
         case TurnCreated() | TurnProgress() | TurnDelta():
             return _turn_step(seq, entry)
@@ -292,7 +294,7 @@ def frame_of(seq: int, entry: SessionEntry, *, scores: EncodedScores | None = No
 
 
 def usage_body(usage: TokenUsage) -> UsageBody:
-    """TokenUsage as every surface of ours reports it."""
+    """Convert token counts to the body that every surface reports."""
     return UsageBody(
         input_tokens=usage.input_tokens,
         cached_tokens=usage.cached_tokens,
@@ -303,7 +305,7 @@ def usage_body(usage: TokenUsage) -> UsageBody:
 
 
 def item_body(outcome: Outcome, *, complete: bool, scores: EncodedScores | None = None) -> ItemBody:
-    """The answer of a turn. `scores`: its logprobs where they are encoded already."""
+    """Convert the answer of a turn. `scores`: its logprobs if they are already encoded."""
     return ItemBody(
         id=outcome.item_id,
         role="assistant",
@@ -316,7 +318,7 @@ def item_body(outcome: Outcome, *, complete: bool, scores: EncodedScores | None 
 
 
 def failure_body(entry: TurnFailedEntry) -> ErrorBody:
-    """The error body of a turn that a fault ended."""
+    """Return the error body of a failed turn."""
     kinds = {form.code: form.kind for form in WIRE_ERRORS.values()}
     return ErrorBody(
         type=kinds.get(entry.code, "server_error"),
@@ -354,7 +356,7 @@ def _turn_step(seq: int, entry: TurnCreated | TurnProgress | TurnDelta) -> TurnF
 
 
 def end_frame(seq: int | None, entry: TurnEnd, *, scores: EncodedScores | None = None) -> TurnFrame:
-    """The last frame of a turn; `seq` None repeats it outside the journal's order."""
+    """Return the last frame of a turn; `seq` None repeats it outside the journal's order."""
     outcome = entry.outcome
     usage = usage_body(outcome.usage)
     match entry:

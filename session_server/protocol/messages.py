@@ -1,4 +1,4 @@
-"""What clients of the native protocol send: REST bodies and `kvsession.v1` frames.
+"""Define what clients of the native protocol send: REST bodies and `kvsession.v1` frames.
 
 Every field is bounded on both sides and typed strictly; unknown fields are refused, so that a
 misspelt option is an error and never silently ignored. `decode` is the only door.
@@ -74,7 +74,7 @@ BodyT = TypeVar("BodyT")
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Refuse unknown fields, in every body and frame of a client."""
+    """Reject unknown fields, in every body and frame of a client."""
 
 
 class ClientFrame(Body, frozen=True, kw_only=True, tag_field="type"):
@@ -82,7 +82,7 @@ class ClientFrame(Body, frozen=True, kw_only=True, tag_field="type"):
 
 
 class TextPart(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A part of a message. Parts are put together with nothing between them."""
+    """A part of a message. Parts are joined without a separator."""
 
     text: Content
 
@@ -95,7 +95,7 @@ class MessageBody(Body, frozen=True, kw_only=True):
 
 
 class SamplingBody(Body, frozen=True, kw_only=True):
-    """How the answer is chosen; what is absent or null is the server's default."""
+    """Sampling options; a field that is absent or null takes the server's default."""
 
     max_tokens: Annotated[NumTokens, _doc("of the answer, at most")] | None = None
     min_tokens: Annotated[NumTokens, _doc("before the answer may end by itself")] | None = None
@@ -302,7 +302,7 @@ def decode(payload: bytes | str, kind: type[BodyT]) -> BodyT:
 def turn_request(
     fields: TurnFields, *, defaults: SamplingParams, on_disconnect: OnDisconnect
 ) -> TurnRequest:
-    """The turn a client asked for; `defaults` and `on_disconnect` fill what it left open.
+    """Convert a client's turn; `defaults` and `on_disconnect` fill the fields it left out.
 
     Raises:
         InvalidRequest: not exactly one input, or a combination without meaning.
@@ -323,7 +323,7 @@ def turn_request(
 
 
 def sampling_params(body: SamplingBody, *, defaults: SamplingParams) -> SamplingParams:
-    """`defaults` with what the client set.
+    """Return `defaults` with the fields that the client set.
 
     Raises:
         InvalidRequest: `min_tokens` above `max_tokens`, or logprobs asked for in part.
@@ -346,7 +346,7 @@ def sampling_params(body: SamplingBody, *, defaults: SamplingParams) -> Sampling
 
 
 def chat_messages(bodies: Sequence[MessageBody]) -> tuple[Message, ...]:
-    """Messages as `core` knows them: a content in parts is put together."""
+    """Convert message bodies to core messages; join a content given in parts."""
     return tuple(Message(role=body.role, content=_text_of(body.content)) for body in bodies)
 
 

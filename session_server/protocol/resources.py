@@ -1,4 +1,4 @@
-"""What the native REST surface answers: sessions, turns, items, models, memory."""
+"""Define what the native REST surface returns: sessions, turns, items, models, memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from session_server.protocol.frames import ConversationItem, ItemBody, UsageBody
 
 
 class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One session. `seq` and `epoch` are where a reader that starts now stands; `turns` counts
-    those that ended. `created` is wall-clock seconds."""
+    """One session. `seq` and `epoch` are its journal position now; `turns` counts the ended turns.
+    `created` is wall-clock seconds."""
 
     id: str
     object: Literal["session"]
@@ -49,8 +49,8 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnResultBody(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn. Until it ends, `item`, `usage` and `timings` are null and `text` is what there
-    is so far. `kept_partial`, of a cancelled turn: whether its input and partial answer stay."""
+    """One turn. Until it ends, `item`, `usage` and `timings` are null and `text` is the text so
+    far. `kept_partial`, of a cancelled turn: whether its input and partial answer stay."""
 
     id: str
     object: Literal["turn"]
@@ -108,9 +108,8 @@ class CheckCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds which page: per pool the accounts, which add up to `pages`; rows; per session.
-    `trace`: what the engine did before the first violation, if asked for.
-    """
+    """Pages by account and pool, rows, and pages per session. A pool's accounts add up to `pages`.
+    `trace`: the engine's steps before the first violation, if requested."""
 
     pools: dict[str, PoolReport]
     rows: int
@@ -128,7 +127,7 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Where everything is, for who opens the server's address. The same for every server."""
+    """The paths of the endpoints, the same for every server."""
 
     name: str = "session-server"
     sessions: str = "/v1/sessions"
@@ -143,7 +142,7 @@ class IndexBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def memory_body(report: MemoryReported) -> MemoryBody:
-    """The engine's report as operators read it."""
+    """Convert the engine's memory report to its body."""
     checks = report.checks
     return MemoryBody(
         pools=report.pools,

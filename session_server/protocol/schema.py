@@ -1,4 +1,4 @@
-"""What the types of the wire say about a place in a message."""
+"""Look up, in the wire types, the values that a field of a message may have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
 def values_at(kind: Any, path: str) -> tuple[str, ...]:
-    """Return the values that a field may have, if they are few; else nothing.
+    """Return the values that a field may have if they are few, otherwise nothing.
 
     Args:
         kind: the type of the message.
@@ -32,7 +32,7 @@ def _type_info(kind: Any) -> inspect.Type:
 
 
 def _unwrapped(place: inspect.Type) -> Iterator[inspect.Type]:
-    """Yield the types that a value there may have."""
+    """Yield the types that a value at `place` may have."""
     match place:
         case inspect.Metadata(type=inner):
             yield from _unwrapped(inner)

@@ -1,4 +1,5 @@
-"""The logprobs of a turn's end. There may be a million of them, which take most of a second."""
+"""Encode the logprobs of a turn's end. There may be a million of them, which takes most of a
+second."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class LogprobBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodedScores:
-    """Logprobs of one outcome, encoded in slices before the frame that holds them."""
+    """Encode the logprobs of one outcome in slices, before the frame that holds them."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
@@ -33,25 +34,25 @@ class EncodedScores:
 
     @staticmethod
     def is_needed(outcome: Outcome) -> bool:
-        """Whether the logprobs of an outcome are too many to be encoded at once."""
+        """Return whether an outcome has too many logprobs to encode them at once."""
         return len(outcome.logprobs) + len(outcome.prompt_logprobs) > SCORES_AT_ONCE
 
     def encode(self) -> Iterator[None]:
-        """Encode all of them, a slice per step."""
+        """Encode all logprobs, a slice per step."""
         yield from self._answer.extend_in_slices(self._outcome.logprobs, _body)
         yield from self._prompt.extend_in_slices(self._outcome.prompt_logprobs, _body)
 
     def answer(self) -> Any:
-        """Return what stands for `logprob_bodies` of the answer's tokens."""
+        """Return the encoded equivalent of `logprob_bodies` for the answer's tokens."""
         return self._answer.value() if self._outcome.logprobs else None
 
     def prompt(self) -> Any:
-        """Return what stands for `logprob_bodies` of the prompt's tokens."""
+        """Return the encoded equivalent of `logprob_bodies` for the prompt's tokens."""
         return self._prompt.value() if self._outcome.prompt_logprobs else None
 
 
 def logprob_bodies(values: tuple[TokenLogprob, ...]) -> tuple[LogprobBody, ...] | None:
-    """Return logprobs as frames hold them; None for none."""
+    """Convert logprobs to their bodies; return None if there are none."""
     return tuple(_body(value) for value in values) if values else None
 
 

@@ -1,8 +1,8 @@
-"""`kvsession.v1` without a socket: frames in, commands out; journal entries in, frames out.
+"""Run `kvsession.v1` without a socket: frames to requests, journal entries to frames.
 
-One `SessionProtocol` is one connection. It never raises on what the peer sends and never blocks:
-what the peer got wrong becomes an error frame, and every received frame adds at most one frame
-and one command.
+One `SessionProtocol` serves one connection. It never raises because of what the peer sends and
+never blocks: an invalid frame is answered with an error frame, and every received frame adds at
+most one frame and one request.
 
 ```
 AWAITING_AUTH --session.auth--> OPENING --on_opened()--> READY --session.close, closed--> CLOSED
@@ -51,11 +51,11 @@ from session_server.protocol.scores import EncodedScores
 
 SUBPROTOCOL: Final = "kvsession.v1"
 MAX_OUTBOX_FRAMES: Final = 256
-"""Answers a connection may owe its peer; one that lets more pile up is not reading."""
+"""Frames that may wait for the peer; a peer that lets more accumulate is not reading."""
 
 
 class CloseCode(enum.IntEnum):
-    """Why a connection ends. 1012 and 1013 invite the client to come back and resume."""
+    """Define why a connection ends. 1012 and 1013 invite the client to connect again and resume."""
 
     UNSUPPORTED_DATA = 1003
     NOT_TEXT = 1007
@@ -74,7 +74,7 @@ class CloseCode(enum.IntEnum):
 
 
 class ProtocolState(enum.Enum):
-    """Where a connection stands."""
+    """Define the states of a connection."""
 
     AWAITING_AUTH = "awaiting_auth"
     OPENING = "opening"
@@ -84,21 +84,21 @@ class ProtocolState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Authenticate:
-    """Check this token, then open."""
+    """Request to check this token and then open the session."""
 
     token: str
 
 
 @dataclass(frozen=True, slots=True)
 class StartTurn:
-    """Submit this turn."""
+    """Request to submit this turn."""
 
     request: TurnRequest
 
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """Cancel a turn; None is the running one."""
+    """Request to cancel a turn; None names the running one."""
 
     turn_id: str | None
     keep_partial: bool
@@ -106,7 +106,7 @@ class CancelRequest:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """Change settings; None stays."""
+    """Request to change settings; None keeps the present value."""
 
     ttl_s: float | None
     metadata: dict[str, str] | None
@@ -114,14 +114,14 @@ class UpdateRequest:
 
 @dataclass(frozen=True, slots=True)
 class CloseRequest:
-    """Close the session."""
+    """Request to close the session."""
 
 
 ClientRequest = Authenticate | StartTurn | CancelRequest | UpdateRequest | CloseRequest
 
 
 class SessionProtocol:
-    """One connection's protocol state."""
+    """Hold the protocol state of one connection, and the frames to send on it."""
 
     def __init__(
         self,
@@ -138,12 +138,13 @@ class SessionProtocol:
         self.state = ProtocolState.AWAITING_AUTH if needs_auth else ProtocolState.OPENING
         self.acked_seq = 0
         self.close_code: CloseCode | None = None
-        """Set once the connection must end; send what `take_frames` gives first."""
+        """Set once the connection must end; send the frames of `take_frames` first."""
 
     def receive_frame(self, frame: str, *, now_s: float) -> ClientRequest | None:
-        """Take one text frame; never raises. `now_s`: wall clock, for `pong` only.
+        """Process one text frame; never raises. `now_s`: wall clock, used for `pong` only.
 
-        Frames owed in answer are in `take_frames`, whatever is returned.
+        Returns:
+            What the client requests, if anything. Frames to send in reply are in `take_frames`.
         """
         if self.close_code is not None or self.state is ProtocolState.CLOSED:
             return None
@@ -158,18 +159,19 @@ class SessionProtocol:
         return self._command(message, now_s=now_s)
 
     def on_authenticated(self) -> None:
-        """The token was good."""
+        """Change to OPENING, after the token was accepted."""
         assert self.state is ProtocolState.AWAITING_AUTH, "authenticated once"
         self.state = ProtocolState.OPENING
 
     def on_opened(self, hello: OpenedFrame) -> None:
-        """The session is attached; owe the hello."""
+        """Change to READY, after the session was attached, and queue the hello."""
         assert self.state is ProtocolState.OPENING, "opened once, after authentication"
         self.state = ProtocolState.READY
         self._send(hello)
 
     def on_resume_failed(self, reason: ResumeFailedFrame, snapshot: SnapshotFrame | None) -> None:
-        """What the client missed is lost; owe it the whole state instead, if there still is one."""
+        """Queue the reason why missed entries are lost, and the whole state if the session is
+        open."""
         self._send(reason)
         if snapshot is not None:
             self._send(snapshot)
@@ -180,9 +182,9 @@ class SessionProtocol:
         *,
         scores: Mapping[int, EncodedScores] = MappingProxyType({}),
     ) -> None:
-        """Owe the frames of journal entries, adjacent deltas merged.
+        """Queue the frames of journal entries, adjacent deltas merged.
 
-        `scores`: by sequence number, those of ends that are encoded already.
+        `scores`: the logprobs of turns' ends that are already encoded, by sequence number.
         """
         for seq, entry in coalesce(entries):
             self._send(frame_of(seq, entry, scores=scores.get(seq)))
@@ -199,23 +201,24 @@ class SessionProtocol:
         end: TurnEnd | None,
         scores: EncodedScores | None = None,
     ) -> None:
-        """Answer a turn submitted twice: it is one turn, accepted before, and perhaps ended."""
+        """Queue the answer to a turn submitted twice: `turn.created`, or its end if it has
+        ended."""
         if end is None:
             self._send(CreatedFrame(turn_id=turn_id, position=position))
         else:
             self._send(end_frame(None, end, scores=scores))
 
     def send_error(self, error: SessionServerError, *, turn_id: str | None = None) -> None:
-        """Owe an error frame; the connection lives on."""
+        """Queue an error frame; the connection stays open."""
         self._send(ErrorFrame(error=error_body(error, turn_id=turn_id)))
 
     def take_frames(self) -> list[str]:
-        """Text frames to send now, in order; they are handed out once."""
+        """Return the text frames to send now, in order, and remove them."""
         frames, self._outbox = self._outbox, []
         return frames
 
     def _decode(self, frame: str) -> ClientMessage | None:
-        # Four bytes per character at most: the cheap test spares encoding what is too long.
+        # A character takes at least one byte: reject a frame of too many before decoding it.
         if len(frame) > self._max_message_bytes:
             self.send_error(InvalidRequest("The message is too big."))
             return None
@@ -273,7 +276,7 @@ class _TurnIdOnly(msgspec.Struct):
 
 
 def _turn_id_in(frame: str) -> str | None:
-    """The turn a refused frame was about, when that much of it can be read."""
+    """Return the turn id of a rejected frame, if it can be read."""
     try:
         turn_id = msgspec.json.decode(frame, type=_TurnIdOnly).turn_id
     except (msgspec.MsgspecError, ValueError, RecursionError):

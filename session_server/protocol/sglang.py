@@ -1,7 +1,7 @@
-"""SGLang's session contract, translated: its bodies in, ours out, and its answers back.
+"""Translate SGLang's session API: its bodies to ours, and our answers to its own.
 
-Names, shapes, status codes and error texts are those that clients of SGLang 0.5 rely on: unknown
-keys are tolerated, `max_new_tokens` beyond the room left is clipped, an aborted turn rolls its
+Names, shapes, status codes and error messages are those that clients of SGLang 0.5 rely on: unknown
+keys are ignored, `max_new_tokens` beyond the room left is clipped, an aborted turn rolls its
 session back and answers 200 with a `finish_reason` of type `abort`.
 """
 
@@ -63,14 +63,14 @@ class CloseSessionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of `/abort_request`. The rid is matched exactly, never by its beginning."""
+    """Body of `/abort_request`. The rid must match exactly; a prefix does not match."""
 
     rid: Rid | None = None
     abort_all: bool | None = None
 
 
 class SessionParamsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Which session a request appends to, and for non-streaming sessions where."""
+    """The session that a request appends to and, for non-streaming sessions, where."""
 
     id: Rid | None = None
     rid: Rid | None = None
@@ -113,7 +113,7 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of `/generate`; one request, so lists of inputs are refused with a clear text."""
+    """Body of `/generate`: one request; lists of inputs are rejected with a clear message."""
 
     text: Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)] | list[Any] | None = None
     input_ids: list[Any] | None = None
@@ -134,7 +134,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One `/generate` request, understood. `session` is None for a completion without one."""
+    """Hold one decoded `/generate` request. `session` is None for a completion without one."""
 
     rid: str
     request: TurnRequest
@@ -145,7 +145,7 @@ class Generation:
 
 
 def generation(body: GenerateBody, *, rid: str, turn_id: str) -> Generation:
-    """Translate a request.
+    """Translate a `/generate` request.
 
     Args:
         body: as received.

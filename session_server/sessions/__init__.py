@@ -1,5 +1,5 @@
-"""Sessions as their owners see them: token history, turns in order, journal, life time.
+"""Manage sessions: token history, turns in order, journal, expiry.
 
-The history of tokens is the truth and lives here; the engine's KV is a cache of it. This package
-knows nothing of sockets: `web` reads journals, `protocol` gives their entries a wire form.
+The token history is the source of truth and lives here; the engine's KV is a cache of it. This
+package does not know sockets: `web` reads journals, `protocol` converts their entries to frames.
 """

@@ -1,4 +1,4 @@
-"""One turn's output as it comes: tokens in, text out, and where the text says stop."""
+"""Collect the output of one turn: convert tokens to text and find stop strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from session_server.text.tokenizer import Tokenizer
 
 
 class Answer:
-    """Tokens and text of an answer. The pieces `feed` and `finish` give, joined, are `text`.
+    """Collect the tokens and the text of an answer. The pieces that `feed` and `finish` return,
+    joined, are `text`.
 
     `end_ids` are tokens that end the turn once `min_tokens` are there; their text is given out
     only with `options.keep_stop`.
@@ -37,16 +38,16 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Text given out so far."""
+        """Return the text emitted so far."""
         return "".join(self._pieces)
 
     @property
     def matched(self) -> str | None:
-        """The stop string found; the last token fed completed it."""
+        """Return the stop string found; the last token fed completed it."""
         return self._stops.matched
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[str, int]:
-        """Take output tokens up to the one that completes a stop string.
+        """Add output tokens up to the one that completes a stop string.
 
         Returns:
             The text to give out now, and how many of `token_ids` were taken.
@@ -64,7 +65,7 @@ class Answer:
         return self._emit("".join(pieces)), num_taken
 
     def finish(self) -> str:
-        """The answer has ended: what was held back."""
+        """Return the text held back, when the answer has ended."""
         if self.matched is not None:
             return ""
         text = self._stops.feed(self._detokenizer.flush())

@@ -1,4 +1,4 @@
-"""Counts of what owners hold (sessions, turns, bytes), against limits per owner and in all."""
+"""Count what owners hold (sessions, turns, bytes) against limits per owner and in total."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from session_server.core.errors import QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
 
 RESERVED_PART: Final = 0.1
-"""Part of a limit that only owners take from who hold no more than `FEW_PART` of it."""
+"""Part of a limit reserved for owners that hold no more than `FEW_PART` of it."""
 
 FEW_PART: Final = 0.01
 
 
 class OwnerBudget:
-    """Count one kind of thing per owner and in all; an owner that holds nothing costs nothing.
+    """Count one kind of resource per owner and in total; an owner that holds nothing costs nothing.
 
     `limit` bounds the total. An owner whose share is a part of the whole holds at most that part
     of it, and takes from the reserve (the last tenth) only while it holds at most a hundredth:
@@ -24,7 +24,8 @@ class OwnerBudget:
     """
 
     def __init__(self, noun: str, limit: int, *, owner_limit: int | None = None) -> None:
-        """`noun` is what is counted, in the plural, as clients read it in a refusal."""
+        """Set the limits. `noun` is what is counted, in the plural, as clients read it in an error
+        message."""
         self._noun = noun
         self._limit = limit
         self._owner_limit = limit if owner_limit is None else owner_limit
@@ -46,7 +47,7 @@ class OwnerBudget:
         return self._held.get(owner, 0)
 
     def check(self, owner: Owner, amount: int) -> None:
-        """Refuse what would exceed a limit; count nothing.
+        """Reject an amount that would exceed a limit; count nothing.
 
         Raises:
             ServerBusy: the server would hold more than `limit`.

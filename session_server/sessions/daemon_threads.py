@@ -1,4 +1,4 @@
-"""Threads for work that may hang."""
+"""Run work that may hang on daemon threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class DaemonThreads(Executor):
-    """A daemon thread for each piece of work.
+    """Run each piece of work on a daemon thread of its own.
 
     No pool: a thread that hangs can be given up, and does not keep the process from ending.
     """
@@ -23,12 +23,13 @@ class DaemonThreads(Executor):
 
     @property
     def num_alive(self) -> int:
-        """Threads whose work has not ended, whether somebody waits for it or not."""
+        """Return the number of threads whose work has not ended, whether or not a caller waits for
+        it."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         return len(self._threads)
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Begin at once. What was begun cannot be cancelled, only given up."""
+        """Start `fn` at once. Started work cannot be canceled, only abandoned."""
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()
 

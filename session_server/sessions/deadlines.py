@@ -1,4 +1,4 @@
-"""Find the idle sessions that have expired without looking at the others.
+"""Find expired idle sessions without looking at the others.
 
 A timing wheel maps whole seconds to sessions; a heap of its keys gives the next second that is due.
 Each session is filed under a second that is not later than its own deadline. A turn that ends or a
@@ -35,7 +35,7 @@ class Deadlines:
         return self._num_elements
 
     def watch(self, session: Session) -> None:
-        """File a new session, or one whose time to live has changed."""
+        """Register a new session, or one whose time to live has changed."""
         if math.ceil(session.expires_s) < session.life.deadline_s:
             self._put(session, session.expires_s)
 
@@ -44,7 +44,7 @@ class Deadlines:
         return bool(self._seconds) and self._seconds[0] < now_s
 
     def pop_expired(self, now_s: float) -> list[Session]:
-        """Remove and return expired sessions, looking at `SLICE` elements at most.
+        """Remove and return expired sessions, looking at no more than `SLICE` elements.
 
         Call it again while `is_due`.
         """
@@ -95,7 +95,7 @@ class Deadlines:
 
 
 def _valid(weak: ref[Session], second: int) -> Session | None:
-    """Return the session of an element, None if that is void or the session is closed."""
+    """Return the session of an element, or None if the element is void or the session is closed."""
     session = weak()
     if session is None or session.closing is not None or session.life.deadline_s != second:
         return None

@@ -1,4 +1,4 @@
-"""What a session remembers of every turn that has ended: enough to never run one twice.
+"""Record how every ended turn of a session ended, so that a repeated turn never runs twice.
 
 While the journal still holds a turn's end, that end is the answer to a repeated turn. Afterwards a
 record of at most `RECORD_BYTES` is: whether the request was the same, how the turn ended, and what
@@ -44,8 +44,8 @@ _FAILED: Final = "The turn failed. What was said about it then is no longer kept
 
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
-    """One record. `item` is the index of the answer among the conversation's items where the
-    conversation has one with tokens, and the number of its item id otherwise."""
+    """Describe one ended turn. `item` is the index of the answer among the conversation's items if
+    the conversation has an answer with tokens, otherwise the number in its item id."""
 
     fingerprint: bytes
     kind: str
@@ -72,8 +72,8 @@ class EndedTurn:
         return self.usage.output_tokens > 0
 
     def short_end(self, turn_id: str, item_id: str, text: str) -> TurnEnd:
-        """Return the turn's end without what is no longer kept: token ids, scores, timings, the
-        stop token or string that matched, the words of an error."""
+        """Return the turn's end without what is no longer kept: token ids, logprobs, timings, the
+        stop token or string that matched, the message of an error."""
         outcome = Outcome(item_id, text, (), self.usage, None)
         match self.kind:
             case "stop" | "length" as reason:
@@ -86,7 +86,7 @@ class EndedTurn:
 
 
 class EndedTurns:
-    """The records of one session, found by the client's turn id."""
+    """Hold the records of one session's ended turns, keyed by the client's turn id."""
 
     def __init__(self) -> None:
         self._records: dict[int, bytes] = {}
@@ -100,7 +100,7 @@ class EndedTurns:
         return RECORD_BYTES * len(self._records)
 
     def add(self, turn: SessionTurn, end: TurnEnd, *, end_seq: int, num_items: int) -> None:
-        """Remember a turn whose end is journal entry `end_seq`.
+        """Record a turn whose end is journal entry `end_seq`.
 
         `num_items`: items of the conversation; an answer that was kept is the last of them.
         """
@@ -120,7 +120,7 @@ class EndedTurns:
         )
 
     def find(self, turn_id: str) -> EndedTurn | None:
-        """Return what is remembered of a turn, None if none of that id has ended."""
+        """Return the record of a turn, or None if no turn with that id has ended."""
         record = self._records.get(_key(turn_id))
         if record is None:
             return None
@@ -130,7 +130,8 @@ class EndedTurns:
 
 
 def _key(turn_id: str) -> int:
-    """Return 64 bits of a digest, so that a record's size does not depend on its id's."""
+    """Return 64 bits of a digest, so that the size of a record does not depend on the length of its
+    id."""
     encoded = turn_id.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 

@@ -1,4 +1,4 @@
-"""The manager's line to the engine: is it up, send to it, ask it, remember its last figures."""
+"""Connect the session manager to the engine: track its state, send commands, await replies."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from session_server.core.events import (
 )
 
 ANSWER_DEADLINE_S: Final = 60.0
-"""A full audit of a large pool takes seconds; an engine that needs longer than this hangs."""
+"""A full audit of a large pool takes seconds; an engine that takes longer than this hangs."""
 
 STALLED_ANSWER_DEADLINE_S: Final = 1.0
-"""An engine that completes no step may still answer; nobody waits longer for it to do so."""
+"""An engine that completes no step may still answer; wait no longer than this."""
 
 _Report = TypeVar("_Report", MemoryReported, CacheFlushed)
 
 
 class EngineLink:
-    """One engine as the server sees it: up, restarting, or gone for good."""
+    """Track one engine as the server sees it: up, restarting, or gone for good."""
 
     def __init__(
         self, client: EngineClient, *, clock: Callable[[], float] = time.monotonic
@@ -45,7 +45,7 @@ class EngineLink:
         self._request_ids = itertools.count(1)
         self._memory: dict[int, asyncio.Future[MemoryReported]] = {}
         self._flushes: dict[int, asyncio.Future[CacheFlushed]] = {}
-        # At most a cancel or stop per live turn and a close per session.
+        # Bounded: at most a cancel or stop per live turn and a close per session.
         self._unsent: deque[EngineCommand] = deque()
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
@@ -57,29 +57,30 @@ class EngineLink:
 
     @property
     def stalled_s(self) -> float | None:
-        """Seconds for which the engine has completed no step; None while it makes progress."""
+        """Return the seconds for which the engine has completed no step; None while it makes
+        progress."""
         since_s = self._stalled_since_s
         return None if since_s is None else self._clock() - since_s
 
     async def start(self, listener: EventListener) -> EngineReady:
-        """Bring the engine up; its `EngineReady` may or may not also reach the listener."""
+        """Start the engine; its `EngineReady` may or may not also reach the listener."""
         ready = await self._client.start(listener)
         if self.ready is None or self.ready.epoch < ready.epoch:
             listener(ready)
         return ready
 
     async def stop(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
         self.mark_gone()
         await self._client.stop()
 
     def mark_gone(self) -> None:
-        """Expect nothing more from the engine."""
+        """Mark the engine as gone for good and fail all pending requests."""
         self._mark_down("the engine was stopped")
         self.is_gone = True
 
     def send(self, command: EngineCommand) -> None:
-        """Queue a command behind those that could not be sent before.
+        """Send a command after those that could not be sent before.
 
         Raises:
             EngineUnavailable: there is no engine, or it takes nothing more at the moment; the
@@ -91,8 +92,8 @@ class EngineLink:
         self._client.send(command)
 
     def send_or_queue(self, command: EngineCommand) -> None:
-        """Send, if need be later. An engine that dies meanwhile need not hear it: a new one knows
-        nothing anyway."""
+        """Send a command, or queue it while the engine accepts nothing. If the engine dies
+        meanwhile, the command is dropped: a new engine knows nothing of what it refers to."""
         try:
             self.send(command)
         except EngineUnavailable:
@@ -100,7 +101,7 @@ class EngineLink:
                 self._unsent.append(command)
 
     def resend(self) -> None:
-        """Send what `send_or_queue` could not.
+        """Send the commands that `send_or_queue` has queued.
 
         Raises:
             EngineUnavailable: the engine still takes nothing.
@@ -110,7 +111,7 @@ class EngineLink:
             self._unsent.popleft()
 
     async def memory(self, *, full: bool, trace: bool = False) -> MemoryReported:
-        """Ask for the accounts. Raises EngineUnavailable."""
+        """Request the memory accounts. Raises EngineUnavailable."""
 
         def command(request_id: int) -> EngineCommand:
             return ReportMemory(request_id=request_id, full=full, trace=trace)
@@ -118,7 +119,7 @@ class EngineLink:
         return await self._request(self._memory, command)
 
     async def flush(self) -> bool:
-        """Ask for an empty cache; False when turns were live. Raises EngineUnavailable."""
+        """Request an empty cache; return False if turns were live. Raises EngineUnavailable."""
 
         def command(request_id: int) -> EngineCommand:
             return FlushCache(request_id=request_id)
@@ -127,11 +128,11 @@ class EngineLink:
 
     @property
     def is_flushing(self) -> bool:
-        """Whether a flush was asked for and not yet answered."""
+        """Return whether a flush was requested and has not been answered yet."""
         return bool(self._flushes)
 
     def on_event(self, event: EngineEvent) -> None:
-        """Take in what concerns the engine itself; other events are ignored."""
+        """Process events about the engine itself; ignore all others."""
         match event:
             case EngineReady():
                 self.ready = event
@@ -156,7 +157,8 @@ class EngineLink:
                 return
 
     def _update_checks(self, report: MemoryReported) -> None:
-        """An audit on demand is newer than the last sample, which an idle engine never renews."""
+        """Update the check counts from an audit on demand, which is newer than the last sample; an
+        idle engine never sends a new sample."""
         if self.stats is not None:
             self.stats = msgspec.structs.replace(
                 self.stats,
@@ -185,7 +187,7 @@ class EngineLink:
     def _mark_down(self, message: str) -> None:
         self.is_up = False
         self.generation += 1
-        self.stats = None  # of an engine that is no more
+        self.stats = None  # they describe the lost engine
         self._stalled_since_s = None
         self._unsent.clear()
         self._fail_requests(message)

@@ -1,4 +1,4 @@
-"""Bytes of host memory that sessions take: what every limit in bytes counts.
+"""Estimate the host memory, in bytes, that sessions take: the unit of every limit in bytes.
 
 The constants are what CPython keeps for one thing of each kind, its allocator's rounding included,
 measured and held against the interpreter by `tests/sessions/test_footprint.py`. Each estimate is a
@@ -45,7 +45,7 @@ MESSAGE_BYTES: Final = 64
 METADATA_ENTRY_BYTES: Final = 40
 BIAS_BYTES: Final = 136
 TOKEN_BYTES: Final = 40
-"""One token id in a tuple or a list. An array takes four, and is asked for its size."""
+"""One token id in a tuple or a list. An array takes four; its size is measured."""
 
 LOGPROB_BYTES: Final = 128
 TOP_LOGPROB_BYTES: Final = 136
@@ -53,7 +53,7 @@ TOP_LOGPROB_BYTES: Final = 136
 
 TEXT_BYTES: Final = 56
 WIDE_CHAR_BYTES: Final = 6
-"""A character of a text that is not ASCII alone: its code point, and the UTF-8 that the interpreter
+"""A character of a text that is not pure ASCII: its code point, and the UTF-8 that the interpreter
 keeps beside it once the text was written to a socket."""
 
 
@@ -98,7 +98,7 @@ def input_bytes(turn_input: TurnInput) -> int:
 
 
 def token_bytes(num_tokens: int) -> int:
-    """Return the bytes of token ids in a tuple or a list."""
+    """Return the bytes of `num_tokens` token ids in a tuple or a list."""
     return TOKEN_BYTES * num_tokens
 
 

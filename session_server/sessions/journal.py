@@ -1,4 +1,4 @@
-"""The log of one session: entries with sequence numbers, written once, read by many.
+"""Keep the log of one session: entries with sequence numbers, written once, read by many.
 
 A turn's life does not depend on a socket: it writes here, and connections are readers that may
 come back. The log keeps a bounded tail; whoever asks for more is told `OffsetLost` and takes a
@@ -22,7 +22,7 @@ from session_server.sessions.replay import Replay
 
 
 class OffsetLost(Exception):
-    """The entries after `after_seq` are no longer (or not yet) here.
+    """Report that the entries after `after_seq` are no longer, or not yet, in the journal.
 
     `first_seq` is the oldest entry still kept, `last_seq` the newest; take a snapshot and read on
     after its `seq`.
@@ -37,7 +37,7 @@ class OffsetLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class JournalLimits:
-    """How much of one log is kept: whichever bound is hit first drops the oldest entry.
+    """Bound what one journal keeps; the first bound that is exceeded drops the oldest entry.
 
     An entry that is larger than `max_bytes` by itself is kept for a few seconds, for those who
     read now (`replay.OVERSIZE_GRACE_S`).
@@ -50,7 +50,8 @@ class JournalLimits:
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One entry as readers get it. `seq` counts from 1 without gaps; `at_s` is monotonic."""
+    """Hold one entry as readers get it. `seq` counts from 1 without gaps; `at_s` is monotonic
+    time."""
 
     seq: int
     at_s: float
@@ -59,7 +60,8 @@ class JournalEntry:
 
 
 class Journal:
-    """Append-only, bounded. Belongs to the event loop's thread; readers never block the writer."""
+    """Append entries to a bounded log. It belongs to the event loop's thread; readers never block
+    the writer."""
 
     def __init__(
         self,
@@ -68,7 +70,8 @@ class Journal:
         replay: Replay | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`replay` bounds this journal together with others; None leaves it to `limits` alone."""
+        """Create an empty journal. `replay` bounds it together with others; None leaves it to
+        `limits` alone."""
         self.epoch = secrets.token_hex(8)
         self._limits = limits or JournalLimits()
         self._replay = replay or Replay(max_bytes=sys.maxsize, max_age_s=math.inf)
@@ -86,7 +89,7 @@ class Journal:
 
     @property
     def first_seq(self) -> int:
-        """Sequence number of the oldest entry kept (`last_seq` + 1 when none is)."""
+        """Return the sequence number of the oldest entry kept (`last_seq` + 1 if none is)."""
         return self._last_seq - len(self._entries) + 1
 
     def __del__(self) -> None:
@@ -115,7 +118,7 @@ class Journal:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `SessionClosed` was written: nothing follows."""
+        """Return whether `SessionClosed` was written; nothing follows it."""
         return self._is_closed
 
     def append(self, entry: SessionEntry) -> int:
@@ -135,7 +138,8 @@ class Journal:
         return self._last_seq
 
     def read(self, after_seq: int, *, max_entries: int = 1024) -> Sequence[JournalEntry]:
-        """Up to `max_entries` entries after `after_seq`, oldest first; empty when there are none.
+        """Return up to `max_entries` entries after `after_seq`, oldest first; empty if there are
+        none.
 
         Raises:
             OffsetLost: some of them were dropped, or `after_seq` lies in the future (an offset of
@@ -152,12 +156,13 @@ class Journal:
         return [self._entries[i] for i in range(start, start + num_new)]
 
     def find(self, seq: int) -> SessionEntry | None:
-        """Return entry `seq`, or None where it was dropped."""
+        """Return entry `seq`, or None if it was dropped."""
         index = seq - self.first_seq
         return self._entries[index].entry if 0 <= index < len(self._entries) else None
 
     async def wait(self, after_seq: int) -> bool:
-        """Return when an entry after `after_seq` exists: True; or False when none can come."""
+        """Wait until an entry after `after_seq` exists and return True; return False if none can
+        come."""
         while self._last_seq <= after_seq and not self._is_closed:
             written = asyncio.Event()
             self.add_listener(written.set)
@@ -172,7 +177,7 @@ class Journal:
         self._listeners.add(listener)
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
-        """Call it no more."""
+        """Stop calling `listener`."""
         self._listeners.discard(listener)
 
     def drop_oldest(self) -> None:
@@ -182,7 +187,7 @@ class Journal:
         self._replay.remove(num_bytes)
 
     def trim(self) -> None:
-        """Drop what exceeds the bound, the newest entry too."""
+        """Drop entries until the bounds hold, the newest entry included."""
         while self._is_over() and self.oldest_s is not None:
             self.drop_oldest()
 

@@ -1,4 +1,4 @@
-"""`SessionManager`: every session of the server, its turns in order, one truth of its tokens."""
+"""Manage every session of the server: its turns in order and its token history."""
 
 from __future__ import annotations
 
@@ -76,10 +76,11 @@ _CANCEL_GRACE_S: Final = 2.0
 
 
 class SessionManager:
-    """All verbs belong to the event loop's thread and raise `core.errors` when they refuse.
+    """Open, run, cancel and close sessions and turns for their owners.
 
-    `owner` is whoever authentication says is asking: sessions of one owner do not exist for
-    another. `salts` gives sessions their cache namespaces. `clock` gives monotonic seconds.
+    Call every method on the event loop's thread. Methods that reject a request raise errors of
+    `core.errors`. `owner` is the authenticated caller: sessions of one owner do not exist for
+    another. `salts` gives sessions their cache namespaces. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -113,26 +114,27 @@ class SessionManager:
 
     @property
     def text(self) -> ModelText:
-        """The model's tokenizer and template."""
+        """Return the model's tokenizer and chat template."""
         return self._text
 
     @property
     def engine_ready(self) -> EngineReady | None:
-        """What the engine said when it last came up; None while there is no engine."""
+        """Return what the engine reported when it last came up; None while there is no engine."""
         return self._link.ready if self._link.is_up else None
 
     @property
     def engine_stalled_s(self) -> float | None:
-        """Seconds for which the engine has completed no step; None while it makes progress."""
+        """Return the seconds for which the engine has completed no step; None while it makes
+        progress."""
         return self._link.stalled_s
 
     @property
     def is_draining(self) -> bool:
-        """Whether the server shuts down and takes no new work."""
+        """Return whether the server shuts down and accepts no new work."""
         return self._is_draining
 
     async def start(self) -> EngineReady:
-        """Bring the engine up.
+        """Start the engine.
 
         Raises:
             EngineUnavailable: it did not come up.
@@ -141,11 +143,11 @@ class SessionManager:
         return await self._link.start(self.on_event)
 
     async def stop(self) -> None:
-        """Stop the engine; after `drain`."""
+        """Stop the engine; call it after `drain`."""
         await self._link.stop()
 
     async def create(self, owner: Owner, request: OpenRequest) -> SessionView:
-        """Open a session as a client asks for it: its first messages are measured before.
+        """Open a session as a client requested it, after measuring its first messages.
 
         A key of an open session gives that session again, if the request is the same.
 
@@ -169,12 +171,12 @@ class SessionManager:
         if request.messages and self._link.ready is not None:
             state, max_len = session.transcript.state(), self._link.ready.max_turn_len
             await self._flow.prompt_builder.check_opening(state, max_len=max_len)
-            # Meanwhile the id, the place or the room may have gone to others.
+            # Another request may have taken the id, the place or the room during the await.
             self._check_open(owner, request)
         return self._add(session)
 
     def open(self, owner: Owner, request: OpenRequest) -> SessionView:
-        """Open a session whose first messages, if there are any, need not be measured.
+        """Open a session whose first messages, if any, need not be measured.
 
         Nothing is computed before its first turn.
 
@@ -189,11 +191,11 @@ class SessionManager:
         return self._add(self._make_session(owner, request))
 
     def get(self, owner: Owner, session_id: str) -> SessionView:
-        """One session. Raises SessionNotFound."""
+        """Return one session. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).view()
 
     def list(self, owner: Owner, *, limit: int = 100, after: str | None = None) -> SessionPage:
-        """Return the owner's sessions, oldest first, behind a cursor or an open session.
+        """Return the owner's sessions, oldest first, after a cursor or an open session.
 
         Raises:
             InvalidRequest: `limit` is outside [1, MAX_LIST], or `after` is neither.
@@ -211,7 +213,7 @@ class SessionManager:
         ttl_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> SessionView:
-        """Change settings (None leaves one as it is) and journal the effective ones.
+        """Change settings (None keeps the present value) and journal the effective ones.
 
         Raises:
             SessionNotFound, SessionClosing, InvalidRequest
@@ -235,7 +237,7 @@ class SessionManager:
     def close(
         self, owner: Owner, session_id: str, *, reason: CloseReason = "client"
     ) -> SessionView:
-        """Begin to close: no new turns, waiting ones end, a running one is cancelled.
+        """Start closing a session: reject new turns, end waiting ones, cancel a running one.
 
         `SessionClosed` ends the journal, at once when no turn runs; then the id is free. Closing
         twice is closing once. Raises SessionNotFound.
@@ -245,7 +247,7 @@ class SessionManager:
         return session.view()
 
     async def encode(self, text: str, *, add_bos: bool) -> tuple[int, ...]:
-        """Token ids of raw text, a long one's off the event loop.
+        """Return the token ids of raw text; encode a long text off the event loop.
 
         Raises:
             TokenizeFailed, ServerBusy
@@ -253,11 +255,12 @@ class SessionManager:
         return await self._flow.prompt_builder.encode(text, add_bos=add_bos)
 
     def check_room(self, owner: Owner, num_bytes: int) -> None:
-        """Refuse what a conversation has no room for. Raises QuotaExceeded, ServerBusy."""
+        """Reject bytes for which the conversations have no room. Raises QuotaExceeded,
+        ServerBusy."""
         self._quotas.history_bytes.check(owner, num_bytes)
 
     def set_attached_bytes(self, owner: Owner, session_id: str, num_bytes: int) -> None:
-        """Count what a surface keeps with a session, in place of what was counted before.
+        """Set the bytes that another surface keeps with a session, replacing the previous count.
 
         Raises:
             SessionNotFound
@@ -274,16 +277,16 @@ class SessionManager:
         *,
         on_end: Callable[[TurnEnd], None] | None = None,
     ) -> TurnView:
-        """Accept a turn, or refuse it by raising with nothing changed.
+        """Accept a turn, or reject it by raising with nothing changed.
 
-        Returns as soon as the turn waits in line or was sent to the engine. Turns run in the
-        order of these calls. A turn id seen before in this session gives the same turn again,
-        however long ago it ended. Cancelling the caller does not cancel the turn. `on_end` is
-        told how a turn that this call has brought ends.
+        Returns as soon as the turn waits in the queue or was sent to the engine. Turns run in the
+        order of these calls. A turn id seen before in this session returns the same turn again,
+        however long ago it ended. Canceling the caller does not cancel the turn. `on_end` is called
+        with the terminal entry of a turn that this call has added.
 
         Raises:
             SessionNotFound, SessionClosing: no session to run it in.
-            SessionBusy: a turn runs, and `request.queue` is False or the line is full.
+            SessionBusy: a turn runs, and `request.queue` is False or the queue is full.
             TurnConflict: the turn id was used with another request.
             InvalidRequest, UnsupportedOperation, TokenizeFailed: the input is at fault.
             ContextTooLong: it cannot fit; a turn that must wait first fails later instead.
@@ -316,15 +319,15 @@ class SessionManager:
         keep_partial: bool = True,
         reason: CancelReason = "client_cancelled",
     ) -> TurnView:
-        """End a turn early (None: the running one, else the first that waits).
+        """End a turn early (None: the running one, else the first in the queue).
 
-        The output processed so far is decided here to stay (`keep_partial`) or to go; a waiting
-        turn leaves nothing either way. The terminal entry follows when the engine has let go.
-        Cancelling twice is cancelling once.
+        This call decides whether the output processed so far stays (`keep_partial`) or is dropped;
+        a waiting turn leaves nothing either way. The terminal entry follows when the engine has
+        released the turn. Canceling twice has the effect of canceling once.
 
         Raises:
             SessionNotFound, TurnNotFound
-            TurnNotActive: it has ended, or its last token is already there.
+            TurnNotActive: it has ended, or its last token has already arrived.
         """
         session = self._sessions.get(owner, session_id)
         turn = session.turn_to_cancel(turn_id)
@@ -332,16 +335,17 @@ class SessionManager:
         return session.view_of(turn.request.turn_id)
 
     def turn(self, owner: Owner, session_id: str, turn_id: str) -> TurnView:
-        """A turn that waits, runs or has ended. Raises SessionNotFound, TurnNotFound."""
+        """Return a turn that waits, runs or has ended. Raises SessionNotFound, TurnNotFound."""
         return self._sessions.get(owner, session_id).view_of(turn_id)
 
     def journal(self, owner: Owner, session_id: str) -> Journal:
-        """The session's log. Whoever holds it can read it to its end, also when the session is
-        gone. Raises SessionNotFound."""
+        """Return the session's journal. Its holder can read it to its end, even after the session
+        is gone. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).journal
 
     def snapshot(self, owner: Owner, session_id: str) -> SessionSnapshot:
-        """The state from which a reader goes on who lost the journal. Raises SessionNotFound."""
+        """Return the state from which a reader that lost the journal continues. Raises
+        SessionNotFound."""
         session = self._sessions.get(owner, session_id)
         live = session.live
         return SessionSnapshot(
@@ -352,11 +356,11 @@ class SessionManager:
         )
 
     def history(self, owner: Owner, session_id: str) -> tuple[int, ...]:
-        """Token ids of the session as of the last turn that ended. Raises SessionNotFound."""
+        """Return the token ids of the session as of its last ended turn. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).transcript.tokens()
 
     async def memory(self, *, full: bool = False, trace: bool = False) -> MemoryReported:
-        """The engine's accounts; see `ReportMemory`.
+        """Return the engine's memory accounts; see `ReportMemory` for the arguments.
 
         Raises:
             EngineUnavailable: there is no engine, or it does not answer.
@@ -364,7 +368,8 @@ class SessionManager:
         return await self._link.memory(full=full, trace=trace)
 
     async def flush(self) -> bool:
-        """Cool every session and empty the tree; histories stay. False when turns are live.
+        """Cool every session and empty the radix tree; histories stay. Return False if turns are
+        live.
 
         Raises:
             EngineUnavailable: there is no engine, or it does not answer.
@@ -382,7 +387,7 @@ class SessionManager:
         )
 
     def on_event(self, event: EngineEvent) -> None:
-        """Listener of the engine; called on the event loop's thread, in order."""
+        """Process one engine event; called on the event loop's thread, in order."""
         match event:
             case (
                 TurnStarted()
@@ -412,8 +417,8 @@ class SessionManager:
                 self._link.on_event(event)
 
     def tick(self, now_s: float | None = None) -> None:
-        """Close sessions idle beyond their time to live, drop old entries of journals, offer the
-        engine again what it could not take.
+        """Close expired idle sessions, drop old journal entries, retry what the engine could not
+        accept.
 
         Call it about once a second. Its cost grows with what is due, not with open sessions.
         """
@@ -436,9 +441,10 @@ class SessionManager:
             self._flow.backlog.defer(partial(self._drop_old_entries, now_s))
 
     async def drain(self, deadline_s: float) -> None:
-        """Refuse new work, end what waits, give running turns `deadline_s`, close everything.
+        """Reject new work, end waiting turns, give running turns `deadline_s`, then close every
+        session.
 
-        What still runs then is cancelled and keeps what it has. Calling it again waits likewise.
+        Turns still running then are canceled and keep their output. A second call waits likewise.
         """
         if not self._is_draining:
             self._is_draining = True
@@ -461,7 +467,7 @@ class SessionManager:
     # -- sessions
 
     def _check_open(self, owner: Owner, request: OpenRequest) -> None:
-        """Refuse what can be refused without looking into the texts."""
+        """Reject what can be rejected without tokenizing the messages."""
         if self._is_draining:
             raise ServerDraining("the server is shutting down")
         check_open(request, self._limits)
@@ -496,7 +502,7 @@ class SessionManager:
         self._on_idle(session)
 
     def _on_idle(self, session: Session) -> None:
-        """Finish a close that waited for the last turn."""
+        """Finish a close that waited for the last turn to end."""
         self._became_idle.set()
         if session.settings.is_single_turn and session.closing is None:
             session.closing = "client"
@@ -512,7 +518,7 @@ class SessionManager:
     # -- turns
 
     def _new_turn(self, session: Session, request: TurnRequest, digest: bytes) -> SessionTurn:
-        """Check and count a turn that no other call has brought."""
+        """Check, count and return a turn that is new to its session."""
         if self._is_draining:
             raise ServerDraining("the server is shutting down")
         session.check_not_closing()
@@ -538,7 +544,7 @@ class SessionManager:
         return turn
 
     async def _wait_for_turns(self, deadline_s: float) -> None:
-        """Until no turn is live, or the time is over."""
+        """Wait until no turn is live, at most for `deadline_s`."""
         try:
             async with asyncio.timeout(deadline_s):
                 while self._flow.counts.live:

@@ -1,4 +1,4 @@
-"""A session as a client's request makes it, before anybody knows of it."""
+"""Build a session from a client's request, before it is registered."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def new_session(
     replay: Replay,
     clock: Callable[[], float],
 ) -> Session:
-    """Make a session that is registered and counted nowhere.
+    """Build a session that is neither registered nor counted.
 
     Raises:
         UnsupportedOperation: messages without a chat template, `history` "append" with a template
@@ -60,13 +60,14 @@ def new_session(
 
 
 def fingerprint(request: OpenRequest) -> bytes:
-    """Return a digest that is equal for requests that ask for the same session."""
+    """Return a digest that is equal for requests that open the same session."""
     asked = repr(replace(request, session_id=None, metadata=dict(sorted(request.metadata.items()))))
     return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def check_repeated(session: Session, request: OpenRequest) -> None:
-    """Refuse another request with the idempotency key of an open session. Raises SessionExists."""
+    """Reject a different request with the idempotency key of an open session. Raises
+    SessionExists."""
     if session.settings.opened_as != fingerprint(request):
         raise SessionExists("the key was used with another request", param="idempotency-key")
 

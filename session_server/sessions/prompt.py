@@ -1,6 +1,6 @@
-"""What a turn's input becomes: how much of the history stays, and the tokens behind it.
+"""Build a turn's prompt: how much of the history stays, and the tokens after it.
 
-Pure: frozen state in, frozen prompt out, so that a long input can be tokenised on another thread.
+Pure: frozen state in, frozen prompt out, so that a long input can be tokenized on another thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROBE_CHARS_PER_TOKEN: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class PromptState:
-    """What a prompt depends on.
+    """Hold what a prompt depends on.
 
     `answer_len`: tokens of the history up to the end of the last answer, 0 before the first.
     `last_id`: the token there, -1 when there is none or the answer counts as cut off.
@@ -52,10 +52,10 @@ class PromptState:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The context of a turn is the history's first `keep_len` tokens, then `tokens`.
+    """Describe the context of a turn: the first `keep_len` tokens of the history, then `tokens`.
 
-    `messages`: the chat messages given, empty
-    for raw input, whose text is `raw_text`. `generate` False: nothing follows yet.
+    `messages` holds the chat messages given, empty for raw input, whose text is `raw_text`. With
+    `generate` False the turn only computes its input.
     """
 
     keep_len: int
@@ -66,14 +66,14 @@ class Prompt:
 
     @property
     def context_len(self) -> int:
-        """Tokens of the whole context."""
+        """Return the number of tokens of the whole context."""
         return self.keep_len + len(self.tokens)
 
 
 def build_prompt(
     text: ModelText, state: PromptState, turn_input: TurnInput, *, generate: bool
 ) -> Rendering[Prompt]:
-    """Make the tokens of a turn, in steps between which its messages are rendered.
+    """Build the prompt of a turn, in steps between which its messages are rendered.
 
     Raises:
         InvalidRequest: empty input, or a role that is none.
@@ -95,7 +95,7 @@ def build_prompt(
 
 
 def fit_sampling(sampling: SamplingParams, prompt: Prompt, max_len: int) -> SamplingParams:
-    """Sampling clipped to the room that `max_len` leaves behind the prompt, with a seed.
+    """Return `sampling` clipped to the room that `max_len` leaves after the prompt, with a seed.
 
     Raises:
         ContextTooLong: not even one token fits behind it.
@@ -112,7 +112,7 @@ def fit_sampling(sampling: SamplingParams, prompt: Prompt, max_len: int) -> Samp
 
 
 def opening_len(text: ModelText, state: PromptState) -> Rendering[int]:
-    """Measure the first messages of a session, tokens: what every turn behind them takes at least.
+    """Return the number of tokens of a session's first messages, which every later turn contains.
 
     They are rendered alone. Where the template wants more than they are (a user's message behind
     the system's), their contents are what is measured.
@@ -132,8 +132,8 @@ def opening_len(text: ModelText, state: PromptState) -> Rendering[int]:
 def check_beginning(
     text: ModelText, state: PromptState, turn_input: TurnInput | None, *, max_len: int
 ) -> None:
-    """Refuse an input whose beginning alone takes twice `max_len`, so that one which is far too
-    long costs neither the memory nor the time to tokenize all of it.
+    """Reject an input whose beginning alone takes twice `max_len`, so that an input far too long
+    costs neither the memory nor the time to tokenize all of it.
 
     Twice, because the last word of a beginning may be tokenized otherwise than in the whole. What a
     template may leave out (white space around a message, earlier answers) is not measured. None
@@ -169,7 +169,7 @@ def check_beginning(
 
 
 def check_length(num_tokens: int, max_tokens: int, *, param: str) -> None:
-    """Refuse an input of more than `max_tokens`. Raises ContextTooLong with both numbers."""
+    """Reject an input of more than `max_tokens`. Raises ContextTooLong with both numbers."""
     if num_tokens > max_tokens:
         raise ContextTooLong(
             f"Input length ({num_tokens} tokens) exceeds the maximum allowed length "

@@ -1,4 +1,4 @@
-"""Bounds of sessions and shares of owners. Every number has a bound and every bound a name."""
+"""Define the limits of sessions and owners, and count against them. Every limit has a name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What one session may hold. Times in seconds, sizes in characters.
+    """Bound what one session may hold. Times are in seconds, sizes in characters.
 
     `max_queued_turns` wait behind a running turn. Inputs above `inline_input_chars` are tokenized
     off the event loop, for at most `tokenize_deadline_s`. `allows_pinned`: whether the server keeps
@@ -45,7 +45,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """What the server holds at most, and each owner besides its share of that.
+    """Bound what the server holds in total, and each owner beyond its share of that.
 
     `turns` counts unfinished turns. `history_bytes` bounds conversations: tokens, texts, metadata,
     records of ended turns. `turn_bytes` bounds unfinished turns: inputs, prompts, answers, scores.
@@ -65,7 +65,7 @@ class QuotaLimits:
 
 
 class Quotas:
-    """Everything that is counted per owner."""
+    """Count everything that is limited per owner."""
 
     def __init__(self, limits: QuotaLimits) -> None:
         self.sessions = OwnerBudget("sessions", limits.sessions, owner_limit=limits.owner_sessions)
@@ -75,7 +75,8 @@ class Quotas:
         self.input_rate = InputRate(limits.owner_input_tokens_per_min)
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
-        """Refuse a session too many, or one that begins with more bytes than there is room for.
+        """Reject a session beyond the limit, or one that starts with more bytes than there is room
+        for.
 
         Raises:
             QuotaExceeded, ServerBusy
@@ -84,7 +85,7 @@ class Quotas:
         self.history_bytes.check(owner, num_bytes)
 
     def take_session(self, session: Session) -> None:
-        """Count a session that is to be open, and what it keeps.
+        """Count a session about to open, and the bytes it keeps.
 
         Raises:
             QuotaExceeded, ServerBusy: nothing was counted.
@@ -94,19 +95,19 @@ class Quotas:
         self.recount(session)
 
     def recount(self, session: Session) -> None:
-        """Count what an open session keeps now."""
+        """Update the counted bytes of an open session."""
         num_bytes = session.num_bytes
         self.history_bytes.add(session.owner, num_bytes - session.counted_bytes)
         session.counted_bytes = num_bytes
 
     def release_session(self, session: Session) -> None:
-        """Count a session no more that has closed."""
+        """Stop counting a session that has closed."""
         self.sessions.add(session.owner, -1)
         self.history_bytes.add(session.owner, -session.counted_bytes)
         session.counted_bytes = 0
 
     def check_turn(self, owner: Owner, request: TurnRequest) -> None:
-        """Refuse a turn too many, or one whose input is too large besides all others.
+        """Reject a turn beyond the limit, or one whose input does not fit beside all others.
 
         Raises:
             QuotaExceeded, ServerBusy
@@ -116,18 +117,18 @@ class Quotas:
         self.history_bytes.check(owner, input_bytes(request.input) + RECORD_BYTES)
 
     def take_turn(self, owner: Owner, turn: SessionTurn) -> None:
-        """Count a turn that `check_turn` allows: it waits or runs from here on."""
+        """Count a turn that `check_turn` allows, from the moment it waits."""
         self.turns.take(owner)
         self.add_turn_bytes(owner, turn, request_bytes(turn.request))
 
     def add_turn_bytes(self, owner: Owner, turn: SessionTurn, num_bytes: int) -> None:
-        """Count what a turn that has not ended keeps besides: its prompt, answer or scores."""
+        """Count further bytes of an unfinished turn: its prompt, answer or logprobs."""
         self.turn_bytes.add(owner, num_bytes)
         turn.held_bytes += num_bytes
 
     def reserve(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
-        """Count the prompt of a turn that is to run, and what its input and record will add to
-        the conversation.
+        """Count the prompt of a turn about to run, and the bytes that its input and record will add
+        to the conversation.
 
         Raises:
             QuotaExceeded, ServerBusy: nothing was counted.
@@ -140,13 +141,13 @@ class Quotas:
         self.add_turn_bytes(session.owner, turn, num_bytes)
 
     def release(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
-        """Take back a `reserve`: the turn waits again."""
+        """Undo `reserve`, because the turn waits again."""
         self.add_turn_bytes(session.owner, turn, -token_bytes(len(prompt.tokens)))
         self.history_bytes.add(session.owner, -turn.reserved_bytes)
         turn.reserved_bytes = 0
 
     def release_turn(self, owner: Owner, turn: SessionTurn) -> None:
-        """Count a turn no more that has ended or was refused."""
+        """Stop counting a turn that has ended or was rejected."""
         self.turns.add(owner, -1)
         self.turn_bytes.add(owner, -turn.held_bytes)
         self.history_bytes.add(owner, -turn.reserved_bytes)
@@ -161,14 +162,14 @@ class Quotas:
 
 @dataclass(slots=True)
 class _Debt:
-    """Input tokens of one owner that were not yet refilled at `paid_at_s`."""
+    """Hold the input tokens of one owner that were not yet refilled at `paid_at_s`."""
 
     tokens: float = 0.0
     paid_at_s: float = 0.0
 
 
 class InputRate:
-    """New input tokens per owner and minute, in a bucket that refills steadily."""
+    """Limit new input tokens per owner and minute, with a bucket that refills steadily."""
 
     def __init__(self, tokens_per_min: int | None) -> None:
         self._rate = tokens_per_min
@@ -202,7 +203,7 @@ class InputRate:
             self._schedule_drop(owner, debt)
 
     def drop_paid(self, now_s: float) -> None:
-        """Drop owners whose bucket is full again; looks only at those that may be."""
+        """Drop owners whose bucket is full again; look only at those that may be."""
         due: list[Owner] = []
         while self._full_at and self._full_at[0][0] <= now_s:
             due.append(heapq.heappop(self._full_at)[-1])

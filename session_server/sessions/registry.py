@@ -1,4 +1,4 @@
-"""Which sessions there are, found by their owner: another owner's id is simply unknown."""
+"""Register open sessions and find them by owner: another owner's session id is unknown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CURSOR: Final = re.compile(r"~([0-9]{1,20})")
 
 
 class SessionRegistry:
-    """Open sessions by (owner, id) and by the id the engine knows."""
+    """Hold open sessions by (owner, id) and by the id that the engine uses."""
 
     def __init__(self) -> None:
         self._by_owner: dict[Owner, dict[str, Session]] = {}
@@ -34,7 +34,7 @@ class SessionRegistry:
         return iter(list(self._by_copy.values()))
 
     async def in_slices(self) -> AsyncIterator[Session]:
-        """Yield every session that has not closed meanwhile; other work runs in between."""
+        """Yield every session that is still open; let other work run in between."""
         for number, session in enumerate(self, 1):
             if not session.journal.is_closed:
                 yield session
@@ -42,7 +42,7 @@ class SessionRegistry:
                 await asyncio.sleep(0)
 
     def add(self, session: Session) -> None:
-        """Add a session whose id `check_free` allowed, as the last in order."""
+        """Add a session whose id `check_free` allowed, last in order."""
         # Microseconds of the wall clock: a plain count would show clients how many others open.
         self._last_order = max(self._last_order + 1, int(session.settings.created_s * 1e6))
         session.life.order = self._last_order
@@ -50,7 +50,7 @@ class SessionRegistry:
         self._by_copy[session.copy.session_id] = session
 
     def remove(self, session: Session) -> None:
-        """Forget a session; its id is free again."""
+        """Remove a session; its id is free again."""
         owned = self._by_owner[session.owner]
         del owned[session.session_id]
         if not owned:
@@ -58,19 +58,20 @@ class SessionRegistry:
         del self._by_copy[session.copy.session_id]
 
     def check_free(self, owner: Owner, session_id: str) -> None:
-        """Raise SessionExists when the owner has an open session of this id."""
+        """Raise SessionExists if the owner has an open session with this id."""
         if session_id in self._by_owner.get(owner, {}):
             raise SessionExists("the session id is in use", param="id")
 
     def get(self, owner: Owner, session_id: str) -> Session:
-        """Raise SessionNotFound for an unknown id and for another owner's alike."""
+        """Return an open session; raise SessionNotFound for an unknown id and for another owner's
+        alike."""
         session = self._by_owner.get(owner, {}).get(session_id)
         if session is None:
             raise SessionNotFound(_NOT_FOUND)
         return session
 
     def find_by_engine_id(self, session_id: SessionId) -> Session | None:
-        """The session the engine knows by this id."""
+        """Return the session that the engine knows by this id, or None."""
         return self._by_copy.get(session_id)
 
     def page(

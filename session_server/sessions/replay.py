@@ -22,11 +22,11 @@ _MIN_SWEEP: Final = 1024
 
 
 class Droppable(Protocol):
-    """A journal as its bounds see it."""
+    """Describe a journal as `Replay` sees it."""
 
     @property
     def first_seq(self) -> int:
-        """Return the number of its oldest entry."""
+        """Return the sequence number of its oldest entry."""
         ...
 
     @property
@@ -35,16 +35,17 @@ class Droppable(Protocol):
         ...
 
     def drop_oldest(self) -> None:
-        """Drop its oldest entry, and say so by `Replay.remove`."""
+        """Drop its oldest entry and report it to `Replay.remove`."""
         ...
 
     def trim(self) -> None:
-        """Drop what exceeds its own bound, its newest entry too."""
+        """Drop what exceeds its own bounds, the newest entry included."""
         ...
 
 
 class Replay:
-    """The journals of all sessions, held weakly: one that nobody reads any more is gone."""
+    """Bound the journals of all sessions. They are referenced weakly: one without readers is
+    freed."""
 
     def __init__(self, *, max_bytes: int, max_age_s: float) -> None:
         self._max_bytes = max_bytes
@@ -62,7 +63,8 @@ class Replay:
         return self._num_bytes
 
     def add(self, journal: Droppable, seq: int, num_bytes: int) -> None:
-        """Count entry `seq` that `journal` has just written, and make room for it.
+        """Count entry `seq` that `journal` has just written, and drop old entries to make room for
+        it.
 
         Every other entry may be dropped for it; it stays.
         """
@@ -79,16 +81,17 @@ class Replay:
             self._sweep()
 
     def remove(self, num_bytes: int, num_entries: int = 1) -> None:
-        """Count no more what a journal has dropped, or what goes with it."""
+        """Stop counting entries that a journal has dropped, or that are freed with it."""
         self._num_bytes -= num_bytes
         self._num_entries -= num_entries
 
     def trim_later(self, journal: Droppable, now_s: float) -> None:
-        """Have a journal trimmed whose newest entry exceeds its bound, once it was read."""
+        """Schedule the trim of a journal whose newest entry exceeds its bound, so that readers get
+        it."""
         self._oversize.append((now_s + OVERSIZE_GRACE_S, ref(journal)))
 
     def drop_old(self, now_s: float) -> bool:
-        """Drop what is too old or too large; look at nothing that is not due.
+        """Drop entries that are too old or too large; look only at those that are due.
 
         Returns:
             Whether there may be more than is dropped at a time.
@@ -111,7 +114,7 @@ class Replay:
         return True
 
     def _first(self) -> Droppable | None:
-        """Return the journal with the oldest entry of all; None if the first element is void."""
+        """Return the journal with the oldest entry of all, or None if the first element is void."""
         journal = self._journals[0]()
         if journal is None or journal.first_seq != self._seqs[0] or journal.oldest_s is None:
             return None

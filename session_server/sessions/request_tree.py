@@ -1,13 +1,12 @@
-"""Requests that branch: the sessions of SGLang that are not streaming.
+"""Run requests that branch: the sessions of SGLang that are not streaming.
 
-Every request is a node named by its `rid`; a later one names the node it goes on from and how
-(append, cut at an offset, without the last output, in its place). Each runs as the only turn of a
-session of its own with the whole context as input, so that its KV is shared through the radix
-tree and nothing here has to know about it. Rules: `Session.create_req` of SGLang's session
-controller.
+Every request is a node named by its `rid`; a later request names the node it continues and how
+(append, cut at an offset, drop the last output, replace). Each runs as the only turn of a session
+of its own with the whole context as input: the radix tree shares their KV, and this module needs no
+KV code. The rules are those of `Session.create_req` in SGLang's session controller.
 
-A node keeps its own tokens, four bytes each, and nothing of the turn that ran: no journal, no
-scores. They count as bytes of the session's conversation.
+A node keeps its own tokens, four bytes each, but no journal and no logprobs of the turn that ran.
+The tokens count as bytes of the session's conversation.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ NODE_BYTES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """Where a request goes on. `rid` None begins anew.
+    """Describe where a request continues. `rid` None starts a new context.
 
-    `replace`: in place of node `rid`, which is ended, and whose descendants go (all nodes without
-    a `rid`). `offset`: the context is cut like a Python slice before the new input; None and 0 do
-    not cut. `drop_previous_output`: the context without the output of node `rid`.
+    `replace`: take the place of node `rid`, which is ended, and remove its descendants (without a
+    `rid`: all nodes). `offset`: cut the context like a Python slice before the new input; None and
+    0 do not cut. `drop_previous_output`: use the context of node `rid` without its output.
     """
 
     rid: str | None = None
@@ -68,7 +67,8 @@ class BranchPoint:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A request under way: a turn in session `session_id`, which closes itself behind it."""
+    """Describe a running request: a turn in session `session_id`, which closes when the turn
+    ends."""
 
     session_id: str
     view: TurnView
@@ -76,7 +76,8 @@ class Branch:
 
 
 class NodeState(enum.Enum):
-    """RUNNING -> FINISHED or FAILED. Only a finished request can be gone on from."""
+    """Define the states of a request: RUNNING -> FINISHED or FAILED. Only a finished request can be
+    continued."""
 
     RUNNING = enum.auto()
     FINISHED = enum.auto()
@@ -85,8 +86,8 @@ class NodeState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A request: its context is the first `base_len` tokens of its parent's context and output,
-    then its own `tokens`, behind which its output follows once it has ended."""
+    """Hold one request: its context is the first `base_len` tokens of its parent's context and
+    output, then its own `tokens`, to which its output is appended when it ends."""
 
     rid: str
     parent: _Node | None
@@ -101,7 +102,7 @@ class _Node:
 
     @property
     def total_len(self) -> int:
-        """Return the length of context and output, tokens."""
+        """Return the number of tokens of context and output."""
         return self.base_len + len(self.tokens)
 
     @property
@@ -123,7 +124,7 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class _Tree:
-    """The requests of one session by their names; parents come before their children."""
+    """Hold the requests of one session by `rid`; parents come before their children."""
 
     owner: Owner
     session_id: str
@@ -136,7 +137,7 @@ class _Tree:
 
 
 class RequestTrees:
-    """The trees of all such sessions; a session's tree lives as long as its journal."""
+    """Hold the request trees of all sessions; a tree lives as long as its session's journal."""
 
     def __init__(self, manager: SessionManager) -> None:
         self._manager = manager
@@ -155,7 +156,7 @@ class RequestTrees:
             QuotaExceeded: the tree is full.
             InvalidRequest: no input tokens; and whatever `SessionManager.submit` raises.
         """
-        # Counts as use of the session, which itself never runs a turn.
+        # Renews the session's time to live: the session itself never runs a turn.
         self._manager.update(owner, session_id)
         new = await self._ids(request.input, is_first=point.rid is None)
         journal = self._manager.journal(owner, session_id)
@@ -196,12 +197,12 @@ class RequestTrees:
         self._count(tree)
 
     def _count(self, tree: _Tree) -> None:
-        """Count the tree as bytes of its session, if that is still open."""
+        """Count the tree as bytes of its session, if the session is still open."""
         with contextlib.suppress(SessionNotFound):
             self._manager.set_attached_bytes(tree.owner, tree.session_id, tree.num_bytes)
 
     async def _parent(self, tree: _Tree, point: BranchPoint) -> _Node | None:
-        """The node to go on from; ends and removes what the request replaces."""
+        """Return the node to continue; end and remove what the request replaces."""
         if point.rid is None:
             if point.replace:
                 await self._remove(tree, list(tree.nodes.values()))
@@ -226,7 +227,7 @@ class RequestTrees:
                 assert_never(node.state)
 
     async def _end(self, owner: Owner, node: _Node) -> None:
-        """Cancel a request that runs, keeping what it has, and wait until it has let go."""
+        """Cancel a running request, keep its output, and wait until its session is closed."""
         try:
             journal = self._manager.journal(owner, node.session_id)
         except SessionNotFound:

@@ -1,4 +1,4 @@
-"""Who shares cached KV with whom, and names that nobody can guess: both from one secret."""
+"""Derive cache namespaces and unguessable session ids from one secret."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from session_server.core.owner import Owner
 
 
 class TenantSalts:
-    """Cache namespaces of sessions, keyed by a secret that is never shown.
+    """Derive the cache namespaces of sessions from a secret that is never shown.
 
-    Two servers that share a cache must share the secret. Without `share_prefixes` every session
-    has a namespace of its own, and finds only what it computed itself.
+    Servers that share a cache must share the secret. Without `share_prefixes` every session has its
+    own namespace and matches only KV that it computed itself.
     """
 
     def __init__(self, secret: bytes, *, share_prefixes: bool = True) -> None:
@@ -21,14 +21,14 @@ class TenantSalts:
         self._share_prefixes = share_prefixes
 
     def salt_of(self, owner: Owner, session_id: str) -> str:
-        """The namespace of a session."""
+        """Return the cache namespace of a session."""
         salt = hmac.new(self._secret, owner.owner_id.encode(), hashlib.sha256)
         if self._share_prefixes:
             return salt.hexdigest()
         return hmac.new(salt.digest(), session_id.encode(), hashlib.sha256).hexdigest()
 
     def id_for_key(self, owner: Owner, key: str) -> str:
-        """The session id that a client's idempotency key stands for; nobody else can guess it."""
+        """Return the session id for a client's idempotency key; no other client can guess it."""
         digest = hmac.new(
             self._secret, f"{owner.owner_id}/{key}".encode(), hashlib.sha256
         ).hexdigest()

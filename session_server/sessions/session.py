@@ -1,4 +1,4 @@
-"""One session: identity, settings, history, and the turns that wait, run, and ended lately."""
+"""Define one session: identity, settings, history, and its waiting, running and ended turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CloseReason = Literal["client", "expired", "draining"]
 
 @dataclass(slots=True)
 class SessionOptions:
-    """What a client chose. `created_s` is wall-clock time.
+    """Hold the options that a client chose. `created_s` is wall-clock time.
 
     `opened_as` identifies the request that an idempotency key came with; empty without a key.
     """
@@ -38,7 +38,7 @@ class SessionOptions:
 
 @dataclass(slots=True)
 class EngineCopy:
-    """What the engine holds of the history.
+    """Track what the engine holds of the history.
 
     `session_id` is ours and unguessable, so that owners may choose equal names. `state` is what
     readers were told last.
@@ -50,19 +50,21 @@ class EngineCopy:
     _generation: int = 0
 
     def known_len(self, generation: int) -> int | None:
-        """Return how many first tokens of the history the engine of this generation holds; None
+        """Return how many leading tokens of the history the engine of this generation holds; None
         if it does not know the session."""
         return self._len if self._generation == generation else None
 
     def set_known_len(self, length: int | None, generation: int) -> None:
-        """Set what the engine of this generation holds; a newer generation makes it invalid."""
+        """Set how many leading tokens the engine of this generation holds; a newer generation
+        invalidates it."""
         self._len = length
         self._generation = generation
 
 
 @dataclass(slots=True)
 class SessionLife:
-    """Hold when a session was last used, and the second `Deadlines` files it under; monotonic.
+    """Hold when a session was last used, and the second under which `Deadlines` files it; both
+    monotonic.
 
     `order` counts up in the order in which sessions were opened (`SessionRegistry.add`).
     """
@@ -74,7 +76,7 @@ class SessionLife:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
-    """A conversation and its owner. At most one turn is live; the rest wait in order.
+    """Hold a conversation and its owner. At most one turn is live; the rest wait in order.
 
     `counted_bytes` is what `Quotas` counts for it.
     """
@@ -94,18 +96,18 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no turn runs or waits."""
+        """Return whether no turn runs or waits."""
         return self.live is None and not self.queue
 
     @property
     def expires_s(self) -> float:
-        """Return when the session expires if it stays idle."""
+        """Return when the session expires if it stays idle, in monotonic seconds."""
         return self.life.last_active_s + self.settings.ttl_s
 
     @property
     def num_bytes(self) -> int:
-        """Return the host memory of the conversation and all that is kept with it but the journal
-        and turns that have not ended, which are counted by themselves."""
+        """Return the host memory of the conversation and of what is kept with it. The journal and
+        unfinished turns are counted separately."""
         kept = self.transcript.num_bytes + self.ended.num_bytes
         return SESSION_BYTES + metadata_bytes(self.settings.metadata) + kept
 
@@ -115,22 +117,22 @@ class Session:
             raise SessionClosing("the session is closing")
 
     def turns(self) -> list[SessionTurn]:
-        """Turns that have not ended, in order."""
+        """Return the unfinished turns in order."""
         return [*([self.live] if self.live else []), *self.queue]
 
     def find(self, turn_id: str) -> SessionTurn | None:
-        """The turn of this id that has not ended."""
+        """Return the unfinished turn with this id, or None."""
         return next((turn for turn in self.turns() if turn.request.turn_id == turn_id), None)
 
     def remove_turn(self, turn: SessionTurn) -> None:
-        """Let go of a turn that has ended or was refused."""
+        """Remove a turn that has ended or was rejected."""
         if self.live is turn:
             self.live = None
         else:
             self.queue.remove(turn)
 
     def view(self) -> SessionView:
-        """The session now."""
+        """Return the present state of the session."""
         return SessionView(
             session_id=self.session_id,
             epoch=self.journal.epoch,
@@ -147,7 +149,7 @@ class Session:
         )
 
     def turn_view(self, turn: SessionTurn) -> TurnView:
-        """A turn of this session that has not ended."""
+        """Return the present state of an unfinished turn of this session."""
         is_running = turn.phase in (TurnPhase.RUNNING, TurnPhase.ENDING)
         return TurnView(
             turn_id=turn.request.turn_id,
@@ -160,7 +162,7 @@ class Session:
         )
 
     def view_of(self, turn_id: str) -> TurnView:
-        """Return a turn that waits, runs or has ended. Raises TurnNotFound."""
+        """Return the state of a turn that waits, runs or has ended. Raises TurnNotFound."""
         turn = self.find(turn_id)
         if turn is not None and turn.is_accepted:
             return self.turn_view(turn)
@@ -170,7 +172,8 @@ class Session:
         return self.ended_view(turn_id, ended)
 
     def turn_to_cancel(self, turn_id: str | None) -> SessionTurn:
-        """Return the turn that a cancel is about; None: the running one, else the first in line.
+        """Return the turn that a cancel names; None names the running one, else the first in the
+        queue.
 
         Raises:
             TurnNotFound: there is none of that id.
@@ -194,8 +197,8 @@ class Session:
         return turn
 
     def ended_view(self, turn_id: str, ended: EndedTurn) -> TurnView:
-        """Return a turn that has ended: its whole end while the journal has it, else what is left
-        (see `EndedTurn.short_end`)."""
+        """Return the state of an ended turn: its whole end while the journal has it, otherwise what
+        the record holds (see `EndedTurn.short_end`)."""
         found = self.journal.find(ended.end_seq)
         if not isinstance(found, TurnEnd):
             found = self._short_end(turn_id, ended)

@@ -1,4 +1,4 @@
-"""Prompts built where they do not hold up the event loop: small ones here, large ones aside."""
+"""Build prompts without blocking the event loop: small ones inline, large ones on threads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _logger: Final = logging.getLogger("session_server.sessions")
 
 
 class _StagedWork(Generic[_T]):
-    """One result under way. The steps are begun by the first `advance`, on whatever thread."""
+    """Compute one result in steps. The first `advance` starts them, on whichever thread it runs."""
 
     def __init__(
         self, make_steps: Callable[[], Rendering[_T]], renderer: TemplateRenderer | None
@@ -54,17 +54,17 @@ class _StagedWork(Generic[_T]):
         self._steps: Rendering[_T] | None = None
 
     def advance(self, answer: list[str] | TokenizeFailed | None = None) -> RenderJob | _T:
-        """Go on with what was rendered, to the result or to the next job."""
+        """Continue with the rendered texts, up to the result or the next render job."""
         if self._steps is None:
             self._steps = self._make_steps()
         return advance(self._steps, self._renderer, answer)
 
 
 class PromptBuilder:
-    """Builds prompts; `tokenizers` gives up the interpreter lock while it encodes.
+    """Build prompts; `tokenizers` releases the interpreter lock while it encodes.
 
-    Large inputs get a thread each, so that one which hangs the tokenizer can be given up. A render
-    in another process is awaited.
+    Large inputs get a thread each, so that an input that hangs the tokenizer can be abandoned. A
+    render in another process is awaited.
     """
 
     def __init__(self, text: ModelText, limits: SessionLimits) -> None:
@@ -83,9 +83,10 @@ class PromptBuilder:
         *,
         max_len: int,
     ) -> PromptOutcome | None:
-        """The prompt, or why there is none; None when `on_built` will be called with it.
+        """Return the prompt, or the error that prevents it; None if `on_built` will be called with
+        either.
 
-        `max_len`: of a context; an input that is far longer is not tokenized to its end.
+        `max_len` bounds the context; an input far longer is not tokenized to its end.
         """
 
         def make_steps() -> Rendering[Prompt]:
@@ -105,7 +106,7 @@ class PromptBuilder:
         return None
 
     async def encode(self, text: str, *, add_bos: bool) -> tuple[int, ...]:
-        """Ids of text that may name control tokens.
+        """Return the token ids of text that may contain control tokens.
 
         Raises:
             TokenizeFailed, ServerBusy
@@ -118,14 +119,14 @@ class PromptBuilder:
         return tuple(outcome)
 
     async def check_opening(self, state: PromptState, *, max_len: int) -> None:
-        """Refuse the first messages of a session that no turn could follow within `max_len`.
+        """Reject first messages of a session that leave no room for a turn within `max_len`.
 
         Raises:
             ContextTooLong, TokenizeFailed, ServerBusy
         """
         num_chars = sum(len(message.content) for message in state.open_messages)
-        # No tokenizer makes more tokens of a text than it has bytes, so what is this short is not
-        # worth being tokenized twice. The other half is for what the template writes.
+        # A text never has more tokens than bytes, so messages this short always fit and need not
+        # be tokenized twice. The other half is room for what the template adds.
         if num_chars * _BYTES_PER_CHAR <= max_len // 2:
             return
 
@@ -139,7 +140,7 @@ class PromptBuilder:
         outcome = await self._complete(staged, stage, is_large=is_large)
         if isinstance(outcome, SessionServerError):
             raise outcome
-        # Every turn has one token more.
+        # Every turn adds at least one token.
         check_length(outcome, max_len - 1, param="messages")
 
     async def _finish(
@@ -163,7 +164,8 @@ class PromptBuilder:
         *,
         is_large: bool,
     ) -> _T | SessionServerError:
-        """Bring a result to its end from a job that waits, or from the beginning (None)."""
+        """Run steps to their result, from a pending render job or from the beginning (`stage`
+        None)."""
         if stage is None:
             stage = await self._run_in_thread(staged.advance)
         while isinstance(stage, RenderJob):
@@ -191,7 +193,7 @@ class PromptBuilder:
             return TokenizeFailed(_TOO_LONG, param="input")
 
     def _is_large(self, state: PromptState, request: TurnRequest) -> bool:
-        """Whether tokenizing would hold up the event loop."""
+        """Return whether tokenizing the input inline would hold up the event loop."""
         match request.input:
             case ChatInput(messages=messages):
                 size = sum(len(message.content) for message in (*state.open_messages, *messages))
@@ -212,6 +214,6 @@ def _outcome_of(work: Callable[[], _T]) -> _T | SessionServerError:
     except SessionServerError as error:
         return error
     except Exception as error:  # noqa: BLE001 - one input must not end the engine or a thread
-        # What the error says may hold what the client wrote.
+        # The error's message may contain text of the client, so only its type is logged.
         _logger.error("an input was not tokenized error=%s", type(error).__name__)
         return TokenizeFailed(_FAILED)

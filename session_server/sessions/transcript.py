@@ -1,7 +1,7 @@
-"""The truth of a session: its tokens, and the items they came from.
+"""Keep the token history of a session and the items that it came from.
 
-Changed by `commit` alone, when a turn has ended with something to keep; until then a running turn
-leaves no trace, so undoing one is doing nothing.
+Only `commit` changes it, when a turn has ended with something to keep. A running turn leaves no
+trace here, so rolling it back needs no work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from session_server.sessions.views import HistoryMode, ItemView
 
 
 class Transcript:
-    """Tokens and items of one conversation."""
+    """Hold the tokens and items of one conversation."""
 
     def __init__(self, mode: HistoryMode, messages: tuple[Message, ...], *, now: datetime) -> None:
         self.mode: HistoryMode = mode
@@ -39,49 +39,49 @@ class Transcript:
             self._add_item("", message.role, message.content)
 
     def __len__(self) -> int:
-        """Tokens of the history."""
+        """Return the number of tokens of the history."""
         return len(self._tokens)
 
     @property
     def num_bytes(self) -> int:
-        """Return the host memory of tokens, items, messages and what is attached."""
+        """Return the host memory of tokens, items, messages and attached data."""
         return sys.getsizeof(self._tokens) + self._item_bytes + self.attached_bytes
 
     @property
     def num_items(self) -> int:
-        """Return how many items the conversation has."""
+        """Return the number of items of the conversation."""
         return len(self._items)
 
     @property
     def items(self) -> tuple[ItemView, ...]:
-        """The conversation so far, oldest first."""
+        """Return the conversation so far, oldest item first."""
         return tuple(self._items)
 
     def item(self, index: int) -> ItemView:
-        """Return one item, the oldest of which is 0."""
+        """Return one item; the oldest has index 0."""
         return self._items[index]
 
     def growth(self, prompt: Prompt, turn_id: str) -> int:
-        """Return the bytes by which the input of a turn makes the conversation grow."""
+        """Return the bytes that the input of a turn will add to the conversation."""
         num_bytes = self._tokens.itemsize * len(prompt.tokens)
         if prompt.raw_text is not None:
             num_bytes += _item_bytes(turn_id, prompt.raw_text)
         return num_bytes + sum(_item_bytes(turn_id, m.content) for m in prompt.messages)
 
     def tokens(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
-        """Token ids of positions [start, end)."""
+        """Return the token ids of positions [start, end)."""
         return tuple(self._tokens[start:end])
 
     def new_item_id(self) -> str:
-        """An id for the next item; ids count up and are never used again in this session."""
+        """Return an id for the next item; ids count up and are never reused in this session."""
         self._num_items += 1
         return f"i_{self._num_items}"
 
     def state(self) -> PromptState:
-        """What the next turn's prompt depends on."""
+        """Return what the next turn's prompt depends on."""
         answer_len = self._answer_len
-        # Where the template's end of turn took the place of a sampled one, the answer counts as
-        # cut off before it: the token that now precedes must not be replaced as well.
+        # If the template's end of turn replaced a sampled one, treat the answer as cut off before
+        # it: the token that is now last must not be replaced as well.
         is_cut = answer_len == 0 or self._is_end_replaced
         messages = None
         if self.mode == "template" and self._messages is not None:
@@ -97,14 +97,15 @@ class Transcript:
         )
 
     def common_len(self, prompt: Prompt) -> int:
-        """Length of the longest common prefix of the history and the prompt's context."""
+        """Return the length of the longest common prefix of the history and the prompt's
+        context."""
         old = np.frombuffer(self._tokens, dtype=np.int32)[prompt.keep_len :]
         new = np.asarray(prompt.tokens[: len(old)], dtype=np.int32)
         differs = np.flatnonzero(old[: len(new)] != new)
         return prompt.keep_len + (int(differs[0]) if len(differs) else len(new))
 
     def context(self, prompt: Prompt, start: int) -> tuple[int, ...]:
-        """Token ids of the prompt's context from position `start` on."""
+        """Return the token ids of the prompt's context from position `start` on."""
         if start >= prompt.keep_len:
             return prompt.tokens[start - prompt.keep_len :]
         return (*self._tokens[start : prompt.keep_len], *prompt.tokens)
@@ -112,7 +113,8 @@ class Transcript:
     def commit(
         self, prompt: Prompt, turn_id: str, item_id: str, *, output: Sequence[int], text: str
     ) -> None:
-        """A turn ended and stays: its context, then `output`, whose text is `text`."""
+        """Replace the history by the context of an ended turn and its `output`, whose text is
+        `text`."""
         assert prompt.keep_len <= len(self._tokens), "a prompt was built on another history"
         del self._tokens[prompt.keep_len :]
         self._tokens.extend(prompt.tokens)

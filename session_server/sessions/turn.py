@@ -1,4 +1,4 @@
-"""One turn between `submit` and its terminal entry."""
+"""Define one turn between `submit` and its terminal entry."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ CancelReason = Literal["client_cancelled", "disconnected", "session_closed", "dr
 
 
 class TurnPhase(enum.Enum):
-    """WAITING -> PREPARING -> RUNNING -> ENDING -> ENDED; any may go straight to ENDED.
+    """Define the phases of a turn: WAITING -> PREPARING -> RUNNING -> ENDING -> ENDED; each may
+    also change directly to ENDED.
 
-    PREPARING: being tokenised. ENDING: the outcome is decided here (a stop string, a cancel), the
-    engine's terminal event is awaited.
+    PREPARING: the input is being tokenized. ENDING: the server has decided the outcome (a stop
+    string, a cancel) and waits for the engine's terminal event.
     """
 
     WAITING = enum.auto()
@@ -36,14 +37,14 @@ class TurnPhase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StopFound:
-    """The text completed a stop string."""
+    """Record that the text completed a stop string."""
 
     stop: str
 
 
 @dataclass(frozen=True, slots=True)
 class CancelAccepted:
-    """A cancel was accepted; with `keep_partial` what was processed until then stays."""
+    """Record an accepted cancel; with `keep_partial` the output processed until then stays."""
 
     keep_partial: bool
     reason: CancelReason
@@ -51,7 +52,7 @@ class CancelAccepted:
 
 @dataclass(slots=True, eq=False)
 class SubmittedTurn:
-    """What a turn has once it was sent to the engine. `base_len`: see `SubmitTurn`."""
+    """Hold the state of a turn that was sent to the engine. `base_len` is that of `SubmitTurn`."""
 
     prompt: Prompt
     answer: Answer
@@ -64,11 +65,11 @@ class SubmittedTurn:
 
 @dataclass(slots=True, eq=False)
 class SessionTurn:
-    """A turn that has not ended. `engine_id` is what the engine knows it by.
+    """Hold a turn that has not ended. `engine_id` is the id that the engine uses.
 
-    `accepted` resolves once the turn is certain to get a terminal entry (None), or was refused
-    and leaves no trace (the error). `held_bytes` and `reserved_bytes` are counted for it by
-    `Quotas`, as its own and as growth of the conversation. `on_end` is told its terminal entry.
+    `accepted` resolves to None once the turn is certain to get a terminal entry, or to an error if
+    the turn was rejected and leaves no trace. `Quotas` counts `held_bytes` as the turn's own and
+    `reserved_bytes` as growth of the conversation. `on_end` is called with the terminal entry.
     """
 
     request: TurnRequest
@@ -86,7 +87,7 @@ class SessionTurn:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether `TurnCreated` was written."""
+        """Return whether `TurnCreated` was written."""
         return self.created_seq > 0
 
 
@@ -96,9 +97,9 @@ def with_allowed_priority(request: TurnRequest, owner: Owner) -> TurnRequest:
 
 
 def fingerprint(request: TurnRequest) -> bytes:
-    """Equal for equal requests; what an ended turn keeps of a body that may be large.
+    """Return a digest that is equal for equal requests, kept instead of a body that may be large.
 
-    What happens when the asker goes is about the asker and differs by surface: it does not count.
+    `on_disconnect` is left out: it depends on the surface that the request came through.
     """
     asked = repr(replace(request, on_disconnect="detach"))
     return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -30,7 +30,7 @@ def completed(
 def cancelled(
     turn: SessionTurn, *, kept: bool, reason: CancelReason, timings: TurnTimings | None
 ) -> TurnCancelled:
-    """Return the end of a cancelled turn; `kept`: its input and partial answer stay."""
+    """Return the end of a canceled turn; `kept`: its input and partial answer stay."""
     outcome = _outcome(turn, kept=kept, timings=timings)
     return TurnCancelled(turn.request.turn_id, kept, reason, outcome)
 

@@ -1,8 +1,8 @@
-"""The way of a turn: queue -> tokens -> engine -> terminal entry -> the next one.
+"""Run turns: queue -> tokens -> engine -> terminal entry -> the next turn.
 
-The server decides outcomes, the engine carries them out. A stop string found or a cancel accepted
-settles what stays, whatever the engine still reports; so every accepted turn gets exactly one
-terminal entry and the history is always what that entry says.
+The server decides outcomes and the engine carries them out. A stop string found or a cancel
+accepted decides what stays, whatever the engine still reports. Every accepted turn therefore gets
+exactly one terminal entry, and the history always matches that entry.
 """
 
 from __future__ import annotations
@@ -75,16 +75,17 @@ TurnEvent = (
 
 @dataclass(slots=True)
 class TurnCounts:
-    """Count, over all sessions, live turns and turns that wait for one or for an engine."""
+    """Count the live turns of all sessions, and the turns that wait for one of these or for an
+    engine."""
 
     live: int = 0
     queued: int = 0
 
 
 class TurnFlow:
-    """Runs the turns of all sessions, one at a time in each.
+    """Run the turns of all sessions, one at a time in each.
 
-    `on_idle` is called whenever a session has no turn left that runs or waits.
+    `on_idle` is called whenever a session has no running or waiting turn left.
     """
 
     def __init__(
@@ -112,13 +113,13 @@ class TurnFlow:
         """Sessions whose next turn waits for an engine that takes it, in order."""
 
     def enqueue(self, session: Session, turn: SessionTurn) -> None:
-        """Put a turn last in its session's line, and start it when it is also first."""
+        """Append a turn to its session's queue, and start it if it is also first."""
         session.queue.append(turn)
         self.counts.queued += 1
         self.start_next(session)
 
     def start_next(self, session: Session) -> None:
-        """Start the next turn if there is one and nothing runs."""
+        """Start the next turn if there is one and none is live."""
         while session.live is None and session.queue:
             turn = session.queue[0]
             if self._link.is_gone:
@@ -142,7 +143,7 @@ class TurnFlow:
             self.on_idle(session)
 
     def retry(self) -> None:
-        """Start turns that the engine could not take, as long as it takes them."""
+        """Start turns that the engine could not accept, as long as it accepts them."""
         for _ in range(min(SLICE, len(self._waiting))):
             session = next(iter(self._waiting))
             del self._waiting[session]
@@ -153,13 +154,13 @@ class TurnFlow:
             self.backlog.defer(self.retry)
 
     def drop_session(self, session: Session) -> None:
-        """Drop what is kept about a session that has closed."""
+        """Drop the state kept for a session that has closed."""
         self._resident.pop(session, None)
 
     def cancel(
         self, session: Session, turn: SessionTurn, *, keep_partial: bool, reason: CancelReason
     ) -> None:
-        """Decide that a turn ends early. Without effect on one whose outcome is decided."""
+        """Decide that a turn ends early. Does nothing if the turn's outcome is already decided."""
         match turn.phase:
             case TurnPhase.WAITING | TurnPhase.PREPARING:
                 self._accept(session, turn, 0)
@@ -180,7 +181,7 @@ class TurnFlow:
                 assert_never(turn.phase)
 
     def on_turn_event(self, event: TurnEvent) -> None:
-        """Take in what the engine says of a turn. Of turns that have ended nothing is heard."""
+        """Process an engine event about a turn; ignore events about turns that have ended."""
         found = self._sent.get(event.turn_id)
         if found is None:
             return
@@ -208,10 +209,11 @@ class TurnFlow:
                 assert_never(event)
 
     def on_engine_lost(self, *, will_restart: bool) -> None:
-        """End the turns of a dead engine in slices; sessions keep their tokens, waiting turns wait.
+        """Fail the turns of a dead engine, in slices; sessions keep their tokens, waiting turns
+        wait on.
 
-        Sessions without a turn and without KV need nothing: the generation number already makes
-        what the dead engine knew of them invalid.
+        Sessions without a live turn and without KV need no work: the generation number already
+        invalidates what the dead engine held of them.
         """
         error = (
             EngineRestarting("the engine restarts; the session is intact")
@@ -225,7 +227,7 @@ class TurnFlow:
         self.backlog.extend([*work, self.retry])
 
     def _report_kv_lost(self, session: Session) -> None:
-        """Tell readers that the KV is lost, unless they know or a new engine holds it again."""
+        """Journal that the KV is lost, unless readers know or a new engine holds KV again."""
         if session not in self._resident:
             self.mark_cold(session, reason="engine_restart")
 
@@ -235,7 +237,7 @@ class TurnFlow:
             self.start_next(session)
 
     def on_refused(self, session: Session, code: str, message: str) -> None:
-        """The engine would not open the session: its live turn cannot run."""
+        """End the live turn of a session that the engine refused to open."""
         session.copy.set_known_len(None, self._link.generation)
         turn = session.live
         if turn is None or turn.submitted is None:
@@ -247,7 +249,7 @@ class TurnFlow:
         self.start_next(session)
 
     def mark_cold(self, session: Session, *, reason: StateReason) -> None:
-        """Tell readers that the KV is gone, once."""
+        """Journal, once, that the session's KV is gone."""
         self._resident.pop(session, None)
         if session.copy.state == "resident" and not session.journal.is_closed:
             session.copy.state = "cold"
@@ -256,21 +258,21 @@ class TurnFlow:
     # -- from waiting to sent
 
     def _accept(self, session: Session, turn: SessionTurn, position: int) -> None:
-        """From here on the turn is certain to get a terminal entry."""
+        """Accept a turn: from here on it is certain to get a terminal entry."""
         if turn.is_accepted:
             return
         turn.created_seq = session.journal.append(TurnCreated(turn.request.turn_id, position))
         turn.accepted.set_result(None)
 
     def _accept_waiting(self, session: Session) -> None:
-        """Accept who waits, in order; nobody before one whose input may yet be refused."""
+        """Accept waiting turns in order, up to the first whose input may still be rejected."""
         for position, turn in enumerate(session.turns()):
             if turn.phase is TurnPhase.PREPARING and not turn.is_accepted:
                 return
             self._accept(session, turn, position)
 
     def _refuse(self, session: Session, turn: SessionTurn, error: SessionServerError) -> None:
-        """The turn cannot run: an accepted one fails, another one never was."""
+        """Fail a turn that cannot run; one that was not accepted leaves no trace."""
         if turn.is_accepted:
             wire = wire_error(error)
             self._end(session, turn, failed(turn, code=wire.code, message=error.message))
@@ -283,10 +285,10 @@ class TurnFlow:
     def _prepare(self, session: Session, turn: SessionTurn) -> None:
         def on_built(outcome: PromptOutcome) -> None:
             if turn.phase is not TurnPhase.PREPARING:
-                return  # it was cancelled meanwhile
+                return  # it was canceled during the build
             self._on_prompt(session, turn, outcome)
             if turn in session.queue:
-                # The engine does not take it now; to try again at once would never end.
+                # The engine accepts nothing now. Trying again at once would loop forever.
                 self._accept_waiting(session)
             else:
                 self.start_next(session)
@@ -320,8 +322,8 @@ class TurnFlow:
         try:
             self._send(session, turn, sampling)
         except EngineUnavailable:
-            # It died and has not said so yet, or takes nothing more at the moment. The turn goes
-            # back to the head of the line, for the next engine or the next tick.
+            # The engine died without an event so far, or accepts nothing at the moment. The turn
+            # returns to the head of the queue, for the next engine or the next tick.
             del self._sent[turn.engine_id]
             session.live = None
             turn.submitted = None
@@ -333,7 +335,7 @@ class TurnFlow:
             self._quotas.release(session, turn, prompt)
 
     def _charge(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
-        """Count the input once, however often the engine cannot take the turn."""
+        """Charge the input once, however often the turn is sent to the engine again."""
         if not turn.is_charged:
             num_tokens = len(prompt.tokens)
             self._quotas.input_rate.charge(session.owner, num_tokens, now_s=self._clock())
@@ -342,7 +344,8 @@ class TurnFlow:
     def _make_submitted(
         self, session: Session, turn: SessionTurn, prompt: Prompt, *, sampling: SamplingParams
     ) -> SubmittedTurn:
-        """`sampling`: as the engine is told it, clipped to the room there is."""
+        """Return the state of a turn about to be sent, with `sampling` as clipped for the
+        engine."""
         assert self._link.ready is not None
         end_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -355,7 +358,7 @@ class TurnFlow:
         )
         common = session.transcript.common_len(prompt)
         known = session.copy.known_len(self._link.generation)
-        # A forward needs a query, so the last token of the context is always sent.
+        # A forward needs at least one query, so always send the last token of the context.
         base_len = min(common if known is None else min(known, common), prompt.context_len - 1)
         return SubmittedTurn(prompt, answer, base_len)
 
@@ -422,7 +425,7 @@ class TurnFlow:
             self._link.send_or_queue(StopTurn(turn_id=turn.engine_id, num_outputs=num_outputs))
 
     def _flush_text(self, session: Session, turn: SessionTurn) -> None:
-        """Give out the text that was held back; nothing more can complete it."""
+        """Journal the text held back for a possible stop string, which nothing can complete now."""
         text = _submitted(turn).answer.finish()
         if text:
             session.journal.append(TurnDelta(turn.request.turn_id, turn.item_id, text, ()))
@@ -435,7 +438,7 @@ class TurnFlow:
         if submitted.verdict is not None:
             self._settle(session, turn, event.timings, failure=None)
         elif event.reason is FinishReason.CANCELLED:
-            # Nobody here asked for it: the engine leaves.
+            # This server sent no cancel, so the engine canceled the turn while it shuts down.
             end = cancelled(turn, kept=False, reason="session_closed", timings=event.timings)
             self._end(session, turn, end)
         else:
@@ -463,7 +466,7 @@ class TurnFlow:
         *,
         failure: SessionServerError | None,
     ) -> None:
-        """End a turn as was decided, or with `failure` where nothing was."""
+        """End a turn by its verdict, or with `failure` if it has none."""
         verdict = _submitted(turn).verdict
         end: TurnEnd
         match verdict:
@@ -480,7 +483,7 @@ class TurnFlow:
                 assert_never(verdict)
 
     def _end(self, session: Session, turn: SessionTurn, end: TurnEnd) -> None:
-        """The one way out of an accepted turn."""
+        """End an accepted turn; the only way in which one ends."""
         assert turn.phase is not TurnPhase.ENDED, "a turn ended twice"
         turn.phase = TurnPhase.ENDED
         self._sent.pop(turn.engine_id, None)
@@ -505,7 +508,7 @@ class TurnFlow:
     def _commit(
         self, session: Session, turn: SessionTurn, submitted: SubmittedTurn, *, kept: bool
     ) -> None:
-        """Bring history and the engine's copy of it to what stays."""
+        """Update the history, and the length that the engine holds of it, to what stays."""
         if kept:
             session.transcript.commit(
                 submitted.prompt,
@@ -521,7 +524,7 @@ class TurnFlow:
 
 
 def _ignore(session: Session) -> None:
-    """Nobody listens."""
+    """Do nothing when a session becomes idle."""
 
 
 def _submitted(turn: SessionTurn) -> SubmittedTurn:

@@ -1,4 +1,4 @@
-"""Bounds of what clients ask for, checked before anything is touched."""
+"""Check the bounds of client requests before anything changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RESERVED_IDS: Final = frozenset({"new", ".", ".."})
 
 
 def check_open(request: OpenRequest, limits: SessionLimits) -> None:
-    """Refuse a session that asks for too much. Raises InvalidRequest."""
+    """Reject a session whose options exceed the limits. Raises InvalidRequest."""
     if request.session_id is not None and not _SESSION_ID.fullmatch(request.session_id):
         raise InvalidRequest(
             f"a session id has 1 to {MAX_ID_CHARS} characters of A-Z a-z 0-9 _ . : -", param="id"
@@ -46,13 +46,13 @@ def check_open(request: OpenRequest, limits: SessionLimits) -> None:
 
 
 def check_ttl(ttl_s: float, limits: SessionLimits) -> None:
-    """Refuse a life time outside its bounds (and NaN). Raises InvalidRequest."""
+    """Reject a time to live outside its bounds, and NaN. Raises InvalidRequest."""
     if not MIN_TTL_S <= ttl_s <= limits.max_ttl_s:
         raise InvalidRequest(f"ttl_s must lie in (0, {limits.max_ttl_s:g}]", param="ttl_s")
 
 
 def check_metadata(metadata: Mapping[str, str], limits: SessionLimits) -> None:
-    """Refuse too many or too long entries. Raises InvalidRequest."""
+    """Reject metadata with too many or too long entries. Raises InvalidRequest."""
     if len(metadata) > limits.max_metadata:
         raise InvalidRequest(f"metadata has at most {limits.max_metadata} keys", param="metadata")
     for key, value in metadata.items():
@@ -65,7 +65,7 @@ def check_metadata(metadata: Mapping[str, str], limits: SessionLimits) -> None:
 
 
 def check_turn(request: TurnRequest, limits: SessionLimits, vocab_size: int) -> None:
-    """Refuse a turn that no session could run. Raises InvalidRequest."""
+    """Reject a turn that no session could run. Raises InvalidRequest."""
     if not 0 < len(request.turn_id) <= MAX_ID_CHARS or not request.turn_id.isprintable():
         raise InvalidRequest(
             f"a turn id has 1 to {MAX_ID_CHARS} printable characters", param="turn_id"

@@ -1,4 +1,5 @@
-"""What `SessionManager` takes and shows: frozen values, safe to keep and to put on a wire."""
+"""Define what `SessionManager` accepts and returns: frozen values, safe to keep and to
+serialize."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ HistoryMode = Literal["append", "template"]
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """A session as a client asked for it.
+    """Describe a session as a client requested it.
 
     `session_id`: None for a server-made one. `messages` begin the conversation and are rendered
     with the first turn. `ttl_s`: idle life time counted from the end of the last turn, None for
@@ -39,9 +40,10 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """One session now. `seq` is that of its newest journal entry; `num_tokens` is the history's.
+    """Describe the present state of a session. `seq` is that of its newest journal entry;
+    `num_tokens` is the length of the history.
 
-    `created_s` is wall-clock seconds (for people; nothing is decided by it).
+    `created_s` is wall-clock seconds, for display only.
     """
 
     session_id: str
@@ -60,8 +62,8 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class SessionPage:
-    """Sessions of one owner, oldest first. `next_after` is the cursor of the next page, None on
-    the last one; it stays valid when sessions close."""
+    """Hold sessions of one owner, oldest first. `next_after` is the cursor of the next page, None
+    on the last one; it stays valid when sessions close."""
 
     sessions: tuple[SessionView, ...]
     next_after: str | None
@@ -69,7 +71,7 @@ class SessionPage:
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """One turn now.
+    """Describe the present state of a turn.
 
     `created_seq` is the sequence number of its `TurnCreated`: a reader that starts after
     `created_seq - 1` sees all of the turn. `text` is the answer so far. `end` is set once the turn
@@ -87,8 +89,9 @@ class TurnView:
 
 @dataclass(frozen=True, slots=True)
 class ItemView:
-    """One item of a conversation. `end_len`: tokens of the history up to its turn's input, or up
-    to its end for an answer. Raw text and token inputs have role "raw" (`text` empty for ids)."""
+    """Describe one item of a conversation. `end_len` is the number of history tokens up to its
+    turn's input, or up to its own end for an answer. Raw text and token inputs have role "raw"
+    (`text` is empty for ids)."""
 
     item_id: str
     turn_id: str
@@ -99,7 +102,7 @@ class ItemView:
 
 @dataclass(frozen=True, slots=True)
 class SessionSnapshot:
-    """Everything a reader needs who lost the journal: true as of entry `session.seq`.
+    """Hold everything that a reader who lost the journal needs, as of entry `session.seq`.
 
     `running` is the live turn with its text so far, None if there is none.
     """
@@ -112,7 +115,7 @@ class SessionSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ManagerStats:
-    """What the manager holds now, and the engine's last figures."""
+    """Hold what the manager counts now, and the engine's last statistics."""
 
     sessions: int
     live_turns: int

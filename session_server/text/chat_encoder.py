@@ -1,9 +1,9 @@
-"""Messages to token ids, appended to a history that is never rendered again.
+"""Encode messages as token ids that are appended to a history which is never rendered again.
 
-Two promises. *Token-exact append*: what a new turn adds is the part of a render that follows a
-stand-in for the last answer, so the answer's own ids stay as they were sampled. *User text is
-never control*: where a message's text looks like a control token, that stretch is encoded with
-special tokens off; everything else gets exactly the ids of the joint render.
+Two guarantees. *Token-exact append*: what a new turn adds is the part of a render that follows a
+placeholder for the last answer, so the answer keeps the ids that were sampled. *User text is never
+control*: where a message's text looks like a control token, that part is encoded with special
+tokens off; everything else gets exactly the ids of the joint render.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _NONCHARACTERS: Final = tuple(chr(code) for code in range(0xFDD0, 0xFDF0)) + tup
 
 
 class ChatEncoder:
-    """A chat template and its tokenizer.
+    """Encode conversations with a chat template and its tokenizer.
 
-    `can_append`: what a new turn adds does not depend on the history before it, as `check_append`
-    has found with different histories. Without it every turn needs `encode_all`. Where text has to
-    be rendered the methods are steps: see `rendering`.
+    `can_append`: what a new turn adds does not depend on the history before it; `check_append`
+    tests this with different histories. If it is False, every turn needs `encode_all`. Methods that
+    need rendered text are generators of render jobs: see `rendering`.
     """
 
     def __init__(self, tokenizer: Tokenizer, renderer: TemplateRenderer) -> None:
@@ -58,7 +58,7 @@ class ChatEncoder:
         self._first_chars = frozenset(text[0] for text in self._eats)
 
     def check_append(self) -> Rendering[str | None]:
-        """Decide `can_append` by rendering a few conversations.
+        """Set `can_append` by rendering a few conversations.
 
         Returns:
             Why not even a plain conversation can be rendered, None if it can.
@@ -84,7 +84,7 @@ class ChatEncoder:
     def encode_after_answer(
         self, messages: Sequence[Message], frame: RenderFrame
     ) -> Rendering[list[int]]:
-        """Encode what follows an assistant's answer: its end of turn, then `messages`.
+        """Encode what follows an assistant's answer: the end of its turn, then `messages`.
 
         Only for a template that `can_append`. Raises like `encode_all`.
         """
@@ -94,12 +94,13 @@ class ChatEncoder:
         return (yield from self._encode(answered, messages, frame))
 
     def join(self, last_id: int, delta: list[int], end_ids: Collection[int]) -> tuple[int, int]:
-        """How `delta` (from `encode_after_answer`) goes behind an answer that ended in `last_id`.
+        """Return how to append `delta` (from `encode_after_answer`) to an answer that ended in
+        `last_id`.
 
-        The last sampled token has no KV yet, so replacing it is free. An answer that ended by
-        itself already holds the end of turn that the delta begins with (dropped from the delta);
-        or another end token (replaced by the template's own); one that was cut off is closed by
-        the delta.
+        The last sampled token has no KV yet, so replacing it is free. If the answer ended by itself
+        with the end of turn that starts the delta, that token is dropped from the delta. If it
+        ended with another end token, the template's own replaces it. If it was cut off, the delta
+        closes it.
 
         Returns:
             Tokens to drop from the end of the history (0 or 1), and from the start of `delta`.
@@ -112,7 +113,7 @@ class ChatEncoder:
         return (1, 0) if last_id in end_ids else (0, 0)
 
     def _leading_control(self, delta: list[int]) -> int | None:
-        """Index of the first control token if only white space precedes it."""
+        """Return the index of the first control token if only white space precedes it."""
         for index, token_id in enumerate(delta):
             if self._is_control(token_id):
                 return index
@@ -124,7 +125,7 @@ class ChatEncoder:
         return token_id in self._tokenizer.special_ids
 
     def _deltas_are_equal(self, frame: RenderFrame) -> Rendering[bool]:
-        """Tell whether different histories give the same delta."""
+        """Return whether different histories give the same delta."""
         try:
             expected = yield from self._render_after(_HISTORY, frame)
         except TokenizeFailed:
@@ -133,7 +134,7 @@ class ChatEncoder:
             try:
                 yield from self._render((), [history], frame)
             except TokenizeFailed:
-                continue  # a template without system messages says nothing about such histories
+                continue  # e.g. a template without system messages: such a history cannot occur
             try:
                 delta = yield from self._render_after(history, frame)
             except TokenizeFailed:
@@ -167,13 +168,14 @@ class ChatEncoder:
         conversations: Sequence[Sequence[Message]],
         frame: RenderFrame,
     ) -> Rendering[list[str]]:
-        """Render what each conversation adds to `before`, which ends in the stand-in's answer."""
+        """Render what each conversation adds to `before`, which ends in the placeholder answer."""
         texts = yield RenderJob.of([(*before, *messages) for messages in conversations], frame)
         if not before:
             return texts
         deltas = []
         for text in texts:
-            # The first, not the last: a message may quote the stand-in, the dummy history cannot.
+            # Split at the first match: a later message may quote the placeholder, the dummy history
+            # cannot.
             _, found, delta = text.partition(_ANSWER)
             if not found:
                 raise TokenizeFailed("the chat template dropped the answer", param="input")
@@ -191,11 +193,11 @@ class ChatEncoder:
         *,
         marks: dict[str, str],
     ) -> Rendering[tuple[str, str]]:
-        """Render with and without marks in place of the characters of messages that could begin a
-        control token. What still spells one with marks is the template's own.
+        """Render without and with marks in place of message characters that could begin a control
+        token. Control tokens still spelled out in the marked text are the template's own.
 
-        Marking changes what a template sees that looks into its messages (`'</think>' in ...`).
-        Where that shows, only the beginnings of control tokens are marked.
+        Marking changes the input of a template that inspects its messages (`'</think>' in ...`).
+        Where that changes the output, only the beginnings of control tokens are marked.
 
         Returns:
             The text without and with marks.
@@ -212,7 +214,8 @@ class ChatEncoder:
         return plain, marked
 
     def _free_marks(self, messages: Sequence[Message]) -> dict[str, str]:
-        """A character that no message contains for each first character of control tokens."""
+        """Choose, for each first character of a control token, a character that no message
+        contains."""
         used = set().union(*(message.content for message in messages))
         free = [mark for mark in _NONCHARACTERS if mark not in used]
         if len(free) < len(self._first_chars):
@@ -220,7 +223,7 @@ class ChatEncoder:
         return dict(zip(sorted(self._first_chars), free, strict=False))
 
     def _mark_controls(self, content: str, marks: dict[str, str]) -> str:
-        """Mark where a control token begins, or may begin once other text follows."""
+        """Mark where a control token begins, or could begin once other text follows."""
 
         def begins_control(index: int) -> bool:
             rest = content[index : index + longest]
@@ -234,7 +237,8 @@ class ChatEncoder:
         return "".join(chars)
 
     def _encode_marked(self, marked: str, marks: dict[str, str]) -> list[int]:
-        """Encode stretches between the template's control tokens, those with marks as content."""
+        """Encode the text between the template's control tokens; parts with marks are user
+        content."""
         ids: list[int] = []
         clean_start = 0
         controls = list(self._tokenizer.special_pattern.finditer(marked))
@@ -258,12 +262,12 @@ class ChatEncoder:
 
 
 def _unmark(text: str, marks: dict[str, str]) -> str:
-    """`text` with every mark replaced by the character it stands for."""
+    """Replace every mark in `text` by the character it stands for."""
     return text.translate({ord(mark): char for mark, char in marks.items()})
 
 
 def check_roles(messages: Sequence[Message]) -> None:
-    """Refuse roles outside `ROLES`.
+    """Reject roles outside `ROLES`.
 
     Raises:
         InvalidRequest: naming the roles there are.

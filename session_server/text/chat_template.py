@@ -1,7 +1,9 @@
-"""The checkpoint's own Jinja chat template, set up as `transformers` does, in a sandbox.
+"""Compile and render the checkpoint's Jinja chat template in a sandbox, set up as in
+`transformers`.
 
-A template is a program of the model directory. It gets the messages and the names its author
-expects, and what it writes is bounded; clients can neither send a template nor arguments to one.
+A template is a program from the model directory. It gets the messages and the names that its author
+expects, and the size of its output is bounded; clients can send neither a template nor arguments to
+one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from session_server.core.errors import TokenizeFailed
 from session_server.text.model_files import ModelFilesError
 
 if TYPE_CHECKING:
-    # A type only: the process that renders loads neither numpy nor the rest of the server.
+    # Only for types: the rendering process loads neither numpy nor the rest of the server.
     from session_server.core.session_events import Message
 
 MAX_RENDER_CHARS: Final = 16 << 20
@@ -34,7 +36,7 @@ _MAX_MESSAGE_CHARS: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class RenderFrame:
-    """What a render sees besides the messages. `now` is frozen per session: a template that
+    """Hold what a render gets besides the messages. `now` is frozen per session: a template that
     writes the date must write the same one in every turn."""
 
     now: datetime
@@ -42,7 +44,7 @@ class RenderFrame:
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True):
-    """Conversations to render under one frame.
+    """Hold conversations to render with one frame.
 
     `conversations`: of each, the messages as (role, content). `now` is local time; its zone is
     `utc_offset_s` ahead of UTC and called `zone`, None where the frame names none.
@@ -56,7 +58,7 @@ class RenderJob(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, conversations: Sequence[Sequence[Message]], frame: RenderFrame) -> RenderJob:
-        """Make a job of messages."""
+        """Build a job from messages."""
         offset = frame.now.utcoffset()
         return cls(
             tuple(tuple((m.role, m.content) for m in messages) for messages in conversations),
@@ -68,7 +70,7 @@ class RenderJob(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def local_time(self) -> datetime:
-        """The frame's `now`, its zone included."""
+        """Return the frame's `now` with its time zone."""
         if self.utc_offset_s is None:
             return self.now
         offset = timedelta(seconds=self.utc_offset_s)
@@ -76,7 +78,7 @@ class RenderJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TemplateSource(msgspec.Struct, frozen=True, array_like=True):
-    """A chat template as it is in a checkpoint.
+    """Hold a chat template as the checkpoint stores it.
 
     `named_tokens`: bos_token, eos_token, ... as variables of the template. `max_chars`: bound of
     what one job may write, over all its conversations.
@@ -88,10 +90,10 @@ class TemplateSource(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChatTemplate:
-    """One compiled template; rendering changes nothing and may run on any thread."""
+    """Render a compiled template; rendering changes no state and may run on any thread."""
 
     def __init__(self, template: TemplateSource) -> None:
-        """Compile.
+        """Compile the template.
 
         Raises:
             ModelFilesError: the template does not compile.
@@ -146,7 +148,7 @@ class ChatTemplate:
         except _TemplateRefused as error:
             text = str(error)[:_MAX_MESSAGE_CHARS]
             raise TokenizeFailed(f"the chat template refused: {text}", param="input") from error
-        except Exception as error:  # a program of the checkpoint's author: it may raise anything
+        except Exception as error:  # the template may raise anything
             raise TokenizeFailed(
                 f"the chat template failed{_line_of(error)}: {_reason_of(error)}",
                 param="input",
@@ -155,7 +157,7 @@ class ChatTemplate:
 
 
 def _line_of(error: BaseException) -> str:
-    """Name the line of the template where the innermost error of its own was raised."""
+    """Return the template line in which the innermost error of the template was raised, as text."""
     lines = [
         line
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -165,16 +167,16 @@ def _line_of(error: BaseException) -> str:
 
 
 def _reason_of(error: BaseException) -> str:
-    """Name what went wrong; the words are ours or the type's, never those of a message."""
+    """Return what went wrong, without any text from a message."""
     return str(error) if isinstance(error, SecurityError) else type(error).__name__
 
 
 class _TemplateRefused(jinja2.TemplateError):
-    """`raise_exception` was called: the author's own words."""
+    """Report that the template called `raise_exception`; the message is the template author's."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's part for training; here it is transparent."""
+    """Ignore `{% generation %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
@@ -184,7 +186,8 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox blocks attributes and long ranges, but not `"x" * 10**8`."""
+    """Limit repetition and powers: Jinja's sandbox blocks attributes and long ranges, but not `"x"
+    * 10**8`."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -209,7 +212,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """As `transformers`: no escaping for HTML, no ASCII escapes."""
+    """Serialize as `transformers` does: no escaping for HTML, no ASCII escapes."""
     options.setdefault("ensure_ascii", False)
     return json.dumps(value, indent=indent, **options)
 

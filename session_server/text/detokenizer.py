@@ -1,7 +1,7 @@
-"""Text of tokens as they come: a character is given out once all its bytes are there.
+"""Decode tokens as they arrive; emit a character once all its bytes have arrived.
 
-`DecodeStream` of `tokenizers` holds back what ends in an incomplete character; one object serves
-one turn, so that no byte of a turn that ended can reach the next one.
+`DecodeStream` of `tokenizers` holds back an incomplete character. Each turn has its own stream, so
+that no byte of an ended turn can reach the next one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_HELD_TOKENS: Final = 16
 
 
 class Detokenizer:
-    """Incremental decoding of one answer; never raises, whatever the tokens are.
+    """Decode one answer incrementally; never raise, whatever the tokens are.
 
     The pieces joined are `tokenizer.decode` of all tokens whenever that is valid UTF-8.
     """
@@ -29,12 +29,12 @@ class Detokenizer:
         self._held: list[int] = []
 
     def feed(self, token_id: int) -> str:
-        """Text that this token completes, maybe none."""
+        """Return the text that this token completes, possibly empty."""
         try:
             text = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
         except BaseException:  # noqa: BLE001 - `tokenizers` raises the bare class, or panics
-            # With byte fallback an invalid byte turns text before it, already given out, into
-            # U+FFFD (vllm#17448). What was given stays; what was held begins anew.
+            # With byte fallback an invalid byte turns preceding text, already emitted, into U+FFFD
+            # (vllm#17448). Keep what was emitted and restart with the held tokens.
             self._held.append(token_id)
             return self.flush()
         if text is not None:
@@ -45,7 +45,7 @@ class Detokenizer:
         return self.flush() if len(self._held) >= MAX_HELD_TOKENS else ""
 
     def flush(self) -> str:
-        """What was held back, with U+FFFD for bytes that never became a character."""
+        """Return the text held back, with U+FFFD for bytes that never became a character."""
         if not self._held:
             return ""
         try:

@@ -1,7 +1,8 @@
-"""What a checkpoint directory says about text: special tokens, end tokens, template, sampling.
+"""Read the text files of a checkpoint: special tokens, end tokens, chat template, sampling
+defaults.
 
-Hugging Face layout. Only the files named here are read, and nothing in them is executed but the
-chat template, in a sandbox.
+The layout is Hugging Face's. Only the files named here are read, and nothing in them is executed
+except the chat template, which runs in a sandbox.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class ModelFilesError(ModelError):
-    """The text side of a checkpoint lacks a file, or a file does not say what it must."""
+    """Report a text file of a checkpoint that is missing or invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The text side of a checkpoint.
+    """Hold the text files of a checkpoint.
 
     `named_tokens`: bos_token, eos_token and the like, as the template sees them. `special_tokens`:
     strings declared special outside tokenizer.json. `eos_token_ids`: those of the generation
@@ -49,7 +50,7 @@ class ModelFiles:
 
 
 def read_model_files(model_dir: Path) -> ModelFiles:
-    """Read what `model_dir` holds; only tokenizer.json must be there.
+    """Read the text files in `model_dir`; only tokenizer.json is required.
 
     Raises:
         ModelError: tokenizer.json is missing, a file is malformed, is too large, or is no regular
@@ -79,7 +80,7 @@ def read_model_files(model_dir: Path) -> ModelFiles:
 
 
 def _token_text(value: object) -> str | None:
-    """A token is given as its text or as an object with `content`."""
+    """Return the text of a token that is given as a string or as an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
@@ -112,7 +113,8 @@ def _token_ids(value: object) -> frozenset[int]:
 
 
 def _chat_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja wins; then the config's: one string, or a list of named ones."""
+    """Return the chat template: chat_template.jinja, else the config's string or list of named
+    ones."""
     source = read_text(model_dir, "chat_template.jinja", MAX_CONFIG_BYTES)
     if source is None:
         source = _named_template(config)

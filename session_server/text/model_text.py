@@ -1,4 +1,4 @@
-"""Everything about text that comes with a model, loaded once from its directory."""
+"""Load everything about text that comes with a model, once, from its directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from session_server.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ModelTokens:
-    """The tokenizer and what the checkpoint says of endings; all that the engine needs.
+    """Hold the tokenizer and the end tokens of the checkpoint; the engine needs no more.
 
     `eos_token_ids`: union of the generation config's and the tokenizer's. `bos_token_id` is
     stripped from the start of appended raw inputs.
@@ -34,10 +34,10 @@ class ModelTokens:
 
 @dataclass(frozen=True, slots=True)
 class ModelText(ModelTokens):
-    """Tokens, chat template and default sampling of a checkpoint.
+    """Hold the tokenizer, chat template and default sampling of a checkpoint.
 
-    `chat` is None for a checkpoint without a chat template: it takes text and token inputs only.
-    `chat_error` says why not even a plain conversation can be rendered, None if it can.
+    `chat` is None for a checkpoint without a chat template: it accepts text and token inputs only.
+    `chat_error` is why not even a plain conversation can be rendered, None if it can.
     """
 
     chat: ChatEncoder | None
@@ -45,13 +45,13 @@ class ModelText(ModelTokens):
     default_sampling: SamplingParams
 
     async def close(self) -> None:
-        """Let go of what renders the chat template."""
+        """Close the renderer of the chat template."""
         if self.chat is not None:
             await self.chat.renderer.close()
 
 
 def load_model_tokens(model_dir: Path) -> ModelTokens:
-    """Read the tokenizer and the configuration files beside it; the chat template is not run.
+    """Read the tokenizer and the configuration files beside it; do not run the chat template.
 
     Raises:
         ModelFilesError: a file is missing or malformed.
@@ -60,7 +60,7 @@ def load_model_tokens(model_dir: Path) -> ModelTokens:
 
 
 def load_local_text(model_dir: Path) -> ModelText:
-    """Load everything, the chat template into this process; see `LocalRenderer`.
+    """Load everything, and run the chat template in this process; see `LocalRenderer`.
 
     Raises:
         ModelFilesError: a file is missing or malformed, or the template does not compile.
@@ -74,7 +74,7 @@ def load_local_text(model_dir: Path) -> ModelText:
 
 
 async def load_model_text(model_dir: Path, *, limits: RenderLimits | None = None) -> ModelText:
-    """Load everything, the chat template into a process of its own; to be closed.
+    """Load everything, and run the chat template in a process of its own; close the result.
 
     Raises:
         ModelFilesError: a file is missing or malformed, or the template does not compile.

@@ -1,7 +1,7 @@
-"""Who renders a chat template: the protocol, and the renderer of this process.
+"""Define how chat templates are rendered: the renderer's protocol, and a renderer in this process.
 
-What needs rendered text is a generator that yields a `RenderJob` and is sent the texts, so that
-the same code runs with a renderer that answers at once and with one that is awaited.
+Code that needs rendered text is a generator that yields a `RenderJob` and receives the texts, so
+that the same code runs with a renderer that returns at once and with one that is awaited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Rendering = Generator[RenderJob, list[str], _T]
 
 
 class TemplateRenderer(Protocol):
-    """Renders one chat template."""
+    """Render one chat template."""
 
     def render_now(self, job: RenderJob) -> list[str] | None:
         """Return the text of each conversation, or None if only `render` can.
@@ -34,16 +34,16 @@ class TemplateRenderer(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of whatever renders."""
+        """Release whatever renders."""
         ...
 
 
 class LocalRenderer:
-    """Renders in this process, at once. A template that hangs hangs the process: this is for
-    templates of our own, for tests and for the simulator."""
+    """Render in this process, at once. A template that hangs blocks the process: use it only for
+    our own templates, tests and the simulator."""
 
     def __init__(self, template: TemplateSource) -> None:
-        """Compile. Raises ModelFilesError."""
+        """Compile the template. Raises ModelFilesError."""
         self._template = ChatTemplate(template)
 
     def render_now(self, job: RenderJob) -> list[str]:
@@ -66,9 +66,9 @@ def advance(
     """Run steps to their result, or to a job whose render must be awaited.
 
     Args:
-        steps: as made, or suspended at a job.
-        renderer: asked first for an answer at once; None where nothing is rendered.
-        answer: to the job that the steps are suspended at, None at their beginning.
+        steps: new, or suspended at a job.
+        renderer: tried first with `render_now`; None if nothing is rendered.
+        answer: to the job at which the steps are suspended, None at their beginning.
     """
     try:
         job = _resume(steps, answer)
@@ -87,7 +87,7 @@ def advance(
 
 
 def run_to_end(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
-    """Run steps to their result with a renderer that answers at once."""
+    """Run steps to their result with a renderer that returns at once."""
     result = advance(steps, renderer)
     assert not isinstance(result, RenderJob), "this renderer must be awaited"
     return result
@@ -102,7 +102,7 @@ async def run_to_end_async(steps: Rendering[_T], renderer: TemplateRenderer) -> 
 
 
 async def render_or_error(renderer: TemplateRenderer, job: RenderJob) -> list[str] | TokenizeFailed:
-    """Return what `advance` is to be given for a job."""
+    """Render a job; return the texts, or the error, for `advance`."""
     try:
         return await renderer.render(job)
     except TokenizeFailed as error:

@@ -1,7 +1,7 @@
-"""Stop strings in text that arrives in pieces of any size.
+"""Find stop strings in text that arrives in pieces of any size.
 
-The result does not depend on how the text was cut: the match is the one that is *complete first*,
-and of several complete at the same character the longest.
+The result does not depend on how the text was split: the match is the stop string that is *complete
+first*, and the longest one if several are complete at the same character.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Looks for stop strings and holds back only what may still become one.
+    """Find stop strings, and hold back only text that may still become one.
 
-    `keep_stop`: whether the text given out includes the stop string. After a match the matcher
-    gives nothing more.
+    `keep_stop`: whether the emitted text includes the stop string. After a match the matcher emits
+    nothing more.
     """
 
     def __init__(self, stops: Sequence[str], *, keep_stop: bool = False) -> None:
@@ -25,11 +25,11 @@ class StopMatcher:
 
     @property
     def matched(self) -> str | None:
-        """The stop string found, None while there is none."""
+        """Return the stop string found, None while there is none."""
         return self._matched
 
     def feed(self, text: str) -> str:
-        """Take more text, give out what is certainly not part of a stop string."""
+        """Add text; return what certainly is not part of a stop string."""
         if self._matched is not None or not text:
             return ""
         if not self._stops:
@@ -46,7 +46,7 @@ class StopMatcher:
         return buffer[:end] if self._keep_stop else buffer[: end - len(stop)]
 
     def flush(self) -> str:
-        """The answer has ended: what was held back is plain text."""
+        """Return the text held back, when the answer has ended."""
         held, self._held = self._held, ""
         return held
 
@@ -62,12 +62,12 @@ class StopMatcher:
         return end, stop
 
     def _num_held(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that begins a stop string."""
+        """Return the length of the longest suffix of `buffer` that begins a stop string."""
         return max(_overlap(buffer, stop) for stop in self._stops)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    """Return the length of the longest proper prefix of `stop` that `text` ends with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,8 +1,8 @@
-"""The process that renders a checkpoint's chat template, so that it can be killed.
+"""Render a checkpoint's chat template in a process that can be killed.
 
-It reads jobs from an inherited socket and writes answers to it, one after the other, and ends when
-the socket does. Kernel limits on memory and on the processor time of each job end it
-whatever the template is in the middle of, and whether or not the server is still there.
+The process reads jobs from an inherited socket, writes the results to it in order, and exits when
+the socket closes. Kernel limits on memory and on the processor time of each job end it whatever the
+template is doing, even if the server is gone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COMPILE_CPU_S: Final = 5.0
 
 
 class ChildSettings(msgspec.Struct, frozen=True, array_like=True):
-    """First message to the child. `cpu_s`: processor time of one job. `memory_bytes`: address space
-    of the process."""
+    """Hold the first message to the child. `cpu_s`: processor time of one job. `memory_bytes`:
+    address space of the process."""
 
     template: TemplateSource
     cpu_s: float
@@ -41,13 +41,13 @@ class ChildSettings(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The text of each conversation. The answer to settings is one without any."""
+    """Hold the text of each conversation; empty in the reply to `ChildSettings`."""
 
     texts: list[str]
 
 
 class NotRendered(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Why there is no text, in words for whoever asked."""
+    """Say why there is no text, in words for the client."""
 
     message: str
 
@@ -56,7 +56,7 @@ Answer = Rendered | NotRendered
 
 
 def serve_template(fd: int) -> int:
-    """Render for the socket `fd` until its peer is gone. Returns the exit status."""
+    """Render for the socket `fd` until the other end closes it. Returns the exit status."""
     # Ctrl-C reaches the whole group of processes; only the server decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with (
@@ -89,7 +89,7 @@ def _serve(jobs: BufferedReader, answers: BufferedWriter) -> None:
 
 
 def _handle(stream: BufferedWriter, work: Callable[[], list[str]], *, cpu_s: float) -> None:
-    """Do one piece of work within its time; SIGPROF ends a process that takes longer."""
+    """Run one piece of work within its time; SIGPROF ends a process that takes longer."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         frame = msgspec.msgpack.encode(Rendered(work()))
@@ -113,7 +113,7 @@ def _messages(source: BufferedReader) -> Iterator[bytes]:
 
 
 def _lower_limit(kind: int, value: int) -> None:
-    """Lower a limit of this process; a system that does not know it goes without."""
+    """Lower a limit of this process; warn on a system that does not support it."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)

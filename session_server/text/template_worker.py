@@ -1,8 +1,8 @@
-"""A chat template rendered in a process of its own, with a deadline.
+"""Render a chat template in a process of its own, with a deadline.
 
-A template is a program of the checkpoint's author. Whatever it does costs the turn it is rendered
-for: a render that takes too long, too much memory or writes too much is an error of that turn, and
-the process is killed and started again. One job is in the process at a time; others wait in order.
+A template is a program by the checkpoint's author. Its faults only cost the turn it is rendered
+for: a render that takes too long, uses too much memory or writes too much fails that turn, and the
+process is killed and restarted. The process runs one job at a time; others wait in order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UTF8_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one job may take.
+    """Limit what one job may use.
 
     `deadline_s`: seconds until its answer, for a process that waits instead of computing. `cpu_s`:
     seconds of processor time, which a loaded machine does not stretch. `memory_bytes`: address
@@ -52,7 +52,7 @@ class _Child:
 
 
 class TemplateWorker:
-    """A `TemplateRenderer` whose template runs in a child process."""
+    """Render a template in a child process; implements `TemplateRenderer`."""
 
     def __init__(self, template: TemplateSource, limits: RenderLimits) -> None:
         self._limits = limits
@@ -77,11 +77,11 @@ class TemplateWorker:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, None while there is none."""
+        """Return the process id of the child, None while there is none."""
         return self._child.process.pid if self._child is not None else None
 
     def render_now(self, job: RenderJob) -> None:
-        """Return None: the answer comes from another process."""
+        """Return None: rendering needs another process."""
 
     async def render(self, job: RenderJob) -> list[str]:
         """Return the text of each conversation.
@@ -105,7 +105,7 @@ class TemplateWorker:
         return answer.texts
 
     async def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         async with self._turn:
             self._kill()
 
@@ -123,7 +123,7 @@ class TemplateWorker:
             raise ModelFilesError(answer.message)
 
     async def _request(self, frame: bytes, timeout_s: float) -> Answer:
-        """Send one message and return its answer. A process that does not answer is killed.
+        """Send one message and return its reply. A process that does not reply is killed.
 
         Raises:
             TokenizeFailed: it took too long, or it ended.
@@ -147,7 +147,7 @@ class TemplateWorker:
         except (asyncio.IncompleteReadError, ConnectionError):
             raise TokenizeFailed(await self._exit_reason(child), param="input") from None
         finally:
-            # What it still writes would be taken for the answer to the next job.
+            # Otherwise a late reply would be read as the reply to the next job.
             if answer is None:
                 self._kill()
         return answer
@@ -157,7 +157,7 @@ class TemplateWorker:
         try:
             status = await asyncio.to_thread(child.process.wait, self._limits.deadline_s)
         except subprocess.TimeoutExpired:
-            child.process.kill()  # it closed its socket and goes on
+            child.process.kill()  # it closed its socket but still runs
         if status == -SIGPROF:
             return f"the chat template took more than {self._limits.cpu_s:g} s of processor time"
         return f"the process of the chat template ended (status {status})"
@@ -168,12 +168,12 @@ class TemplateWorker:
             return
         child.process.kill()
         child.writer.close()
-        # Reaped aside: a process with much memory takes a while to go.
+        # Reap it on a thread: a process with much memory takes a while to exit.
         asyncio.get_running_loop().run_in_executor(None, child.process.wait)
 
 
 def _popen() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a child. Returns our end of the socket whose other end it alone holds."""
+    """Start a child process. Returns our end of the socket; the child alone holds the other end."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:

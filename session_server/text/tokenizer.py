@@ -1,7 +1,8 @@
-"""Token ids of text. Two voices: the template's, which may say control tokens, and the user's.
+"""Encode text as token ids: the template's text, which may contain control tokens, and user text,
+which may not.
 
-Both are the checkpoint's own `tokenizers` pipeline; they differ in `encode_special_tokens` alone,
-which is a switch of the whole tokenizer object, hence two objects.
+Both use the checkpoint's `tokenizers` pipeline. They differ only in `encode_special_tokens`, which
+is a switch of the whole tokenizer object, so there are two objects.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.text.model_files import ModelFilesError
 
 LONG_TEXT_CHARS: Final = 4096
-"""From here on encoding takes long enough (milliseconds) to be worth a thread of its own."""
+"""Longer texts take milliseconds to encode, which is worth a thread of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A control token. `lstrip` / `rstrip`: it swallows the white space beside it."""
+    """Describe a control token. `lstrip` / `rstrip`: it absorbs the white space beside it."""
 
     token_id: int
     lstrip: bool
@@ -33,7 +34,8 @@ class SpecialToken:
 
 
 class Tokenizer:
-    """Encode and decode; safe to share between threads (nothing changes after construction)."""
+    """Encode and decode; safe to share between threads, because nothing changes after
+    construction."""
 
     def __init__(self, path: Path, *, special_texts: Collection[str] = ()) -> None:
         """Load tokenizer.json. `special_texts` are declared special elsewhere (tokenizer_config).
@@ -50,26 +52,26 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, SpecialToken]:
-        """Control tokens by their text; a copy."""
+        """Return a copy of the control tokens, keyed by their text."""
         return dict(self._special)
 
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer:
-        """The tokenizer to decode with; not to be changed."""
+        """Return the tokenizer to decode with; do not change it."""
         return self._control
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Every token and its id, control tokens included; a copy."""
+        """Return a copy of every token and its id, control tokens included."""
         return self._control.get_vocab(with_added_tokens=True)
 
     def token_to_id(self, text: str) -> int | None:
-        """Id of one token by its exact text."""
+        """Return the id of the token with exactly this text, or None."""
         token_id = self._control.token_to_id(text)
         return None if token_id is None else int(token_id)
 
     def encode_control(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """Ids of text that may name control tokens: a rendered template, a raw prompt.
+        """Encode text that may contain control tokens: a rendered template, a raw prompt.
 
         `add_bos` runs the checkpoint's post-processor, which adds what it adds (mostly a BOS).
 
@@ -79,7 +81,7 @@ class Tokenizer:
         return _encode(self._control, text, add_bos=add_bos)
 
     def encode_content(self, text: str) -> list[int]:
-        """Ids of a user's text: no id is ever that of a control token.
+        """Encode a user's text: no id is ever that of a control token.
 
         Raises:
             TokenizeFailed: the text is not encodable (lone surrogates), or the tokenizer broke.
@@ -87,12 +89,12 @@ class Tokenizer:
         return _encode(self._content, text, add_bos=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids the tokenizer does not know (a padded vocabulary) give nothing."""
+        """Decode ids; ids unknown to the tokenizer (a padded vocabulary) decode to nothing."""
         return str(self._control.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str = "input_ids") -> None:
-    """Refuse ids outside [0, vocab_size): one such id can poison a whole batch.
+    """Reject ids outside [0, vocab_size): one such id can corrupt a whole batch.
 
     Raises:
         InvalidRequest: naming the first that is wrong.
@@ -116,7 +118,7 @@ def _load(path: Path, special_texts: Collection[str]) -> tokenizers.Tokenizer:
     tokenizer.no_padding()
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for text in special_texts:
-        # A text unknown to the vocabulary would become a new id that the model does not have.
+        # Adding a text outside the vocabulary would create an id that the model does not have.
         if text not in added and tokenizer.token_to_id(text) is not None:
             tokenizer.add_special_tokens([AddedToken(text, normalized=False)])
     return tokenizer
@@ -133,7 +135,7 @@ def _needs_flags(tokenizer: tokenizers.Tokenizer, special_texts: Collection[str]
 def _set_flags(source: dict[str, Any], special_texts: Collection[str]) -> None:
     """Declare control tokens special, and match them in the text as it was written.
 
-    Matching after normalisation would let look-alikes (a full-width `<`) become control tokens.
+    Matching after normalization would let look-alikes (a full-width `<`) become control tokens.
     """
     for token in source["added_tokens"]:
         if token["special"] or token["content"] in special_texts:
@@ -150,7 +152,8 @@ def _special_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, SpecialToken]:
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Matches any of `texts`, the longest where several begin; nothing when there are none."""
+    """Return a pattern that matches any of `texts`, the longest where several begin; nothing if
+    empty."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -159,7 +162,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_bos: bool) -> lis
     try:
         if len(text) < LONG_TEXT_CHARS:
             return list(tokenizer.encode(text, add_special_tokens=add_bos).ids)
-        # Only the batch calls give up the interpreter lock, and so let the event loop run on.
+        # Only the batch calls release the interpreter lock, so that the event loop keeps running.
         return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_bos)[0].ids)
     except (TypeError, ValueError) as error:
         raise TokenizeFailed("the text is not valid Unicode", param="input") from error
