@@ -1,4 +1,4 @@
-"""`EvictionOrder`: which edges of the tree may go, the least recently used first."""
+"""`EvictionOrder`: order the evictable edges of the tree, the least recently used first."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ _MIN_BOUND: Final = 1024
 
 
 class EvictionOrder:
-    """A heap of offers by last use, and among equals by when they were made.
+    """Keep a heap of offered edges by last use, then by order of offering.
 
-    An offer whose edge was used since, or may not go any more, is stale and stays behind.
+    An offer is stale once its edge was used again or is no longer evictable; stale offers stay in
+    the heap until they are popped or dropped.
     """
 
     __slots__ = ("_bound", "_is_evictable", "_num_offered", "_offers")
 
     def __init__(self, is_evictable: Callable[[RadixNode], bool]) -> None:
-        """`is_evictable`: whether an edge can give something; not for one that was removed."""
+        """`is_evictable`: whether an edge has evictable pages; False for a removed edge."""
         self._is_evictable = is_evictable
         self._offers: list[tuple[int, int, RadixNode]] = []
         self._bound = _MIN_BOUND
         self._num_offered = 0
 
     def offer(self, node: RadixNode) -> None:
-        """Put an edge that may go in its place."""
+        """Enter an edge that has evictable pages."""
         self._num_offered += 1
         heapq.heappush(self._offers, (node.last_used, self._num_offered, node))
         if len(self._offers) > self._bound:
             self._drop_stale()
 
     def pop(self) -> RadixNode:
-        """Take out the edge that goes next; what it has left is to be offered again.
+        """Remove and return the least recently used evictable edge. Offer it again if it keeps
+        evictable pages.
 
         Raises:
-            AuditFailed: none may go; the caller checks the ledger before.
+            AuditFailed: no edge is evictable; the caller checks the ledger before.
         """
         while self._offers:
             last_used, _, node = heapq.heappop(self._offers)
@@ -47,8 +49,7 @@ class EvictionOrder:
         raise AuditFailed("nothing is evictable, though the ledger says so")
 
     def _drop_stale(self) -> None:
-        """Keep the first offer of every edge that stands. Done whenever the heap has doubled, this
-        costs O(1) amortised."""
+        """Keep one valid offer per edge. Called when the heap has doubled, so amortized O(1)."""
         kept: dict[RadixNode, tuple[int, int, RadixNode]] = {}
         for offer in sorted(self._offers):
             last_used, _, node = offer

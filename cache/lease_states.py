@@ -1,17 +1,16 @@
-"""`LeaseStates`: the recurrent states that one lease holds beside the snapshots in the tree.
+"""`LeaseStates`: hold the recurrent states of one lease that are not snapshots in the tree.
 
-A state is what all tokens before it have come to, and no forward can undo a token. So nothing is
-overwritten while it may be wanted: every forward reads the state at its beginning and writes a page
-of its own for the state at its end. What a lent lease keeps of those is
+A forward cannot undo a token in a recurrent state, so no state is overwritten while it may be read
+again: every forward reads the state at its start and writes new pages. A lent lease keeps
 
-* the state at its mark, to which a rollback leads,
-* the state at its computed length, from which a forward that failed is launched again,
+* the state at its mark, for a rollback,
+* the state at its computed length, from which a failed forward is launched again,
 * the state at the last whole page, which becomes a snapshot when the pages are published,
-* and the states that forwards in flight will leave: where guesses are verified, one after each of
-  them, since only the right ones count in the end. What wrong ones left is overwritten or goes.
+* the states that forwards in flight write: with drafts one after each draft, because only the
+  accepted ones count. States of rejected drafts are overwritten or freed.
 
-A parked lease keeps the one at its computed length. So the memory of a session does not depend on
-how long it is.
+A parked lease keeps only the state at its computed length, so its memory does not grow with the
+history.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from cache.types import NULL_PAGE, Holder
 
 
 class LeaseStates:
-    """Pages of the recurrent pool by the length whose state they hold; none without such a pool."""
+    """Hold private pages of the recurrent pool by the length whose state they are; empty without
+    such a pool."""
 
     __slots__ = ("_pages", "_rollback_states", "_stores", "pool")
 
@@ -33,23 +33,24 @@ class LeaseStates:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Return the pages, in no order, the one that is set aside included."""
+        """Return the pages in no order, including the one kept for a rollback."""
         return (*self._pages.values(), *self._rollback_states.values())
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that the states stand for, ascending."""
+        """Return the lengths whose states are held, ascending."""
         return sorted(self._pages)
 
     def num_missing(self, computed_len: int, to_len: int, num_drafts: int) -> int:
-        """Pages that `allocate` would take."""
+        """Return the number of pages that `allocate` would take."""
         left = self._written_lengths(computed_len, to_len, num_drafts)
         return sum(length not in self._pages for length in left)
 
     def allocate(self, computed_len: int, to_len: int, num_drafts: int, holder: Holder) -> None:
-        """Pages for what a forward that ends at `to_len`, guesses included, leaves. Forwards come
-        in order, so what was meant for one that went further is given back: it has failed, or its
-        guesses were wrong.
+        """Allocate pages for the states that a forward ending at `to_len`, drafts included, writes.
+
+        Forwards are launched in order, so states past `to_len` belong to one that failed or whose
+        drafts were rejected: they are freed.
         """
         if self.pool is None:
             return
@@ -60,56 +61,56 @@ class LeaseStates:
         self._pages.update(zip(wanted, allocated, strict=True))
 
     def page_at(self, length: int) -> int:
-        """The page with the state at that length, `NULL_PAGE` where there is none."""
+        """Return the page with the state after `length` tokens, `NULL_PAGE` if there is none."""
         return self._pages.get(length, NULL_PAGE)
 
     def targets(self, start: int, end: int, num_drafts: int) -> tuple[tuple[int, int], ...]:
-        """Lengths, and pages for their states, that a forward over [start, end) leaves."""
+        """Return (length, page) of the states that a forward over [start, end) writes."""
         lengths = self._written_lengths(start, end, num_drafts)
         return tuple((length, self._pages[length]) for length in lengths)
 
     def longest_len(self, length: int) -> int:
-        """The longest length <= `length` that there is a state of; 0 without any."""
+        """Return the longest length <= `length` whose state is held; 0 without any."""
         return max((n for n in self._pages if n <= length), default=0)
 
     def release_superseded(self, computed_len: int, mark_len: int, holder: Holder) -> None:
-        """Give back what is computed and that nobody will ask for."""
+        """Free the computed states that neither a rollback, a relaunch nor `publish` reads."""
         if not self._pages:
             return
         kept = (mark_len, computed_len - computed_len % self._stores.page_size, computed_len)
         self._drop([n for n in self._pages if n <= computed_len and n not in kept], holder)
 
     def drop_beyond(self, length: int, holder: Holder) -> None:
-        """Give back the states of all longer lengths."""
+        """Free the states of all lengths greater than `length`."""
         self._drop([n for n in self._pages if n > length], holder)
 
     def keep_only(self, length: int, holder: Holder) -> None:
-        """Give back the states of all other lengths."""
+        """Free the states of all lengths but `length`."""
         self._drop([n for n in self._pages if n != length], holder)
 
     def keep_for_rollback(self, length: int) -> None:
-        """Keep the state at that length, if there is one, where no forward writes or reads it."""
+        """Keep the state at `length`, if there is one, out of reach of forwards."""
         if length in self._pages:
             self._rollback_states[length] = self._pages.pop(length)
 
     def restore_rollback_state(self) -> None:
-        """Hold the state that was set aside like any other again."""
+        """Use the state kept for a rollback like any other again."""
         self._pages.update(self._rollback_states)
         self._rollback_states.clear()
 
     def release_rollback_state(self, holder: Holder) -> None:
-        """Give back the state that was set aside."""
+        """Free the state kept for a rollback."""
         if self._rollback_states and self.pool is not None:
             self._stores.allocators[self.pool].release(self._rollback_states.values(), holder)
             self._rollback_states.clear()
 
     def transfer(self, source: Holder, target: Holder) -> None:
-        """Move all from one account to another."""
+        """Book all states from one account to another."""
         if self.pool is not None:
             self._stores.ledgers[self.pool].transfer(len(self.pages), source, target)
 
     def quarantine(self, holder: Holder) -> None:
-        """Move all to quarantine."""
+        """Move all states to quarantine."""
         if self.pool is not None:
             self.transfer(holder, Holder.QUARANTINE)
             self._stores.quarantined[self.pool].extend(self.pages)
@@ -117,8 +118,8 @@ class LeaseStates:
             self._rollback_states.clear()
 
     def take_snapshots(self, start: int, num_pages: int) -> list[int]:
-        """Hand over the states at the ends of the whole pages from page `start` on, `NULL_PAGE`
-        where there is none.
+        """Remove and return the states at the ends of the pages [start, start + num_pages),
+        `NULL_PAGE` where there is none.
         """
         page_size = self._stores.page_size
         ends = range((start + 1) * page_size, (start + num_pages + 1) * page_size, page_size)
@@ -131,9 +132,10 @@ class LeaseStates:
                 self._pages[index * self._stores.page_size] = page
 
     def _written_lengths(self, computed_len: int, to_len: int, num_drafts: int) -> tuple[int, ...]:
-        """Lengths whose states a forward that ends at `to_len` leaves, if no other one did."""
+        """Return the lengths whose states a forward over [computed_len, to_len) writes."""
         certain_len = to_len - num_drafts
         last_whole = certain_len - certain_len % self._stores.page_size
+        # The last page boundary inside the forward: the next `publish` makes it a snapshot.
         on_the_way = (last_whole,) if computed_len < last_whole < certain_len else ()
         return (*on_the_way, *range(certain_len, to_len + 1))
 

@@ -16,9 +16,9 @@ from cache.types import PoolName
 
 
 class Tally:
-    """What some receipts alone keep from being evicted, each by itself, in all of them.
+    """Sum, over some receipts, what each of them alone keeps from being evicted.
 
-    `num_tokens`: of edges, in pools that keep every page. `num_pages`: per bounded pool.
+    `num_tokens`: tokens of edges, for unbounded pools. `num_pages`: pages per bounded pool.
     """
 
     __slots__ = ("num_pages", "num_tokens")
@@ -29,7 +29,7 @@ class Tally:
 
 
 class LockOwners:
-    """Receipts by their numbers, and what each alone has locked."""
+    """Number the receipts, and count what each of them alone has locked."""
 
     __slots__ = ("_free_numbers", "_receipts", "_tallies")
 
@@ -39,7 +39,7 @@ class LockOwners:
         self._free_numbers: list[int] = []
 
     def register(self, receipt: LockReceipt) -> None:
-        """Give a new receipt its number."""
+        """Assign a number to a new receipt."""
         if not self._free_numbers:
             self._free_numbers.append(len(self._receipts))
             self._receipts.append(None)
@@ -48,7 +48,7 @@ class LockOwners:
         self._receipts[receipt._number] = receipt
 
     def unregister(self, receipt: LockReceipt) -> None:
-        """Take back the number of a receipt that has unlocked everything.
+        """Free the number of a receipt that has unlocked everything.
 
         Raises:
             AuditFailed: some page still counts as locked by it alone.
@@ -60,7 +60,7 @@ class LockOwners:
         self._free_numbers.append(receipt._number)
 
     def assign(self, receipt: LockReceipt, tally: Tally | None) -> None:
-        """Count what a receipt alone has locked in this tally from now on, and in no other."""
+        """Move a receipt to another tally, or to none."""
         before = self._tallies[receipt._number]
         self._tallies[receipt._number] = tally
         for each, sign in ((before, -1), (tally, +1)):
@@ -70,13 +70,13 @@ class LockOwners:
                     each.num_pages[pool] += sign * num_pages
 
     def add_tokens(self, number: int, num_tokens: int) -> None:
-        """The receipt of that number alone has locked so many tokens of edges more, or fewer."""
+        """Add tokens of edges to what a receipt alone has locked; negative to subtract."""
         self._receipt(number).sole_tokens += num_tokens
         if (tally := self._tallies[number]) is not None:
             tally.num_tokens += num_tokens
 
     def add_pages(self, number: int, pool: PoolName, num_pages: int) -> None:
-        """The same, in pages of a bounded pool."""
+        """Add pages of a bounded pool to what a receipt alone has locked; negative to subtract."""
         self._receipt(number).sole_pages[pool] += num_pages
         if (tally := self._tallies[number]) is not None:
             tally.num_pages[pool] += num_pages

@@ -1,11 +1,10 @@
-"""Locks by the page, in the bounded pools.
+"""`PageLocks`: count locks per page in bounded pools, and evict single pages from edges.
 
-Where every position is read by all that follow, a lock on a path covers the whole path, and one
-count per edge says so. In a bounded pool, a session needs the pages of its last window only;
-those before them stay published while memory lasts, for whoever turns back or shares a beginning,
-and may go at any time. So here every page of an edge has a count of its own, and a page that goes
-leaves a tombstone, `NULL_PAGE` in the place of its id (word and idea are SGLang's). The count of a
-tombstone begins at `TOMBSTONE_COUNT`, so that a page may go where its count is 0 and nowhere else.
+With full attention a lock covers the whole path, so one count per edge is enough. In a bounded pool
+a session needs only the pages of its last window; earlier ones stay published for rewinds and other
+sessions, and may be evicted at any time. So every page of an edge has its own count, and an evicted
+page leaves a tombstone, as in SGLang: `NULL_PAGE` in place of its id. The count of a tombstone
+starts at `TOMBSTONE_COUNT`, so a page is evictable exactly if its count is 0.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from cache.radix_node import LockReceipt, RadixNode
 from cache.types import NULL_PAGE, Pages, PoolName
 
 TOMBSTONE_COUNT: Final = 1 << 20
-"""Added to the count of a tombstone; far more than receipts can be."""
+"""Added to the lock count of a tombstone; far more than there can be receipts."""
 
 
 class PageLocks:
-    """The pages that receipts hold in bounded pools, and the order in which others go."""
+    """Track which pages of bounded pools are locked, and in which order others are evicted."""
 
     __slots__ = ("_changes", "_components", "_ledgers", "_orders", "_owners", "_page_size")
 
@@ -45,7 +44,7 @@ class PageLocks:
         changes: Changes,
         owners: LockOwners,
     ) -> None:
-        """`components`: the bounded ones. `changes`: is told which edges change."""
+        """`components`: the bounded ones. `changes`: records which edges change."""
         self._changes = changes
         self._owners = owners
         self._page_size = page_size
@@ -56,39 +55,40 @@ class PageLocks:
         }
 
     def __bool__(self) -> bool:
-        """Whether any pool is bounded."""
+        """Return whether any pool is bounded."""
         return bool(self._components)
 
     @property
     def pools(self) -> tuple[PoolName, ...]:
-        """The bounded pools."""
+        """Return the bounded pools."""
         return tuple(self._orders)
 
     @contextmanager
     def relocking(self, receipt: LockReceipt) -> Iterator[None]:
-        """Let go of what a receipt has locked, and lock what it has to once it was moved: what
-        forwards at its length and at its mark read.
+        """Unlock a receipt's pages, let the block change its length or mark, and lock the pages
+        that forwards at the new length and mark read.
         """
         left = self._unlock_pages(receipt) if self._components else ()
         yield
         if self._components:
             self._lock_pages(receipt)
             for node in left:
-                self.offer(node)
+                self.offer(node)  # pages of the new window are locked again by now
 
     def continuable(self, receipt: LockReceipt | None, nodes: Sequence[RadixNode], end: int) -> int:
-        """How much of a path a forward can go on from, in whole pages.
+        """Return the length of a path, in whole pages, that a forward can continue from.
 
         Args:
-            receipt: what the path begins with; None at a root.
+            receipt: the locked beginning of the path; None at a root.
             nodes: the edges that follow it.
-            end: length of the path, cut inside the last edge perhaps.
+            end: tokens of the path; it may end inside the last edge.
         """
         length = end
         for component in self._components:
             entries = [node.pages[component.pool].view() for node in nodes]
             first = 0
             if receipt is not None:
+                # A window may begin before the receipt's end, so its locked pages count too.
                 first = component.first_page(receipt.length)
                 span = (first, receipt.length // self._page_size)
                 above = [
@@ -102,8 +102,8 @@ class PageLocks:
         return length
 
     def num_unlocked(self, nodes: Sequence[RadixNode], start: int, end: int) -> dict[PoolName, int]:
-        """Pages, per pool, that a lock of length `end` would be the first to hold, in edges that
-        begin at `start`."""
+        """Return, per bounded pool, the unlocked pages that a lock of length `end` would cover in
+        edges that begin at token `start`."""
         counts = dict.fromkeys(self._orders, 0)
         for component in self._components:
             first, last = component.first_page(end), end // self._page_size
@@ -116,10 +116,11 @@ class PageLocks:
         return counts
 
     def fill_tombstone(self, node: RadixNode, pool: PoolName, index: int, page: int) -> None:
-        """Fill a tombstone with a page that was just booked as the tree's."""
+        """Replace a tombstone by a page that was just booked as TREE."""
         self._changes.record_content(node)
         node.pages[pool].put(index, page)
         node.page_locks[pool].add(index, index + 1, -TOMBSTONE_COUNT)
+        # A path with a tombstone can be locked: locks of the place are then locks of the page.
         num_locks = int(node.page_locks[pool].view()[index])
         if num_locks:
             self._ledgers[pool].protect(1)
@@ -129,20 +130,21 @@ class PageLocks:
             self.offer(node)
 
     def offer(self, node: RadixNode) -> None:
-        """Note that pages of an edge may go."""
+        """Enter an edge into the order of eviction of every pool where it has evictable pages."""
         for pool, order in self._orders.items():
             if node.num_evictable[pool]:
                 order.offer(node)
 
     def take_oldest(self, pool: PoolName, num_pages: int) -> tuple[RadixNode, list[int]]:
-        """Leave tombstones in the edge that was used least recently, from its beginning on: who
-        goes on from its end needs the last pages.
+        """Evict pages of the least recently used edge that has evictable ones.
+
+        The first pages of the edge go first: a match that ends at its end needs the last ones.
 
         Returns:
-            The edge, and up to `num_pages` pages that were its own, still booked as the tree's.
+            The edge, and up to `num_pages` page ids, still booked as TREE.
 
         Raises:
-            AuditFailed: none may go; the caller checks the ledger before.
+            AuditFailed: no page is evictable; the caller checks the ledger before.
         """
         node = self._orders[pool].pop()
         self._changes.record_content(node)
@@ -167,7 +169,7 @@ class PageLocks:
             node.page_owners[pool].exclusive_or(start, end, receipt._number)
 
     def _unlock_pages(self, receipt: LockReceipt) -> list[RadixNode]:
-        """Returns the edges that may have pages now which can go."""
+        """Unlock a receipt's pages; return the edges that may have evictable pages now."""
         left = []
         for pool, node, start, end in self._locked_slices(receipt):
             if _num_evictable(node, pool, start, end):
@@ -184,7 +186,8 @@ class PageLocks:
         return left
 
     def _record_change(self, node: RadixNode, num_evictable: int) -> None:
-        """Locks of an edge have changed, and of so many pages whether they can be evicted."""
+        """Record that locks of an edge have changed, and whether `num_evictable` pages became
+        evictable or ceased to be."""
         if num_evictable:
             self._changes.record_content(node)
         else:
@@ -193,7 +196,8 @@ class PageLocks:
     def _credit_sole_owners(
         self, node: RadixNode, pool: PoolName, span: tuple[int, int], sign: int
     ) -> None:
-        """Pages of a slice that have one lock begin to be its owner's alone, or cease to be."""
+        """Add the pages of a slice that have one lock to what their owners alone have locked; with
+        sign -1 subtract them."""
         is_alone = node.page_locks[pool].view(*span) == 1
         if is_alone.any():
             numbers = node.page_owners[pool].view(*span)[is_alone]
@@ -203,11 +207,12 @@ class PageLocks:
     def _locked_slices(
         self, receipt: LockReceipt
     ) -> Iterator[tuple[PoolName, RadixNode, int, int]]:
-        """Every page the receipt holds, once, as slices of edges."""
+        """Yield every page the receipt has locked, once, as slices of edges."""
         for component in self._components:
             first, end = component.first_page(receipt.length), receipt.length // self._page_size
             spans = [(first, end)]
             if receipt.mark is not None:
+                # The two windows may overlap: cut this one where the other begins.
                 marked = component.first_page(receipt.mark)
                 spans.append((marked, min(receipt.mark // self._page_size, first)))
             for span in spans:
@@ -217,7 +222,8 @@ class PageLocks:
     def _slices(
         self, receipt: LockReceipt, span: tuple[int, int]
     ) -> Iterator[tuple[RadixNode, int, int]]:
-        """The edges that have the pages [first, end) of a receipt's path, from its end upwards."""
+        """Yield the slices of edges that have the pages [first, end) of a receipt's path, the last
+        edge first."""
         node, at = receipt._node, receipt.length // self._page_size
         first, end = span
         while node.parent is not None and at > first:
@@ -229,7 +235,7 @@ class PageLocks:
 
 
 def init_locks(node: RadixNode, pools: Sequence[PoolName]) -> None:
-    """A new edge: nobody has locked a page of it."""
+    """Set the lock counts of a new edge to 0."""
     for pool in pools:
         node.page_locks[pool], node.page_owners[pool] = IntBuffer(), IntBuffer()
         node.num_evictable[pool] = 0
@@ -237,14 +243,14 @@ def init_locks(node: RadixNode, pools: Sequence[PoolName]) -> None:
 
 
 def append_locks(node: RadixNode, pool: PoolName, pages: Pages) -> None:
-    """An edge has these pages more, which nobody has locked."""
+    """Append unlocked pages to an edge."""
     node.page_locks[pool].append(unlocked_counts(pages))
     node.page_owners[pool].append(np.zeros(len(pages), np.int32))
     node.num_evictable[pool] += int(np.count_nonzero(pages))
 
 
 def truncate_locks(node: RadixNode, num_kept: int) -> None:
-    """An edge has its first pages only."""
+    """Cut the lock counts of an edge to its first pages."""
     for pool, locks in node.page_locks.items():
         node.num_evictable[pool] -= _num_evictable(node, pool, num_kept)
         locks.truncate(num_kept)
@@ -252,7 +258,7 @@ def truncate_locks(node: RadixNode, num_kept: int) -> None:
 
 
 def split_locks(upper: RadixNode, lower: RadixNode, num_pages: int) -> None:
-    """The first pages of an edge are another one now, with their locks."""
+    """Move the lock counts of the first pages of an edge to the new edge above it."""
     for pool, locks in lower.page_locks.items():
         owners = lower.page_owners[pool]
         upper.page_locks[pool] = IntBuffer(locks.view(0, num_pages))
@@ -264,7 +270,7 @@ def split_locks(upper: RadixNode, lower: RadixNode, num_pages: int) -> None:
 
 
 def unlocked_counts(pages: Pages) -> Pages:
-    """The counts of pages that nobody has locked, int32 [n]."""
+    """Return the lock counts of unlocked pages, int32 [n]: 0, `TOMBSTONE_COUNT` for a tombstone."""
     counts = np.zeros(len(pages), np.int32)
     if np.count_nonzero(pages) < len(pages):
         counts[pages == NULL_PAGE] = TOMBSTONE_COUNT
@@ -276,6 +282,6 @@ def _has_evictable(node: RadixNode, pool: PoolName) -> bool:
 
 
 def _num_evictable(node: RadixNode, pool: PoolName, start: int = 0, end: int | None = None) -> int:
-    """Pages of a slice that are there and unlocked; none of an edge that was removed."""
+    """Return how many pages of a slice are there and unlocked; 0 for a removed edge."""
     locks = node.page_locks[pool].view(start, end)
     return len(locks) - int(np.count_nonzero(locks))

@@ -1,4 +1,4 @@
-"""What the radix tree is made of: edges, receipts for locks, and the answer to a match."""
+"""Data of the radix tree: nodes, lock receipts and match results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cache.int_buffer import IntBuffer
 from cache.types import Namespace, Pages, PoolName, Tokens
 
 PagesByPool = dict[PoolName, list[int]]
-"""Per pool, entries in order of position: page ids, and `NULL_PAGE` where a page was let go."""
+"""Per pool, page ids in order of position; `NULL_PAGE` where a page was freed."""
 
 
 class RadixNode:
@@ -58,7 +58,7 @@ class RadixNode:
         self.version = 0
 
     def below(self) -> Iterator[RadixNode]:
-        """All nodes below this one, parents first."""
+        """Yield all nodes below this one, parents first."""
         pending = list(self.children.values())
         while pending:
             node = pending.pop()
@@ -67,7 +67,7 @@ class RadixNode:
 
 
 class Root(RadixNode):
-    """Where a namespace begins."""
+    """Hold the root node of one namespace."""
 
     __slots__ = ("namespace",)
 
@@ -77,13 +77,13 @@ class Root(RadixNode):
 
 
 class LockReceipt:
-    """Proof that [0, length) of a path is locked. Opaque: given back to the tree that made it.
+    """Represent a lock on [0, length) of a path. Opaque outside the tree that made it.
 
-    In bounded pools, the pages a forward at `length` reads are locked, and those a forward at
-    `mark` reads: where a rollback leads to.
+    In bounded pools it locks only the pages that a forward at `length` reads, and those that a
+    forward at `mark` reads, for a rollback.
 
-    `sole_tokens`: tokens of edges that only this receipt has locked; `sole_pages`: pages that only
-    it has locked, per bounded pool. Both follow what others lock and unlock.
+    `sole_tokens`: tokens of edges that only this receipt has locked; `sole_pages`: the pages that
+    only it has locked, per bounded pool. Both are updated when other receipts lock or unlock.
     """
 
     __slots__ = (
@@ -109,23 +109,22 @@ class LockReceipt:
 
     @property
     def length(self) -> int:
-        """Tokens locked: a multiple of the page size."""
+        """Return the tokens locked, a multiple of the page size."""
         return self._length
 
     @property
     def mark(self) -> int | None:
-        """A length <= `length` that stays reachable; None when there is none."""
+        """Return the length <= `length` whose pages stay locked for a rollback, if any."""
         return self._mark
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How a match was found, to tell whether it would be found again.
+    """Describe how a match was found, to check later whether it would be found again.
 
-    `namespace`: in which it began, at its root or below a receipt.
-    `nodes`: the edges below `start` that begin with the tokens. `next_key`: what the next edge
-    would be found by; None where the tokens end, or differ from those of the last edge. `version`:
-    of `cache.changes` at that time.
+    `start`: the root of `namespace`, or the node at the end of a receipt. `nodes`: the edges below
+    it that the tokens follow. `next_key`: the key of a child that would extend the match; None if
+    the tokens end or differ inside the last edge. `version`: of `cache.changes` at that time.
     """
 
     namespace: Namespace
@@ -135,7 +134,8 @@ class Walk:
     version: int
 
     def is_current(self) -> bool:
-        """Whether nothing has changed that it depends on, if `start` still stands. O(edges)."""
+        """Return whether nothing that it depends on has changed, given that `start` is still in the
+        tree. O(edges)."""
         if any(node.version > self.version for node in self.nodes):
             return False
         last = self.nodes[-1] if self.nodes else self.start
@@ -144,11 +144,11 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """What the tree holds of some tokens; valid until the tree changes.
+    """Describe what the tree holds of some tokens; valid until the tree changes.
 
-    `matched_len`: tokens a forward can go on from, whole pages only; from the receipt on if one was
-    given. `evictable_pages`: how many of the pages that locking it would lock no lock covers, per
-    pool: that many are taken away from what eviction could give.
+    `matched_len`: tokens that a forward can continue from, whole pages only, counted from the
+    receipt if one was given. `evictable_pages`: per pool, the pages that are evictable now and
+    would not be once the match is locked.
     """
 
     matched_len: int
@@ -158,7 +158,7 @@ class MatchResult:
 
     @property
     def cache_protected_len(self) -> int:
-        """The length a lock on this match protects; page-aligned by construction."""
+        """Return the tokens that a lock on this match protects; always whole pages."""
         return self.matched_len
 
 

@@ -1,12 +1,12 @@
-"""`SessionAwareCache`: sessions, turns and the memory they share, behind one set of verbs.
+"""`SessionAwareCache`: own the KV of all sessions of one engine, behind one set of verbs.
 
-A turn is `begin_turn`, then `grow` and `record` per step, then one of `end_turn`, `discard` and
-`retract`. A verb that raises has changed nothing. One thread calls; nothing here blocks, logs or
-reads a clock. Per turn a verb costs O(new tokens), per step O(1), whatever the length of the
-history and the number of idle sessions; only a cold match reads the history, once.
+A turn calls `begin_turn`, then `grow` and `record` per step, then one of `end_turn`, `discard` and
+`retract`. A verb that raises has changed nothing. Call it from one thread; nothing here blocks,
+logs or reads a clock. A verb costs O(new tokens) per turn and O(1) per step, whatever the length of
+the history and the number of idle sessions; only the match of a cold session reads the history.
 
-Under pressure `grow` evicts published pages that nobody has locked. Cooling a session or retracting
-a turn is the caller's decision: see `accounts` and `idle_sessions`.
+Under pressure `grow` evicts unlocked published pages. Cooling a session or retracting a turn is the
+caller's decision: see `headroom` and `idle`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from cache.views import CacheParts, Headroom, SlotView, TurnLimits, TurnLoan
 
 _LOW_WATER: Final = 32
 _HIGH_WATER: Final = 16
-"""Eviction begins when less than 1/32 of a pool would be free and goes on to 1/16. Freed one by one
-as they are needed, the pages of a full pool would be handed out one by one, and no session would
-have an extent: under churn a run was 1.3 pages long that way and is 2.7 this way."""
+"""Eviction begins when less than 1/32 of a pool would be free and continues to 1/16. Evicting page
+by page on demand would also hand out single pages, so that no session had consecutive ones: under
+churn the mean run was 1.3 pages long that way and is 2.7 this way."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A loan: what ending it must know.
+    """Describe a running turn, for ending it.
 
-    `base_len`: the history before it; `prompt_len`: with its input.
+    `base_len`: tokens of the history before it; `prompt_len`: including its input.
     """
 
     slot: SessionSlot
@@ -69,7 +69,7 @@ class _Turn:
 
 
 class SessionAwareCache:
-    """All sessions of one engine."""
+    """Hold all sessions of one engine and their KV."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SessionAwareCache:
             spec: what layers store; decides page size and pools.
             capacity: pages per pool and rows.
             pinned_quota_pages: pages of the largest pool that PINNED sessions may keep from being
-                reclaimed, and as large a part of the others.
+                reclaimed; of every other pool the same fraction.
             parts: what the stores are made of.
         """
         self._empty_stores = partial(KVStores.empty, spec, capacity, parts, changes=Changes())
@@ -109,11 +109,11 @@ class SessionAwareCache:
         tokens: Sequence[int] | Tokens = (),
         retention: Retention = Retention.RECLAIMABLE,
     ) -> None:
-        """Make a cold slot with a history.
+        """Create a cold slot with a history.
 
         Raises:
             SlotExists: the id is taken.
-            PinQuotaExceeded: PINNED, and the quota has no room for the history (or for anything).
+            PinQuotaExceeded: PINNED, and the quota has no room for the history (at least a page).
         """
         if session_id in self._slots:
             raise SlotExists(session_id)
@@ -130,9 +130,9 @@ class SessionAwareCache:
         namespace: Namespace,
         retention: Retention = Retention.RECLAIMABLE,
     ) -> None:
-        """Open `new_id` with the history of another session, without the turn it may be running.
+        """Open `new_id` with the history of another session, without its running turn.
 
-        Costs a copy of the tokens; the pages are shared when the fork's first turn matches them.
+        Copies the tokens; the pages are shared when the fork's first turn matches them.
 
         Raises:
             NamespaceMismatch: `namespace` is not that of `session_id`.
@@ -157,7 +157,7 @@ class SessionAwareCache:
         slot.check_history_len(to_len)
         self._stores.changes.record_session(session_id)
         if slot.lease is not None:
-            self._stores.changes.version += 1
+            self._stores.changes.version += 1  # `kept_len` of this session changes
             with self.idle.changing(slot):
                 slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
@@ -166,7 +166,7 @@ class SessionAwareCache:
             self.cool(session_id)
 
     def cool(self, session_id: SessionId) -> None:
-        """Drop the KV of an idle session and keep its tokens. What it published can be evicted.
+        """Drop the KV of an idle session and keep its tokens. Its published pages become evictable.
 
         Raises:
             SlotBusy: a turn has borrowed it.
@@ -186,11 +186,11 @@ class SessionAwareCache:
         self._update_pinned(slot)
 
     def close(self, session_id: SessionId) -> bool:
-        """Forget a session, or mark it CLOSING while a turn has borrowed it.
+        """Remove a session, or mark it CLOSING while a turn has borrowed it.
 
         Returns:
-            Whether it is gone now; otherwise it goes when its turn ends. Closing twice, or closing
-            an unknown session, is harmless.
+            Whether it is removed now; otherwise the end of its turn removes it. True for an unknown
+            session, so closing twice is harmless.
         """
         slot = self._slots.get(session_id)
         if slot is None:
@@ -213,16 +213,16 @@ class SessionAwareCache:
         new_tokens: Sequence[int] | Tokens,
         max_reuse_len: int | None = None,
     ) -> TurnLoan:
-        """Cut the history to `base_len`, append the input, lend the lease.
+        """Cut the history to `base_len`, append the input and lend the lease.
 
-        A resident session goes on from its own KV; a cold one takes a row and locks what the tree
-        has of its tokens. Buys no pages. At least one token is left to compute. Asking again for
-        the same turn changes nothing.
+        A resident session continues from its own KV; a cold one takes a row and locks what the tree
+        has of its tokens. Allocates no pages. Leaves at least one token to compute. Repeating the
+        call for the same turn changes nothing and returns the same loan.
 
         Args:
             base_len: tokens of the history that the turn builds on.
             new_tokens: its input.
-            max_reuse_len: recompute from this position on, even where KV is there.
+            max_reuse_len: recompute from this position on, even if its KV is valid.
 
         Raises:
             UnknownSession, SlotBusy, OutOfRows; HistoryMismatch: it is shorter than `base_len`.
@@ -259,8 +259,8 @@ class SessionAwareCache:
         return loan
 
     def grow(self, turn_id: TurnId, to_len: int, num_drafts: int = 0) -> list[TableWrite]:
-        """Buy pages for positions up to `to_len`, the last of them guesses, evicting unlocked
-        published pages before the pool runs dry.
+        """Allocate pages for positions up to `to_len`, the last `num_drafts` of them drafts, and
+        evict unlocked published pages before a pool is exhausted.
 
         Raises:
             OutOfPages: a pool has too few free and evictable pages; nothing was changed.
@@ -287,9 +287,9 @@ class SessionAwareCache:
     def record(
         self, turn_id: TurnId, computed_len: int, new_tokens: Sequence[int] = ()
     ) -> list[TableWrite]:
-        """Note a step's outcome: KV is valid up to `computed_len`, and these tokens were sampled.
+        """Record a step's outcome: KV is valid up to `computed_len`, and `new_tokens` were sampled.
 
-        When the prompt is complete its whole pages are published, once: others can match them
+        Once the prompt is complete its whole pages are published, so that others can match them
         while the turn still runs. Call it only for a forward that has completed and was finite.
         """
         turn = self._changing_turn(turn_id)
@@ -304,10 +304,10 @@ class SessionAwareCache:
         return self._publish(slot, lease)
 
     def end_turn(self, turn_id: TurnId, keep_len: int) -> list[TableWrite]:
-        """Keep the history up to `keep_len`, publish whole pages, give the lease back.
+        """Keep the history up to `keep_len`, publish whole pages and park the lease.
 
-        With `keep_len` the turn's `base_len` the session is as it was before the turn. A closing
-        session is gone afterwards (`session_id in cache` tells).
+        With `keep_len == base_len` the session is as it was before the turn. A CLOSING session is
+        removed.
         """
         turn = self._changing_turn(turn_id)
         slot, lease = turn.slot, turn.lease
@@ -319,10 +319,10 @@ class SessionAwareCache:
         return writes
 
     def discard(self, turn_id: TurnId) -> list[TableWrite]:
-        """End a turn whose KV is not to be trusted: as if it never was.
+        """End a turn whose KV cannot be trusted, and restore the session to before it.
 
         The history is cut to `base_len`; nothing it computed stays, and what it had published is
-        taken back where no other session has locked it.
+        removed from the tree unless another session has locked it.
         """
         turn = self._changing_turn(turn_id)
         slot, to_len = turn.slot, min(turn.base_len, turn.loan.cached_len)
@@ -332,8 +332,8 @@ class SessionAwareCache:
         return writes
 
     def release_rollback_page(self, turn_id: TurnId) -> bool:
-        """Free the page that a running turn keeps for its rollback alone; a rollback leads to whole
-        pages then. For a turn that nothing else can help.
+        """Free the page that a running turn keeps only for its rollback, which then ends at a page
+        boundary. The last resort for a turn that needs a page.
 
         Returns:
             Whether there was one.
@@ -341,7 +341,7 @@ class SessionAwareCache:
         return self._changing_turn(turn_id).lease.release_rollback_page()
 
     def retract(self, turn_id: TurnId) -> Tokens:
-        """Take the memory of a running turn: publish, let go, commit nothing.
+        """Publish and release the KV of a running turn, and commit nothing to the history.
 
         Returns:
             The turn's tokens after `base_len`, input and output: what a later `begin_turn` with
@@ -359,10 +359,10 @@ class SessionAwareCache:
         return uncommitted
 
     def quarantine(self, session_id: SessionId) -> None:
-        """Answer to a violation: never use this session's pages again, keep its tokens.
+        """Move the pages of a session with a violation to quarantine, and keep its tokens.
 
-        A running turn ends; the history is what it was before it. Published pages that others have
-        locked stay with them.
+        A running turn ends, and the history is cut to before it. Published pages that other
+        sessions have locked stay in the tree.
         """
         slot = self._slot(session_id)
         if slot.lease is None:
@@ -379,14 +379,13 @@ class SessionAwareCache:
         self._update_pinned(slot)
 
     def rebuild(self) -> list[SlotView]:
-        """Begin the books again from zero: for when they are wrong and no session is to blame.
+        """Replace all stores by empty ones, for violations that name no session.
 
-        No book is trusted. Histories are the truth and stay; every loan ends with the history as
-        it was before its turn, closing sessions go, all others are cold and nothing is published.
-        What was in quarantine stays there.
+        Histories stay; every turn ends with the history as it was before it, CLOSING sessions are
+        removed, all others are cold, and nothing is published. Quarantined pages stay quarantined.
 
         Returns:
-            The sessions that had KV, as they were.
+            The sessions that had KV, as they were before.
         """
         resident = [view for view in self.slots() if view.state is not SlotState.COLD]
         for turn in self._turns.values():
@@ -410,33 +409,34 @@ class SessionAwareCache:
         return len(self._slots)
 
     def peek(self, tokens: Tokens, namespace: Namespace) -> MatchResult:
-        """What a cold turn with these tokens would find in the tree. Pure."""
+        """Return what a cold turn with these tokens would match in the tree. Changes nothing."""
         return self._stores.tree.match_prefix(namespace, tokens[: max(0, len(tokens) - 1)])
 
     def is_current(self, match: MatchResult) -> bool:
-        """Whether `peek` would find the same as when it gave this match. O(edges of the match)."""
+        """Return whether `peek` would give the same match again. O(edges of the match)."""
         return self._stores.tree.is_current(match)
 
     @property
     def match_version(self) -> int:
-        """A number that changes whenever `peek`, for any tokens, or `kept_len`, for any idle
-        session, may find something else."""
+        """Return a number that changes whenever any `peek`, or `kept_len` of any idle session, may
+        give another answer."""
         return self._stores.changes.version
 
     def kept_len(self, session_id: SessionId, to_len: int) -> int:
-        """Positions that a turn on the first `to_len` tokens of a parked session goes on from."""
+        """Return the position that a turn on the first `to_len` tokens of a parked session would
+        continue from."""
         lease = self._slot(session_id).lease
         return lease.rewound_len(to_len) if lease is not None else 0
 
     def headroom(self) -> Headroom:
-        """Return what could be handed out now. O(pools)."""
+        """Return the pages and rows that could be handed out now. O(pools)."""
         ledgers = self._stores.paged.values()
         pages = tuple([ledger.num_free + ledger.num_evictable for ledger in ledgers])
         return Headroom(pages, self._stores.rows.num_free)
 
     def turn_limits(self, num_ahead: int) -> TurnLimits:
-        """Return what one turn may take of the pools, when so many positions may be launched
-        beyond what is settled."""
+        """Return what one turn may take of the pools, if `num_ahead` positions may be launched
+        and not settled."""
         return TurnLimits.of(self._stores, self._pinned, self.max_context_len, num_ahead=num_ahead)
 
     def is_balanced(self) -> bool:
@@ -445,11 +445,11 @@ class SessionAwareCache:
         return all(ledger.is_balanced() for ledger in self._stores.ledgers.values())
 
     def accounts(self) -> dict[PoolName, Accounts]:
-        """The ledger of every pool, for reports."""
+        """Return the accounts of every pool, for reports."""
         return {pool: ledger.snapshot() for pool, ledger in self._stores.ledgers.items()}
 
     def slot(self, session_id: SessionId) -> SlotView:
-        """One session as it is now.
+        """Return one session as it is now.
 
         Raises:
             UnknownSession: there is none.
@@ -457,20 +457,20 @@ class SessionAwareCache:
         return SlotView.of(self._slot(session_id), self._stores.ledgers)
 
     def slots(self) -> Iterator[SlotView]:
-        """All sessions; O(sessions), for reports."""
+        """Yield all sessions; O(sessions), for reports."""
         return (SlotView.of(slot, self._stores.ledgers) for slot in self._slots.values())
 
     def tokens(self, session_id: SessionId, start: int = 0, end: int | None = None) -> Tokens:
-        """A copy of [start, end) of a session's tokens, a running turn's included."""
+        """Return a copy of [start, end) of a session's tokens, including a running turn's."""
         return self._slot(session_id).tokens.copy(start, end)
 
     def inspect(self) -> CacheParts:
-        """Return the parts of this cache, for `cache.checker` and for tests; what serves asks the
+        """Return the parts of this cache, for `cache.checker` and tests. Serving code uses the
         verbs and views above."""
         return CacheParts(self._stores, self._slots)
 
     def flush(self) -> None:
-        """Cool every session and empty the tree.
+        """Cool every session and evict the whole tree.
 
         Raises:
             SlotBusy: a turn is running; nothing was changed.
@@ -506,13 +506,13 @@ class SessionAwareCache:
         return lease.publish(slot.tokens.view(lease.protected_len, lease.computed_len))
 
     def _finish(self, turn_id: TurnId) -> None:
-        """The one end of every loan."""
+        """End a turn's loan: every way a turn ends comes here."""
         slot = self._turns.pop(turn_id).slot
         if slot.state is SlotState.CLOSING:
             self._remove(slot)
             return
         if slot.lease is not None and slot.lease.num_pages == 0:
-            # Nothing was computed or kept: not worth a row.
+            # No page is left, so a parked lease would only occupy a row.
             slot.lease.release()
             slot.lease = None
         slot.end_loan()
