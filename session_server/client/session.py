@@ -34,7 +34,7 @@ from session_server.core.session_events import ChatInput, TextInput, TokenInput,
 SUBPROTOCOL: Final = Subprotocol("kvsession.v1")
 _CLOSE: Final = b'{"type":"session.close"}'
 RETRYABLE_CLOSE_CODES: Final = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
-"""Close codes after which reconnecting may help: lost connection, restart, overload, slow reader."""
+"""Codes after which reconnecting may help: lost connection, restart, overload, slow reader."""
 
 
 class ConnectionState(enum.Enum):
