@@ -1,7 +1,7 @@
-"""Who holds which page of KV, and why.
+"""Account for every page of KV: which session, turn or tree node holds it.
 
-`SessionAwareCache` is the door: sessions are opened, turns borrow their KV, pressure evicts,
-`audit` proves the books. Nothing here imports torch; device tensors are in `cache.pool`.
+`SessionAwareCache` is the entry point: open sessions, lend their KV to turns, evict under pressure;
+`audit` checks the accounts. Only `cache.pool` imports torch.
 """
 
 from cache.capacity import BoundedPools, plan_capacity

@@ -1,8 +1,8 @@
-"""`Changes`: which sessions and edges changed while somebody watches.
+"""`Changes`: record which sessions and edges change, for recounts that are made in slices.
 
-A recount that is made in slices looks at a session or an edge, and must look again if it changes
-before the recount is complete (`cache.recount`). Whoever changes one notes it here; without a
-watcher that costs a comparison.
+A recount (`cache.recount`) visits a session or an edge, and must visit it again if it changes
+before the recount is complete. All code that changes one records it here. Without a recount that
+costs one empty loop.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from cache.types import SessionId
 
 @dataclass(slots=True, eq=False)
 class ChangeSet:
-    """What changed since `Changes.watch`; the watcher takes out what it has looked at.
+    """Hold what changed since `Changes.watch`; the watcher removes what it has visited.
 
-    Both are ordered: what a recount visits next must not depend on the hash of anything.
+    Both are dicts because those are ordered: the order of visits must not depend on hashes.
     """
 
     sessions: dict[SessionId, None] = field(default_factory=dict)
@@ -25,9 +25,9 @@ class ChangeSet:
 
 
 class Changes:
-    """Tells every watcher.
+    """Record changes in the change set of every watcher.
 
-    `version`: grows with every change of an edge; what a match finds depends on nothing else.
+    `version`: grows with every change of an edge. The result of a match depends on nothing else.
     """
 
     __slots__ = ("_watches", "version")
@@ -37,28 +37,28 @@ class Changes:
         self.version = 0
 
     def watch(self) -> ChangeSet:
-        """Begin to note changes for one more watcher."""
+        """Return a new change set and start to record changes in it."""
         watch = ChangeSet()
         self._watches.append(watch)
         return watch
 
     def unwatch(self, watch: ChangeSet) -> None:
-        """Stop noting changes for a watcher."""
+        """Stop recording changes in a change set."""
         self._watches.remove(watch)
 
     def record_session(self, session_id: SessionId) -> None:
-        """A session's lease was taken, changed or given back."""
+        """Record that a session's lease was created, changed or released."""
         for watch in self._watches:
             watch.sessions[session_id] = None
 
     def record_content(self, node: RadixNode) -> None:
-        """An edge changed in a way that matches over it depend on: its tokens or pages, or which
-        of them can be evicted."""
+        """Record that an edge changed in a way that matches over it depend on: its tokens, its
+        pages, or which of them are evictable."""
         self.record_node(node)
         node.version = self.version
 
     def record_node(self, node: RadixNode) -> None:
-        """An edge was made, changed, locked, unlocked or removed."""
+        """Record that an edge was created, changed, locked, unlocked or removed."""
         self.version += 1
         for watch in self._watches:
             watch.nodes[node] = None

@@ -1,9 +1,9 @@
-"""What each kind of layer keeps of the past, and so where a forward can go on from.
+"""`Component`: say, per kind of layer, which pages of a session a forward still reads.
 
-A pool's pages of one session are entries of its row: a page id, or `NULL_PAGE` for a page that was
-let go because nothing will read it again. The tree keeps the same entries on its edges. One
-question decides matches, rewinds and releases alike, and every component answers it: from which
-position on does a forward at this length still read? What lies before may be gone.
+Per pool, the entries of a session's row are page ids, or `NULL_PAGE` for a page that was freed
+because no forward will read it again. The tree stores the same entries on its edges. Matches,
+rewinds and releases all ask the component: which is the first position that a forward at this
+length reads? Pages before it may be missing.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from cache.spec import STATES_PER_ROW, CacheSpec, LayerGroup, LayerKind
 from cache.types import NULL_PAGE, Pages, PoolName, pages_for
 
 _FIRST_BLOCK: Final = 256
-"""Entries that the search for a snapshot reads first."""
+"""Entries in the first block that the search for a snapshot reads."""
 
 
 class Component(Protocol):
-    """Rules of the layers that share one pool. Lengths are tokens; all methods are pure."""
+    """Answer for the layers that share one pool. Lengths are tokens; all methods are pure."""
 
     @property
     def pool(self) -> PoolName:
-        """The pool whose pages it rules."""
+        """Return the name of the pool."""
         ...
 
     @property
     def is_bounded(self) -> bool:
-        """Whether there are pages that nothing reads again, however the session goes on."""
+        """Return whether the pages that forwards read do not grow with the history."""
         ...
 
     def first_page(self, length: int) -> int:
-        """The first page that a query at position `length` reads."""
+        """Return the index of the first page that a query at position `length` reads."""
         ...
 
     def parked_pages(self, num_pages: int) -> int:
-        """The most pages that a parked session holds whose row has `num_pages`."""
+        """Return the most pages that a parked session with a row of `num_pages` holds."""
         ...
 
     def running_pages(self, num_pages: int, num_ahead: int) -> int:
-        """The most pages that a turn holds at a time beyond what its session held before it.
+        """Return the most pages that a turn holds at a time beyond those its session held before.
 
         Args:
-            num_pages: how many it adds to its row altogether.
-            num_ahead: positions that may be launched and not settled, on which it may come back.
+            num_pages: pages that the turn adds to its row altogether.
+            num_ahead: positions that may be launched and not settled, and so may be rolled back.
         """
         ...
 
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
-        """The longest length <= `length` that a forward can go on from.
+        """Return the longest length <= `length` that a forward can continue from.
 
         Args:
-            entries: pages from index `first` on, int32 [n]; they reach up to `length`.
-            length: tokens whose content is valid where there is a page.
-            first: index of the first entry; pages before it are gone.
+            entries: int32 [n], page ids from index `first` on, up to `length`.
+            length: tokens whose KV is valid where there is a page.
+            first: index of the first entry; all pages before it are missing.
         """
         ...
 
 
 class _Rules:
-    """What all kinds know: `pool`, whose pages they rule, and how many positions a page has."""
+    """Hold what all kinds need: the pool's name and the page size."""
 
     __slots__ = ("_page_size", "pool")
 
@@ -74,42 +74,40 @@ class _Rules:
 
 
 class FullAttention(_Rules):
-    """Every position on its own: kept, reused and cut back to any length.
-
-    That is K and V of full attention (Vaswani et al. 2017), and the latents of MLA (DeepSeek-AI
-    2024), which K and V are made from.
+    """Rule pools that keep every position: K and V of full attention (Vaswani et al. 2017), and the
+    latents of MLA (DeepSeek-AI 2024). KV can be cut back to any length.
     """
 
     __slots__ = ()
 
     @property
     def is_bounded(self) -> bool:
-        """Nothing: every position is read by all that follow."""
+        """Return False: every position is read by all that follow."""
         return False
 
     def first_page(self, length: int) -> int:
-        """The first of all."""
+        """Return 0: every page is read."""
         del length
         return 0
 
     def parked_pages(self, num_pages: int) -> int:
-        """All of them."""
+        """Return `num_pages`: all are kept."""
         return num_pages
 
     def running_pages(self, num_pages: int, num_ahead: int) -> int:
-        """All of them."""
+        """Return `num_pages`: all are kept."""
         del num_ahead
         return num_pages
 
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
-        """All of it: no page goes before the ones behind it."""
+        """Return `length`: no page is missing before it."""
         del entries, first
         return length
 
 
 class SlidingWindow(_Rules):
-    """K and V of the last `window` positions (Beltagy et al. 2020): a query sees itself and the
-    `window - 1` positions before it.
+    """Rule pools of sliding-window attention (Beltagy et al. 2020): a query reads its own position
+    and the `window - 1` positions before it.
     """
 
     __slots__ = ("_window",)
@@ -121,28 +119,28 @@ class SlidingWindow(_Rules):
 
     @property
     def is_bounded(self) -> bool:
-        """Whatever the window has passed."""
+        """Return True: positions before the window are never read again."""
         return True
 
     def first_page(self, length: int) -> int:
-        """The page of position `length - window + 1`."""
+        """Return the page of position `length - window + 1`."""
         return max(0, length - self._window + 1) // self._page_size
 
     def parked_pages(self, num_pages: int) -> int:
-        """The window before the last whole page, and the page that is begun."""
+        """Return the window before the last whole page, plus the partial page."""
         return min(num_pages, pages_for(self._window - 1, self._page_size) + 1)
 
     def running_pages(self, num_pages: int, num_ahead: int) -> int:
-        """The window at the end of its prompt, which is published, the window that is read, and
-        what is computed ahead of it."""
+        """Return the pages of the window at the end of the prompt, which is published, of the
+        window that is read, and of the positions computed ahead of it."""
         window = pages_for(self._window - 1, self._page_size)
         return min(num_pages, 2 * window + pages_for(num_ahead, self._page_size) + 1)
 
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
-        """Where the whole window before it is there.
+        """Return the longest length whose whole window is there.
 
-        A hole hides every length whose window it is in. The next candidate ends with the last page
-        that is there before the hole: holes may be as long as the history.
+        A missing page excludes every length whose window includes it. The next candidate ends with
+        the last page before the gap, because a gap may be as long as the history.
         """
         while length > 0:
             start, end = self.first_page(length), pages_for(length, self._page_size)
@@ -156,11 +154,11 @@ class SlidingWindow(_Rules):
 
 
 class RecurrentState(_Rules):
-    """A summary of all positions, of fixed size: short convolutions, state space models (Dao and Gu
-    2024), gated delta rules (Yang et al. 2025).
+    """Rule the pool of recurrent states of fixed size: short convolutions, state space models (Dao
+    and Gu 2024), gated delta rules (Yang et al. 2025).
 
-    Entry i of a session's row, and of an edge, is the state after the whole page i, where one was
-    kept: a snapshot. States at other lengths are a lease's own, see `cache.lease_states`.
+    Entry i of a row, and of an edge, is a snapshot: the state after page i, if it was kept. States
+    at other lengths are private to a lease, see `cache.lease_states`.
     """
 
     __slots__ = ()
@@ -171,31 +169,31 @@ class RecurrentState(_Rules):
 
     @property
     def is_bounded(self) -> bool:
-        """All states but the last: each is made from the one before it."""
+        """Return True: only the last state is read."""
         return True
 
     def first_page(self, length: int) -> int:
-        """The page of the last position before `length`, whose state is all that is read."""
+        """Return the page of the last position before `length`: only its state is read."""
         return max(0, pages_for(length, self._page_size) - 1)
 
     def parked_pages(self, num_pages: int) -> int:
-        """The state at its length, and the snapshot at what it has published."""
+        """Return at most 2: the state at its length and the snapshot at its published length."""
         return min(num_pages, 2)
 
     def running_pages(self, num_pages: int, num_ahead: int) -> int:
-        """As many as a row comes with."""
+        """Return `STATES_PER_ROW`: every row comes with so many."""
         del num_pages, num_ahead
         return STATES_PER_ROW
 
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
-        """The end of the last whole page that has a snapshot."""
+        """Return the end of the last whole page that has a snapshot."""
         kept = _last_kept(entries[: max(0, length // self._page_size - first)])
         return (first + int(kept[-1]) + 1) * self._page_size if len(kept) else 0
 
 
 def _last_kept(entries: Pages) -> NDArray[np.intp]:
-    """Return indices of pages that are there, ascending, the last of all among them; none if there
-    is none.
+    """Return indices of pages that are not `NULL_PAGE`, ascending, including the last such page;
+    empty if there is none.
 
     Searches blocks from the end: a lease keeps two or three snapshots near its end, so what this
     costs does not grow with the history.
@@ -211,16 +209,20 @@ def _last_kept(entries: Pages) -> NDArray[np.intp]:
 
 
 def pages_at_rest(component: Component, length: int, page_size: int) -> int:
-    """Pages of its pool that a parked session of `length` tokens holds, shared ones included.
+    """Return the pages that a parked session of `length` tokens holds, including shared ones.
 
-    They begin with what a forward at the last whole page reads: others can go on from there.
+    They begin with what a forward at the last whole page reads, because that is published.
     """
     whole = length - length % page_size
     return pages_for(length, page_size) - component.first_page(whole)
 
 
 def components_of(spec: CacheSpec) -> tuple[Component, ...]:
-    """One component per pool, in the order of the spec's groups."""
+    """Return one component per pool, in the order of the spec's groups.
+
+    Raises:
+        ValueError: layers of different kinds share a pool.
+    """
     groups: dict[PoolName, LayerGroup] = {}
     for group in spec.groups:
         first = groups.setdefault(group.pool, group)

@@ -1,7 +1,7 @@
-"""Level 3 of the memory check, the part of the books: which page is looked at, and who is to blame.
+"""Level 3 of the memory check: choose pages whose content is verified, and attribute wrong ones.
 
-Looking is the device's work (`core.batch.Probe`). Here pages are chosen, and a verdict of "wrong"
-is turned into violations.
+The device recomputes and compares a page (`core.batch.Probe`). Here pages are chosen, and a page
+that differs is turned into violations of the sessions that have it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from cache.types import (
 )
 
 MAX_SKIPPED: Final = 16
-"""Sessions that one choice of a page looks at: it happens between two forwards."""
+"""Sessions that one choice of a page tries; bounded, because it runs between two forwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageContent:
-    """What a page of a session has to hold: KV of `tokens`, at positions from `start` on.
+    """Describe what a page of a session must hold: KV of `tokens`, at positions from `start` on.
 
-    `tokens`: int32 [n], a whole page of them or the valid part of the last one. `pages`: where
-    they lie, per pool of positions. `states`: the recurrent state before them, and as its target
-    the one kept after them, `NULL_PAGE` if none is; None where no layer has one.
+    `tokens`: int32 [n], a whole page or the valid part of the last one. `pages`: the page id per
+    paged pool. `states`: the recurrent state before the tokens and, as its target, the one kept
+    after them or `NULL_PAGE`; None without a recurrent pool.
     """
 
     session_id: SessionId
@@ -48,17 +48,17 @@ class PageContent:
 
 
 class PageScrubber:
-    """Goes round all pages of all parked sessions; deterministic, without randomness or clock.
+    """Choose pages of parked sessions in turn; deterministic, without randomness or clock.
 
-    A round takes one page of every session that is parked when it begins; the next round takes the
-    page after it. So in as many rounds as the longest session has pages, no page is left out.
-    Sessions begin at pages of their own choosing: those that share a beginning would otherwise
-    show the same page one after another.
+    A round takes one page of every session that is parked when the round begins; the next round
+    takes the page after it. After as many rounds as the longest session has pages, every page was
+    chosen. Each session starts at a page that depends on its id: otherwise sessions that share a
+    prefix would offer the same page one after another.
 
-    A page is computed from those before it. Where a window has let go of them, the session's last
-    page stands in for it; a session in which that cannot be computed either is passed over. So is
-    one longer than its window at rest, as a rule: it holds what its next token reads, no more.
-    After `MAX_SKIPPED` of them there is no page to look at this time.
+    A page can be recomputed only from those before it. If a window pool has freed them, the last
+    page of the session is chosen instead; if that cannot be recomputed either, the session is
+    skipped. Most parked sessions longer than their window are: they hold only what the next token
+    reads. After `MAX_SKIPPED` skipped sessions no page is chosen this time.
     """
 
     def __init__(self) -> None:
@@ -68,11 +68,11 @@ class PageScrubber:
 
     @property
     def has_rechecks(self) -> bool:
-        """Whether pages wait that a fault elsewhere has put in doubt."""
+        """Return whether pages wait to be checked because a page after them was wrong."""
         return bool(self._rechecks)
 
     def next(self, cache: SessionAwareCache) -> PageContent | None:
-        """The next page to look at; None when there is none."""
+        """Return the next page to verify; None when there is none."""
         if (content := self._next_recheck(cache)) is not None:
             return content
         has_begun = False
@@ -88,12 +88,12 @@ class PageScrubber:
         return None
 
     def attribute(self, cache: SessionAwareCache, content: PageContent) -> list[Violation]:
-        """What it means that a page holds something else.
+        """Return the violations of a page that holds other KV than its tokens give.
 
-        Every session that has the page at the same place has the same pages before it and reads
-        the same wrong content, so every one of them is in doubt. When none has it any more, it may
-        still be published: then nobody is named. A wrong page makes those after it look wrong, too:
-        earlier pages that sessions not named share are looked at next.
+        Every session that has the page at the same index reads the wrong content, so each of them
+        is named. If none has it any more, it may still be published: the violation names no
+        session. A wrong page makes those after it look wrong, so earlier pages that further
+        sessions share are verified next.
         """
         index = content.start // cache.spec.page_size
         end = content.start + len(content.tokens)
@@ -117,7 +117,7 @@ class PageScrubber:
         return None
 
     def _page_of(self, cache: SessionAwareCache, session_id: SessionId) -> PageContent | None:
-        """The page of a session whose turn it is in this round, or its last one."""
+        """Return the page of a session that this round chooses, or its last page instead."""
         slot = cache.inspect().slots.get(session_id)
         if slot is None or slot.state is not SlotState.PARKED or slot.kv_committed_len == 0:
             return None
@@ -127,9 +127,10 @@ class PageScrubber:
 
 
 def _content(cache: SessionAwareCache, slot: SessionSlot, index: int) -> PageContent | None:
-    """Page `index` of a slot: of a parked one, or a published page, which nobody writes either.
+    """Return page `index` of a slot. No turn may be writing it: the slot is parked, or the page is
+    published.
 
-    None where it cannot be computed again: it was let go, or what its positions read was.
+    None if it cannot be recomputed: it was freed, or a page that its positions read was.
     """
     assert slot.lease is not None
     start = index * cache.spec.page_size
@@ -150,7 +151,7 @@ def _pages_at(cache: SessionAwareCache, slot: SessionSlot, index: int) -> Mappin
 def _holders(
     cache: SessionAwareCache, index: int, pages: Mapping[PoolName, int]
 ) -> list[SessionSlot]:
-    """The slots whose row has one of the pages at `index`."""
+    """Return the slots whose row has one of the pages at `index`."""
     stores, slots = cache.inspect()
     rows = stores.rows
     return [

@@ -1,4 +1,4 @@
-"""What the cache refuses, and why. Nothing was changed by a call that raised.
+"""Errors of `cache`. A call that raises one of them has changed nothing.
 
 CacheError
 ├── OutOfPages       a pool has fewer free and evictable pages than asked for
@@ -9,47 +9,47 @@ CacheError
 ├── HistoryMismatch  a turn builds on tokens the slot does not hold
 ├── NamespaceMismatch  the slot belongs to another tenant or model
 ├── PinQuotaExceeded   pinning this session would exceed the pinned quota
-└── AuditFailed      the books and the structures disagree: a bug of ours
+└── AuditFailed      the accounts and the structures disagree: a bug of the server
 """
 
 from __future__ import annotations
 
 
 class CacheError(Exception):
-    """Root of everything `cache` raises on purpose."""
+    """Base class of all errors that `cache` raises."""
 
 
 class OutOfPages(CacheError):
-    """A pool has fewer free and evictable pages than asked for."""
+    """Report that a pool has fewer free and evictable pages than asked for."""
 
 
 class OutOfRows(CacheError):
-    """Every row of the page table is held."""
+    """Report that every row of the page table is held."""
 
 
 class SlotBusy(CacheError):
-    """The session is lent to another turn, or closing."""
+    """Report that the session is lent to another turn, or closing."""
 
 
 class UnknownSession(CacheError):
-    """No slot has this id, or this turn borrows none."""
+    """Report that no slot has this id, or that this turn borrows none."""
 
 
 class SlotExists(CacheError):
-    """A slot has this id already."""
+    """Report that a slot has this id already."""
 
 
 class HistoryMismatch(CacheError):
-    """A turn builds on tokens the slot does not hold."""
+    """Report that a turn builds on tokens that the slot does not hold."""
 
 
 class NamespaceMismatch(CacheError):
-    """The slot belongs to another tenant or model."""
+    """Report that the slot belongs to another tenant or model."""
 
 
 class PinQuotaExceeded(CacheError):
-    """Pinning this session would exceed the quota of pinned pages."""
+    """Report that pinning this session would exceed the quota of pinned pages."""
 
 
 class AuditFailed(CacheError):
-    """The books and the structures disagree. Always a bug of ours, never the caller's."""
+    """Report that accounts and structures disagree: always a bug of the server."""

@@ -1,4 +1,4 @@
-"""`IdleLine`: parked sessions that pressure may cool, the least recently used first."""
+"""`IdleLine`: order the parked sessions that pressure may cool, least recently used first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cache.views import ParkedSession
 
 
 class _Part:
-    """Sessions of one retention, and what cooling each of them gives back, in sum."""
+    """Hold the parked sessions of one retention, and the sum of the pages cooling would free."""
 
     __slots__ = ("_num_private", "_stores", "_tally", "slots")
 
@@ -44,10 +44,10 @@ class _Part:
 
 
 class IdleLine:
-    """A session enters when its turn ends and leaves when its next one begins or its KV goes.
+    """Queue sessions from the end of a turn to the start of the next, or until their KV is dropped.
 
-    RECLAIMABLE sessions come first. PINNED ones follow, and only while together they hold more than
-    their quota: the quota is what pinning protects.
+    RECLAIMABLE sessions come first. PINNED sessions follow, and only while together they hold more
+    pages than the pinned quota: pinning protects no more than the quota.
     """
 
     __slots__ = ("_pinned", "_quota", "_reclaimable")
@@ -58,34 +58,34 @@ class IdleLine:
         self._pinned = _Part(stores)
 
     def add(self, slot: SessionSlot) -> None:
-        """Put a session at the end."""
+        """Append a session."""
         part = self._part(slot)
         part.slots[slot.session_id] = slot
         part.count(slot)
 
     def remove(self, slot: SessionSlot) -> None:
-        """Take a session out; one that is not in the line stays out."""
+        """Remove a session, if it is queued."""
         part = self._part(slot)
         if part.slots.pop(slot.session_id, None) is not None:
             part.uncount(slot)
 
     @contextmanager
     def changing(self, slot: SessionSlot) -> Iterator[None]:
-        """Let the lease of a session change that keeps its place."""
+        """Let the block change the lease of a queued session, which keeps its place."""
         part = self._part(slot)
         part.uncount(slot)
         yield
         part.count(slot)
 
     def __iter__(self) -> Iterator[ParkedSession]:
-        """Those to cool, in order; lazy. Do not change the cache while iterating."""
+        """Yield the sessions to cool, in order. Do not change the cache while iterating."""
         yield from map(_parked_session, self._reclaimable.slots.values())
         yield from map(_parked_session, self._pinned_beyond_quota())
 
     def count(self) -> tuple[int, Mapping[PoolName, int]]:
-        """Return how many sessions there are to cool, and what they report to give back, in sum.
+        """Return the number of sessions that may be cooled, and the sum of their `freed_pages`.
 
-        O(pools), and O(pinned sessions to cool) while those are beyond their quota.
+        O(pools), plus O(pinned sessions to cool) while those exceed their quota.
         """
         num_sessions = len(self._reclaimable.slots)
         freed_pages = self._reclaimable.freed_pages()
@@ -96,12 +96,12 @@ class IdleLine:
         return num_sessions, freed_pages
 
     def reclaimable(self, session_id: SessionId) -> ParkedSession | None:
-        """Return one session as it is in the line; None if it is not, or is PINNED."""
+        """Return one RECLAIMABLE session; None if it is not queued, or is PINNED."""
         slot = self._reclaimable.slots.get(session_id)
         return None if slot is None else _parked_session(slot)
 
     def session_ids(self) -> list[SessionId]:
-        """All sessions that rest, those that may not be cooled too."""
+        """Return all parked sessions, including those that may not be cooled."""
         return [*self._reclaimable.slots, *self._pinned.slots]
 
     def _pinned_beyond_quota(self) -> Iterator[SessionSlot]:

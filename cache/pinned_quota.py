@@ -1,4 +1,4 @@
-"""`PinnedQuota`: what PINNED sessions hold, and how much of it pinning protects."""
+"""`PinnedQuota`: count the pages of PINNED sessions, and bound how many are protected."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from cache.types import PoolName, SessionId
 
 
 class PinnedQuota:
-    """Pages per pool, and rows, of pinned sessions; every call is O(pools).
+    """Count pages per pool, and rows, of pinned sessions. Every call is O(pools).
 
-    Admission refuses what would exceed the quota. A turn that is running is never refused a page
-    for it: what its answer grows past the quota may be cooled when the session is idle.
+    Admission rejects a turn whose context would exceed the quota. A running turn is never rejected:
+    if its output grows past the quota, the session may be cooled once it is idle.
     """
 
     __slots__ = ("_components", "_held", "_num_rows", "_row_pages", "quota_pages")
 
     def __init__(self, num_pages: int, stores: KVStores) -> None:
-        """`num_pages`: of the largest pool; of the others it is as large a part.
+        """
+        Args:
+            num_pages: quota in pages of the largest pool; the same fraction of every other pool.
+            stores: the pools.
 
         Raises:
-            ValueError: it is the whole pool, so nobody else could run.
+            ValueError: the quota is the whole pool, so no other session could run.
         """
         usable = {pool: ledger.num_pages - 1 for pool, ledger in stores.paged.items()}
         most = max(usable.values())
@@ -38,23 +41,24 @@ class PinnedQuota:
 
     @property
     def excess_pages(self) -> tuple[int, ...]:
-        """Pages held beyond the quota of each pool; negative while there is room."""
+        """Return the pages held beyond the quota of each pool; negative while there is room."""
         quotas = self.quota_pages.values()
         return tuple(held - quota for held, quota in zip(self._held, quotas, strict=True))
 
     def pages(self, num_pages: int) -> tuple[int, ...]:
-        """What an idle session whose row has `num_pages` holds of each pool, at most."""
+        """Return the most pages of each pool that a parked session with a row of `num_pages`
+        holds."""
         return tuple(component.parked_pages(num_pages) for component in self._components)
 
     def pages_of(self, session_id: SessionId) -> tuple[int, ...]:
-        """The same, of one pinned session."""
+        """Return the most pages of each pool that one pinned session holds while parked."""
         return self.pages(self._row_pages.get(session_id, 0))
 
     def check_room(self, session_id: SessionId, num_pages: int) -> None:
-        """Ask whether the row of one session may have `num_pages`, the others staying as they are.
+        """Check that the quota allows a row of `num_pages` for one session.
 
         Raises:
-            PinQuotaExceeded: it may not.
+            PinQuotaExceeded: it does not.
         """
         own, wanted = self.pages_of(session_id), self.pages(num_pages)
         for index, (pool, quota) in enumerate(self.quota_pages.items()):
@@ -63,12 +67,12 @@ class PinnedQuota:
                 raise PinQuotaExceeded(
                     f"{wanted[index]} {pool} pages for a pinned session, {others} of {quota} held"
                 )
-        # Whatever the quota, one row stays for those that are not pinned.
+        # One row must remain for sessions that are not pinned.
         if len(self._row_pages) - (session_id in self._row_pages) >= self._num_rows - 1:
             raise PinQuotaExceeded("pinned sessions hold all rows but one")
 
     def set_row_pages(self, session_id: SessionId, num_pages: int | None) -> None:
-        """How many pages the row of a pinned session has now; None without a row."""
+        """Set how many pages the row of a pinned session has now; None without a row."""
         before, now = self.pages_of(session_id), self.pages(num_pages or 0)
         self._row_pages.pop(session_id, None)
         if num_pages is not None:

@@ -1,17 +1,17 @@
 """Level 2 of the memory check: recount everything from the structures that hold it.
 
 A recount visits every session, every row and every edge of the tree, adds up what each of them
-holds, and compares at the end: with the ledger, with the free list, and with each other. It uses no
-count that anybody else keeps.
+holds, and compares the sums at the end with the ledger, with the free list and with each other. It
+uses no count that other code maintains.
 
-It may be made in slices while sessions come and go. Whatever changes after its visit is noted
-(`cache.changes`) and visited again: what it gave is taken out of the sums, and what it holds now
-goes in. Sums are compared when nothing is left to visit, so they describe one moment, and a change
-between two slices causes no false alarm. What is wrong when a recount begins and stays wrong is
-found by it; what goes wrong meanwhile, by it or the next one. Every slice visits all that changed
-since the last slice and a number of others beside, so a recount ends under any traffic.
+It may be made in slices while sessions come and go. What changes after its visit is recorded
+(`cache.changes`) and visited again: its old record is subtracted from the sums, its new one added.
+Sums are compared when nothing is left to visit, so they describe one moment, and a change between
+two slices causes no false alarm. A recount finds everything that was wrong when it began and still
+is; what goes wrong meanwhile is found by it or by the next one. Every slice visits all that changed
+since the last slice and a number of others, so a recount ends under any traffic.
 
-Each visit is local, and so are the sums:
+What is summed:
 
 * Pages: how many holders each page of a pool has. With the free list and the quarantine: once.
 * Locks of an edge: the receipts that end at it and the locks of the edges below it. This holds for
@@ -39,7 +39,7 @@ from cache.session_cache import SessionAwareCache
 from cache.types import NULL_PAGE, NULL_ROW, Pages, PoolName, RowId, SessionId
 
 _PAGES_PER_UNIT: Final = 8192
-"""Reading this many pages costs about as much as a visit."""
+"""Reading this many pages costs about as much as one visit."""
 
 
 PageIndices = NDArray[np.intp]
@@ -47,14 +47,14 @@ PageIndices = NDArray[np.intp]
 
 
 class _Locks(NamedTuple):
-    """Locks of pages: how many, and the sum of the positions of the pages on their paths."""
+    """Count locks of pages, and sum the positions of those pages on their paths."""
 
     num_locks: int
     positions: int
 
 
 class _LeaseRecord(NamedTuple):
-    """What one session holds. `end`: the node at which its receipt ends."""
+    """Record what one session holds. `end`: the node at which its receipt ends."""
 
     row: RowId
     is_lent: bool
@@ -64,7 +64,7 @@ class _LeaseRecord(NamedTuple):
 
 
 class _NodeRecord(NamedTuple):
-    """What one node holds. `num_protected`: locked pages, of those that are there."""
+    """Record what one node holds. `num_protected`: its locked pages, without tombstones."""
 
     parent: RadixNode | None
     lock_ref: int
@@ -74,7 +74,7 @@ class _NodeRecord(NamedTuple):
 
 
 class _PoolSums:
-    """What was counted in one pool. Locks of pages are those of edges less those of sessions."""
+    """Sum what was visited of one pool. Locks count positive on edges, negative on sessions."""
 
     __slots__ = (
         "active",
@@ -116,7 +116,7 @@ class _PoolSums:
 
 
 class _Pending:
-    """What is still to visit. Nodes come with the parent and the key under which they were seen."""
+    """List what is still to visit. Nodes come with the parent and key they were found under."""
 
     __slots__ = ("changed", "nodes", "num_left", "rows", "sessions")
 
@@ -132,15 +132,14 @@ class _Pending:
 
     @property
     def num_changed(self) -> int:
-        """Sessions and nodes that changed since their visit, or before it."""
+        """Return how many sessions and nodes have changed and are to be visited for that."""
         return len(self.changed.sessions) + len(self.changed.nodes)
 
 
 class Recount:
-    """One recount of a cache, to be advanced until it is complete.
+    """Recount a cache: call `advance` until it is complete, then `stop`.
 
-    `violations`: what was found so far. `has_seen_changes`: whether anything changed while it was
-    made.
+    `violations`: those found so far. `has_seen_changes`: whether anything changed meanwhile.
     """
 
     def __init__(self, cache: SessionAwareCache) -> None:
@@ -155,14 +154,14 @@ class Recount:
         self._pending = _Pending(cache)
 
     def advance(self, num_units: int) -> bool:
-        """Visit all that changed since the last call, and `num_units` sessions, rows or edges
-        beside; large ones count more.
+        """Visit all that changed since the last call, and `num_units` other sessions, rows or
+        edges; large ones count more.
 
         Returns:
             Whether the recount is complete; `violations` is final then.
         """
         if self._cache.inspect().stores is not self._stores:
-            # The books were begun anew, which recounts them as well.
+            # `rebuild` has replaced the stores: violations of the old ones no longer matter.
             self.violations.clear()
             return True
         pending = self._pending
@@ -177,11 +176,11 @@ class Recount:
         return False
 
     def stop(self) -> None:
-        """Stop watching for changes, once: a recount that is over or given up does not go on."""
+        """Stop recording changes. Call it once, when the recount is complete or abandoned."""
         self._stores.changes.unwatch(self._pending.changed)
 
     def _visit_next(self) -> int:
-        """Returns what the visit cost, in units; 0 if nothing is left."""
+        """Visit one session, row or node; return its cost in units, 0 if nothing is left."""
         pending = self._pending
         if pending.sessions:
             return self._visit_session(pending.sessions.pop())
@@ -231,7 +230,7 @@ class Recount:
         )
 
     def _check_sole_tokens(self, lease: KVLease) -> None:
-        """What cooling a session would give back, which plans rely on, counted from the locks."""
+        """Check `sole_tokens`, which plans use to know what cooling frees, against the locks."""
         num_tokens, node = 0, lease.receipt._node
         while node.parent is not None and node.lock_ref == 1:
             num_tokens += len(node.tokens)
@@ -241,7 +240,7 @@ class Recount:
             self._report(f"row {lease.row} alone has locked {num_tokens} tokens, not {known}")
 
     def _page_locks(self, lease: KVLease, component: Component) -> _Locks:
-        """The locks of a lease in a bounded pool; each of them is on a page of its path."""
+        """Return the locks of a lease in a bounded pool, and check that the pages are locked."""
         num_locks = positions = num_sole = 0
         pool, page_size = component.pool, self._stores.page_size
         for start, end in lease.locked_spans(component):
@@ -298,7 +297,7 @@ class Recount:
         return 1 + len(node.tokens) // self._stores.page_size // _PAGES_PER_UNIT
 
     def _shape(self, node: RadixNode) -> Iterator[str]:
-        """Edges are whole pages, found under their first page, and hang together both ways."""
+        """Check that an edge has whole pages, is keyed by its first page and linked both ways."""
         page_size = self._stores.page_size
         if node.parent is None:
             if not node.children and not node.lock_ref:
@@ -332,7 +331,7 @@ class Recount:
         return _NodeRecord(node.parent, node.lock_ref, pages, num_protected, locks)
 
     def _first_page(self, node: RadixNode) -> int:
-        """The position of an edge's first page on its path."""
+        """Return the index of an edge's first page on its path."""
         num_tokens, above = 0, node.parent
         while above is not None:
             num_tokens += len(above.tokens)
@@ -351,7 +350,7 @@ class Recount:
     # Sums
 
     def _compare(self) -> Iterator[str]:
-        """Everything was visited, and nothing has changed since its visit."""
+        """Compare the sums. Call it when nothing is left to visit."""
         for node, diff in self._lock_diffs.items():
             if diff and node not in self._nodes:
                 yield "a lock is held on a node that is not in the tree"
@@ -408,7 +407,7 @@ def _sum_of_range(start: int, end: int) -> int:
 
 
 def _locks_of(counts: Pages, first_page: int) -> _Locks:
-    """Locks of consecutive pages of a path, of which the first has that position."""
+    """Return the locks of consecutive pages of a path from their counts, int32 [n]."""
     num_locks = int(counts.sum(dtype=np.int64))
     positions = int(np.dot(counts.astype(np.int64), np.arange(len(counts))))
     return _Locks(num_locks, positions + first_page * num_locks)

@@ -1,8 +1,8 @@
-"""`SessionSlot`: the engine's record of one session.
+"""`SessionSlot`: hold the engine's record of one session.
 
-The slot owns the history and at most one lease; a turn borrows both. Where SGLang copies a dozen
-fields between its request and its slot, nothing is copied here: `restore_to_req` hands out the
-lease itself, so there is no second version to fall behind.
+The slot owns the history and at most one lease; a turn borrows both. SGLang copies a dozen fields
+between its request and its slot. Here `restore_to_req` lends the lease itself, so there is no
+second copy that could become stale.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ TRANSITIONS: Final[Mapping[SlotState, frozenset[SlotState]]] = MappingProxyType(
         SlotState.CLOSING: frozenset(),
     }
 )
-"""Which state may follow which; COLD, PARKED and CLOSING also end by leaving the cache."""
+"""Which state may follow which. A slot may also be removed while COLD, PARKED or CLOSING."""
 
 
 class TokenLog(IntBuffer):
-    """The history of a session: the truth that its KV is a cache of."""
+    """Hold the token history of a session. It is the truth; the KV is a cache of it."""
 
     __slots__ = ()
 
     def copy(self, start: int = 0, end: int | None = None) -> Tokens:
-        """[start, end), int32, the caller's own."""
+        """Return a copy of [start, end), int32 [n]."""
         return self.view(start, end).copy()
 
 
 class SessionSlot:
-    """One session. Written by `SessionAwareCache` only.
+    """Hold one session. Written by `SessionAwareCache` only.
 
     `lease` is None while COLD. `borrower` is the turn that may change it, None while idle.
     """
@@ -64,29 +64,29 @@ class SessionSlot:
 
     @property
     def is_active(self) -> bool:
-        """Whether a turn has borrowed it; derived, so no exit path can forget to reset it."""
+        """Return whether a turn has borrowed it. Derived, so no exit path can fail to reset it."""
         return self.borrower is not None
 
     @property
     def cache_protected_len(self) -> int:
-        """Tokens in pages the tree owns and this slot has locked; a multiple of the page size."""
+        """Return the tokens in pages that the tree owns and this slot has locked; whole pages."""
         return self.lease.protected_len if self.lease else 0
 
     @property
     def kv_committed_len(self) -> int:
-        """Tokens whose KV is valid."""
+        """Return the tokens whose KV is valid."""
         return self.lease.computed_len if self.lease else 0
 
     @property
     def kv_allocated_len(self) -> int:
-        """Tokens its pages have room for."""
+        """Return the tokens that its pages have room for."""
         return self.lease.capacity_len if self.lease else 0
 
     def restore_to_req(self, turn_id: TurnId) -> KVLease:
         """Lend the lease to a turn, by reference.
 
-        Clears nothing, frees nothing; asking again for the same turn gives the same lease. A cold
-        slot is given a lease before.
+        Clears nothing, frees nothing; repeating the call for the same turn returns the same lease.
+        A cold slot must be given a lease before.
 
         Raises:
             SlotBusy: another turn has it, or the session is closing; nothing was changed.
@@ -114,7 +114,7 @@ class SessionSlot:
             )
 
     def end_loan(self) -> None:
-        """End a loan: park the lease if there is one still, be cold otherwise."""
+        """End the loan: PARKED if the slot still has a lease, COLD otherwise."""
         assert self.is_active, "only a loan can end"
         self.borrower = None
         if self.lease is None:
@@ -124,7 +124,8 @@ class SessionSlot:
             self.move_to(SlotState.PARKED)
 
     def reset(self) -> None:
-        """Be cold and idle, whatever the state was: for books that are begun again."""
+        """Make the slot COLD from any state, without releasing the lease: for `rebuild`, which
+        drops the stores that the lease is in."""
         self.lease = None
         self.borrower = None
         self.state = SlotState.COLD

@@ -1,7 +1,7 @@
-"""What a model's layers store per token.
+"""Describe what a model's layers store per token.
 
-A `LayerGroup` is one or more layers that store the same thing in the same pool. A further kind of
-layer adds its name to `LayerKind` and its rules to `cache.components`.
+A `LayerGroup` is one or more layers that store the same thing in the same pool. A new kind of layer
+adds a name to `LayerKind` and its rules to `cache.components`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ before those; and the snapshots that it has locked, at its mark and at what it h
 
 
 STATES_IN_FLIGHT: Final = 4
-"""Those of them that two launches leave, two each."""
+"""Those of `STATES_PER_ROW` that two launches in flight write, two each."""
 
 
 class LayerKind(Enum):
-    """What one layer keeps of the past."""
+    """Name what a layer stores of earlier positions."""
 
     FULL = "full"
     """K and V of every position (MHA, GQA, MQA)."""
@@ -37,12 +37,12 @@ class LayerKind(Enum):
     """One compressed vector and one rotary key of every position, for all heads (MLA)."""
 
     RECURRENT = "recurrent"
-    """A summary of all positions, of a size that does not grow; a page of its pool is one."""
+    """One state of fixed size for all positions; a page of its pool is one state."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share one pool and one page table.
+    """Describe layers that share one pool and one page table.
 
     `layers` are indices into the model. `num_kv_heads`, `head_dim` describe one layer.
     `dtype_bytes`: size of one stored element. `window`: the last positions that kind WINDOW reads,
@@ -65,13 +65,13 @@ class LayerGroup:
 
     @property
     def bytes_per_state(self) -> int:
-        """Bytes of one state of all layers of a recurrent group."""
+        """Return the bytes of one state of all layers of a recurrent group."""
         return len(self.layers) * sum(map(math.prod, self.state_shapes)) * self.dtype_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one position takes over all layers of the group: K and V, or what is both; none
-        where a state stands for all of them."""
+        """Return the bytes of one position in all layers of the group: K and V, or one latent for
+        both; 0 for a recurrent group."""
         num_sides = 1 if self.kind is LayerKind.LATENT else 2
         num_elements = num_sides * len(self.layers) * self.num_kv_heads * self.head_dim
         return num_elements * self.dtype_bytes
@@ -79,34 +79,34 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """Everything bookkeeping and tensor pools must agree on."""
+    """Describe the layout of KV that accounts and tensor pools must agree on."""
 
     groups: tuple[LayerGroup, ...]
     page_size: int
 
     @property
     def stored_as(self) -> str | None:
-        """Of the groups that store elements in another dtype than the model computes in."""
+        """Return the storage dtype, if a group stores another one than the model computes in."""
         return next((group.stored_as for group in self.groups if group.stored_as), None)
 
     @property
     def bytes_per_state(self) -> int:
-        """Bytes of one state in all groups together."""
+        """Return the bytes of one state in all groups together."""
         return sum(group.bytes_per_state for group in self.recurrent)
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of one page of positions in all groups together, states aside."""
+        """Return the bytes of one page of positions in all groups together, without states."""
         return sum(self.paged_bytes_per_page.values())
 
     @property
     def pool_bytes_per_page(self) -> dict[PoolName, int]:
-        """Bytes of one page, by pool."""
+        """Return the bytes of one page, by pool."""
         return self.paged_bytes_per_page | {g.pool: g.bytes_per_state for g in self.recurrent}
 
     @property
     def paged_bytes_per_page(self) -> dict[PoolName, int]:
-        """Bytes of one page, by pool whose pages are of positions."""
+        """Return the bytes of one page, by pool, for all pools but the recurrent one."""
         paged = [group for group in self.groups if group.kind is not LayerKind.RECURRENT]
         sizes = dict.fromkeys((group.pool for group in paged), 0)
         for group in paged:
@@ -115,13 +115,13 @@ class CacheSpec:
 
     @property
     def recurrent(self) -> tuple[LayerGroup, ...]:
-        """The groups that keep states."""
+        """Return the recurrent groups."""
         return tuple(group for group in self.groups if group.kind is LayerKind.RECURRENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much a server holds: pages per pool (page 0 included) and rows (row 0 excluded).
+    """Set the size of a cache: pages per pool (including page 0) and rows (excluding row 0).
 
     `num_states`: pages of the recurrent pool, which is not among the others, page 0 included.
     """
@@ -132,5 +132,5 @@ class Capacity:
     num_states: int = 0
 
     def pool_pages(self, spec: CacheSpec) -> dict[PoolName, int]:
-        """Pages of every pool, that of states included."""
+        """Return the pages of every pool, including the recurrent one."""
         return dict(self.num_pages) | {group.pool: self.num_states for group in spec.recurrent}

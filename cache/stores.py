@@ -1,4 +1,4 @@
-"""`KVStores`: the structures that hold every page, row and published token of one server."""
+"""`KVStores`: hold the structures that own every page, row and published token of one server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cache.types import NULL_PAGE, Holder, PoolName, pages_for
 
 
 class TreeFactory(Protocol):
-    """Make the tree of empty stores."""
+    """Create the tree of empty stores."""
 
     def __call__(
         self,
@@ -30,9 +30,9 @@ class TreeFactory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoreParts:
-    """What stores are made of; provers bring their own.
+    """Choose the classes that stores are made of; tests bring their own.
 
-    `free_list`: which free page of a pool goes next.
+    `free_list`: chooses which free page of a pool is allocated next.
     """
 
     free_list: FreeList = Extents
@@ -40,15 +40,17 @@ class StoreParts:
 
 
 PARTS: Final = StoreParts()
-"""Those that serve."""
+"""The parts of a serving process."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVStores:
-    """`bounded`: the components whose pages go while their session goes on. `recurrent`: the one
-    of them whose pages are states, if there is one; `paged`: the ledgers of all others.
-    `quarantined`: per pool, the pages that are never used again. `changes`: is told what changes,
-    for recounts that are made in slices."""
+    """Hold the stores of one cache.
+
+    `bounded`: the components of bounded pools. `recurrent`: the one of them whose pages are states,
+    if any. `paged`: the ledgers of all pools but the recurrent one. `quarantined`: per pool, the
+    pages that are never used again. `changes`: records changes, for recounts made in slices.
+    """
 
     page_size: int
     components: tuple[Component, ...]
@@ -72,20 +74,20 @@ class KVStores:
         changes: Changes,
         quarantined: Mapping[PoolName, Iterable[int]] | None = None,
     ) -> KVStores:
-        """Stores in which nobody holds anything.
+        """Create stores in which every page is free or in quarantine.
 
         Args:
             spec: what layers store; decides page size and pools.
             capacity: pages per pool and rows.
-            parts: what they are made of.
-            changes: is told what changes, those of stores before included.
+            parts: the classes they are made of.
+            changes: records changes; shared with earlier stores of the same cache.
             quarantined: pages that are in quarantine from the start. Taken from books that may be
                 wrong: ids that are no page of the pool, or come twice, are passed over.
         """
         components = components_of(spec)
         recurrent = [c for c in components if isinstance(c, RecurrentState)]
         others = [c for c in components if c not in recurrent]
-        # A match that both cut would have to be cut in turns until neither does.
+        # With windows beside states, a match that one cuts would have to be checked by the other.
         if recurrent and (len(recurrent) > 1 or not others or any(c.is_bounded for c in others)):
             raise ValueError("states of one kind are kept, beside layers that keep every position")
         pools = [component.pool for component in components]
@@ -111,7 +113,7 @@ class KVStores:
 
 
 def _quarantine(allocator: PageAllocator, pages: Iterable[int]) -> list[int]:
-    """Move pages of a pool that is all free to quarantine; gives those it was."""
+    """Move pages of an all-free pool to quarantine; return those that are pages of the pool."""
     ledger = allocator.ledger
     quarantined = sorted({page for page in pages if NULL_PAGE < page < ledger.num_pages})
     if quarantined:

@@ -1,8 +1,8 @@
-"""The small vocabulary every module of `cache` shares.
+"""Define the types that every module of `cache` shares.
 
-Lengths are tokens, capacity is pages, and `pages_for` is the one function that converts. A *pool*
-is one kind of device memory (full-attention KV, window KV, MLA latent, recurrent state); its name
-is the name of the component that rules it, see `cache.spec`.
+Lengths are in tokens, capacities in pages; only `pages_for` converts. A *pool* is one kind of
+device memory: full-attention KV, window KV, MLA latents or recurrent states. A *bounded* pool is
+one in which the pages of a session do not grow with its history: windows and recurrent states.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Pages = NDArray[np.int32]
 """Page ids in order of position, int32 [num_pages]."""
 
 NULL_PAGE: Final = PageId(0)
-"""Padding: read and written harmlessly by padded batches, never handed out."""
+"""Padding page: padded batches read and write it; it is never allocated."""
 
 NULL_ROW: Final = RowId(0)
-"""Padding row of the page table; every entry points at `NULL_PAGE`."""
+"""Padding row of the page table; all its entries are `NULL_PAGE`."""
 
 
 class Holder(IntEnum):
-    """Who answers for a page. Every page of a pool has exactly one holder at any time."""
+    """Name the account of a page. Every page of a pool is in exactly one at any time."""
 
     FREE = 0
     RESERVED = 1
@@ -48,14 +48,14 @@ class Holder(IntEnum):
 
 
 class Retention(Enum):
-    """What pressure may do to a parked session."""
+    """Say whether memory pressure may cool a parked session."""
 
     RECLAIMABLE = "reclaimable"
     PINNED = "pinned"
 
 
 class SlotState(Enum):
-    """Life of a `SessionSlot`; `cache.session_slot` has the transition table."""
+    """Name the states of a `SessionSlot`; `cache.session_slot` has the transition table."""
 
     COLD = auto()
     PARKED = auto()
@@ -65,9 +65,10 @@ class SlotState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Whose KV may match whose: a typed tuple, never a concatenated string.
+    """Identify the sessions that may share KV: those of one tenant and one model.
 
-    Tree nodes and slots are keyed by it, so KV is shared only between equal namespaces.
+    Tree nodes and slots are keyed by it. A tuple of fields, never a concatenated string, so two
+    different namespaces cannot collide.
     """
 
     tenant_salt: str
@@ -75,7 +76,7 @@ class Namespace:
 
 
 class TableWrite(NamedTuple):
-    """One delta of the host page table, to be mirrored on the device in launch order.
+    """Describe one change of the host page table, to be applied on the device in launch order.
 
     `pages`: int32 [n], written to entries [start, start + n) of `row` in the table of `pool`.
     """
@@ -88,12 +89,12 @@ class TableWrite(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateMoves:
-    """What one forward does to the recurrent state of a row.
+    """Describe which recurrent states of a row one forward reads and writes.
 
-    `source`: the page with the state it goes on from, or `NULL_PAGE` at the beginning of a session,
-    where the state is zero. `targets`: (length, page) pairs, ascending: where the state after so
-    many tokens goes. The last one is the end of the row; one before it is wanted as a snapshot. No
-    target is read by any forward launched before, so every state a forward has read stays as it is.
+    `source`: the page with the state before its first token, or `NULL_PAGE` at the beginning of a
+    session, where the state is zero. `targets`: (length, page) pairs, ascending: the page for the
+    state after `length` tokens. The last is the state at the end; one before it becomes a snapshot.
+    No forward launched earlier reads a target, so no state is overwritten before it was read.
     """
 
     source: int
@@ -101,5 +102,5 @@ class StateMoves:
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages needed to hold `num_tokens` positions."""
+    """Return the pages needed for `num_tokens` positions."""
     return -(-num_tokens // page_size)

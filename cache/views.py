@@ -1,4 +1,4 @@
-"""What the façade answers: frozen values, made per call, owned by the caller."""
+"""Values that `SessionAwareCache` returns. Each is made per call and owned by the caller."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from cache.types import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnLoan:
-    """A turn's borrowed lease, read-only: row and lengths are the lease's own, at any moment until
+    """Give read-only access to a turn's borrowed lease: its row and lengths as they are now, until
     the turn ends.
 
-    `cached_len`: positions whose KV was there when it was lent; computing starts at it.
-    `table_writes`: entries that the device did not know then.
+    `cached_len`: positions whose KV was valid when the lease was lent; computing starts there.
+    `table_writes`: entries of the row that the device did not have then.
     """
 
     _lease: KVLease
@@ -38,35 +38,35 @@ class TurnLoan:
 
     @property
     def row(self) -> RowId:
-        """The row that attention reads."""
+        """Return the row of the page table that attention reads."""
         return self._lease.row
 
     @property
     def computed_len(self) -> int:
-        """Positions whose KV is valid."""
+        """Return the number of positions whose KV is valid."""
         return self._lease.computed_len
 
     @property
     def capacity_len(self) -> int:
-        """Tokens that the pages of the turn have room for."""
+        """Return the tokens that the turn's pages have room for."""
         return self._lease.capacity_len
 
     def num_private(self, pool: PoolName) -> int:
-        """Return how many pages of a pool no other session can see."""
+        """Return how many private pages of a pool the turn holds."""
         return self._lease.num_private(pool)
 
     def retractable_pages(self) -> Mapping[PoolName, int]:
-        """Return what retracting the turn would make free or evictable, per pool, now."""
+        """Return the pages, per pool, that retracting the turn now would make free or evictable."""
         return self._lease.freed_pages()
 
     def state_moves(self, start: int, end: int, num_drafts: int = 0) -> StateMoves | None:
-        """Return what a forward over [start, end), for which the turn has grown, does to a
-        recurrent state; the last `num_drafts` positions are guesses. None without such a state."""
+        """Return which states a forward over positions [start, end) reads and writes, the last
+        `num_drafts` positions being drafts. Call `grow` before. None without a recurrent pool."""
         return self._lease.state_moves(start, end, num_drafts)
 
 
 class Headroom(NamedTuple):
-    """What could be handed out: pages that are free or evictable, in the order of
+    """Count what could be handed out: pages that are free or evictable, in the order of
     `SessionAwareCache.paged_pools`, and free rows."""
 
     pages: tuple[int, ...]
@@ -74,9 +74,9 @@ class Headroom(NamedTuple):
 
 
 class TurnLimits(NamedTuple):
-    """`most_pages`: what a turn adds at a time, at most, to the pages of its session, in the order
-    of `SessionAwareCache.paged_pools`. `max_len`: the longest context that it may reach with the
-    pools to itself."""
+    """Bound what one turn takes. `most_pages`: the most pages that a turn holds at a time beyond
+    those of its session, in the order of `SessionAwareCache.paged_pools`. `max_len`: the longest
+    context that a turn can reach if it has the pools to itself."""
 
     most_pages: tuple[int, ...]
     max_len: int
@@ -85,21 +85,21 @@ class TurnLimits(NamedTuple):
     def of(
         cls, stores: KVStores, pinned: PinnedQuota, max_len: int, *, num_ahead: int
     ) -> TurnLimits:
-        """Return what the pools give.
+        """Return the limits that follow from the sizes of the pools.
 
-        Pinned sessions may keep their quota. Where pools are bounded, a pool that holds what a turn
-        reads at a time, along with the window that it began at, holds a turn of any length.
+        Pages of the pinned quota are not available to a turn. A bounded pool that holds the window
+        at a turn's start and the pages of its next forwards holds a turn of any length.
 
         Args:
             stores: the pools.
             pinned: the quota of pinned sessions.
             max_len: tokens that a row can address.
-            num_ahead: positions that may be launched beyond what is settled.
+            num_ahead: positions that may be launched and not settled.
         """
         row_pages, most_pages = stores.rows.row_pages, []
         for component in stores.components:
             if component.pool not in stores.paged:
-                continue  # a row comes with its states
+                continue  # every row comes with its own states
             most = component.running_pages(row_pages, num_ahead)
             usable = stores.ledgers[component.pool].num_pages - 1
             usable -= pinned.quota_pages[component.pool]
@@ -110,7 +110,7 @@ class TurnLimits(NamedTuple):
 
 
 class CacheParts(NamedTuple):
-    """What a cache is made of, for `cache.checker` and for tests."""
+    """Hold the parts of a cache, for `cache.checker` and tests."""
 
     stores: KVStores
     slots: Mapping[SessionId, SessionSlot]
@@ -118,7 +118,7 @@ class CacheParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParkedSession:
-    """A parked session and what cooling it gives back, per pool, now.
+    """Describe a parked session and the pages, per pool, that cooling it now would free.
 
     Pages shared with another parked session count for neither, so cooling both may free more.
     """
@@ -128,7 +128,7 @@ class ParkedSession:
 
 
 class SlotView(NamedTuple):
-    """One session at one moment. Lengths are tokens; `num_tokens` is the history's."""
+    """Describe one session at one moment. Lengths are tokens; `num_tokens` is the history's."""
 
     session_id: SessionId
     namespace: Namespace
@@ -144,7 +144,7 @@ class SlotView(NamedTuple):
 
     @classmethod
     def of(cls, slot: SessionSlot, pools: Iterable[PoolName]) -> SlotView:
-        """A slot as it is now, with its pages in each of `pools`."""
+        """Return a slot as it is now, with its pages in each of `pools`."""
         lease = slot.lease
         return cls(
             session_id=slot.session_id,
