@@ -13,7 +13,7 @@ from session_server.core.owner import Owner
 from session_server.sessions.journal import Journal
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.replay import Replay
-from session_server.sessions.session import Session, SessionLife, SessionOptions
+from session_server.sessions.session import Session, SessionConfig, SessionLife
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.views import HistoryMode, OpenRequest
 from session_server.text.model_text import ModelText
@@ -43,7 +43,7 @@ def new_session(
     session = Session(
         owner=owner,
         session_id="",
-        settings=SessionOptions(
+        settings=SessionConfig(
             ttl_s=limits.default_ttl_s if request.ttl_s is None else request.ttl_s,
             metadata=dict(request.metadata),
             is_pinned=request.pinned,

@@ -22,7 +22,7 @@ CloseReason = Literal["client", "expired", "draining"]
 
 
 @dataclass(slots=True)
-class SessionOptions:
+class SessionConfig:
     """Hold the options that a client chose. `created_s` is wall-clock time.
 
     `opened_as` identifies the request that an idempotency key came with; empty without a key.
@@ -83,7 +83,7 @@ class Session:
 
     owner: Owner
     session_id: str
-    settings: SessionOptions
+    settings: SessionConfig
     journal: Journal
     transcript: Transcript
     life: SessionLife
