@@ -1,4 +1,4 @@
-"""Plan and leases to one frozen `Batch`: ints and arrays only."""
+"""Turn planned work into the rows of a `Batch`: ints and arrays only."""
 
 from __future__ import annotations
 

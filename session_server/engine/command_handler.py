@@ -1,7 +1,7 @@
-"""Carries out the server's commands between two steps.
+"""`CommandHandler`: carry out the server's commands between two steps.
 
-A rejection happens here, before a slot, a row or a forward is touched; what comes twice, late or
-for a turn that has ended disturbs nothing.
+A turn is refused here, before a slot, a row or a forward is touched. A command that comes twice,
+late, or for a turn that has ended changes nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CommandHandler:
         self.is_shutting_down = False
 
     def handle(self, command: EngineCommand, now_s: float) -> None:
-        """Carry out one command. What cannot be done is answered by an event, never raised."""
+        """Carry out one command. A refusal is an event, never an exception."""
         match command:
             case OpenSession():
                 self._open(command)
@@ -152,7 +152,7 @@ class CommandHandler:
         self._scheduler.submit(turn)
 
     def _refusal(self, command: SubmitTurn) -> SessionServerError | None:
-        """Why a turn cannot be taken in; decided before a slot, row or forward is touched."""
+        """Return why a turn is refused; None if it is accepted."""
         session_id = command.session_id
         if session_id not in self._cache:
             return SessionNotFound(f"the engine has no session {session_id}")

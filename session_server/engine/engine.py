@@ -1,8 +1,8 @@
-"""The engine: settle -> handle commands -> plan -> apply, one step at a time, without any IO.
+"""`Engine`: one step is settle, handle commands, plan, apply. It does no IO.
 
-`Engine.step` knows no clock, thread, socket, randomness or device: time and results come in,
-events and at most one batch go out, and the same inputs give the same outputs. The same class
-serves, runs in the simulator and replays a recording.
+`Engine.step` knows no clock, thread, socket, randomness or device. Time, commands and results come
+in; events and at most one batch go out; equal inputs give equal outputs. The same class serves,
+runs in the simulator and replays a recording.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from session_server.engine.view import LiveView
 
 
 class StepOutcome(msgspec.Struct, frozen=True, gc=False):
-    """What one step gave. `batch` must be launched, in the order of the steps.
+    """Hold what one step gave.
 
-    `is_blocked`: stepping again makes no difference until a command or a result arrives.
+    `batch` must be launched, in the order of the steps. `is_blocked`: another step changes nothing
+    until a command or a result arrives.
     """
 
     events: list[EngineEvent]
@@ -50,7 +51,7 @@ class StepOutcome(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineParts(NamedTuple):
-    """What an engine is made of, for whoever checks it from outside."""
+    """Name the parts of an engine, for tests that check it from outside."""
 
     cache: SessionAwareCache
     scheduler: Scheduler
@@ -61,7 +62,7 @@ class EngineParts(NamedTuple):
 
 
 class Engine:
-    """All turns of one device."""
+    """Run all turns of one device, one step at a time."""
 
     def __init__(
         self,
@@ -70,11 +71,13 @@ class Engine:
         *,
         stopwatch: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """
+        """Put the parts together around a cache.
+
         Args:
-            cache: where the turns' KV is; the engine alone changes it.
+            cache: holds the turns' KV; only the engine changes it.
             config: limits and identities.
-            stopwatch: seconds, to report what the memory checks take; nothing is decided by it.
+            stopwatch: returns seconds, to report how long memory checks take; no decision depends
+                on it.
         """
         self._cache = cache
         self._retract_interval = config.retract_interval
@@ -120,38 +123,42 @@ class Engine:
 
     @property
     def max_turn_len(self) -> int:
-        """Longest context one turn may reach; see `TurnCapacity`."""
+        """Return the tokens of the longest context that a turn may reach; see `TurnCapacity`."""
         return self._scheduler.turn_capacity.max_turn_len
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a forward is not settled."""
+        """Return whether a forward is in flight."""
         return len(self._in_flight) > 0
 
     @property
     def has_shut_down(self) -> bool:
-        """Whether `Shutdown` was handled and the last forward is settled."""
+        """Return whether `Shutdown` was handled and every forward is settled."""
         return self._command_handler.is_shutting_down and not self._in_flight
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether it has no turn and nothing in flight."""
+        """Return whether the engine has no turn and no forward in flight."""
         return not self._scheduler and not self._in_flight
 
     @property
     def is_audit_due(self) -> bool:
-        """Whether sessions changed hands since the last full audit began, or one is under way."""
+        """Return whether a full audit should begin or is under way; see `MemoryWatch`."""
         return self._guard.is_audit_due
 
     def step(
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
     ) -> StepOutcome:
-        """Advance by one step.
+        """Settle results, handle commands, then plan the next forward.
 
         Args:
             now_s: seconds of any monotonic clock.
             commands: in the order they were sent.
             results: of launched batches, in launch order.
+
+        Raises:
+            AuditFailed: the books are wrong, and `MemoryCheck.STRICT` is set or they cannot be
+                repaired.
         """
         self._guard.begin_step(now_s, commands, results)
         for result in results:
@@ -166,16 +173,16 @@ class Engine:
         return StepOutcome(self._outbox.take_events(), batch, is_blocked)
 
     def audit_slice(self) -> bool:
-        """Recount some of the memory, between any two steps, see `is_audit_due`.
+        """Recount a part of the memory, between any two steps, while `is_audit_due`.
 
         Returns:
-            Whether the audit is complete: the next step acts on what it found, and has the device
-            look at a page.
+            Whether the audit is complete. The next step acts on what it found, and asks for a
+            probe.
         """
         return self._guard.audit_slice()
 
     def inspect(self) -> EngineParts:
-        """Return the parts of this engine, for tests; nothing that serves calls it."""
+        """Return the parts of this engine, for tests; the server never calls it."""
         return EngineParts(
             self._cache,
             self._scheduler,
@@ -205,7 +212,7 @@ class Engine:
     # Planning
 
     def _next_batch(self, now_s: float) -> tuple[StepPlan | None, Batch | None]:
-        """The next plan, if one can be made, and the batch it gives, if there is one to launch."""
+        """Return the next plan and the batch made from it; None where there is nothing to do."""
         retry_alone = self._settler.retry_alone
         if self._command_handler.is_shutting_down or self._in_flight.is_full:
             return None, None
@@ -253,10 +260,10 @@ class Engine:
         return applied.rows
 
     def _end_stuck_turn(self, turn_id: TurnId) -> None:
-        """Nothing runs, nothing can be taken, and this turn does not fit: it must not hang.
+        """End or unblock a turn that no plan can fit while nothing else can free pages.
 
-        Happens only when pages are lost to quarantine, or one is kept for a rollback: a turn that
-        cannot fit the pool is refused when it is submitted.
+        This happens only when pages are lost to quarantine, or one is kept for a rollback. A turn
+        that cannot fit into the pools at all is refused when it is submitted.
         """
         turn = self._scheduler.find(turn_id)
         assert turn is not None

@@ -1,7 +1,7 @@
-"""A switch for tests: retract the youngest running turn every so many launches.
+"""Retract the youngest running turn every so many forwards, in tests.
 
-Without it a turn is retracted only when pages are short, which needs a pool of just the right size.
-SGLang has the same switch (`SGLANG_TEST_RETRACT`).
+Without this switch a turn is retracted only when pages are short, which needs a pool of just the
+right size. SGLang has the same switch (`SGLANG_TEST_RETRACT`).
 """
 
 from __future__ import annotations

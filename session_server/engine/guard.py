@@ -1,17 +1,17 @@
-"""What is done about a violation: as little as is safe.
+"""`MemoryGuard`: check the books after every step, and repair violations with the least damage.
 
-* A session that is named loses its KV: its pages go to quarantine, its tokens stay, its running
-  turn fails with `internal_inconsistency`, its next turn computes the context again. Then every
-  page is recounted.
-* When that does not make the books right, or nobody can be named, they are begun again from zero
-  between two steps, while nothing is admitted: tokens are the truth, so everything is computed
-  again as turns need it. Running turns are retracted and say what they would have said.
-* When a verb of the cache stumbles over wrong books in its middle, the same; but running turns
-  fail, since one of them was half changed.
+* A violation names a session: the session loses its KV. Its pages go to quarantine, its tokens
+  stay, its running turn fails with `internal_inconsistency`, and its next turn computes the context
+  again. Then every page is recounted.
+* The recount still finds a violation, or no session can be named: the books are rebuilt from zero
+  between two steps. Every session loses its KV and keeps its tokens. Running turns are retracted
+  and give the same output later.
+* A verb of the cache raises in its middle: the books are rebuilt, and running turns fail, since one
+  of them was half changed.
 
-Nothing here waits for forwards in flight. Their rows are dropped when they settle, because the
-turns have another attempt or none, and what they still write is written before anything that is
-launched from now on: the device executes in launch order.
+The repair does not wait for forwards in flight. Their rows are dropped when they settle, because
+their turns have ended or have another attempt. What they still write comes before whatever is
+launched from now on, since the device executes in launch order.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ supervisor decides."""
 
 
 class MemoryGuard:
-    """Checks at the end of every step, and acts on what was found.
+    """Check memory at the end of every step, and repair what is found wrong.
 
-    `quarantined`: the sessions last named. `num_rebuilds`: times the books were begun again.
-    `num_dropped_tokens`: KV that has to be computed again for both.
+    `quarantined`: the sessions last found wrong. `num_rebuilds`: how often the books were rebuilt.
+    `num_dropped_tokens`: tokens whose KV both dropped, to be computed again.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class MemoryGuard:
 
     @property
     def is_audit_due(self) -> bool:
-        """Whether a recount should begin or go on; see `MemoryWatch.is_audit_due`."""
+        """Return whether a recount should begin or go on; see `MemoryWatch.is_audit_due`."""
         return self.watch.is_audit_due
 
     def touch(self, session_id: SessionId) -> None:
-        """See `MemoryWatch.touch`."""
+        """Have a session checked at the end of the step."""
         self.watch.touch(session_id)
 
     def audit_all(self) -> None:
-        """See `MemoryWatch.audit_all`; what it finds is acted on at the end of the step."""
+        """Recount everything at once; the end of the step repairs what it finds."""
         self.watch.audit_all()
 
     def audit_slice(self) -> bool:
-        """Recount some more in a moment of rest, and have the device look at a page afterwards.
+        """Recount a part of the memory, and ask for a probe once all is recounted.
 
         Returns:
-            Whether the recount is complete; what it found is acted on at the end of the next step.
+            Whether the recount is complete. The next step repairs what it found.
         """
         is_complete = self.watch.audit_slice()
         if is_complete:
@@ -102,13 +102,13 @@ class MemoryGuard:
         self.watch.trace.begin_step(now_s, commands, results)
 
     def end_step(self, plan: StepPlan | None, batch: Batch | None) -> bool:
-        """End its record, check what it has touched, and repair what is in doubt.
+        """End the record of a step, check what the step touched, and repair violations.
 
         Returns:
-            Whether anything was repaired: the next plan may find more than the last.
+            Whether anything was repaired, so that the next plan may find more than the last one.
 
         Raises:
-            AuditFailed: STRICT, or the books cannot be made right.
+            AuditFailed: `MemoryCheck.STRICT` is set, or the books cannot be made right.
         """
         watch = self.watch
         if watch.mode is not MemoryCheck.OFF:
@@ -122,10 +122,10 @@ class MemoryGuard:
         return True
 
     def recover(self, error: AuditFailed) -> None:
-        """A verb of the cache raised in its middle.
+        """Rebuild the books after a verb of the cache raised in its middle.
 
         Raises:
-            AuditFailed: `error` itself unless violations are to be survived.
+            AuditFailed: `error` itself, unless the policy is `MemoryCheck.WARN`.
         """
         if self.watch.mode is not MemoryCheck.WARN:
             raise error
@@ -134,7 +134,7 @@ class MemoryGuard:
         self._rebuild(are_turns_whole=False)
 
     def report(self, request_id: int, now_s: float, *, with_trace: bool) -> MemoryReported:
-        """The books as they are, and what the checker has done. O(sessions)."""
+        """Return the accounts of all pools and what the checker has done. O(sessions)."""
         return MemoryReported(
             request_id=request_id,
             pools={

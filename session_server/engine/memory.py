@@ -1,8 +1,8 @@
-"""When the books are checked, and what is remembered of it.
+"""`MemoryWatch`: when the books are checked, and what is remembered of violations.
 
-The checks themselves are `cache.checker` and `cache.content`; here is only policy: the cheap one
-every step, a pair check of every session that changed hands, the full recount in moments of rest or
-on demand, content as the device reports it. What to do about a violation is `engine.guard`'s.
+The checks themselves are in `cache.checker` and `cache.content`. The policy is here: the sums at
+every step, a pair check of every session that changed hands, a full recount in moments of rest or
+on demand, content as the device reports it. `engine.guard` repairs violations.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What violations leave in doubt: the KV of these sessions; or the books as a whole, where
-    `must_rebuild` tells whether a recount that finds nothing would still not clear them.
+    """Describe what violations have put in doubt.
+
+    `session_ids`: sessions whose KV may be wrong. `has_unattributed`: whether a violation names no
+    session. `must_rebuild`: whether the books must be rebuilt even if a recount finds nothing.
     """
 
     session_ids: tuple[SessionId, ...] = ()
@@ -52,10 +54,10 @@ class Damage:
 
 
 class SlicedAudit:
-    """A recount of everything, a slice at a time.
+    """Recount everything, a slice at a time.
 
     `has_changed`: whether sessions changed hands since the last recount began. `has_violations`:
-    whether the last slice found a violation, and so was the last of its recount.
+    whether the last slice found a violation, which also ended its recount.
     """
 
     def __init__(self, cache: SessionAwareCache) -> None:
@@ -66,11 +68,11 @@ class SlicedAudit:
 
     @property
     def is_due(self) -> bool:
-        """Whether a recount is under way or should begin."""
+        """Return whether a recount is under way or should begin."""
         return self.has_changed or self._recount is not None
 
     def advance(self) -> bool:
-        """Visit `SLICE_UNITS` more; tells whether the recount is complete."""
+        """Visit `SLICE_UNITS` more, and return whether the recount is complete."""
         if self._recount is None:
             self.has_changed = False
             self._recount = Recount(self._cache)
@@ -84,7 +86,7 @@ class SlicedAudit:
         return is_complete
 
     def drop(self) -> None:
-        """Forget the recount under way: everything is recounted at once."""
+        """Stop the recount under way, because everything is recounted at once."""
         self._stop()
         self.has_changed = False
 
@@ -95,12 +97,12 @@ class SlicedAudit:
 
 
 class MemoryWatch:
-    """Runs the checker at its levels, counts and remembers.
+    """Run the checker at its levels, and count and remember violations.
 
-    `runs`: by level; `num_violations`: in all. STRICT recounts everything at every step and raises
-    `AuditFailed`; WARN counts, logs and keeps what is in doubt; OFF checks on demand only.
-    `spent_s`: time of all but probes, by `stopwatch` (seconds), which feeds a figure and decides
-    nothing.
+    `runs`: checks by level. `num_violations`: in all. `MemoryCheck.STRICT` recounts everything at
+    every step and raises `AuditFailed`; WARN counts, logs and keeps the `damage`; OFF checks on
+    demand only. `spent_s`: seconds spent on everything but probes, by `stopwatch`; no decision
+    depends on it.
     """
 
     def __init__(
@@ -121,21 +123,21 @@ class MemoryWatch:
 
     @property
     def num_runs(self) -> int:
-        """Checks of any level."""
+        """Return the number of checks of all levels."""
         return sum(self.runs)
 
     @property
     def is_audit_due(self) -> bool:
-        """Whether sessions changed hands since the last full recount began, or one is under way."""
+        """Return whether a full recount is under way, or sessions changed hands since it began."""
         return self._audit.is_due and self.mode is not MemoryCheck.OFF
 
     def touch(self, session_id: SessionId) -> None:
-        """A session was lent, given back, cooled or closed: look at it at the end of the step."""
+        """Have a session checked at the end of the step: its KV changed hands."""
         self._touched[session_id] = None
         self._audit.has_changed = True
 
     def check_step(self) -> None:
-        """Level 0 and the sessions touched, once per step; everything in STRICT mode."""
+        """Check the sums (level 0) and the sessions touched (level 1); with STRICT everything."""
         match self.mode:
             case MemoryCheck.WARN:
                 self._check_sums()
@@ -151,15 +153,17 @@ class MemoryWatch:
         self._touched.clear()
 
     def audit_all(self) -> None:
-        """Level 2 in one go: recount every page from the structures that hold it. O(pages +
-        sessions), so on demand, after a violation and in STRICT mode only."""
+        """Recount every page from the structures that hold it (level 2).
+
+        O(pages + sessions), so only on demand, after a violation and with STRICT.
+        """
         self._audit.drop()
         self._run(2)
 
     def audit_slice(self) -> bool:
-        """Level 2 in slices: recount some more, from the beginning after a complete recount.
+        """Recount in slices (level 2); begin again after a complete recount.
 
-        What it finds is confirmed by a recount in one go before anything is made of it.
+        A violation is confirmed by `audit_all` before anything is repaired.
 
         Returns:
             Whether the recount is complete.
@@ -172,7 +176,7 @@ class MemoryWatch:
         return is_complete
 
     def note_content(self, violations: Sequence[Violation]) -> None:
-        """Level 3: what the device found when it looked at a page."""
+        """Record what the device found when it checked a page (level 3)."""
         self.runs[3] += 1
         self._note(violations)
         if any(violation.session_id is None for violation in violations):
@@ -180,13 +184,15 @@ class MemoryWatch:
             self._require_rebuild()
 
     def note_failure(self, error: AuditFailed) -> None:
-        """A verb of the cache found the books wrong in its middle: whatever it left half done, no
-        recount shows."""
+        """Record that a verb of the cache raised in its middle.
+
+        A recount does not show what the verb left half done, so the books must be rebuilt.
+        """
         self._note([Violation(str(error))])
         self._require_rebuild()
 
     def take_damage(self) -> Damage:
-        """What is in doubt since the last call."""
+        """Return the damage since the last call, and clear it."""
         damage, self.damage = self.damage, Damage()
         return damage
 
@@ -194,7 +200,7 @@ class MemoryWatch:
         self.damage = Damage(self.damage.session_ids, has_unattributed=True, must_rebuild=True)
 
     def _check_sums(self) -> None:
-        """Level 0. Nearly every step does this and nothing else, so it makes no call too many."""
+        """Check the sums (level 0). Nearly every step does only this, so it makes few calls."""
         self.runs[0] += 1
         if not self._cache.is_balanced():
             self._note(find_violations(self._cache, 0))

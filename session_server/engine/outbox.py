@@ -1,4 +1,4 @@
-"""What a step has produced so far: events for the server, page table deltas for the next batch."""
+"""`Outbox`: events for the server and page table changes for the next batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from session_server.core.events import EngineEvent
 
 
 class Outbox:
-    """Collects in order; whoever takes, empties.
+    """Collect events and page table changes in order.
 
-    Table deltas wait for the next launch, however many steps away it is: they are applied in
-    launch order, which is what makes reusing a freed page safe.
+    Table writes wait for the next launch, however many steps away it is. They are applied in launch
+    order, which makes it safe to reuse a freed page.
     """
 
     def __init__(self) -> None:
@@ -20,19 +20,19 @@ class Outbox:
         self._table_writes: list[TableWrite] = []
 
     def emit(self, event: EngineEvent) -> None:
-        """Tell the server."""
+        """Add an event for the server."""
         self._events.append(event)
 
     def write(self, table_writes: Iterable[TableWrite]) -> None:
-        """Tell the device."""
+        """Add page table changes for the device."""
         self._table_writes.extend(table_writes)
 
     def take_events(self) -> list[EngineEvent]:
-        """All events, oldest first."""
+        """Return all events, oldest first, and clear them."""
         events, self._events = self._events, []
         return events
 
     def take_writes(self) -> tuple[TableWrite, ...]:
-        """All deltas, oldest first."""
+        """Return all page table changes, oldest first, and clear them."""
         table_writes, self._table_writes = tuple(self._table_writes), []
         return table_writes

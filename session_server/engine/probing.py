@@ -1,4 +1,4 @@
-"""Level 3 in service: now and then the device looks whether a page holds what its tokens give."""
+"""`Prober`: have the device check now and then that a page holds the KV of its tokens (level 3)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class Prober:
-    """Says when a batch that is only a probe is launched, and what its verdict means.
+    """Decide when a probe is launched, and handle its result.
 
-    One probe follows every `probe_interval_s` of work, and one every audit of an engine at rest,
-    which then goes on sleeping; pages that a fault has put in doubt do not wait. A probe is one
-    forward of at most a page of tokens, two never follow each other while turns run, and none is
-    launched while a turn of a failed forward is retried, which has the device to itself.
+    A probe is a batch of its own: one forward over at most a page of tokens. One follows every
+    `probe_interval_s` of work, and one every audit of an engine at rest; pages that an earlier
+    probe put in doubt are probed at once. Two probes never follow each other while turns run, and
+    none is launched while a turn of a failed forward is retried alone.
 
-    Why a session may be probed while others run, and be used again at once: the device executes in
-    launch order. What was launched before the probe (a forward that overshot the turn's end, the
-    deltas of its last step) is done when the probe reads; what the host decides afterwards (the
-    session's next turn, cooling it, its pages for somebody else) reaches the device by later
-    launches. A parked session's committed positions are in neither. So the probe sees exactly what
-    the host knew when it was launched, whatever happened since.
+    A session may be probed while others run, and used again at once, because the device executes in
+    launch order. What was launched before the probe is done when the probe reads: a forward past
+    the turn's end, the table writes of its last step. What the host decides afterwards reaches the
+    device in later forwards: the session's next turn, cooling it, giving its pages away. A parked
+    session's committed positions are in neither. So the probe sees exactly what the host knew when
+    it was launched.
 
-    `num_probes`, `probed_s`: verdicts, and the time of the last one. `forward_s`: spent on them.
+    `num_probes`: probes answered. `probed_s`: time of the last answer. `forward_s`: seconds that
+    probes took.
     """
 
     def __init__(self, cache: SessionAwareCache, watch: MemoryWatch) -> None:
@@ -46,13 +47,13 @@ class Prober:
         self.forward_s = 0.0
 
     def request(self) -> None:
-        """Probe once although nothing works."""
+        """Ask for one probe although the engine is at rest."""
         self._is_requested = self._watch.mode is not MemoryCheck.OFF
 
     def choose(self, now_s: float, *, is_working: bool, num_forwards: int) -> Probe | None:
-        """The probe that should be launched next, if any; ask before every launch.
+        """Return the probe to launch next, if one is due; ask before every launch.
 
-        `num_forwards`: how many there were before.
+        `num_forwards`: how many forwards were launched before.
         """
         if not self._is_due(now_s, is_working=is_working, num_forwards=num_forwards):
             return None
@@ -66,7 +67,7 @@ class Prober:
         )
 
     def settle(self, result: StepResult, now_s: float) -> None:
-        """Take in the device's verdict."""
+        """Record the result of the probe in flight."""
         content, self._probed = self._probed, None
         assert content is not None, "a verdict follows a probe"
         self.forward_s += result.forward_s

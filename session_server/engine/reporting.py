@@ -1,4 +1,4 @@
-"""When the server hears the engine's figures, and how its books are shown."""
+"""Report the engine's counters and accounts to the server."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STATS_INTERVAL_S: Final = 1.0
 
 
 class Reporter:
-    """Samples counters and gauges, about once a second of work.
+    """Emit samples of counters and gauges, about once a second of work.
 
-    Two things do not wait for the second: the last turn's end, because nothing follows it and what
-    ran a moment ago must not be shown for hours, and a violation, because health depends on it.
+    Two things do not wait for the second: the end of the last turn, after which no step comes that
+    would correct the gauges, and a violation, because health depends on it.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Reporter:
 
 
 def pool_report(accounts: Accounts, spec: CacheSpec) -> PoolReport:
-    """One pool's accounts as the server hears of them."""
+    """Return one pool's accounts as the server reports them."""
     return PoolReport(
         pages=accounts.pages,
         page_size=spec.page_size,
@@ -98,7 +98,7 @@ def pool_report(accounts: Accounts, spec: CacheSpec) -> PoolReport:
 
 
 def session_pages(slot: SlotView) -> SessionPages:
-    """One session's holdings as the server hears of them."""
+    """Return one session's pages as the server reports them."""
     private = {str(pool): num_pages for pool, num_pages in slot.private_pages.items()}
     return SessionPages(
         session_id=slot.session_id,

@@ -1,4 +1,4 @@
-"""Waiting and running turns, and the one place that carries out a plan."""
+"""`Scheduler`: the waiting and running turns, and the one place that applies a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from session_server.engine.turn_queue import TurnQueue, WaitingQueue, max_reuse
 
 @dataclass(slots=True)
 class Applied:
-    """What carrying out a plan gave.
+    """Hold what applying a plan gave.
 
     `dropped`: sessions whose KV was dropped. `refused`: turns that have to end, and why.
     """
@@ -34,9 +34,9 @@ class Applied:
 
 
 class Scheduler:
-    """Every live turn, each in exactly one of two lines, both in `Turn.order`.
+    """Hold every live turn in one of two queues, both in `Turn.order`.
 
-    A session has at most one live turn.
+    A session has at most one live turn. `turn_capacity`: what the pools allow one turn.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class Scheduler:
         return len(self._turns)
 
     def find(self, turn_id: TurnId) -> Turn | None:
-        """A live turn by its id."""
+        """Return a live turn by its id; None if there is none."""
         return self._turns.get(turn_id)
 
     def find_attempt(self, row: BatchRow) -> Turn | None:
-        """The turn a launched row belongs to, unless it has ended or been taken off since."""
+        """Return the turn of a launched row; None if that attempt has ended since."""
         turn = self._turns.get(row.turn_id)
         if turn is None or turn.admission is None:
             return None
         return turn if turn.admission.attempt == row.attempt else None
 
     def turn_of(self, session_id: SessionId) -> Turn | None:
-        """The live turn of a session."""
+        """Return the live turn of a session; None if it has none."""
         return self._of_session.get(session_id)
 
     def submit(self, turn: Turn) -> None:
-        """Take a new turn in; it waits."""
+        """Add a new turn to the waiting ones."""
         assert turn.turn_id not in self._turns
         assert turn.request.session_id not in self._of_session
         self._turns[turn.turn_id] = turn
@@ -83,25 +83,25 @@ class Scheduler:
         self.waiting.insert(turn)
 
     def remove(self, turn: Turn) -> None:
-        """Let go of a turn that ends."""
+        """Remove a turn that ends."""
         self._queue(turn).remove(turn)
         del self._turns[turn.turn_id]
         del self._of_session[turn.request.session_id]
         turn.finish()
 
     def requeue(self, turn: Turn) -> None:
-        """Let a running turn wait again, whose KV the cache has let go."""
+        """Let a running turn wait again after the cache has dropped its KV."""
         self.running.remove(turn)
         turn.retract()
         self.waiting.insert(turn)
         self._counters.retractions += 1
 
     def apply(self, plan: StepPlan, now_s: float) -> Applied:
-        """Carry out a plan: cool, retract, admit, and turn work into rows.
+        """Apply a plan: cool, retract, admit, then make rows of its work.
 
-        The plan is a promise about pages that can be broken in one way: it counted a page twice,
-        as part of a session to cool and of an admitted turn's match. That turn then waits for the
-        next plan, which sees the page where it is now.
+        A plan can promise too much in one way: it may count a page twice, in a session to cool and
+        in the match of an admitted turn. That turn then waits for the next plan, which counts the
+        page once.
         """
         applied = Applied()
         self._cool(plan.cool, applied)

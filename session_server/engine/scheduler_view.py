@@ -1,7 +1,7 @@
-"""What a plan is made from: the world as the planner sees it, read-only.
+"""What the planner sees: protocols and frozen values, read-only.
 
-Everything here is a protocol or a frozen value. Tests pass frozen fakes; the engine passes its
-window on live turns and the live cache (`engine.view`).
+Tests pass frozen fakes. The engine passes its view of live turns and the live cache
+(`engine.view`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from session_server.engine.shortage import PoolPages, ReclaimableSession, Reclai
 
 
 class BlockReason(enum.Enum):
-    """Why the first waiting turn still waits."""
+    """Say why the first waiting turn still waits."""
 
     TURNS = "turns"
     TOKENS = "tokens"
@@ -27,9 +27,9 @@ class BlockReason(enum.Enum):
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):
-    """Bounds of one forward.
+    """Bound one forward.
 
-    `num_tokens`: prefill tokens. `num_turns`: turns that run at a time. `page_size`: positions of a
+    `num_tokens`: prefill tokens. `num_turns`: turns that run at a time. `page_size`: positions per
     page.
     """
 
@@ -46,38 +46,42 @@ class RunningTurn(Protocol):
 
     @property
     def num_uncomputed(self) -> int:
-        """Positions that could be launched now, those in flight counted as done."""
+        """Return the positions that can be launched now; those in flight count as done."""
         ...
 
     @property
     def num_drafts(self) -> int:
-        """Drafts that it could verify too; 0 unless a single position is uncomputed."""
+        """Return the drafts it could verify too; 0 unless a single position is uncomputed."""
         ...
 
     @property
     def num_spare(self) -> int:
-        """Positions that pages already held can still take."""
+        """Return the positions that its pages can still take."""
         ...
 
     @property
     def held_pages(self) -> PoolPages:
-        """Pages that retracting it makes free or evictable; a lower bound."""
+        """Return the pages that retracting it makes free or evictable; a lower bound."""
         ...
 
     @property
     def promised_pages(self) -> PoolPages:
-        """Pages it still takes until nothing is uncomputed. Less than its positions fill in a pool
-        where it gives pages back as it goes."""
+        """Return the pages it still takes until nothing is uncomputed.
+
+        In a pool of bounded size, where it gives pages back as it proceeds, this is less than its
+        positions fill.
+        """
         ...
 
 
 class AdmissionQuote(msgspec.Struct, frozen=True, gc=False):
-    """What admitting a waiting turn would cost.
+    """Say what admitting a waiting turn costs.
 
-    `num_uncomputed`: positions to compute before its next token. `context_pages`: what it needs
-    before long, but never past its last position: pages it will take, and evictable pages that its
-    match would lock, which is headroom spent. `own_pages`: what cooling its own idle session would
-    give back, which is no help to it; None if that is not counted in `SchedulerView.idle_total`.
+    `num_uncomputed`: positions to compute before its next token. `context_pages`: pages it takes
+    soon, but never past its last position, and evictable pages that its match would lock, which are
+    headroom too. `needs_row`: whether it needs a free row. `own_pages`: pages that cooling its own
+    idle session would free, which is no help to it; None if that session is not counted in
+    `SchedulerView.idle_total`.
     """
 
     num_uncomputed: int
@@ -87,7 +91,7 @@ class AdmissionQuote(msgspec.Struct, frozen=True, gc=False):
 
 
 class WaitingTurn(Protocol):
-    """A turn that holds nothing."""
+    """A turn that holds no KV."""
 
     @property
     def turn_id(self) -> TurnId: ...
@@ -97,48 +101,49 @@ class WaitingTurn(Protocol):
 
     @property
     def times_bypassed(self) -> int:
-        """Turns behind it that were admitted while it waited for pages."""
+        """Return how many turns behind it were admitted while it waited for pages."""
         ...
 
     def quote(self) -> AdmissionQuote:
-        """Price of admission now; may match the whole history of a cold session."""
+        """Return what its admission costs now; may match the whole history of a cold session."""
         ...
 
 
 class SchedulerView(Protocol):
-    """The world as the planner sees it."""
+    """The turns and the memory that a plan decides about."""
 
     @property
     def running(self) -> Sequence[RunningTurn]:
-        """Oldest first."""
+        """Return running turns, oldest first."""
         ...
 
     @property
     def waiting(self) -> Iterable[WaitingTurn]:
-        """In order of admission."""
+        """Return waiting turns, in order of admission."""
         ...
 
     @property
     def known_denial(self) -> tuple[TurnId, BlockReason] | None:
-        """Who is blocked, and why, if a plan with `StepPlan.is_denial` found so and nothing that
-        this depended on has become better since. It says nothing while a running turn lacks more
-        than one position.
+        """Return the blocked turn and the reason that an earlier plan found, if they still hold.
+
+        That plan had `StepPlan.is_denial`, and nothing that it depended on has become better since.
+        It says nothing while a running turn lacks more than one position.
         """
         ...
 
     @property
     def idle(self) -> Iterator[ReclaimableSession]:
-        """Least recently used first; consumed only as far as needed."""
+        """Return reclaimable sessions, least recently used first; read only as far as needed."""
         ...
 
     @property
     def idle_total(self) -> ReclaimableTotal:
-        """What all of `idle` would give back, without asking each of them."""
+        """Return what all of `idle` would free, without asking each of them."""
         ...
 
     @property
     def headroom_pages(self) -> PoolPages:
-        """Free and evictable pages."""
+        """Return the free and evictable pages of each pool."""
         ...
 
     @property
@@ -146,5 +151,5 @@ class SchedulerView(Protocol):
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether some launch is not settled, so that pages may still come back by themselves."""
+        """Return whether a forward is in flight, so that pages may yet come back."""
         ...

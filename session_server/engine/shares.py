@@ -1,8 +1,8 @@
-"""Who gets how many tokens of one forward: a pure function, and the fairness of the scheduler.
+"""Split the tokens of one forward fairly: a pure function.
 
-Every need gets at least its share, `budget // MAX_SHARES` (or all of it, when that is less), or at
-least half of the forward goes to needs that are no larger. So a turn waits for turns that are
-sooner done than itself, and never for a long one, however long it is and however many there are.
+Every need gets at least its share: `budget // MAX_SHARES`, or all of it if that is less. The
+exception is a forward of which at least half goes to needs that are no larger. So a turn waits for
+turns that finish before it, and never for long ones, however long or many they are.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ MAX_SHARES: Final = 8
 
 
 def share_len(budget: int) -> int:
-    """What a need can count on."""
+    """Return the tokens that every need can count on."""
     return max(1, budget // MAX_SHARES)
 
 
 def fair_shares(needs: Sequence[int], budget: int, *, first: Sequence[int]) -> list[int]:
-    """Split `budget` tokens.
+    """Return the tokens of each need, at most `budget` in all.
 
-    Small needs are met whole, from the smallest on, as long as each asks for no more than an even
-    split among `MAX_SHARES` would give it. The rest is split max-min fairly over as many of the
-    others as can have a share: the indices in `first`, in that order, then the smallest, which are
-    satisfied soonest. What they leave goes to the others in order.
+    Small needs are met whole, smallest first, while each asks for no more than an even split among
+    `MAX_SHARES`. The rest is split max-min fairly over as many of the others as can have a share:
+    the indices in `first`, in that order, then the smallest, which are done soonest. Tokens left
+    over go to the others in order.
 
     Args:
-        needs: tokens that each could use.
+        needs: tokens that each can use.
         budget: tokens of the forward.
-        first: needs that have their share in any case, if the budget has one for each.
+        first: indices of needs that get their share in any case, if the budget has one for each.
     """
     if sum(needs) <= budget:
         return list(needs)

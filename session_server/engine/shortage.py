@@ -1,4 +1,4 @@
-"""What one need lacks in the pools, and who is worth asking for it: pure, no cache, no clock."""
+"""`Shortage`: the pages and rows that a turn lacks, and which sessions can give them. Pure."""
 
 from __future__ import annotations
 
@@ -21,27 +21,35 @@ class ReclaimableSession(Protocol):
 
     @property
     def freed_pages(self) -> PoolPages:
-        """Pages that cooling it makes free or evictable; a lower bound, since sessions that
-        share a prefix each report it as not theirs to give."""
+        """Return the pages that cooling it makes free or evictable.
+
+        A lower bound: sessions that share a prefix do not count the shared pages.
+        """
         ...
 
 
 class ReclaimableTotal(msgspec.Struct, frozen=True, gc=False):
-    """How many idle sessions there are, and the sum of their `freed_pages`."""
+    """Count the reclaimable sessions, and sum their `freed_pages`."""
 
     num_sessions: int
     freed_pages: PoolPages
 
 
 class Shortage:
-    """Pages and rows that a need lacks, and what those who were asked would give.
+    """Track the pages and rows that a need lacks while sessions are asked for them.
 
-    `asked`: idle sessions in the order they were asked, of which `cooled` ease the shortage and
-    `skipped` have nothing of what is short.
+    `asked`: sessions in the order they were asked. Of these, `cooled` reduce the shortage, and
+    `skipped` hold nothing of what is short.
     """
 
     def __init__(self, pages: PoolPages, needed: PoolPages, num_rows: int = 0) -> None:
-        """`num_rows`: rows that it lacks."""
+        """Start with the difference between the pages needed and the pages there are.
+
+        Args:
+            pages: there are, per pool.
+            needed: per pool.
+            num_rows: rows that are missing.
+        """
         self._missing = [n - p for n, p in zip(needed, pages, strict=True)]
         self._num_rows = num_rows
         self.asked: list[ReclaimableSession] = []
@@ -49,16 +57,16 @@ class Shortage:
         self.skipped: list[ReclaimableSession] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is still lacking."""
+        """Return whether anything is still missing."""
         return self._num_rows > 0 or max(self._missing) > 0
 
     def can_be_met(self, num_rows: int, pages: PoolPages) -> bool:
-        """Whether so many rows and pages would be enough."""
+        """Return whether so many more rows and pages would be enough."""
         enough = all(lack <= num for lack, num in zip(self._missing, pages, strict=True))
         return enough and self._num_rows <= num_rows
 
     def ask(self, session: ReclaimableSession) -> None:
-        """Let an idle session give what it has, if that helps; cooling frees its row too."""
+        """Count what cooling a session frees, its row too, if that reduces the shortage."""
         self.asked.append(session)
         if self._num_rows > 0:
             self._take(session.freed_pages)
@@ -69,10 +77,10 @@ class Shortage:
         self.cooled.append(session)
 
     def ask_pages(self, pages: PoolPages) -> bool:
-        """Take pages if they help, and tell.
+        """Count pages if they reduce the shortage, and return whether they were counted.
 
-        Who shares all its pages reports none at all, though others like it and it together have
-        some to give: it is worth asking.
+        A session that shares all its pages reports none, though cooling all sessions that share
+        them frees some. So one that reports no pages at all is counted.
         """
         pairs = zip(self._missing, pages, strict=True)
         if any(pages) and not any(lack > 0 and num > 0 for lack, num in pairs):
@@ -85,12 +93,12 @@ class Shortage:
 
 
 def subtract_pages(pages: PoolPages, taken: PoolPages) -> PoolPages:
-    """The difference, pool by pool."""
+    """Return the difference, pool by pool."""
     return tuple(have - num for have, num in zip(pages, taken, strict=True))
 
 
 def add_pages(first: PoolPages, rest: Iterable[PoolPages]) -> PoolPages:
-    """The sum, pool by pool."""
+    """Return the sum, pool by pool."""
     sums: Sequence[int] = first
     for pages in rest:
         sums = [a + b for a, b in zip(sums, pages, strict=True)]

@@ -1,4 +1,4 @@
-"""Counters of one engine since its start."""
+"""`Counters`: totals of one engine since its start."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Totals. `host_s`: time outside forwards, measured by whoever drives the engine.
+    """Count what an engine did since its start.
 
-    `overshoots`: rows computed for turns that had ended or been retracted by then. `shortfalls`:
-    turns that waited another step because pages the plan counted on were not to be had.
-    `draft_tokens`: drafts verified; `accepted_tokens`: drafts accepted.
+    `host_s`: seconds outside forwards, measured by the loop that drives the engine. `overshoots`:
+    rows computed for turns that had ended or been retracted by then. `shortfalls`: turns that
+    waited another step because pages that the plan counted on were not there. `draft_tokens`:
+    drafts verified; `accepted_tokens`: drafts accepted.
     """
 
     steps: int = 0

@@ -1,7 +1,7 @@
-"""The last steps of the engine, for whoever has to find out how the books went wrong.
+"""`StepTrace`: the last steps of the engine, to find out how the books went wrong.
 
-A record is a few references and small tuples: ids, lengths and decisions, never a token, so that
-keeping it costs a microsecond and showing it gives no text away.
+A record is a few references and small tuples: ids, lengths and decisions, never a token. Keeping it
+costs about a microsecond, and showing it reveals no text.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _Record(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepTrace:
-    """A ring of `NUM_STEPS` records, and a copy of it from the moment of the first violation.
+    """Keep the last `NUM_STEPS` records, and a copy of them from the first violation.
 
-    `num_steps`: begun so far.
+    `num_steps`: steps begun so far.
     """
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class StepTrace:
     def begin_step(
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
     ) -> None:
-        """A step has begun."""
+        """Begin the record of a step."""
         self.num_steps += 1
         self._begun = now_s, commands, results
 
     def end_step(self, plan: StepPlan | None, batch: Batch | None) -> None:
-        """What it has decided and what it launches."""
+        """Complete the record with what the step decided and what it launches."""
         if self._begun is None:
             return
         now_s, commands, results = self._begun
@@ -78,14 +78,14 @@ class StepTrace:
         )
 
     def freeze(self) -> None:
-        """Keep the steps up to now; only the first call counts, since it shows the cause."""
+        """Keep the steps up to now. Only the first call counts, since it shows the cause."""
         if self._frozen:
             return
         self.end_step(None, None)
         self._frozen = tuple(self._ring)
 
     def frozen(self, num_steps: int = NUM_STEPS) -> tuple[TracedStep, ...]:
-        """The last steps before the first violation, oldest first; nothing without one."""
+        """Return the last steps before the first violation, oldest first; none without one."""
         return tuple(_show(record) for record in self._frozen[-num_steps:])
 
 

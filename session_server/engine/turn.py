@@ -1,7 +1,7 @@
-"""One turn as the engine knows it: tokens known, positions computed, what is in flight.
+"""`Turn`: tokens known, positions computed and what is in flight, of one turn.
 
-Lengths are absolute positions of the session's context. Between launch and settle they are known
-as an interval: `computed_len` is settled, `launched_len` is what the forwards in flight will have
+Lengths are absolute positions of the session's context. Between launch and settle they are an
+interval: `computed_len` is settled, `launched_len` is what the forwards in flight will have
 computed if every draft in them is accepted. The planner works with the upper end. Settling raises
 the lower end, and lowers the upper end again where drafts were rejected.
 """
@@ -24,7 +24,7 @@ from session_server.core.sampling import TokenLogprob
 
 
 class TurnState(enum.Enum):
-    """Life of a turn in the engine."""
+    """State of a turn in the engine; `TRANSITIONS` has the legal changes."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -54,12 +54,13 @@ class Draft:
 
 @dataclass(slots=True)
 class Admission:
-    """One stay among the running turns, from admission to end or retraction.
+    """Track one stay among the running turns, from admission to end or retraction.
 
-    `loan`: the lease of the session, which has the row and the settled lengths. `launched_len`:
-    see above. `attempt` distinguishes it from earlier stays, whose late results are dropped.
-    `num_sampling`: launched rows whose token the host has not seen. `is_sampler_started`: the
-    runner was sent what its sampler must remember. `draft`: what the next forward may verify.
+    `loan`: the lease of the session, with the row and the settled lengths. `attempt`: tells this
+    stay, and each retry in it, from earlier ones, whose late results are dropped. `launched_len`:
+    see the module. `num_sampling`: launched rows whose token the host has not seen.
+    `is_sampler_started`: whether the runner was sent the `SamplingStart` of this attempt. `draft`:
+    what the next forward may verify.
     """
 
     loan: TurnLoan
@@ -71,18 +72,18 @@ class Admission:
 
     @property
     def computed_len(self) -> int:
-        """Positions whose KV is settled."""
+        """Return the positions whose KV is settled."""
         return self.loan.computed_len
 
     @property
     def num_spare(self) -> int:
-        """Positions that pages already held can still take."""
+        """Return the positions that pages already held can still take."""
         return self.loan.capacity_len - self.launched_len
 
 
 @dataclass(slots=True)
 class TurnClock:
-    """When things happened to a turn, in the seconds that `Engine.step` is given, and how often.
+    """Track when things happened to a turn, in the seconds given to `Engine.step`, and how often.
 
     `times_bypassed`: turns admitted before it while it waited for pages.
     """
@@ -97,7 +98,7 @@ class TurnClock:
     times_bypassed: int = 0
 
     def timings(self, now_s: float) -> TurnTimings:
-        """The durations so far; a stage that was not reached lasts until now or took no time."""
+        """Return the durations so far; a stage that was not reached ends now or took no time."""
         admitted_s = now_s if self.admitted_s is None else self.admitted_s
         prompt_done_s = now_s if self.prompt_done_s is None else self.prompt_done_s
         first_token_s = now_s if self.first_token_s is None else self.first_token_s
@@ -113,13 +114,13 @@ class TurnClock:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One submitted turn.
+    """Track one submitted turn.
 
-    `order`: smaller goes first at admission and keeps its pages longer. `max_new`: output tokens
-    it may have, its `max_tokens` clipped to the room its context leaves. `outputs` survive a
-    retraction: they are input of the next admission. `prompt_logprobs`: settled so far.
-    `cached_len`: positions its first admission did not have to compute. `draft_len`: how
-    many drafts it proposes next, adapted to how many were accepted; 0 before the first draft.
+    `order`: smaller is admitted earlier and keeps its pages longer. `max_new`: output tokens it may
+    have: its `max_tokens`, clipped to what its context leaves. `outputs` survive a retraction: they
+    are input of the next admission. `prompt_logprobs`: settled so far. `cached_len`: positions that
+    its first admission did not compute. `draft_len`: how many drafts it proposes next, adapted to
+    how many were accepted; 0 before the first draft.
     """
 
     request: SubmitTurn
@@ -140,41 +141,40 @@ class Turn:
 
     @property
     def turn_id(self) -> TurnId:
-        """Its id."""
+        """Return the id of the turn."""
         return self.request.turn_id
 
     @property
     def prompt_len(self) -> int:
-        """Length of the context it was submitted with."""
+        """Return the length of the context it was submitted with."""
         return self.request.base_len + len(self.request.tokens)
 
     @property
     def known_len(self) -> int:
-        """Tokens of the context that the host has seen."""
+        """Return how many tokens of the context the host has seen."""
         return self.prompt_len + len(self.outputs)
 
     @property
     def expected_len(self) -> int:
-        """`known_len` of a running turn, and what is being sampled for it."""
+        """Return `known_len` and the tokens that forwards in flight sample. Only while running."""
         return self.known_len + self.current_admission.num_sampling
 
     @property
     def max_computed_len(self) -> int:
-        """Positions it will ever compute: its last output token needs no KV."""
+        """Return the positions it ever computes: its last output token needs no KV."""
         return self.prompt_len + max(0, self.max_new - 1)
 
     @property
     def current_admission(self) -> Admission:
-        """The admission of a running turn."""
+        """Return the admission of a running turn."""
         assert self.admission is not None, "only a running turn has an admission"
         return self.admission
 
     @property
     def num_uncomputed(self) -> int:
-        """Positions that could be launched now, those in flight counted as done.
+        """Return the positions that can be launched now; those in flight count as done.
 
-        Bounded by `max_new`, which is known ahead, so no forward is ever planned past it. None for
-        a turn that waits for a token to draft behind, or for its drafts to be verified.
+        `max_new` is known ahead, so no forward is planned past it. 0 for a turn that is held back.
         """
         if self.is_held_back:
             return 0
@@ -184,7 +184,10 @@ class Turn:
 
     @property
     def is_held_back(self) -> bool:
-        """Whether it waits for what is in flight: a token to draft behind, or its own drafts."""
+        """Return whether it must not be launched before a result comes.
+
+        It has drafts to place behind a token in flight, or its own drafts are being verified.
+        """
         admission = self.current_admission
         if admission.num_sampling == 0:
             return False
@@ -192,7 +195,7 @@ class Turn:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether what it lacks is only the position of its latest token, seen or coming."""
+        """Return whether it lacks only the position of its latest token, known or in flight."""
         return self.current_admission.launched_len == self.expected_len - 1
 
     @property
@@ -202,15 +205,16 @@ class Turn:
         return draft.num_drafts if draft is not None and self.num_uncomputed == 1 else 0
 
     def uncommitted_tokens(self) -> Tokens:
-        """int32 [n]: everything after `base_len`, input then output. Asked for in every plan while
-        the turn waits, so its input is converted once.
+        """Return everything after `base_len`, input then output: int32 [n].
+
+        Every plan asks for it while the turn waits, so the input is converted once.
         """
         if not self.outputs:
             return self._input
         return np.concatenate((self._input, np.array(self.outputs, dtype=np.int32)))
 
     def samples_at(self, end: int) -> bool:
-        """Whether a row that ends at `end` chooses the next token."""
+        """Return whether a row that ends at position `end` samples the next token."""
         return self.max_new > 0 and end == self.expected_len
 
     def next_prompt_logprob_position(self) -> int | None:
@@ -237,7 +241,7 @@ class Turn:
         self.draft_len = 2 * num_drafts if num_right == num_drafts else num_right + 1
 
     def discard_in_flight(self) -> None:
-        """Forget what is in flight; it will be computed again, and its results are dropped."""
+        """Forget what is in flight: it is computed again, and its results are dropped."""
         admission = self.current_admission
         self.num_admissions += 1
         admission.attempt = self.num_admissions
@@ -247,13 +251,13 @@ class Turn:
         admission.draft = None
 
     def retract(self) -> None:
-        """Back to waiting; outputs and prompt logprobs stay, KV does not."""
+        """Return to waiting. Outputs and prompt logprobs stay, KV does not."""
         self._move(TurnState.WAITING)
         self.admission = None
         self.clock.num_retractions += 1
 
     def finish(self) -> None:
-        """The end; nothing follows."""
+        """End the turn. Nothing follows."""
         self._move(TurnState.FINISHED)
         self.admission = None
 

@@ -1,7 +1,8 @@
-"""`TurnQueue`: turns in their order, and what keeps those that wait from being asked about again.
+"""`TurnQueue` and `WaitingQueue`: turns in order, and what spares pricing them again.
 
-Pricing a cold turn matches its whole history, and a plan may price a line of them. Both answers are
-kept until something they depend on changes: `Quotes` per turn, `Denial` for the line as a whole.
+Pricing a cold turn matches its whole history, and a plan may price a queue of them. `Quotes` keeps
+the price of each turn, and `_Denial` keeps that no turn could be admitted, until something they
+depend on changes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from session_server.engine.turn import Turn
 
 
 class TurnQueue(Sequence[Turn]):
-    """Turns in `Turn.order`. `version` changes with every turn that comes or goes."""
+    """Hold turns in `Turn.order`. `version` changes with every turn that comes or goes."""
 
     def __init__(self) -> None:
         self._turns: list[Turn] = []
@@ -43,12 +44,12 @@ class TurnQueue(Sequence[Turn]):
         return self._turns[index]
 
     def insert(self, turn: Turn) -> None:
-        """Put a turn in its place. O(log turns)."""
+        """Insert a turn at its place. O(log turns) comparisons."""
         self.version += 1
         bisect.insort(self._turns, turn, key=lambda other: other.order)
 
     def remove(self, turn: Turn) -> None:
-        """Take a turn out. O(log turns)."""
+        """Remove a turn. O(log turns) comparisons."""
         self.version += 1
         index = bisect.bisect_left(self._turns, turn.order, key=lambda other: other.order)
         assert self._turns[index] is turn, "every turn has an order of its own"
@@ -56,7 +57,7 @@ class TurnQueue(Sequence[Turn]):
 
 
 class _Known(NamedTuple):
-    """A quote, and what it was made of. `match` is None for a resident session."""
+    """Keep a quote, and what it was made of. `match` is None for a resident session."""
 
     version: int
     match: MatchResult | None
@@ -64,7 +65,7 @@ class _Known(NamedTuple):
 
 
 class Quotes:
-    """What admitting waiting turns would cost."""
+    """Price waiting turns, and keep the prices. `max_new_pages`: that of `TurnCapacity`."""
 
     def __init__(self, cache: SessionAwareCache, max_new_pages: PoolPages) -> None:
         """`max_new_pages`: of `TurnCapacity`."""
@@ -73,10 +74,10 @@ class Quotes:
         self._known: dict[TurnId, _Known] = {}
 
     def of(self, turn: Turn) -> AdmissionQuote:
-        """Return the price of a turn now.
+        """Return what admitting a turn costs now.
 
-        O(1) while nothing has changed in the tree, O(edges of its match) while that stands; else
-        the history of a cold session is matched.
+        O(1) while nothing has changed in the tree, O(edges of its match) while its match still
+        holds. Otherwise the history of a cold session is matched.
         """
         version, known = self._cache.match_version, self._known.get(turn.turn_id)
         if known is None or known.version != version:
@@ -88,7 +89,7 @@ class Quotes:
         return known.quote
 
     def drop(self, turn: Turn) -> None:
-        """A turn waits no longer."""
+        """Drop the quote of a turn that waits no longer."""
         self._known.pop(turn.turn_id, None)
 
     def _price(self, turn: Turn) -> _Known:
@@ -123,14 +124,17 @@ class Quotes:
 
 
 def _reusable_len(turn: Turn) -> int:
-    """A forward needs a query, and a prompt's logprobs need its positions computed."""
+    """Return the positions it may reuse at most: one token at least must be computed."""
     max_reuse_len = max_reuse(turn)
     last = turn.known_len - 1
     return last if max_reuse_len is None else min(last, max_reuse_len)
 
 
 def max_reuse(turn: Turn) -> int | None:
-    """Positions a turn may reuse; None for all. Prompt logprobs need logits, hence computing."""
+    """Return how many positions a turn may reuse; None for all.
+
+    Prompt logprobs need logits, so their positions must be computed.
+    """
     position = turn.next_prompt_logprob_position()
     if position is None or position >= turn.prompt_len - 1:
         return None
@@ -138,23 +142,22 @@ def max_reuse(turn: Turn) -> int | None:
 
 
 class Supply(NamedTuple):
-    """What admission may take: pages that are free or can be evicted, and those of idle sessions;
-    rows likewise."""
+    """Count what admission may take: free, evictable and reclaimable pages; rows likewise."""
 
     pages: PoolPages
     num_rows: int
 
     def is_within(self, other: Supply) -> bool:
-        """Whether it is no more than another one, in every pool."""
+        """Return whether it is no more than another supply, in every pool."""
         pairs = zip(self.pages, other.pages, strict=True)
         return self.num_rows <= other.num_rows and all(mine <= its for mine, its in pairs)
 
 
 class _Denial(NamedTuple):
-    """A plan found that nobody of the line could come, and all that this depended on.
+    """Remember that a plan could admit no turn of the queue, and what that depended on.
 
-    Running turns took part in it by their number and by what they leave: `supply` is the most there
-    has been since, so less of it is no reason to ask again.
+    Running turns count by their number and by what they leave. `supply` is the most that was there
+    since: less of it admits no turn either.
     """
 
     blocked: tuple[TurnId, BlockReason]
@@ -164,7 +167,7 @@ class _Denial(NamedTuple):
 
 
 class WaitingQueue(TurnQueue):
-    """Turns that wait for admission."""
+    """Hold turns that wait for admission."""
 
     def __init__(self, cache: SessionAwareCache, max_new_pages: PoolPages) -> None:
         super().__init__()
@@ -173,19 +176,24 @@ class WaitingQueue(TurnQueue):
         self.quotes = Quotes(cache, max_new_pages)
 
     def remove(self, turn: Turn) -> None:
-        """Take a turn out, whose price nobody needs any more."""
+        """Remove a turn and its quote."""
         super().remove(turn)
         self.quotes.drop(turn)
 
     def note_denial(
         self, blocked: tuple[TurnId, BlockReason], num_running: int, supply: Supply
     ) -> None:
-        """Nobody could come with this supply beside so many running turns of which each lacked one
-        position at most."""
+        """Record that no turn could be admitted with this supply.
+
+        Args:
+            blocked: the first turn that waits, and why.
+            num_running: running turns, each of which lacked at most one position.
+            supply: what admission could take.
+        """
         self._denial = _Denial(blocked, self._versions, num_running, supply)
 
     def known_denial(self, num_running: int, supply: Supply) -> tuple[TurnId, BlockReason] | None:
-        """Who is blocked, and why, if that is known without pricing anybody."""
+        """Return who is blocked and why if a recorded denial still holds, else None."""
         denial = self._denial
         if denial is None or (denial.versions, denial.num_running) != (self._versions, num_running):
             return None
@@ -193,7 +201,7 @@ class WaitingQueue(TurnQueue):
 
     @property
     def has_denial(self) -> bool:
-        """Whether asking `known_denial` may be worth it."""
+        """Return whether a denial is recorded, so that `known_denial` is worth a call."""
         return self._denial is not None and bool(self)
 
     @property

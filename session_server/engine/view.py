@@ -1,4 +1,4 @@
-"""The planner's window on live turns and the live cache: read-only and not a copy."""
+"""`LiveView`: the planner's read-only view of live turns and the live cache; not a copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def running(self) -> Sequence[LiveRunning]:
-        """See `SchedulerView`."""
+        """Return running turns, oldest first."""
         return [
             LiveRunning(
                 turn_id=turn.request.turn_id,
@@ -44,19 +44,19 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def waiting(self) -> Iterable[LiveWaiting]:
-        """See `SchedulerView`."""
+        """Return waiting turns, in order of admission."""
         return (LiveWaiting(self.queue, turn) for turn in self.queue)
 
     @property
     def known_denial(self) -> tuple[TurnId, BlockReason] | None:
-        """See `SchedulerView`. O(pools)."""
+        """Return the denial of an earlier plan if it still holds. O(pools)."""
         if not self.queue.has_denial:
             return None
         return self.queue.known_denial(len(self.running_turns), self.supply)
 
     @property
     def supply(self) -> Supply:
-        """What admission may take now. O(pools)."""
+        """Return what admission may take now. O(pools)."""
         num_sessions, freed_pages = self.cache.idle.count()
         headroom = self.cache.headroom()
         pages = add_pages(headroom.pages, [tuple(freed_pages.values())])
@@ -64,36 +64,36 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def idle(self) -> Iterator[LiveReclaimable]:
-        """See `SchedulerView`."""
+        """Yield reclaimable sessions, least recently used first."""
         for session in self.cache.idle:
             yield LiveReclaimable(session.session_id, tuple(session.freed_pages.values()))
 
     @property
     def idle_total(self) -> ReclaimableTotal:
-        """See `SchedulerView`. O(pools)."""
+        """Return what all reclaimable sessions would free. O(pools)."""
         num_sessions, freed_pages = self.cache.idle.count()
         return ReclaimableTotal(num_sessions, tuple(freed_pages.values()))
 
     @property
     def headroom_pages(self) -> PoolPages:
-        """See `SchedulerView`."""
+        """Return the free and evictable pages of each pool."""
         return self.cache.headroom().pages
 
     @property
     def num_free_rows(self) -> int:
-        """See `SchedulerView`."""
+        """Return the number of free rows."""
         return self.cache.headroom().num_rows
 
 
 class LiveReclaimable(msgspec.Struct, gc=False):
-    """An `ReclaimableSession`."""
+    """Implement `ReclaimableSession` for a parked session."""
 
     session_id: SessionId
     freed_pages: PoolPages
 
 
 class LiveRunning(msgspec.Struct, gc=False):
-    """A `RunningTurn`. Its numbers are taken once, since a plan asks for them several times."""
+    """Implement `RunningTurn`. Its numbers are read once, since a plan asks several times."""
 
     turn_id: TurnId
     num_uncomputed: int
@@ -104,12 +104,12 @@ class LiveRunning(msgspec.Struct, gc=False):
 
     @property
     def held_pages(self) -> PoolPages:
-        """See `RunningTurn`."""
+        """Return the pages that retracting it makes free or evictable; a lower bound."""
         return tuple(self.loan.retractable_pages().values())
 
     @property
     def promised_pages(self) -> PoolPages:
-        """See `RunningTurn`."""
+        """Return the pages it still takes until nothing is uncomputed."""
         cache, missing = self.view.cache, max(0, self.num_uncomputed - self.num_spare)
         num_pages = pages_for(missing, cache.spec.page_size)
         held_of = [self.loan.num_private(pool) for pool in cache.paged_pools]
@@ -118,26 +118,26 @@ class LiveRunning(msgspec.Struct, gc=False):
 
 
 class LiveWaiting(msgspec.Struct, gc=False):
-    """A `WaitingTurn`."""
+    """Implement `WaitingTurn` for a turn in the waiting queue."""
 
     queue: WaitingQueue
     turn: Turn
 
     @property
     def turn_id(self) -> TurnId:
-        """See `WaitingTurn`."""
+        """Return the id of the turn."""
         return self.turn.turn_id
 
     @property
     def session_id(self) -> SessionId:
-        """See `WaitingTurn`."""
+        """Return the id of its session."""
         return self.turn.request.session_id
 
     @property
     def times_bypassed(self) -> int:
-        """See `WaitingTurn`."""
+        """Return how many turns behind it were admitted while it waited for pages."""
         return self.turn.clock.times_bypassed
 
     def quote(self) -> AdmissionQuote:
-        """See `WaitingTurn`."""
+        """Return what its admission costs now."""
         return self.queue.quotes.of(self.turn)
