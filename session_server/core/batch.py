@@ -183,7 +183,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class PendingStep(Protocol):
-    """A forward that was launched."""
+    """Stand for a forward that was launched."""
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""

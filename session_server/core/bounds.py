@@ -1,4 +1,4 @@
-"""What a number in the settings means: its unit, and what happens when it is reached.
+"""`Bound`: what a number in the settings counts, and what happens when it is reached.
 
 `docs/limits.md` is generated from these annotations, from the constraints of the wire types and
 from the named constants of the code.

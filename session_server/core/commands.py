@@ -1,11 +1,11 @@
 """What the server asks of the engine: a closed union of frozen values.
 
-They cross a process boundary as msgpack, so they are `msgspec` structs with tags. The engine
-drains them at the top of a step, never in its middle.
+They cross a process boundary as msgpack, so they are tagged `msgspec` structs. The engine handles
+them at the top of a step, never in its middle.
 
-Who knows what: the server owns the token history of a session; the engine holds a copy of a
-prefix of it. Every `SubmitTurn` names the length of that copy it builds on (`base_len`), which is
-also how a session is rewound: the engine drops what lies beyond.
+The server owns the token history of a session; the engine holds a copy of a prefix of it. Every
+`SubmitTurn` names the length of the part that it builds on (`base_len`). This also rewinds a
+session: the engine drops what lies beyond.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from session_server.core.sampling import SamplingParams
 
 
 class Command(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Root of the union."""
+    """Base of all commands."""
 
 
 class OpenSession(Command, frozen=True, tag=True, kw_only=True):
-    """Make a cold slot holding `tokens`. `pinned` asks for PINNED retention (quota permitting).
+    """Make a cold slot holding `tokens`. `pinned` asks for PINNED retention, within a quota.
 
-    Opening a known id is an error of the server's and fails the session with `SessionRefused`.
+    Opening a known id is a bug of the server. The answer is `SessionRefused`; the session stays.
     """
 
     session_id: SessionId
@@ -33,11 +33,11 @@ class OpenSession(Command, frozen=True, tag=True, kw_only=True):
 
 
 class SubmitTurn(Command, frozen=True, tag=True, kw_only=True):
-    """Run one turn: context = the slot's first `base_len` tokens + `tokens`.
+    """Run one turn over the slot's first `base_len` tokens followed by `tokens`.
 
-    The server submits one turn per session at a time. `sampling.max_tokens` 0 computes the
-    prompt and generates nothing. `sampling.seed` is always set here. `priority`: higher goes
-    first among waiting turns; equal ones go in order of arrival.
+    The server submits one turn per session at a time. `sampling.max_tokens` 0 computes the prompt
+    and generates nothing. `sampling.seed` is always set here. `priority`: higher is admitted
+    earlier; equal ones in order of arrival.
     """
 
     session_id: SessionId
@@ -49,9 +49,9 @@ class SubmitTurn(Command, frozen=True, tag=True, kw_only=True):
 
 
 class StopTurn(Command, frozen=True, tag=True, kw_only=True):
-    """The server found a stop string: end the turn after `num_outputs` output tokens.
+    """End a turn after `num_outputs` output tokens, where the server found a stop string.
 
-    Ignored for a turn that has already ended.
+    Ignored for a turn that has ended.
     """
 
     turn_id: TurnId
@@ -59,10 +59,10 @@ class StopTurn(Command, frozen=True, tag=True, kw_only=True):
 
 
 class CancelTurn(Command, frozen=True, tag=True, kw_only=True):
-    """End the turn early. `num_outputs` output tokens and the input stay in the history;
+    """End a turn early; its input and `num_outputs` output tokens stay in the history.
 
-    with None nothing stays, and the session is as it was before the turn. Ignored for a turn
-    that has already ended.
+    With None nothing stays, and the session is as it was before the turn. Ignored for a turn that
+    has ended.
     """
 
     turn_id: TurnId
@@ -70,20 +70,23 @@ class CancelTurn(Command, frozen=True, tag=True, kw_only=True):
 
 
 class CloseSession(Command, frozen=True, tag=True, kw_only=True):
-    """Forget the session. A running turn is cancelled first; closing twice is closing once."""
+    """Drop the session. A running turn is cancelled first. An unknown id is ignored."""
 
     session_id: SessionId
 
 
 class FlushCache(Command, frozen=True, tag=True, kw_only=True):
-    """When no turn is live: cool every session and empty the tree. Answered by `CacheFlushed`."""
+    """Cool every session and empty the tree if no turn is live. Answered by `CacheFlushed`."""
 
     request_id: int
 
 
 class ReportMemory(Command, frozen=True, tag=True, kw_only=True):
-    """Ask for a `MemoryReported`; `full` runs the level-2 audit between two steps, `trace` adds
-    the steps before the first violation."""
+    """Ask for a `MemoryReported`.
+
+    `full` recounts all memory first, between two steps; `trace` adds the steps before the first
+    violation.
+    """
 
     request_id: int
     full: bool = False
@@ -91,7 +94,7 @@ class ReportMemory(Command, frozen=True, tag=True, kw_only=True):
 
 
 class Shutdown(Command, frozen=True, tag=True, kw_only=True):
-    """Finish the step in flight and leave."""
+    """Finish the forwards in flight, and end the engine."""
 
 
 EngineCommand = (

@@ -1,4 +1,4 @@
-"""The server's view of an engine: send commands, hear events.
+"""`EngineClient`: the server's side of an engine: send commands, receive events.
 
 Two implementations exist, a child process and a thread; `wiring` chooses. Listeners are called on
 the event loop's thread, in order, one event at a time.
@@ -16,24 +16,24 @@ EventListener = Callable[[EngineEvent], None]
 
 
 class EngineClient(Protocol):
-    """One engine, however it runs."""
+    """Drive one engine, in a child process or on a thread."""
 
     async def start(self, listener: EventListener) -> EngineReady:
-        """Bring the engine up and begin to deliver events.
+        """Start the engine, and begin to deliver events.
 
         Raises:
-            EngineUnavailable: it did not come up; the message says why.
+            EngineUnavailable: it did not start; the message says why.
         """
         ...
 
     def send(self, command: EngineCommand) -> None:
-        """Queue one command; never blocks.
+        """Queue one command without blocking.
 
         Raises:
-            EngineUnavailable: there is no engine at the moment.
+            EngineUnavailable: no engine runs at the moment.
         """
         ...
 
     async def stop(self) -> None:
-        """End the engine and wait for it; idempotent."""
+        """End the engine and wait for it. Idempotent."""
         ...

@@ -34,7 +34,7 @@ from typing import Final
 
 
 class SessionServerError(Exception):
-    """Root. `message` goes to the client and so holds no prompt, key or path."""
+    """Base of all errors. `message` goes to the client, so it holds no prompt, key or path."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -124,7 +124,7 @@ class DeviceFailed(SessionServerError):
 
 @dataclass(frozen=True, slots=True)
 class WireError:
-    """How one error looks to clients. `kind` is the `type` field of the body."""
+    """Describe how an error looks to clients. `kind` is the `type` field of the body."""
 
     code: str
     status: int
@@ -166,5 +166,5 @@ INTERNAL_ERROR: Final = WireError("internal_error", 500, retryable=False, kind=_
 
 
 def wire_error(error: SessionServerError) -> WireError:
-    """The wire form of an error, by its class."""
+    """Return the wire form of an error, by its class."""
     return WIRE_ERRORS[type(error)]

@@ -1,7 +1,7 @@
 """What the engine tells the server: a closed union of frozen values, in the order they happened.
 
-Per accepted turn: at most one `TurnStarted` per admission, any number of `PrefillProgressed` and
-`TokensProduced`, then exactly one of `TurnFinished` or `TurnFailed`, and nothing after it.
+For each accepted turn: at most one `TurnStarted` per admission, any number of `PrefillProgressed`
+and `TokensProduced`, then exactly one of `TurnFinished` or `TurnFailed`, and nothing after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from session_server.core.sampling import TokenLogprob
 
 
 class FinishReason(enum.Enum):
-    """Why a turn ended well."""
+    """Say why a turn ended without an error."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -24,11 +24,11 @@ class FinishReason(enum.Enum):
 
 
 class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations of one turn as the engine saw it, in milliseconds.
+    """Hold the durations of one turn as the engine saw them, in milliseconds.
 
-    `queue_ms`: submit to first admission. `prefill_ms`: admission to prompt computed.
-    `ttft_ms`: submit to first token settled. `decode_ms`: first token to the end. `forward_ms`:
-    time of the forwards the turn took part in, the whole of each. `num_steps`: how many.
+    `queue_ms`: submit to first admission. `prefill_ms`: admission to prompt computed. `ttft_ms`:
+    submit to first token settled. `decode_ms`: first token to the end. `forward_ms`: the whole time
+    of the forwards that the turn took part in. `num_steps`: how many there were.
     """
 
     queue_ms: float
@@ -40,11 +40,14 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Root of the union."""
+    """Base of all events."""
 
 
 class EngineReady(Event, frozen=True, tag=True, kw_only=True):
-    """The engine serves. `epoch` grows with every restart; older sessions are unknown to it."""
+    """Report that the engine serves.
+
+    `epoch` grows with every restart; an engine does not know the sessions of an older one.
+    """
 
     epoch: int
     max_turn_len: int
@@ -61,35 +64,40 @@ class EngineReady(Event, frozen=True, tag=True, kw_only=True):
 
 
 class EngineDied(Event, frozen=True, tag=True, kw_only=True):
-    """Made by the client side: every live turn is lost, sessions live on as tokens."""
+    """Report that the engine's process ended. Made on the client side.
+
+    Every live turn is lost; sessions live on as tokens.
+    """
 
     message: str
     will_restart: bool
 
 
 class EnginePulse(Event, frozen=True, tag=True, kw_only=True):
-    """Sent by an engine several times a second, busy or idle; the client side keeps it to itself.
+    """Report several times a second, busy or idle, whether steps complete.
 
-    `stalled_s`: seconds without a completed step, if that is longer than steps of that size take;
-    0 otherwise.
+    The client side does not pass it on. `stalled_s`: seconds without a completed step, if that is
+    longer than steps of that size take; 0 otherwise.
     """
 
     stalled_s: float
 
 
 class EngineStalled(Event, frozen=True, tag=True, kw_only=True):
-    """Made by the client side: for `stalled_s` seconds the engine completes no step, or says
-    nothing at all. Told once; `EngineResumed` or `EngineDied` follows."""
+    """Report that the engine has completed no step for `stalled_s` seconds, or sends nothing.
+
+    Made on the client side, once per stall. `EngineResumed` or `EngineDied` follows.
+    """
 
     stalled_s: float
 
 
 class EngineResumed(Event, frozen=True, tag=True, kw_only=True):
-    """Made by the client side: an engine that had stalled completes steps again."""
+    """Report that an engine completes steps again after a stall. Made on the client side."""
 
 
 class SessionRefused(Event, frozen=True, tag=True, kw_only=True):
-    """Report that `OpenSession` was refused (duplicate id, pin quota)."""
+    """Report that `OpenSession` was refused: a duplicate id, or no pin quota."""
 
     session_id: SessionId
     code: str
@@ -97,21 +105,21 @@ class SessionRefused(Event, frozen=True, tag=True, kw_only=True):
 
 
 class SessionCooled(Event, frozen=True, tag=True, kw_only=True):
-    """Pressure took the session's KV; its tokens stay and the next turn computes them again."""
+    """Report that a session lost its KV. Its tokens stay; its next turn computes them again."""
 
     session_id: SessionId
 
 
 class SessionGone(Event, frozen=True, tag=True, kw_only=True):
-    """The slot is gone; the answer to `CloseSession`, also for an unknown id."""
+    """Report that the slot is gone. Answers `CloseSession`, also for an unknown id."""
 
     session_id: SessionId
 
 
 class TurnStarted(Event, frozen=True, tag=True, kw_only=True):
-    """The turn was admitted. Sent again when it is admitted again after a retraction.
+    """Report that a turn was admitted, also after a retraction.
 
-    `cached_tokens`: positions whose KV was not recomputed (of the first admission).
+    `cached_tokens`: positions that its first admission did not compute.
     """
 
     turn_id: TurnId
@@ -120,7 +128,7 @@ class TurnStarted(Event, frozen=True, tag=True, kw_only=True):
 
 
 class PrefillProgressed(Event, frozen=True, tag=True, kw_only=True):
-    """`computed` of `total` prompt positions are done; sent between chunks only."""
+    """Report that `computed` of `total` prompt positions are done. Sent between chunks only."""
 
     turn_id: TurnId
     computed: int
@@ -128,14 +136,17 @@ class PrefillProgressed(Event, frozen=True, tag=True, kw_only=True):
 
 
 class PromptLogprobsComputed(Event, frozen=True, tag=True, kw_only=True):
-    """Logprobs of prompt positions, in order from `sampling.prompt_logprobs_from` on."""
+    """Report the logprobs of prompt tokens.
+
+    In order of positions, from `sampling.prompt_logprobs_from` on.
+    """
 
     turn_id: TurnId
     logprobs: tuple[TokenLogprob, ...]
 
 
 class TokensProduced(Event, frozen=True, tag=True, kw_only=True):
-    """Output tokens, settled. `logprobs` is empty, or one entry per token."""
+    """Report settled output tokens. `logprobs`: one per token, or empty."""
 
     turn_id: TurnId
     token_ids: tuple[int, ...]
@@ -143,10 +154,10 @@ class TokensProduced(Event, frozen=True, tag=True, kw_only=True):
 
 
 class TurnFinished(Event, frozen=True, tag=True, kw_only=True):
-    """The turn ended as asked.
+    """Report that a turn ended without an error.
 
-    `history_len`: tokens of the session the engine now holds; `num_outputs`: output tokens among
-    them that belong to this turn. `matched_token`: the stop token that ended it, if one did.
+    `history_len`: tokens of the session that the engine now holds. `num_outputs`: output tokens of
+    this turn among them. `matched_token`: the stop token that ended it, if one did.
     """
 
     turn_id: TurnId
@@ -162,7 +173,7 @@ class TurnFinished(Event, frozen=True, tag=True, kw_only=True):
 
 
 class TurnFailed(Event, frozen=True, tag=True, kw_only=True):
-    """The turn ended by a fault; the session's history is what it was before the turn.
+    """Report that an error ended a turn; the session's history is what it was before the turn.
 
     `code` is a wire code of `session_server.core.errors`.
     """
@@ -175,9 +186,9 @@ class TurnFailed(Event, frozen=True, tag=True, kw_only=True):
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Accounts of one pool, in pages; the fields from `free` on add up to `pages`.
+    """Report the accounts of one pool, in pages. Those from `free` on add up to `pages`.
 
-    `page_bytes`: what a page takes in all layers of the pool, those of a draft model aside.
+    `page_bytes`: what a page takes in all layers of the pool, without those of a draft model.
     """
 
     pages: int
@@ -199,7 +210,7 @@ ACCOUNTS: Final = PoolReport.__struct_fields__[PoolReport.__struct_fields__.inde
 
 
 class SessionPages(msgspec.Struct, frozen=True, kw_only=True):
-    """What one session holds: its state, tokens, valid KV, and pages per pool."""
+    """Report what one session holds: its state, tokens, valid KV, and pages per pool."""
 
     session_id: SessionId
     state: str
@@ -210,7 +221,7 @@ class SessionPages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TracedRow(msgspec.Struct, frozen=True):
-    """One row of a launch: positions [start, start + num_tokens) of a turn's context."""
+    """Describe one row of a forward: positions [start, start + num_tokens) of a turn."""
 
     turn_id: TurnId
     row: int
@@ -219,8 +230,10 @@ class TracedRow(msgspec.Struct, frozen=True):
 
 
 class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step of the engine did. `commands` are their kinds, `settled` the launches whose
-    results it took in; then the plan's decisions, and what was launched.
+    """Describe what one step of the engine did.
+
+    `commands`: their kinds. `settled`: the forwards whose results it took. Then the decisions of
+    the plan; `launched`: the forward launched, if any.
     """
 
     step: int
@@ -237,13 +250,13 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the memory checker has done since the engine started.
+    """Report what the memory checker has done since the engine started.
 
-    `runs` by level; `violations` in all, the texts of the most recent ones in `recent`.
-    `quarantined_sessions`, the most recent ones, lost their KV, `rebuilds` dropped everybody's;
-    together they cost `reprefill_tokens` to compute again. `probes` were answered by the device,
-    the last one `last_probe_ago_s` ago (None: none yet). `check_ms` and `probe_ms` were spent on
-    checks and on probes, which is `cost_share` of the engine's time.
+    `runs` by level. `violations`: how many in all; `recent`: the texts of the latest.
+    `quarantined_sessions`: the latest sessions that lost their KV to a violation. `rebuilds`: how
+    often all sessions did. `reprefill_tokens`: tokens that both cost to compute again. `probes`:
+    answered by the device, the last one `last_probe_ago_s` seconds ago (None: none yet). `check_ms`
+    and `probe_ms`: time spent on checks and probes, which is `cost_share` of the engine's time.
     """
 
     runs: dict[str, int]
@@ -260,12 +273,12 @@ class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_runs(self) -> int:
-        """Checks of any level."""
+        """Return the number of checks of all levels."""
         return sum(self.runs.values())
 
 
 class MemoryReported(Event, frozen=True, tag=True, kw_only=True):
-    """Answer to `ReportMemory`. `trace`: the steps before the first violation, if asked for."""
+    """Answer `ReportMemory`. `trace`: the steps before the first violation, if asked for."""
 
     request_id: int
     pools: dict[str, PoolReport]
@@ -277,18 +290,18 @@ class MemoryReported(Event, frozen=True, tag=True, kw_only=True):
 
 
 class CacheFlushed(Event, frozen=True, tag=True, kw_only=True):
-    """Answer to `FlushCache`; `done` is False when turns were live and nothing was touched."""
+    """Answer `FlushCache`. `done` is False if turns were live and nothing was changed."""
 
     request_id: int
     done: bool
 
 
 class EngineStats(Event, frozen=True, tag=True, kw_only=True):
-    """A sample of the engine's counters since start and gauges now; about once a second of work,
-    and once more when the last turn has ended.
+    """Report totals since the engine's start, and gauges of now.
 
-    `host_ms`: time outside forwards. Token and step counts are totals. `draft_tokens`: drafts
-    that forwards verified, `accepted_tokens`: drafts accepted.
+    Sent about once a second of work, and once more when the last turn has ended. `host_ms`: time
+    outside forwards. `draft_tokens`: drafts that forwards verified; `accepted_tokens`: drafts
+    accepted.
     """
 
     steps: int

@@ -1,7 +1,7 @@
-"""Identifiers both sides share. Every id the engine sees is made by the server.
+"""Identifiers that server and engine share. The server makes every id that the engine sees.
 
-A client's own turn id is an idempotency key of `sessions`; it never reaches the engine, so two
-clients that pick the same name cannot meet.
+A client's own turn id is an idempotency key in `sessions`. It never reaches the engine, so the
+names that two clients choose cannot collide.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["SessionId", "TokenId", "TurnId", "new_session_id", "new_turn_id"]
 
 
 def new_session_id() -> SessionId:
-    """A fresh session id: 128 random bits, so that it cannot be guessed."""
+    """Return a new session id of 128 random bits, which cannot be guessed."""
     return SessionId(f"s_{secrets.token_hex(16)}")
 
 
 def new_turn_id() -> TurnId:
-    """A fresh engine-side turn id."""
+    """Return a new turn id of the engine."""
     return TurnId(f"turn_{secrets.token_hex(8)}")

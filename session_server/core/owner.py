@@ -1,4 +1,4 @@
-"""Who owns a session: what authentication makes of a key, and what that key may ask for."""
+"""`Owner`: who owns a session, and what a key may ask for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How a turn's tokens are chosen, and when it ends by token ids.
+"""`SamplingParams`: how a turn's tokens are chosen, and which token ids end it.
 
-Plain data with bounds; `msgspec` checks them whenever a value crosses a process or a socket.
-Stop *strings* are text, which the engine does not know: they live in `session_events.TextOptions`.
+Plain data with bounds, which `msgspec` checks whenever a value crosses a process or a socket. Stop
+strings are text, which the engine does not know: `session_events.TextOptions` has them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MAX_OUTPUT_TOKENS = 1 << 20
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One turn's sampling. The defaults are the plain distribution of the model.
+    """Configure the sampling of one turn. The defaults are the model's plain distribution.
 
     `temperature` 0 is greedy and exact. `top_k` 0 means all. `seed` makes the sampled text a
     function of (seed, position, logits) alone, whatever else is in the batch; without one the
-    server draws a seed. `logit_bias` is added to the raw logits of the token ids named.
-    Penalties follow their usual definitions: repetition (Keskar et al. 2019) over prompt and
-    output, presence and frequency over the output.
+    server draws a seed. `logit_bias` is added to the raw logits of the named token ids. Penalties
+    follow their usual definitions: repetition (Keskar et al. 2019) over prompt and output, presence
+    and frequency over the output.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] = 256
@@ -47,12 +47,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Return whether the most likely token is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """Return whether earlier tokens change the logits."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -61,10 +61,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability of one token under the distribution before temperature and truncation.
+    """Hold the log-probability of one token before temperature and truncation.
 
-    `logprob` is None for a position that nothing precedes. `top` are the most likely
-    alternatives, best first, as (token id, logprob).
+    `logprob` is None for a position that nothing precedes. `top`: the most likely alternatives,
+    best first, as (token id, logprob).
     """
 
     token_id: int

@@ -1,8 +1,8 @@
 """What happens in a session as its readers see it: the entries of the journal.
 
-`sessions` writes them, `protocol` turns them into frames of each dialect. A turn's entries are
+`sessions` writes them, `protocol` turns them into frames of each dialect. The entries of a turn are
 `TurnCreated`, any number of `TurnProgress` and `TurnDelta`, then exactly one of `TurnCompleted`,
-`TurnCancelled`, `TurnFailedEntry`. `turn_id` here is the *client's* id of the turn.
+`TurnCancelled`, `TurnFailedEntry`. `turn_id` is the client's id of the turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CloseReason = Literal["client", "expired", "draining"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message; `role` is a `Role`, which is checked where messages come in."""
+    """Hold one chat message; `role` is a `Role`, checked where messages come in."""
 
     role: str
     content: str
@@ -33,21 +33,21 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """New messages, rendered by the model's chat template and appended token-exactly."""
+    """Append messages, rendered by the model's chat template, token-exactly."""
 
     messages: tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TextInput:
-    """Raw text, encoded as it is (no template); a leading BOS is dropped on appended turns."""
+    """Append raw text, encoded without a template; a leading BOS of a later turn is dropped."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInput:
-    """Token ids, appended as they are; a leading BOS is dropped on appended turns."""
+    """Append token ids as they are; a leading BOS of a later turn is dropped."""
 
     token_ids: tuple[int, ...]
 
@@ -57,9 +57,10 @@ TurnInput = ChatInput | TextInput | TokenInput
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How tokens become text. `stop` strings end the turn; they are cut unless `keep_stop`.
+    """Configure how tokens become text.
 
-    The history keeps the tokens up to the one that completed the stop string.
+    `stop` strings end the turn; they are cut unless `keep_stop` is set. The history keeps the
+    tokens up to the one that completed the stop string.
     """
 
     stop: tuple[str, ...] = ()
@@ -69,10 +70,10 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One turn as a client asked for it. Equal requests with one `turn_id` are one turn.
+    """Describe one turn as a client asked for it. Equal requests with one `turn_id` are one turn.
 
-    `queue` False refuses (SessionBusy) instead of waiting behind a running turn.
-    `on_disconnect`: what `web` does when the last reader goes; no part of what is asked for.
+    `queue` False refuses the turn with `SessionBusy` instead of queueing it behind a running one.
+    `on_disconnect`: what `web` does when the last reader leaves; not part of the comparison.
     """
 
     turn_id: str
@@ -86,8 +87,11 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Token counts of a turn. `input_tokens` is the whole context; `cached_tokens` of them were
-    not recomputed, `cache_write_tokens` were."""
+    """Count the tokens of a turn.
+
+    `input_tokens`: the whole context, of which `cached_tokens` were not computed again and
+    `cache_write_tokens` were.
+    """
 
     input_tokens: int
     cached_tokens: int
@@ -95,18 +99,18 @@ class TokenUsage:
 
     @property
     def cache_write_tokens(self) -> int:
-        """Input positions computed by this turn."""
+        """Return the input positions that this turn computed."""
         return self.input_tokens - self.cached_tokens
 
     @property
     def total_tokens(self) -> int:
-        """Context length at the end of the turn."""
+        """Return the context length at the end of the turn."""
         return self.input_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TurnCreated:
-    """The turn was accepted; `position` turns of the session run before it."""
+    """Record that a turn was accepted; `position` turns of the session run before it."""
 
     turn_id: str
     position: int
@@ -114,7 +118,7 @@ class TurnCreated:
 
 @dataclass(frozen=True, slots=True)
 class TurnProgress:
-    """Prefill: `processed` of `total` context tokens are there, `cached` of them from before."""
+    """Record prefill: `processed` of `total` context tokens are done, `cached` of them reused."""
 
     turn_id: str
     processed: int
@@ -124,7 +128,10 @@ class TurnProgress:
 
 @dataclass(frozen=True, slots=True)
 class TurnDelta:
-    """New text and the tokens behind it. Text may lag tokens (partial UTF-8, stop strings)."""
+    """Record new text and the tokens behind it.
+
+    Text may come later than its tokens: incomplete UTF-8, possible stop strings.
+    """
 
     turn_id: str
     item_id: str
@@ -135,7 +142,7 @@ class TurnDelta:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What every terminal entry of a turn carries. `text` is the whole answer that stays."""
+    """Hold what every final entry of a turn has. `text` is the whole answer that stays."""
 
     item_id: str
     text: str
@@ -148,7 +155,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class TurnCompleted:
-    """The turn ended well; `matched` is the stop token id or stop string that ended it."""
+    """Record that a turn ended well. `matched`: the stop token id or stop string, if any."""
 
     turn_id: str
     reason: Literal["stop", "length"]
@@ -158,7 +165,7 @@ class TurnCompleted:
 
 @dataclass(frozen=True, slots=True)
 class TurnCancelled:
-    """Cancelled; with `kept_partial` False the history is what it was before the turn."""
+    """Record a cancel. Unless `kept_partial`, the history is as before the turn."""
 
     turn_id: str
     kept_partial: bool
@@ -168,7 +175,7 @@ class TurnCancelled:
 
 @dataclass(frozen=True, slots=True)
 class TurnFailedEntry:
-    """A fault ended the turn; the history is what it was before it. `code`: a wire code."""
+    """Record that an error ended a turn; the history is as before it. `code`: a wire code."""
 
     turn_id: str
     code: str
@@ -179,7 +186,7 @@ class TurnFailedEntry:
 
 @dataclass(frozen=True, slots=True)
 class SessionStateChanged:
-    """KV moved: resident, or cold because of pressure, a flush or an engine restart."""
+    """Record that the session's KV is resident, or is cold and why."""
 
     state: Literal["resident", "cold"]
     reason: StateReason
@@ -187,7 +194,7 @@ class SessionStateChanged:
 
 @dataclass(frozen=True, slots=True)
 class SessionUpdated:
-    """Session settings changed; the effective ones."""
+    """Record that session settings changed, with the settings that hold now."""
 
     ttl_s: float
     metadata: dict[str, str] = field(default_factory=dict)
@@ -195,14 +202,14 @@ class SessionUpdated:
 
 @dataclass(frozen=True, slots=True)
 class SessionDraining:
-    """The server shuts down; running turns have `deadline_s` left."""
+    """Record that the server shuts down; running turns have `deadline_s` seconds left."""
 
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """The last entry of a journal."""
+    """Record the end of the session; the last entry of a journal."""
 
     reason: CloseReason
 

@@ -24,9 +24,9 @@ _NOTHING: Final = np.empty(0, dtype=np.int32)
 
 
 def look_up(tokens: Tokens, num_drafts: int) -> Tokens:
-    """What followed the latest of the longest earlier occurrences of the last tokens.
+    """Return what followed the latest of the longest earlier occurrences of the last tokens.
 
-    An occurrence that reaches the end of `tokens` is taken to go on repeating itself.
+    An occurrence that reaches the end of `tokens` is taken to repeat itself.
 
     Args:
         tokens: int32 [n], the text so far.

@@ -60,7 +60,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
-    """What `Scheduler.apply` carries out, in this order: cool, retract, admit, work.
+    """Hold what `Scheduler.apply` carries out, in order: cool, retract, admit, work.
 
     Attributes:
         cool: idle sessions that lose their KV.
@@ -86,7 +86,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_empty(self) -> bool:
-        """Whether carrying it out changes nothing."""
+        """Return whether applying it changes nothing."""
         return not (self.cool or self.retract or self.work or self.refuse)
 
 

@@ -18,7 +18,7 @@ MAX_BYPASSES: Final = 64
 
 
 class AdmissionPass:
-    """One pass over the waiting turns, in order.
+    """Admit waiting turns in one pass, in order.
 
     Attributes:
         work: tokens of the admitted turns, in order of admission.

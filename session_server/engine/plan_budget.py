@@ -22,7 +22,7 @@ from session_server.engine.shortage import (
 
 
 class ReclaimableSessions:
-    """The idle sessions that a plan may still cool, and those that it cools.
+    """Track the sessions that a plan may still cool, and those that it cools.
 
     `cooled`: ids in the order of the plan. Sessions are read from the view only as far as needed.
     """
@@ -71,7 +71,7 @@ class ReclaimableSessions:
 
 
 class Budget:
-    """What a plan may still give out.
+    """Track what a plan may still give out.
 
     Attributes:
         num_tokens: prefill and draft tokens. The single token of a decoding turn is not counted.

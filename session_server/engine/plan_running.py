@@ -13,7 +13,7 @@ from session_server.engine.shortage import Shortage, add_pages
 
 
 class RunningClaims(msgspec.Struct, frozen=True, gc=False):
-    """What running turns get in this forward.
+    """Hold what running turns get in this forward.
 
     `running`: turns that are not retracted, oldest first. `work`: tokens of those with pages.
     `retracted`: in order, each time the youngest first. `is_oldest_short`: the oldest turn lacks
@@ -27,7 +27,7 @@ class RunningClaims(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def has_shortage(self) -> bool:
-        """Whether running turns lack pages, so that admission must wait."""
+        """Return whether running turns lack pages, so that admission must wait."""
         return bool(self.retracted) or self.is_oldest_short
 
 

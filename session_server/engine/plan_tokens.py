@@ -19,7 +19,7 @@ from session_server.engine.shares import fair_shares, share_len
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A waiting turn that this plan has priced."""
+    """Hold a waiting turn and its price."""
 
     turn: WaitingTurn
     quote: AdmissionQuote

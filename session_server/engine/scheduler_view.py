@@ -39,7 +39,7 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
 
 
 class RunningTurn(Protocol):
-    """A turn that borrows its session's KV."""
+    """Describe a turn that borrows its session's KV."""
 
     @property
     def turn_id(self) -> TurnId: ...
@@ -91,7 +91,7 @@ class AdmissionQuote(msgspec.Struct, frozen=True, gc=False):
 
 
 class WaitingTurn(Protocol):
-    """A turn that holds no KV."""
+    """Describe a turn that holds no KV."""
 
     @property
     def turn_id(self) -> TurnId: ...
@@ -110,7 +110,7 @@ class WaitingTurn(Protocol):
 
 
 class SchedulerView(Protocol):
-    """The turns and the memory that a plan decides about."""
+    """Describe the turns and the memory that a plan decides about."""
 
     @property
     def running(self) -> Sequence[RunningTurn]:

@@ -14,7 +14,7 @@ PoolPages = tuple[int, ...]
 
 
 class ReclaimableSession(Protocol):
-    """A parked session that pressure may cool."""
+    """Describe a parked session that pressure may cool."""
 
     @property
     def session_id(self) -> SessionId: ...

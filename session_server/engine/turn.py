@@ -24,7 +24,7 @@ from session_server.core.sampling import TokenLogprob
 
 
 class TurnState(enum.Enum):
-    """State of a turn in the engine; `TRANSITIONS` has the legal changes."""
+    """Name the states of a turn in the engine; `TRANSITIONS` has the legal changes."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()

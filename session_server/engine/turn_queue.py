@@ -65,10 +65,10 @@ class _Known(NamedTuple):
 
 
 class Quotes:
-    """Price waiting turns, and keep the prices. `max_new_pages`: that of `TurnCapacity`."""
+    """Price waiting turns, and keep the prices while they hold."""
 
     def __init__(self, cache: SessionAwareCache, max_new_pages: PoolPages) -> None:
-        """`max_new_pages`: of `TurnCapacity`."""
+        """Start without prices. `max_new_pages`: that of `TurnCapacity`."""
         self._cache = cache
         self._max_new_pages = max_new_pages
         self._known: dict[TurnId, _Known] = {}

@@ -1,4 +1,4 @@
-"""`AuditPace`: when the engine's thread recounts memory. Pure: the loop tells it the time."""
+"""`AuditPace`: when the engine's thread recounts memory. Pure: the loop passes the time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AUDIT_PAUSE_RATIO: Final = 50.0
 
 
 class AuditPace:
-    """Decides when the next slice of an audit runs, if nothing else comes up before."""
+    """Decide when the next slice of an audit runs, if nothing else comes up before."""
 
     def __init__(self, now_s: float) -> None:
         self._next_audit_s = now_s
@@ -48,7 +48,7 @@ class AuditPace:
         return max(0.0, due_s - now_s)
 
     def note_slice(self, started_s: float, ended_s: float, *, is_complete: bool) -> None:
-        """A slice has run."""
+        """Record a slice that has run."""
         self._slice_s, self._slice_ended_s = ended_s - started_s, ended_s
         self._spent_s += self._slice_s
         self._is_under_way = not is_complete

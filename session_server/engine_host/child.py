@@ -1,7 +1,7 @@
-"""The engine's own process: reads commands from an inherited socket, writes events to it.
+"""The engine's own process: read commands from an inherited socket, write events to it.
 
-It ends when told to, when its parent is gone and when a bug escapes; one that hangs is ended by its
-supervisor. It never outlives the server and never answers signals meant for the server.
+The process ends when it is told to, when the server is gone, or when an exception escapes. One that
+hangs is ended by its supervisor. It never outlives the server, and ignores signals meant for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXIT_ORPHANED: Final = 71
 
 
 class CannotStart(Exception):
-    """What was asked for cannot be served: the message is for whoever asked, without a stack."""
+    """Refuse settings that no engine can serve; the message is shown without a stack."""
 
 
 EngineFactory = Callable[[bytes], EngineAssembly]
@@ -49,7 +49,7 @@ Raises:
 
 
 def serve_engine(fd: int, build: EngineFactory) -> int:
-    """Serve the socket `fd` until its peer says `Shutdown` or is gone; gives the exit code."""
+    """Serve the socket `fd` until `Shutdown` or its peer is gone, and return the exit code."""
     # A supervisor that finds no progress aborts: then every thread's stack goes to stderr, which
     # needs neither the interpreter lock nor a thread that still runs.
     faulthandler.enable()

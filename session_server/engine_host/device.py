@@ -1,4 +1,4 @@
-"""Launches batches off the engine's thread, so that planning and computing overlap."""
+"""`DeviceThreads`: launch batches off the engine's thread, so that planning overlaps forwards."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from session_server.core.batch import Batch, PendingStep, Runner, StepResult
 
 @dataclass(frozen=True, slots=True)
 class DeviceCrash:
-    """The runner raised instead of reporting an error: a bug, and the end of the engine."""
+    """Carry what the runner raised instead of returning an error: it ends the engine."""
 
     cause: BaseException
 
 
 class DeviceThreads:
-    """One thread launches strictly in order, another waits for what is not done at once.
+    """Launch batches on one thread, strictly in order, and wait for results on another.
 
-    Two, because a thread that waits for launch n cannot issue launch n + 1. A runner that
-    computes inside `launch` (a CPU) never needs the second. `deliver` is called from either
-    thread with results in launch order. The queues hold no more than the engine keeps in flight.
+    There are two because a thread that waits for forward n cannot launch forward n+1. A runner that
+    computes inside `launch` (a CPU) never needs the second. `deliver` is called on either thread,
+    with results in launch order. The queues hold no more than the engine keeps in flight.
     """
 
     def __init__(self, runner: Runner, deliver: Callable[[StepResult | DeviceCrash], None]) -> None:
@@ -41,11 +41,11 @@ class DeviceThreads:
             thread.start()
 
     def launch(self, batch: Batch) -> None:
-        """Queue one forward; never blocks."""
+        """Queue one batch. Never blocks."""
         self._launches.put(batch)
 
     def stop(self) -> None:
-        """Finish what was launched and end the threads."""
+        """Finish what was queued, and end the threads."""
         self._launches.put(None)
         self._threads[0].join()
         self._pending.put(None)

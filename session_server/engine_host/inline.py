@@ -28,11 +28,11 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class InlineEngine:
-    """An `EngineClient` whose engine shares this process.
+    """Implement `EngineClient` with an engine on a thread of this process.
 
-    It is not restarted: a bug that ended the thread may have damaged the process around it, and a
-    thread that hangs cannot be ended (`hang_limit_s`: how long no turn may move).
-    `failed` then resolves with the reason, and the server should leave with an error.
+    It is not restarted: the exception that ended the thread may have damaged the process, and a
+    thread that hangs cannot be ended. `hang_limit_s`: how long no turn may progress. `failed`
+    resolves with the reason, and the server should then exit with an error.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class InlineEngine:
         self.failed: asyncio.Future[str] | None = None
 
     async def start(self, listener: EventListener) -> EngineReady:
-        """See `EngineClient.start`; the factory runs on a thread of its own."""
+        """Build the engine on a thread of its own, then start it; see `EngineClient`."""
         assert self._thread is None, "an engine is started once"
         self._server = asyncio.get_running_loop()
         self.failed = self._server.create_future()
@@ -67,7 +67,7 @@ class InlineEngine:
         return assembly.ready
 
     def send(self, command: EngineCommand) -> None:
-        """See `EngineClient.send`."""
+        """Queue one command without blocking; see `EngineClient`."""
         is_alive = self._thread is not None and self._thread.is_alive()
         if self._loop is None or not is_alive or self._is_given_up:
             raise EngineUnavailable("the engine is not running")
@@ -79,7 +79,7 @@ class InlineEngine:
         self._watchdog.note_command(command)
 
     async def stop(self) -> None:
-        """See `EngineClient.stop`."""
+        """Ask the engine to shut down, and wait for it a while. Idempotent."""
         if self._loop is None or self._thread is None:
             return
         if self._watch is not None:

@@ -1,8 +1,7 @@
-"""Drives `Engine.step` in real time: one inbox, one clock, one device.
+"""`EngineLoop`: drive `Engine.step` in real time, with one inbox, one clock and one device.
 
-The engine itself knows neither threads nor time. Here commands and results meet in one queue, and
-the thread sleeps on it whenever the engine says that nothing can be launched: an idle engine costs
-nothing.
+The engine itself knows neither threads nor time. Commands and results meet in one queue here. The
+thread sleeps on it whenever the engine is blocked, so an idle engine uses no CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MAX_ITEMS_PER_STEP: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class EngineAssembly:
-    """What a factory builds: an engine, what computes its batches, how it introduces itself."""
+    """Hold what a factory builds: an engine, its runner, and the event that introduces it."""
 
     engine: Engine
     runner: Runner
@@ -38,10 +37,10 @@ class EngineAssembly:
 
 
 class EngineLoop:
-    """Runs one assembly until `Shutdown`.
+    """Run one engine until `Shutdown`.
 
-    `emit` is called on the loop's thread with the events of one step; while it blocks, nothing
-    new is planned, which is the engine's back-pressure.
+    `emit` is called on the loop's thread with the events of one step. While it blocks, nothing new
+    is planned: this is the engine's back-pressure.
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class EngineLoop:
         """Step until `Shutdown` was handled.
 
         Raises:
-            BaseException: whatever escapes the engine or the runner. It is a bug, and the state
-                behind it cannot be trusted: the caller ends the process.
+            BaseException: what escapes the engine or the runner. It is a bug, and the state behind
+                it cannot be trusted: the caller ends the process.
         """
         device, progress = DeviceThreads(self._runner, self._inbox.put), self._progress
         is_blocked = True
@@ -112,10 +111,10 @@ class EngineLoop:
         return commands, results
 
     def _wait(self) -> EngineCommand | StepResult | DeviceCrash | None:
-        """The next item; None after an audit, whose findings the next step acts on.
+        """Return the next item; None after an audit, because the next step acts on what it found.
 
-        An audit runs in slices, and only while the inbox is empty: whatever comes waits for the
-        rest of one slice at most.
+        An audit runs in slices, only while the inbox is empty. So an item waits for the rest of one
+        slice at most.
         """
         self._progress.wait(has_work=not self._engine.is_at_rest)
         idle_since_s = self._clock()
@@ -131,7 +130,7 @@ class EngineLoop:
         return self._inbox.get()
 
     def _audit_slice(self) -> bool:
-        """Whether that was the last slice of an audit."""
+        """Run one slice of an audit, and return whether it was the last."""
         started_s = self._clock()
         is_complete = self._engine.audit_slice()
         self._audit_pace.note_slice(started_s, self._clock(), is_complete=is_complete)

@@ -1,7 +1,7 @@
 """The engine in a child process: start, supervise, restart.
 
-The server keeps its event loop free of the engine's GIL, and an engine that dies takes no session
-with it: the server holds every session's tokens and opens it again in the next engine.
+The server keeps its event loop free of the engine's GIL. An engine that dies takes no session with
+it: the server holds every session's tokens, and opens the session again in the next engine.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """How to run the child.
+    """Configure the child process.
 
-    `argv`: its command line, to which the number of the inherited socket is appended; it must
-    call `serve_engine` with that number. `settings`: the first frame, opaque here. An engine that
-    has turns and moves none of them for `hang_limit_s` is ended.
+    `argv`: its command line, to which the number of the inherited socket is appended; it must call
+    `serve_engine` with that number. `settings`: the first frame, opaque here. `hang_limit_s`: an
+    engine that has turns, none of which progresses for so long, is ended.
     """
 
     argv: tuple[str, ...]
@@ -57,11 +57,11 @@ class ProcessSettings:
 
 
 class EngineProcess:
-    """An `EngineClient` over a child process.
+    """Implement `EngineClient` with an engine in a child process.
 
-    Each death is told to the listener as `EngineDied`, each successful restart as `EngineReady`
-    with the next epoch. `failed` resolves with the reason when the engine is given up: the
-    server should then leave with an error, so that its own supervisor notices.
+    Each death is reported as `EngineDied`, each restart as `EngineReady` with the next epoch.
+    `failed` resolves with the reason when the engine is not restarted any more. The server should
+    then exit with an error, so that its own supervisor notices.
     """
 
     def __init__(self, settings: ProcessSettings) -> None:
@@ -76,11 +76,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine that serves now."""
+        """Return the process id of the engine that serves now; None if none does."""
         return self._child.process.pid if self._child is not None else None
 
     async def start(self, listener: EventListener) -> EngineReady:
-        """See `EngineClient.start`; a first start that fails is not tried again."""
+        """Start the engine; see `EngineClient`. A first start that fails is not tried again."""
         assert self._supervisor is None, "an engine is started once"
         self._listener = listener
         self.failed = asyncio.get_running_loop().create_future()
@@ -90,13 +90,13 @@ class EngineProcess:
         return ready
 
     def send(self, command: EngineCommand) -> None:
-        """See `EngineClient.send`."""
+        """Send one command without blocking; see `EngineClient`."""
         if self._child is None:
             raise EngineUnavailable("the engine is not running")
         self._child.send(command)
 
     async def stop(self) -> None:
-        """Ask the engine to leave, then let it see its parent go, then kill it."""
+        """Ask the engine to shut down; close its socket and kill it if it does not."""
         self._is_stopping = True
         if self._child is not None:
             with contextlib.suppress(EngineUnavailable):
@@ -163,7 +163,7 @@ class EngineProcess:
             self.failed.set_result(message)
 
     def _on_unsupervised(self, supervisor: asyncio.Task[None]) -> None:
-        """Nobody would start the next engine: the server must hear of that."""
+        """Report a broken supervisor: no other code would start the next engine."""
         assert self.failed is not None
         error = None if supervisor.cancelled() else supervisor.exception()
         if error is not None and not self.failed.done():
@@ -172,7 +172,7 @@ class EngineProcess:
 
 
 class _ChildConnection(asyncio.BufferedProtocol):
-    """One child from its start to its end. `lost` resolves with why the connection ended."""
+    """Hold one child and its socket, from start to end. `lost` resolves with why it ended."""
 
     def __init__(self, process: subprocess.Popen[bytes], listener: EventListener) -> None:
         loop = asyncio.get_running_loop()
@@ -207,11 +207,11 @@ class _ChildConnection(asyncio.BufferedProtocol):
 
     @property
     def has_finished_turn(self) -> bool:
-        """Whether a turn ended well in this child."""
+        """Return whether a turn has ended without an error in this child."""
         return self._watchdog.has_finished_turn
 
     def send(self, command: EngineCommand) -> None:
-        """See `EngineClient.send`."""
+        """Send one command without blocking; see `EngineClient`."""
         transport = self._transport
         if transport is None or transport.is_closing():
             raise EngineUnavailable("the engine is gone")
@@ -221,7 +221,7 @@ class _ChildConnection(asyncio.BufferedProtocol):
         self._watchdog.note_command(command)
 
     async def watch(self, hang_limit_s: float) -> None:
-        """End the child once it makes no progress: it first says where its threads are."""
+        """Abort the child once no turn progresses: it first prints the stacks of its threads."""
         await self._watchdog.wait_until_hung(hang_limit_s)
         self._death_message = f"the engine moved no turn for {hang_limit_s:g} s"
         self.process.send_signal(signal.SIGABRT)
@@ -229,7 +229,7 @@ class _ChildConnection(asyncio.BufferedProtocol):
         self.process.kill()  # one that is stopped hears nothing else
 
     async def end(self, patience_s: float) -> None:
-        """Wait for the child to leave by itself, close the socket it lives by, then kill it."""
+        """Wait for the child to exit by itself, then kill it, and close its socket."""
         try:
             await asyncio.to_thread(self.process.wait, patience_s)
         except subprocess.TimeoutExpired:
@@ -239,16 +239,16 @@ class _ChildConnection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio calls this once."""
+        """Keep the transport; asyncio calls this once."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """asyncio puts the next bytes here."""
+        """Return the buffer for the next bytes; asyncio fills it."""
         return self._received
 
     def buffer_updated(self, nbytes: int) -> None:
-        """asyncio calls this when bytes have arrived."""
+        """Handle the bytes that have arrived; asyncio calls this."""
         try:
             for payload in self._buffer.feed(self._received[:nbytes]):
                 for event in self._codec.events(payload):
@@ -269,14 +269,14 @@ class _ChildConnection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio calls this once, last."""
+        """Resolve `ready` and `lost`; asyncio calls this once, last."""
         if not self.ready.done():
             self.ready.set_exception(EngineUnavailable(self._death_message))
         self.lost.set_result(self._death_message)
 
 
 def _popen(argv: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A child, and our end of the socket whose other end it alone holds."""
+    """Return our end of a socket and a child that alone holds the other end."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:

@@ -1,7 +1,7 @@
 """`Progress`: for how long an engine has completed no step, and whether that is too long.
 
-The loop's thread notes what it does; another thread asks several times a second and tells the
-server. No clock is read here: callers pass the time.
+The loop's thread notes what it does; another thread asks several times a second and reports it to
+the server. No clock is read here: callers pass the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DECAY: Final = 0.9
 
 
 class ForwardSize(NamedTuple):
-    """What the time of a forward depends on: positions computed, and positions they attend to."""
+    """Measure what the time of a forward depends on: positions computed, and positions read."""
 
     num_computed: int
     num_read: int

@@ -1,4 +1,4 @@
-"""`Restarts`: when an engine that died is started again, and when it is given up. Pure."""
+"""`Restarts`: when an engine that died is started again, and when no more. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How often, and how soon.
+    """Configure how often and how soon an engine is restarted.
 
-    A failure is a death within `stable_s` of the start by which no turn had finished, or a start
-    that did not succeed. The pause before a restart doubles with every failure in a row, from
-    `backoff_first_s` to `backoff_max_s`; after `max_failures` in a row the engine is given up.
+    A failure is a death within `stable_s` of the start before any turn finished, or a start that
+    did not succeed. The pause before a restart doubles with every failure in a row, from
+    `backoff_first_s` to `backoff_max_s`. After `max_failures` in a row the engine is not restarted.
     """
 
     backoff_first_s: float = 0.5
@@ -29,18 +29,21 @@ class Restarts:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the engine is not started again."""
+        """Return whether the engine is not started again."""
         return self._num_failures > self._policy.max_failures
 
     @property
     def pause_s(self) -> float:
-        """Seconds to wait before the next start."""
+        """Return the seconds to wait before the next start."""
         exponent = min(self._num_failures - 1, 32)
         return min(self._policy.backoff_first_s * 2.0**exponent, self._policy.backoff_max_s)
 
     def note_death(self, lived_s: float, *, has_finished_turn: bool) -> None:
-        """Count the death of an engine that had started. A turn that finished, or a long life,
-        ends the row: an engine that is killed again and again still serves in between."""
+        """Count the death of an engine that had started.
+
+        A turn that finished, or a long life, ends the row: an engine that is killed again and again
+        still serves in between.
+        """
         was_useful = has_finished_turn or lived_s >= self._policy.stable_s
         self._num_failures = 1 if was_useful else self._num_failures + 1
 

@@ -24,11 +24,11 @@ _HEADER: Final = struct.Struct(">I")
 
 
 class TransportError(Exception):
-    """The peer sent what no version of this code sends; the connection is of no use."""
+    """Report bytes that no version of this code sends; the connection is unusable."""
 
 
 def frame(payload: bytes) -> bytes:
-    """`payload` with its length in front.
+    """Return `payload` with its length in front.
 
     Raises:
         TransportError: it exceeds `MAX_FRAME_BYTES`.
@@ -39,13 +39,13 @@ def frame(payload: bytes) -> bytes:
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frames, however the bytes arrive."""
+    """Cut a byte stream into frames, however the bytes arrive."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """Take bytes off the wire and give the payloads that are complete now.
+        """Take bytes off the wire, and return the payloads that are complete now.
 
         Raises:
             TransportError: a length exceeds `MAX_FRAME_BYTES`; feed nothing afterwards.
@@ -66,7 +66,7 @@ class FrameBuffer:
 
 
 class Codec:
-    """Values to frames and payloads to values. Not for use by two threads at once."""
+    """Encode values as frames, and decode payloads. Not for two threads at once."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -78,18 +78,18 @@ class Codec:
         )
 
     def command_frame(self, command: EngineCommand) -> bytes:
-        """One command as a frame."""
+        """Return one command as a frame."""
         return frame(self._encoder.encode(command))
 
     def events_frame(self, events: Sequence[EngineEvent]) -> bytes:
-        """The events of one step as a frame."""
+        """Return the events of one step as a frame."""
         return frame(self._encoder.encode(events))
 
     def command(self, payload: bytes) -> EngineCommand:
-        """A command from its payload.
+        """Decode a command.
 
         Raises:
-            TransportError: it is none.
+            TransportError: the payload is no command.
         """
         try:
             return self._commands.decode(payload)
@@ -97,10 +97,10 @@ class Codec:
             raise TransportError(f"not a command: {error}") from error
 
     def events(self, payload: bytes) -> list[EngineEvent]:
-        """The events of one step from their payload.
+        """Decode the events of one step.
 
         Raises:
-            TransportError: they are none.
+            TransportError: the payload is no list of events.
         """
         try:
             return self._events.decode(payload)

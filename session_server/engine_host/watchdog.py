@@ -1,4 +1,4 @@
-"""`Watchdog`: whether an engine makes progress, seen from outside."""
+"""`Watchdog`: whether an engine makes progress, as seen from outside."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ HANG_LIMIT_S: Final = 300.0
 
 
 class Watchdog:
-    """Watch one engine by what is sent to it and what it says.
+    """Watch one engine by the commands sent to it and the events it sends.
 
     An engine that completes no step is stalled: `listener` is called with `EngineStalled`, and with
-    `EngineResumed` at the next step. An engine that has turns and sends none of them anything for
-    minutes hangs, whatever else it still answers.
+    `EngineResumed` at the next step. An engine that has turns, none of which progresses for
+    minutes, hangs, whatever else it still answers. `no_progress_s`: seconds for which no turn has
+    progressed.
     """
 
     def __init__(self, listener: EventListener) -> None:
@@ -73,8 +74,8 @@ class Watchdog:
     def tick(self, elapsed_s: float) -> None:
         """Count time in which the engine was silent.
 
-        Time is counted in ticks of the event loop, so that a server that was itself asleep does not
-        blame its engine.
+        Time is counted in ticks of the event loop, so that a server that was itself suspended does
+        not report its engine.
         """
         self._quiet_s = 0.0 if self._is_heard else self._quiet_s + elapsed_s
         is_unmoved = bool(self._turns) and not self._has_progressed
@@ -86,7 +87,7 @@ class Watchdog:
     async def wait_until_hung(
         self, limit_s: float, *, pulse: Callable[[], EnginePulse] | None = None
     ) -> None:
-        """Return once the engine has had turns and moved none of them for `limit_s`.
+        """Return once the engine has had turns, and none has progressed, for `limit_s` seconds.
 
         `pulse`: returns a pulse at each tick, for an engine that sends none.
         """
@@ -102,7 +103,7 @@ class Watchdog:
         self._report_stall(0.0)
 
     def _report_stall(self, stalled_s: float) -> None:
-        """Tell the listener when the engine stalls and when it resumes."""
+        """Report to the listener when the engine stalls, and when it resumes."""
         if stalled_s and not self._is_stalled:
             self._listener(EngineStalled(stalled_s=stalled_s))
         elif self._is_stalled and not stalled_s:
