@@ -320,6 +320,7 @@ class SessionClient:
             raise Refused(failure.code, failure.message)
         self.session_id, self.opened = hello["session_id"], hello
         if not hello["resumed"]:
+            # Nothing is replayed: entries continue after the hello's `seq`.
             self._last_seq = hello["seq"]
         return socket
 

@@ -148,6 +148,7 @@ class TurnHandle:
         last = self._events[-1] if self._events else None
         if len(self._events) < MAX_BUFFERED_EVENTS:
             self._events.append(event)
+        # The buffer is full: merge the text into the last event.
         elif isinstance(event, TurnText) and isinstance(last, TurnText):
             self._events[-1] = TurnText(
                 last.text + event.text, last.num_tokens + event.num_tokens, event.received_s

@@ -332,6 +332,7 @@ def sampling_params(body: SamplingBody, *, defaults: SamplingParams) -> Sampling
         name: value for name in _PLAIN_FIELDS if (value := getattr(body, name)) is not None
     }
     if body.top_k is not None:
+        # Clients send -1 for "no limit", which is 0 here.
         changes["top_k"] = max(body.top_k, 0)
     if body.logit_bias is not None:
         changes["logit_bias"] = tuple((int(k), float(v)) for k, v in body.logit_bias.items())

@@ -149,6 +149,7 @@ class SessionProtocol:
         if self.close_code is not None or self.state is ProtocolState.CLOSED:
             return None
         if len(self._outbox) >= MAX_OUTBOX_FRAMES:
+            # Each request may queue a reply: stop accepting from a peer that reads none.
             self.close_code = CloseCode.OVERLOADED
             return None
         message = self._decode(frame)

@@ -144,7 +144,7 @@ class Generation:
     text_in_logprobs: bool
 
 
-def generation(body: GenerateBody, *, rid: str, turn_id: str) -> Generation:
+def parse_generation(body: GenerateBody, *, rid: str, turn_id: str) -> Generation:
     """Translate a `/generate` request.
 
     Args:
@@ -155,7 +155,7 @@ def generation(body: GenerateBody, *, rid: str, turn_id: str) -> Generation:
     Raises:
         InvalidRequest: it asks for what makes no sense or is not offered.
     """
-    _refuse_batches(body)
+    _reject_batches(body)
     session = _session_params(body)
     return_logprob = bool(body.return_logprob)
     sampling = body.sampling_params
@@ -185,7 +185,7 @@ def generation(body: GenerateBody, *, rid: str, turn_id: str) -> Generation:
     )
 
 
-def _refuse_batches(body: GenerateBody) -> None:
+def _reject_batches(body: GenerateBody) -> None:
     fields = ("text", "sampling_params", "rid", "return_logprob")
     for name in fields:
         if isinstance(getattr(body, name), list):
@@ -229,8 +229,8 @@ def _input(body: GenerateBody) -> TextInput | TokenInput:
 def _sampling(
     options: GenerateSampling, body: GenerateBody, *, return_logprob: bool
 ) -> SamplingParams:
-    wanted = options.max_new_tokens
-    max_tokens = DEFAULT_MAX_NEW_TOKENS if wanted is None else min(wanted, MAX_OUTPUT_TOKENS)
+    requested = options.max_new_tokens
+    max_tokens = DEFAULT_MAX_NEW_TOKENS if requested is None else min(requested, MAX_OUTPUT_TOKENS)
     values: dict[str, Any] = {
         ours: value for ours, name in _RENAMED if (value := getattr(options, name)) is not None
     }

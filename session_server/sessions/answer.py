@@ -15,8 +15,8 @@ class Answer:
     """Collect the tokens and the text of an answer. The pieces that `feed` and `finish` return,
     joined, are `text`.
 
-    `end_ids` are tokens that end the turn once `min_tokens` are there; their text is given out
-    only with `options.keep_stop`.
+    `end_ids` are tokens that end the turn once `min_tokens` are generated; their text is
+    emitted only with `options.keep_stop`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Answer:
         """Add output tokens up to the one that completes a stop string.
 
         Returns:
-            The text to give out now, and how many of `token_ids` were taken.
+            The text to emit now, and how many of `token_ids` were taken.
         """
         assert self.matched is None, "tokens after a stop string"
         pieces: list[str] = []

@@ -18,9 +18,9 @@ class OwnerBudget:
 
     `limit` bounds the total. An owner whose share is a part of the whole holds at most that part
     of it, and takes from the reserve (the last tenth) only while it holds at most a hundredth:
-    owners that hold much cannot keep out those that hold little. An owner whose share is the
+    owners that hold much do not lock out those that hold little. An owner whose share is the
     whole is bounded by `limit` alone. `owner_limit` bounds each owner besides. An exempt owner is
-    counted and never refused.
+    counted and never rejected.
     """
 
     def __init__(self, noun: str, limit: int, *, owner_limit: int | None = None) -> None:
@@ -68,7 +68,7 @@ class OwnerBudget:
         self.add(owner, amount)
 
     def add(self, owner: Owner, amount: int) -> None:
-        """Count something that is there already; a negative amount gives it back."""
+        """Count an amount without a check; a negative amount is given back."""
         held = self.held_by(owner) + amount
         assert held >= 0, f"{self._noun} were given back twice"
         self._total += amount

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 class DaemonThreads(Executor):
     """Run each piece of work on a daemon thread of its own.
 
-    No pool: a thread that hangs can be given up, and does not keep the process from ending.
+    There is no pool: a thread that hangs can be abandoned, and does not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -36,7 +36,7 @@ class DaemonThreads(Executor):
         def run() -> None:
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+            except BaseException as error:  # noqa: BLE001 - the waiter gets it
                 future.set_exception(error)
 
         thread = threading.Thread(target=run, name=self._name, daemon=True)

@@ -1,8 +1,9 @@
 """Record how every ended turn of a session ended, so that a repeated turn never runs twice.
 
 While the journal still holds a turn's end, that end is the answer to a repeated turn. Afterwards a
-record of at most `RECORD_BYTES` is: whether the request was the same, how the turn ended, and what
-it counted. Records are dropped with their session, and counted as bytes of its conversation.
+record of at most `RECORD_BYTES` answers it: whether the request was the same, how the turn ended,
+and its token counts. Records are dropped with their session, and counted as bytes of its
+conversation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Estimate the host memory, in bytes, that sessions take: the unit of every limit in bytes.
 
-The constants are what CPython keeps for one thing of each kind, its allocator's rounding included,
-measured and held against the interpreter by `tests/sessions/test_footprint.py`. Each estimate is a
-function of the thing alone, so that what is given back is what was taken.
+The constants are the bytes that CPython allocates for one object of each kind, the allocator's
+rounding included; `tests/sessions/test_footprint.py` checks them against the interpreter. Each
+estimate depends on the object alone, so that the bytes released equal the bytes taken.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep the log of one session: entries with sequence numbers, written once, read by many.
 
-A turn's life does not depend on a socket: it writes here, and connections are readers that may
-come back. The log keeps a bounded tail; whoever asks for more is told `OffsetLost` and takes a
-snapshot instead (the offset + epoch scheme of Centrifugo).
+A turn does not depend on a socket: it writes to the journal, and connections are readers that may
+reconnect. The log keeps a bounded tail; a reader that asks for older entries gets `OffsetLost` and
+takes a snapshot instead (the offset + epoch scheme of Centrifugo).
 """
 
 from __future__ import annotations

@@ -458,6 +458,7 @@ class SessionManager:
                 self._flow.cancel(session, session.live, keep_partial=True, reason="draining")
         await self._wait_for_turns(_CANCEL_GRACE_S)
         if self._flow.counts.live:
+            # The engine confirmed no cancel in time: end the turns without it.
             self._link.mark_gone()
             self._flow.on_engine_lost(will_restart=False)
             self._flow.backlog.finish()
@@ -478,12 +479,7 @@ class SessionManager:
     def _make_session(self, owner: Owner, request: OpenRequest) -> Session:
         self._check_open(owner, request)
         return new_session(
-            owner,
-            request,
-            self._text,
-            limits=self._limits,
-            replay=self._replay,
-            clock=self._clock,
+            owner, request, self._text, limits=self._limits, replay=self._replay, clock=self._clock
         )
 
     def _add(self, session: Session) -> SessionView:
@@ -506,6 +502,7 @@ class SessionManager:
         self._became_idle.set()
         if session.settings.is_single_turn and session.closing is None:
             session.closing = "client"
+        # The last cancel within `_close` may have finished the close already.
         if session.closing is None or not session.is_idle or session.journal.is_closed:
             return
         if session.copy.known_len(self._link.generation) is not None:
@@ -524,6 +521,7 @@ class SessionManager:
         session.check_not_closing()
         if self._link.is_gone or self._link.ready is None:
             raise EngineUnavailable("there is no engine")
+        # A turn that may wait is kept for the next engine.
         if not self._link.is_up and not request.queue:
             raise EngineUnavailable("the engine restarts")
         check_turn(request, self._limits, self._link.ready.vocab_size)

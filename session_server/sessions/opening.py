@@ -49,7 +49,7 @@ def new_session(
             is_pinned=request.pinned,
             is_single_turn=request.single_turn,
             created_s=time.time(),
-            opened_as=b"" if request.idempotency_key is None else fingerprint(request),
+            request_digest=b"" if request.idempotency_key is None else fingerprint(request),
         ),
         journal=Journal(limits.journal, replay=replay, clock=clock),
         transcript=Transcript(mode, request.messages, now=datetime.now().astimezone()),
@@ -61,14 +61,16 @@ def new_session(
 
 def fingerprint(request: OpenRequest) -> bytes:
     """Return a digest that is equal for requests that open the same session."""
-    asked = repr(replace(request, session_id=None, metadata=dict(sorted(request.metadata.items()))))
-    return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    canonical = repr(
+        replace(request, session_id=None, metadata=dict(sorted(request.metadata.items())))
+    )
+    return hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def check_repeated(session: Session, request: OpenRequest) -> None:
     """Reject a different request with the idempotency key of an open session. Raises
     SessionExists."""
-    if session.settings.opened_as != fingerprint(request):
+    if session.settings.request_digest != fingerprint(request):
         raise SessionExists("the key was used with another request", param="idempotency-key")
 
 

@@ -146,8 +146,8 @@ def check_beginning(
         case ChatInput() | None:
             encode = text.tokenizer.encode_content
             messages = () if turn_input is None else turn_input.messages
-            asked = (m for m in (*state.open_messages, *messages) if m.role != "assistant")
-            parts = [message.content.strip() for message in asked]
+            measured = (m for m in (*state.open_messages, *messages) if m.role != "assistant")
+            parts = [message.content.strip() for message in measured]
         case TextInput(text=raw):
             encode, parts = text.tokenizer.encode_control, [raw]
         case TokenInput():
@@ -198,6 +198,7 @@ def _chat_prompt(
         ids = yield from chat.encode_all(pending, frame)
     else:
         ids = yield from chat.encode_after_answer(pending, frame)
+        # The answer and the template may both spell its end of turn: keep one of them.
         drop, skip = chat.join(state.last_id, ids, text.eos_token_ids)
         keep_len = state.answer_len - drop
     if keep_len + len(ids) - skip == 0:
@@ -208,6 +209,7 @@ def _chat_prompt(
 def _raw_prompt(
     text: ModelText, state: PromptState, ids: list[int], raw: str, *, generate: bool
 ) -> Rendering[Prompt]:
+    # A BOS belongs at the start of the context only.
     if state.num_tokens and ids and ids[0] == text.bos_token_id:
         ids = ids[1:]
     if not ids:

@@ -24,14 +24,14 @@ class SessionRegistry:
 
     def __init__(self) -> None:
         self._by_owner: dict[Owner, dict[str, Session]] = {}
-        self._by_copy: dict[SessionId, Session] = {}
+        self._by_engine_id: dict[SessionId, Session] = {}
         self._last_order = 0
 
     def __len__(self) -> int:
-        return len(self._by_copy)
+        return len(self._by_engine_id)
 
     def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._by_copy.values()))
+        return iter(list(self._by_engine_id.values()))
 
     async def in_slices(self) -> AsyncIterator[Session]:
         """Yield every session that is still open; let other work run in between."""
@@ -47,7 +47,7 @@ class SessionRegistry:
         self._last_order = max(self._last_order + 1, int(session.settings.created_s * 1e6))
         session.life.order = self._last_order
         self._by_owner.setdefault(session.owner, {})[session.session_id] = session
-        self._by_copy[session.copy.session_id] = session
+        self._by_engine_id[session.copy.session_id] = session
 
     def remove(self, session: Session) -> None:
         """Remove a session; its id is free again."""
@@ -55,7 +55,7 @@ class SessionRegistry:
         del owned[session.session_id]
         if not owned:
             del self._by_owner[session.owner]
-        del self._by_copy[session.copy.session_id]
+        del self._by_engine_id[session.copy.session_id]
 
     def check_free(self, owner: Owner, session_id: str) -> None:
         """Raise SessionExists if the owner has an open session with this id."""
@@ -72,7 +72,7 @@ class SessionRegistry:
 
     def find_by_engine_id(self, session_id: SessionId) -> Session | None:
         """Return the session that the engine knows by this id, or None."""
-        return self._by_copy.get(session_id)
+        return self._by_engine_id.get(session_id)
 
     def page(
         self, owner: Owner, *, limit: int, after: str | None

@@ -247,6 +247,7 @@ class RequestTrees:
     ) -> _Node:
         base_len = 0
         if parent is not None:
+            # As in SGLang: a BOS belongs at the start of the context only.
             if new and new[0] == self._manager.text.bos_token_id:
                 new = new[1:]
             if not new:

@@ -16,7 +16,7 @@ class TenantSalts:
     """
 
     def __init__(self, secret: bytes, *, share_prefixes: bool = True) -> None:
-        assert len(secret) >= 16, "a guessable secret separates nobody"
+        assert len(secret) >= 16, "a guessable secret protects no namespace"
         self._secret = secret
         self._share_prefixes = share_prefixes
 

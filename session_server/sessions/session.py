@@ -25,7 +25,7 @@ CloseReason = Literal["client", "expired", "draining"]
 class SessionConfig:
     """Hold the options that a client chose. `created_s` is wall-clock time.
 
-    `opened_as` identifies the request that an idempotency key came with; empty without a key.
+    `request_digest` identifies the request that an idempotency key came with; empty without a key.
     """
 
     ttl_s: float
@@ -33,15 +33,15 @@ class SessionConfig:
     is_pinned: bool
     is_single_turn: bool
     created_s: float
-    opened_as: bytes = b""
+    request_digest: bytes = b""
 
 
 @dataclass(slots=True)
 class EngineCopy:
     """Track what the engine holds of the history.
 
-    `session_id` is ours and unguessable, so that owners may choose equal names. `state` is what
-    readers were told last.
+    `session_id` is made by the server and unguessable, so that owners may choose equal ids.
+    `state` is the one last reported to readers.
     """
 
     session_id: SessionId = field(default_factory=new_session_id)
@@ -187,6 +187,7 @@ class Session:
             turn = self.find(turn_id)
             if turn is None and self.ended.find(turn_id) is None:
                 raise TurnNotFound("no such turn in this session")
+        # A stop string has decided the end: too late to cancel. A second cancel is no error.
         is_over = turn is None or (
             turn.phase is TurnPhase.ENDING
             and turn.submitted is not None

@@ -28,7 +28,7 @@ NUM_THREADS: Final = 2
 """Large inputs that are tokenized at the same time."""
 
 MAX_THREADS: Final = 8
-"""Threads there may be, with those given up because their input hangs the tokenizer; each may cost
+"""Bound on threads, including those abandoned because their input hangs the tokenizer; each may use
 a core."""
 
 PromptOutcome = Prompt | SessionServerError
@@ -71,7 +71,7 @@ class PromptBuilder:
         self._text = text
         self._renderer = text.chat.renderer if text.chat is not None else None
         self._limits = limits
-        self._turn = asyncio.Semaphore(NUM_THREADS)
+        self._slots = asyncio.Semaphore(NUM_THREADS)
         self._threads = DaemonThreads("tokenize")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -185,7 +185,7 @@ class PromptBuilder:
         outcome = partial(_outcome_of, work)
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._limits.tokenize_deadline_s), self._turn:
+            async with asyncio.timeout(self._limits.tokenize_deadline_s), self._slots:
                 if self._threads.num_alive >= MAX_THREADS:
                     return ServerBusy("too many inputs hang the tokenizer")
                 return await loop.run_in_executor(self._threads, outcome)

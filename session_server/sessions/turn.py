@@ -101,8 +101,8 @@ def fingerprint(request: TurnRequest) -> bytes:
 
     `on_disconnect` is left out: it depends on the surface that the request came through.
     """
-    asked = repr(replace(request, on_disconnect="detach"))
-    return hashlib.blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    canonical = repr(replace(request, on_disconnect="detach"))
+    return hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def check_same_request(known: bytes, digest: bytes) -> None:

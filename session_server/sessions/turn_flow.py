@@ -135,7 +135,7 @@ class TurnFlow:
                 turn.phase = TurnPhase.PREPARING
                 self._prepare(session, turn)
                 if turn.phase is TurnPhase.WAITING:
-                    break
+                    break  # the engine did not accept it; `retry` tries again
         self._accept_waiting(session)
         if session.live is not None or not session.queue:
             self._waiting.pop(session, None)
@@ -391,7 +391,7 @@ class TurnFlow:
     def _on_started(self, session: Session, turn: SessionTurn, event: TurnStarted) -> None:
         submitted = _submitted(turn)
         if submitted.is_started:
-            return
+            return  # started again after a retraction
         submitted.is_started = True
         submitted.cached_tokens = event.cached_tokens
         self._report_kv_lost(session)

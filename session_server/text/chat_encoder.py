@@ -54,8 +54,8 @@ class ChatEncoder:
         self.renderer = renderer
         self.can_append = False
         self._tokenizer = tokenizer
-        self._eats = tokenizer.special_tokens
-        self._first_chars = frozenset(text[0] for text in self._eats)
+        self._special_tokens = tokenizer.special_tokens
+        self._first_chars = frozenset(text[0] for text in self._special_tokens)
 
     def check_append(self) -> Rendering[str | None]:
         """Set `can_append` by rendering a few conversations.
@@ -227,9 +227,11 @@ class ChatEncoder:
 
         def begins_control(index: int) -> bool:
             rest = content[index : index + longest]
-            return any(rest.startswith(text) or text.startswith(rest) for text in self._eats)
+            return any(
+                rest.startswith(text) or text.startswith(rest) for text in self._special_tokens
+            )
 
-        longest = max(map(len, self._eats))
+        longest = max(map(len, self._special_tokens))
         chars = [
             marks[char] if char in marks and begins_control(index) else char
             for index, char in enumerate(content)
@@ -247,7 +249,7 @@ class ChatEncoder:
         for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
             stretch = marked[start:end]
             if _unmark(stretch, marks) == stretch:
-                continue
+                continue  # without marks: encoded together with its control tokens below
             if index > 0 and self._token(controls[index - 1].group()).rstrip:
                 stretch = stretch.lstrip()
             if index < len(controls) and self._token(controls[index].group()).lstrip:
@@ -258,7 +260,7 @@ class ChatEncoder:
         return ids + self._tokenizer.encode_control(marked[clean_start:])
 
     def _token(self, text: str) -> SpecialToken:
-        return self._eats[text]
+        return self._special_tokens[text]
 
 
 def _unmark(text: str, marks: dict[str, str]) -> str:

@@ -67,6 +67,7 @@ def read_model_files(model_dir: Path) -> ModelFiles:
     generation_config = read_object(model_dir, "generation_config.json", MAX_CONFIG_BYTES) or {}
     eos = generation_config.get("eos_token_id")
     if eos is None:
+        # The generation config has precedence; the model config is the fallback.
         config = read_object(model_dir, "config.json", MAX_CONFIG_BYTES) or {}
         eos = config.get("eos_token_id")
     return ModelFiles(

@@ -60,7 +60,7 @@ class TemplateWorker:
         settings = ChildSettings(template, limits.cpu_s, limits.memory_bytes)
         self._settings = msgspec.msgpack.encode(settings)
         self._child: _Child | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     @classmethod
     async def start(
@@ -93,7 +93,7 @@ class TemplateWorker:
             frame = msgspec.msgpack.encode(job)
         except UnicodeEncodeError as error:
             raise TokenizeFailed("the text is not valid Unicode", param="input") from error
-        async with self._turn:
+        async with self._lock:
             try:
                 if self._child is None or self._child.process.poll() is not None:
                     await self._spawn()
@@ -106,7 +106,7 @@ class TemplateWorker:
 
     async def close(self) -> None:
         """Kill the process."""
-        async with self._turn:
+        async with self._lock:
             self._kill()
 
     async def _spawn(self) -> None:
@@ -129,7 +129,7 @@ class TemplateWorker:
             TokenizeFailed: it took too long, or it ended.
         """
         child = self._child
-        assert child is not None, "spawned before it is asked"
+        assert child is not None, "a request before the child was spawned"
         answer: Answer | None = None
         try:
             async with asyncio.timeout(timeout_s):

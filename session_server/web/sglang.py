@@ -44,7 +44,7 @@ from session_server.protocol.sglang import (
     GenerateBody,
     Generation,
     OpenSessionBody,
-    generation,
+    parse_generation,
 )
 from session_server.sessions.views import OpenRequest
 from session_server.web.admin import is_healthy
@@ -115,7 +115,7 @@ async def generate(request: Request, caller: Caller) -> Response:
     arrived_s = caller.services.now_s()
     body = await read_body(request, GenerateBody, media_type=None)
     rid = body.rid if isinstance(body.rid, str) and body.rid else secrets.token_hex(16)
-    job = generation(body, rid=rid, turn_id=new_turn_id())
+    job = parse_generation(body, rid=rid, turn_id=new_turn_id())
     run = await start_generation(caller, _state_of(request), job, arrived_s=arrived_s)
     if job.stream:
         return EventStream(run.events(), context=run.scope())

@@ -20,7 +20,7 @@ from session_server.protocol.sglang import (
     DEFAULT_MAX_NEW_TOKENS,
     GenerateBody,
     Generation,
-    generation,
+    parse_generation,
 )
 
 NOTHING = Outcome("i", "", (), TokenUsage(9, 3, 0), None)
@@ -28,7 +28,7 @@ NOTHING = Outcome("i", "", (), TokenUsage(9, 3, 0), None)
 
 def understood(**fields: object) -> Generation:
     body = decode(json.dumps({"text": "a", **fields}), GenerateBody)
-    return generation(body, rid="r", turn_id="t")
+    return parse_generation(body, rid="r", turn_id="t")
 
 
 def test_every_sampling_name_is_translated() -> None:
