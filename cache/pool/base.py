@@ -70,9 +70,14 @@ class KvPages(DevicePool, Protocol):
         """Element type that attention computes in."""
         ...
 
-    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
-        """Store `kv` [tokens, 2 * kv_heads, head_dim], K before V, at int64 [tokens] slots, in the
-        pages' dtype."""
+    def write(self, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
+        """Write new K and V to slots of one layer, cast to the pages' dtype.
+
+        Args:
+            layer: index within the pool.
+            slot_mapping: int64 [tokens], the slot of each token.
+            kv: [tokens, 2 * kv_heads, head_dim], K before V.
+        """
         ...
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:

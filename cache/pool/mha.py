@@ -31,17 +31,17 @@ class MhaPool(KvStorage):
             num_layers, 2 * heads, num_pages, page_size * head_dim
         ).unbind(0)
 
-    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+    def write(self, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
         """Store new positions of one layer.
 
         Args:
             layer: index within the group, not within the model.
-            slots: int64 [tokens], page * page_size + offset of each position.
+            slot_mapping: int64 [tokens], page * page_size + offset of each position.
             kv: [tokens, 2 * kv_heads, head_dim], K heads before V heads.
         """
         if kv.dtype != self.dtype:
             kv = kv.to(self.dtype)
-        self._by_layer[layer].index_copy_(1, slots, kv.transpose(0, 1))
+        self._by_layer[layer].index_copy_(1, slot_mapping, kv.transpose(0, 1))
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
         """Views of consecutive slots in every layer, without a copy.

@@ -37,18 +37,18 @@ class MlaPool(KvStorage):
         self.kv_lora_rank = width - group.qk_rope_head_dim
         """Elements of a latent."""
 
-    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+    def write(self, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
         """Store new positions of one layer.
 
         Args:
             layer: index within the group, not within the model.
-            slots: int64 [tokens], page * page_size + offset of each position.
+            slot_mapping: int64 [tokens], page * page_size + offset of each position.
             kv: [tokens, 2, latent + rope]; both are the same row, the first is stored.
         """
         rows = kv[:, 0]
         if rows.dtype != self.dtype:
             rows = rows.to(self.dtype)
-        self._by_layer[layer].index_copy_(0, slots, rows)
+        self._by_layer[layer].index_copy_(0, slot_mapping, rows)
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
         """Views of consecutive slots in every layer, without a copy.

@@ -44,11 +44,11 @@ class AttentionMeta:
     """Who attends to what in one forward.
 
     `spans` in flat order, without gaps; those of the fewest tokens come first, among equals the
-    shortest context. `slots`: int64 [tokens], where each token's K and V go, by pool.
+    shortest context. `slot_mapping`: int64 [tokens], where each token's K and V go, by pool.
     """
 
     spans: tuple[Span, ...]
-    slots: Mapping[PoolName, Tensor]
+    slot_mapping: Mapping[PoolName, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class AttentionRule:
     window: int | None = None
     softcap: float | None = None
 
-    def first_seen(self, position: int) -> int:
+    def first_visible(self, position: int) -> int:
         """The first position that a token at `position` sees."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 

@@ -93,7 +93,7 @@ class CpuBackend:
             if num_padded:
                 parts.append(self._padded(alike[:num_padded]))
             parts += [self._row(span) for span in alike[num_padded:]]
-        return _CpuPlan(self._pool, self._rule, meta.slots[self._pool.name], parts)
+        return _CpuPlan(self._pool, self._rule, meta.slot_mapping[self._pool.name], parts)
 
     def _blocks(self, spans: tuple[Span, ...]) -> Iterator[Span]:
         """Long chunks that reach past their window, cut into blocks."""
@@ -110,69 +110,71 @@ class CpuBackend:
 
     def _num_padded(self, spans: tuple[Span, ...]) -> int:
         """How many of these spans, the shortest context first, are worth one padded call."""
-        lengths = [span.end - self._rule.first_seen(span.start) for span in spans]
+        lengths = [span.end - self._rule.first_visible(span.start) for span in spans]
         num_short = sum(length <= self._max_padded_len for length in lengths)
         return num_short if num_short >= MIN_PADDED_ROWS else 0
 
     def _padded(self, spans: tuple[Span, ...]) -> _PaddedRows:
         page_size, num_tokens = self._pool.page_size, spans[0].num_tokens
-        firsts = [self._rule.first_seen(span.start) // page_size for span in spans]
+        firsts = [self._rule.first_visible(span.start) // page_size for span in spans]
         ends = [pages_for(span.end, page_size) for span in spans]
         num_pages = max(end - first for first, end in zip(firsts, ends, strict=True))
         # Pages beyond a row's own are the padding page, and cells beyond its length hold what an
         # earlier holder left. The mask hides them, but zero times NaN is NaN: the copies of what is
-        # hidden from the whole row are cleared too.
+        # masked from the whole row are cleared too.
         pages = np.zeros((len(spans), num_pages), dtype=np.int64)
         for index, (span, first, end) in enumerate(zip(spans, firsts, ends, strict=True)):
             pages[index, : end - first] = self._table.pages(span.row, end, first=first)
         keys = np.array(firsts)[:, None] * page_size + np.arange(num_pages * page_size)
         last = np.array([[span.start] for span in spans]) + np.arange(num_tokens)
-        hidden = self._hidden(last, keys[:, None])
-        bias = np.where(hidden, np.float32("-inf"), np.float32(0))
+        masked = self._masked(last, keys[:, None])
+        bias = np.where(masked, np.float32("-inf"), np.float32(0))
         if num_tokens > 1:
             bias = bias.repeat(self._group, axis=1)
         return _PaddedRows(
             spans=spans,
             pages=torch.from_numpy(pages.reshape(-1)),
-            hidden=torch.from_numpy(np.flatnonzero(hidden.all(axis=1))),
+            masked=torch.from_numpy(np.flatnonzero(masked.all(axis=1))),
             bias=torch.from_numpy(bias[:, None]),
         )
 
-    def _hidden(self, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _masked(self, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `keys` [..., 1, n] the `queries` [..., m] do not see: [..., m, n]."""
-        hidden: NDArray[np.bool_] = keys > queries[..., None]
+        masked: NDArray[np.bool_] = keys > queries[..., None]
         if self._rule.window is not None:
-            hidden |= keys <= queries[..., None] - self._rule.window
-        return hidden
+            masked |= keys <= queries[..., None] - self._rule.window
+        return masked
 
     def _row(self, span: Span) -> _RowPieces:
         if self._rule.window is not None and span.num_tokens > 1 and span.end > self._rule.window:
             return self._windowed(span)
-        first = self._rule.first_seen(span.start)
+        first = self._rule.first_visible(span.start)
         if span.num_tokens <= MAX_FOLDED_TOKENS:
             # The pool holds the new tokens by now: they are part of what they see.
             history = self._history(span.row, first, span.end)
             if span.num_tokens == 1:
-                return _RowPieces(span, history, sees_itself=True, bias=None)
+                return _RowPieces(span, history, includes_new_tokens=True, bias=None)
             if history.num_pieces == 1:
                 bias = self._causal(span.num_tokens, span.end)
-                return _RowPieces(span, history, sees_itself=True, bias=bias)
+                return _RowPieces(span, history, includes_new_tokens=True, bias=bias)
             bias = self._causal(span.num_tokens, span.num_tokens)
         else:
             bias = None
         # The tokens of a chunk see each other causally, from the projection.
         history = self._history(span.row, first, span.start)
-        return _RowPieces(span, history, sees_itself=False, bias=bias)
+        return _RowPieces(span, history, includes_new_tokens=False, bias=bias)
 
     def _windowed(self, span: Span) -> _RowPieces:
         """Several tokens whose windows begin at different positions."""
-        first = self._rule.first_seen(span.start)
+        first = self._rule.first_visible(span.start)
         history = self._history(span.row, first, span.end, is_one_piece=True)
-        hidden = self._hidden(np.arange(span.start, span.end), np.arange(first, span.end)[None])
-        bias = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        masked = self._masked(np.arange(span.start, span.end), np.arange(first, span.end)[None])
+        bias = torch.zeros(masked.shape).masked_fill_(torch.from_numpy(masked), -torch.inf)
         if span.num_tokens <= MAX_FOLDED_TOKENS:
             bias = bias.repeat_interleave(self._group, dim=0)
-        return _RowPieces(span, history, sees_itself=True, bias=bias.view(1, 1, *bias.shape))
+        return _RowPieces(
+            span, history, includes_new_tokens=True, bias=bias.view(1, 1, *bias.shape)
+        )
 
     def _causal(self, num_tokens: int, num_keys: int) -> Tensor:
         """What folded tokens may not see of the last `num_tokens` keys."""
@@ -213,14 +215,14 @@ class CpuBackend:
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRows:
-    """Rows of as many tokens each. `pages`: int64 [rows * pages of the longest]. `hidden`: int64
+    """Rows of as many tokens each. `pages`: int64 [rows * pages of the longest]. `masked`: int64
     [n], indices into [rows * slots] where no token of a row looks. `bias`: float32
     [rows, 1, tokens of a row, slots], a token repeated for its GQA group where there are several,
     0 where it may look."""
 
     spans: tuple[Span, ...]
     pages: Tensor
-    hidden: Tensor
+    masked: Tensor
     bias: Tensor
 
 
@@ -243,32 +245,32 @@ class _History:
 class _RowPieces:
     """One span and its history.
 
-    `sees_itself`: the new tokens are the last keys of the history, instead of one more piece.
-    `bias`: float32, what folded tokens may not see of these keys, or of that piece, or what any may
-    not see under a window; None where nothing is hidden, or only what is causal.
+    `includes_new_tokens`: whether the new tokens are the last keys of the history; otherwise they
+    are one more piece. `bias`: float32, added to the scores of the keys that include the new
+    tokens; -inf masks a key. None if nothing is masked, or only the causal triangle.
     """
 
     span: Span
     history: _History
-    sees_itself: bool
+    includes_new_tokens: bool
     bias: Tensor | None
 
 
 class _CpuPlan:
     """See `AttentionPlan`."""
 
-    __slots__ = ("_is_cast", "_parts", "_pool", "_rule", "_slots")
+    __slots__ = ("_is_cast", "_parts", "_pool", "_rule", "_slot_mapping")
 
     def __init__(
         self,
         pool: KvPages,
         rule: AttentionRule,
-        slots: Tensor,
+        slot_mapping: Tensor,
         parts: list[_PaddedRows | _RowPieces],
     ) -> None:
         self._pool = pool
         self._rule = rule
-        self._slots = slots
+        self._slot_mapping = slot_mapping
         self._parts = parts
         self._is_cast = pool.dtype != pool.read_dtype
 
@@ -276,7 +278,7 @@ class _CpuPlan:
         """See `AttentionPlan.attend`."""
         if self._is_cast:
             kv = kv.to(self._pool.dtype)
-        self._pool.write(layer, self._slots, kv)
+        self._pool.write(layer, self._slot_mapping, kv)
         mixed = []
         for part in self._parts:
             if isinstance(part, _PaddedRows):
@@ -291,7 +293,7 @@ class _CpuPlan:
     ) -> Tensor:
         spans, kv_heads = padded.spans, self._pool.num_kv_heads
         own = q[spans[0].offset : spans[-1].offset + spans[-1].num_tokens]
-        gathered = self._pool.gather(layer, padded.pages, padded.hidden)
+        gathered = self._pool.gather(layer, padded.pages, padded.masked)
         k, v = gathered.view(2, kv_heads, len(spans), -1, q.shape[-1]).transpose(1, 2)
         folded = _fold(own, len(spans), kv_heads)
         if sinks is not None:
@@ -313,12 +315,12 @@ class _CpuPlan:
     def _keys(self, layer: int, kv: Tensor, row: _RowPieces) -> list[_Keys]:
         """K and V of every piece, each [1, kv_heads, length, head_dim]."""
         history = row.history
-        bias = row.bias if row.sees_itself else None
+        bias = row.bias if row.includes_new_tokens else None
         keys = [_Keys(views[2 * layer], views[2 * layer + 1], bias) for views in history.views]
         if history.pages is not None:
             k, v = self._pool.gather(layer, history.pages)[:, None, :, history.counted]
             keys.append(_Keys(k, v, bias))
-        if not row.sees_itself:
+        if not row.includes_new_tokens:
             k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
             keys.append(_Keys(k, v, row.bias, is_causal=row.bias is None))
         return keys

@@ -109,17 +109,17 @@ class MlaBackend:
         """Prepare one forward: spans of the fewest tokens come first, so those absorbed do."""
         absorbed = tuple(s for s in meta.spans if s.num_tokens < self._expand_from)
         expanded = meta.spans[len(absorbed) :]
-        slots = meta.slots[self._pool.name]
-        num_absorbed = expanded[0].offset if expanded else len(slots)
+        slot_mapping = meta.slot_mapping[self._pool.name]
+        num_absorbed = expanded[0].offset if expanded else len(slot_mapping)
         plan = None
         if absorbed:
-            of_absorbed = {self._pool.name: slots[:num_absorbed]}
+            of_absorbed = {self._pool.name: slot_mapping[:num_absorbed]}
             plan = self._absorbed.plan(AttentionMeta(absorbed, of_absorbed))
         return MlaPlan(
             self._pool,
             self._rule,
             self._shape,
-            slots[num_absorbed:],
+            slot_mapping[num_absorbed:],
             absorbed=plan,
             expanded=[_Chunk(span, self._blocks(span)) for span in expanded],
         )
@@ -132,11 +132,11 @@ class MlaBackend:
         blocks, start = [], 0
         for of_block in torch.split(pages, max(1, BLOCK_LEN // page_size)):
             end = min(start + len(of_block) * page_size, span.end)
-            blocks.append(_Block(of_block, start, end - start, self._unseen(span, start, end)))
+            blocks.append(_Block(of_block, start, end - start, self._masked(span, start, end)))
             start = end
         return blocks
 
-    def _unseen(self, span: Span, start: int, end: int) -> Tensor | None:
+    def _masked(self, span: Span, start: int, end: int) -> Tensor | None:
         """Which keys the span's tokens do not see, of those that see any."""
         if end <= span.start + 1:
             return None
@@ -148,13 +148,13 @@ class MlaBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """`num_keys` positions from `start` on. `pages`: int64 [n], where they lie. `unseen`: bool
+    """`num_keys` positions from `start` on. `pages`: int64 [n], where they lie. `masked`: bool
     [queries at `start` or later, num_keys], None when all of them see all."""
 
     pages: Tensor
     start: int
     num_keys: int
-    unseen: Tensor | None
+    masked: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +168,14 @@ class _Chunk:
 class MlaPlan:
     """One forward's latent attention, for every layer of a pool."""
 
-    __slots__ = ("_absorbed", "_expanded", "_pool", "_rule", "_shape", "_slots")
+    __slots__ = ("_absorbed", "_expanded", "_pool", "_rule", "_shape", "_slot_mapping")
 
     def __init__(
         self,
         pool: MlaPool,
         rule: AttentionRule,
         shape: MlaShape,
-        slots: Tensor,
+        slot_mapping: Tensor,
         *,
         absorbed: AttentionPlan | None,
         expanded: list[_Chunk],
@@ -184,14 +184,14 @@ class MlaPlan:
         pool: the latents.
         rule: query heads and scale.
         shape: of the heads.
-        slots: int64 [tokens that are not absorbed], where their rows go.
+        slot_mapping: int64 [tokens that are not absorbed], where their rows go.
         absorbed: attention of the tokens before those.
         expanded: the spans after them.
         """
         self._pool = pool
         self._rule = rule
         self._shape = shape
-        self._slots = slots
+        self._slot_mapping = slot_mapping
         self._absorbed = absorbed
         self._expanded = expanded
 
@@ -207,12 +207,12 @@ class MlaPlan:
         Returns:
             [tokens, heads * value]. Token t of a span sees its row's positions up to its own.
         """
-        num_absorbed = len(q) - len(self._slots)
+        num_absorbed = len(q) - len(self._slot_mapping)
         mixed = []
         if self._absorbed is not None:
             mixed.append(self._absorb(layer, q[:num_absorbed], rows[:num_absorbed], up))
         if self._expanded:
-            self._pool.write(layer, self._slots, _both(rows[num_absorbed:]))
+            self._pool.write(layer, self._slot_mapping, _as_kv(rows[num_absorbed:]))
         for chunk in self._expanded:
             span = chunk.span
             own = q[span.offset : span.offset + span.num_tokens]
@@ -224,7 +224,7 @@ class MlaPlan:
         qk_nope_head_dim, num_tokens = self._shape.qk_nope_head_dim, len(q)
         to_latents = torch.bmm(q[..., :qk_nope_head_dim].transpose(0, 1), up[:, :qk_nope_head_dim])
         absorbed = torch.cat((to_latents.transpose(0, 1), q[..., qk_nope_head_dim:]), dim=-1)
-        mixed = self._absorbed.attend(layer, absorbed, _both(rows), None)
+        mixed = self._absorbed.attend(layer, absorbed, _as_kv(rows), None)
         latents = mixed.view(num_tokens, self._rule.num_heads, -1)[..., : self._pool.kv_lora_rank]
         values = torch.bmm(latents.transpose(0, 1), up[:, qk_nope_head_dim:].transpose(1, 2))
         return values.transpose(0, 1).flatten(1)
@@ -257,13 +257,13 @@ class MlaPlan:
             scores, q[..., :qk_nope_head_dim], keys_values[..., :qk_nope_head_dim].mT
         )
         scores = scores.float().mul_(self._rule.scale)
-        if block.unseen is not None:
-            scores.masked_fill_(block.unseen, -math.inf)
+        if block.masked is not None:
+            scores.masked_fill_(block.masked, -math.inf)
         lse = scores.logsumexp(-1)
         weights = scores.sub_(lse.unsqueeze(-1)).exp_().to(q.dtype)
         return torch.bmm(weights, keys_values[..., qk_nope_head_dim:]).float(), lse
 
 
-def _both(rows: Tensor) -> Tensor:
+def _as_kv(rows: Tensor) -> Tensor:
     """Rows as K and V of one head: [tokens, n] -> [tokens, 2, n], without a copy."""
     return rows.unsqueeze(1).expand(-1, 2, -1)

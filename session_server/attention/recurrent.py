@@ -154,7 +154,11 @@ class RecurrentPlan:
         Returns:
             [tokens, channels].
         """
-        y = self._step(layer, x, taps) if self._padded is None else self._pass(layer, x, taps)
+        y = (
+            self._convolve_steps(layer, x, taps)
+            if self._padded is None
+            else self._convolve_padded(layer, x, taps)
+        )
         return y if bias is None else y.add_(bias)
 
     def recur(self, layer: int, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
@@ -195,13 +199,13 @@ class RecurrentPlan:
             return torch.cat(outputs).index_select(0, rounds.order)
         return torch.cat(outputs) if self.segments else outputs[0]
 
-    def _step(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
+    def _convolve_steps(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
         history = self._pool.parts[layer][0]
         seen = torch.cat((self.steps.sources.read(history), x.unsqueeze(1)), dim=1)
         history.index_copy_(0, self.steps.targets, seen[:, 1:])
         return (seen * taps).sum(dim=1).to(x.dtype)
 
-    def _pass(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
+    def _convolve_padded(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
         padded, history = self._padded, self._pool.parts[layer][0]
         assert padded is not None
         past = padded.sources.read(history)
@@ -230,12 +234,12 @@ class RecurrentBackend:
         moves = [_moves(span) for span in spans]
         num_steps = sum(span.num_tokens == 1 for span in spans)
         rest = list(zip(spans[num_steps:], moves[num_steps:], strict=True))
-        guessed = [row for row in rest if len(row[1].targets) == row[0].num_tokens]
-        segments = [each for row in rest if row not in guessed for each in _segments(*row)]
+        verified = [row for row in rest if len(row[1].targets) == row[0].num_tokens]
+        segments = [each for row in rest if row not in verified for each in _segments(*row)]
         return RecurrentPlan(
             self._pool,
             self._steps(moves[:num_steps]),
-            rounds=self._rounds(num_steps, guessed, segments) if guessed else None,
+            rounds=self._rounds(num_steps, verified, segments) if verified else None,
             segments=tuple(segments),
             padded=self._padded(spans, moves) if rest else None,
         )
@@ -245,12 +249,12 @@ class RecurrentBackend:
     ) -> Rounds:
         taken, tokens, sources, targets = list(range(num_steps)), [], [], []
         for index in range(max(span.num_tokens for span, _ in rows)):
-            going_on = [row for row in rows if row[0].num_tokens > index]
-            at = [span.offset + index for span, _ in going_on]
+            continuing = [row for row in rows if row[0].num_tokens > index]
+            at = [span.offset + index for span, _ in continuing]
             taken += at
             tokens.append(self._ints(at))
-            sources.append(self._sources([_from(moves, index) for _, moves in going_on]))
-            targets.append(self._ints([moves.targets[index][1] for _, moves in going_on]))
+            sources.append(self._sources([_source_of(moves, index) for _, moves in continuing]))
+            targets.append(self._ints([moves.targets[index][1] for _, moves in continuing]))
         for segment in segments:
             taken += range(segment.offset, segment.offset + segment.num_tokens)
         order = torch.tensor(taken).argsort().to(self._pool.device)
@@ -300,7 +304,7 @@ def _moves(span: Span) -> StateMoves:
     return StateMoves(NULL_PAGE, ((span.end, NULL_PAGE),))
 
 
-def _from(moves: StateMoves, index: int) -> int:
+def _source_of(moves: StateMoves, index: int) -> int:
     """The page of the state before the token of that index, of a row that leaves one after each."""
     return moves.targets[index - 1][1] if index else moves.source
 

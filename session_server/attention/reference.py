@@ -34,11 +34,11 @@ class ReferenceBackend:
     def plan(self, meta: AttentionMeta) -> AttentionPlan:
         """Look up every row's pages once."""
         rows = [self._row(span) for span in meta.spans]
-        return _ReferencePlan(self._pool, self._rule, meta.slots[self._pool.name], rows)
+        return _ReferencePlan(self._pool, self._rule, meta.slot_mapping[self._pool.name], rows)
 
     def _row(self, span: Span) -> _Row:
         page_size, device = self._pool.page_size, self._pool.device
-        first = self._rule.first_seen(span.start)
+        first = self._rule.first_visible(span.start)
         first_page, end_page = first // page_size, pages_for(span.end, page_size)
         pages = self._table.device_pages[span.row, first_page:end_page].long()
         first_slot = first % page_size
@@ -69,17 +69,19 @@ class _Row:
 class _ReferencePlan:
     """See `AttentionPlan`."""
 
-    __slots__ = ("_pool", "_rows", "_rule", "_slots")
+    __slots__ = ("_pool", "_rows", "_rule", "_slot_mapping")
 
-    def __init__(self, pool: KvPages, rule: AttentionRule, slots: Tensor, rows: list[_Row]) -> None:
+    def __init__(
+        self, pool: KvPages, rule: AttentionRule, slot_mapping: Tensor, rows: list[_Row]
+    ) -> None:
         self._pool = pool
         self._rule = rule
-        self._slots = slots
+        self._slot_mapping = slot_mapping
         self._rows = rows
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """See `AttentionPlan.attend`."""
-        self._pool.write(layer, self._slots, kv)
+        self._pool.write(layer, self._slot_mapping, kv)
         mixed = []
         for row in self._rows:
             span = row.span
@@ -89,7 +91,7 @@ class _ReferencePlan:
                 out = self._sdpa(row_q, k, v, row.seen)
             else:
                 k, v = (side.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for side in (k, v))
-                out = self._shares(row_q, k, row.seen, sinks).to(v.dtype) @ v
+                out = self._softmax(row_q, k, row.seen, sinks).to(v.dtype) @ v
             mixed.append(out[0].transpose(0, 1).flatten(1))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
@@ -104,7 +106,7 @@ class _ReferencePlan:
         out = functional.scaled_dot_product_attention(grouped, k, v, scale=self._rule.scale)
         return out.reshape(q.shape)
 
-    def _shares(self, q: Tensor, k: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
+    def _softmax(self, q: Tensor, k: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
         """Softmax in fp32, where SDPA lacks an argument: [1, heads, queries, keys]."""
         scores = (q @ k.transpose(-1, -2)).float() * self._rule.scale
         if self._rule.softcap is not None:

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from session_server.arguments import whole_number
-from session_server.bench.growth import Workload, measure_growth
+from session_server.bench.growth import GrowthWorkload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
 from session_server.bench.kv_dtype import KvDtypeWorkload, measure_kv_dtypes
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure_sessions(args: argparse.Namespace, progress: StepProgress) -> Figures:
-    load = Workload(num_turns=args.turns)
+    load = GrowthWorkload(num_turns=args.turns)
     task = progress.add_task("turns in one session", total=load.num_turns)
     growth = measure_growth(load, on_turn=lambda: progress.advance(task))
     rounds = progress.add_task("decode steps beside idle sessions", total=None)

@@ -28,7 +28,7 @@ _TOKEN_ID_SPAN: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class GrowthWorkload:
     """`num_turns` turns of `num_input` new and `num_output` generated tokens."""
 
     num_turns: int = 300
@@ -83,7 +83,7 @@ class Growth:
         }
 
 
-def measure_growth(load: Workload, *, on_turn: Callable[[], None]) -> Growth:
+def measure_growth(load: GrowthWorkload, *, on_turn: Callable[[], None]) -> Growth:
     """Run the workload on a server of its own; calls `on_turn` after each turn."""
     context_len = max(16_384, load.num_tokens + 1)
     with tempfile.TemporaryDirectory() as directory:
@@ -93,7 +93,7 @@ def measure_growth(load: Workload, *, on_turn: Callable[[], None]) -> Growth:
             return Growth(tuple(asyncio.run(_converse(server.url, load, on_turn))))
 
 
-async def _converse(url: str, load: Workload, on_turn: Callable[[], None]) -> list[TurnCost]:
+async def _converse(url: str, load: GrowthWorkload, on_turn: Callable[[], None]) -> list[TurnCost]:
     sampling = {"temperature": 0, "max_tokens": load.num_output, "ignore_eos": True}
     costs = []
     clock = asyncio.get_running_loop().time

@@ -76,10 +76,10 @@ class LatentLayers:
         pages = np.arange(1, num_pages + 1, dtype=np.int32)
         self._table = PageTable(_ROW, num_pages, device=cpu)
         self._table.apply(TableWrite(group.pool, RowId(_ROW), 0, pages))
-        slots = torch.arange(page_size, (num_pages + 1) * page_size)
+        slot_mapping = torch.arange(page_size, (num_pages + 1) * page_size)
         for layer in range(num_layers):
-            rows = self._noise(len(slots), 1, group.head_dim)
-            self._pool.write(layer, slots, rows.expand(-1, 2, -1))
+            rows = self._noise(len(slot_mapping), 1, group.head_dim)
+            self._pool.write(layer, slot_mapping, rows.expand(-1, 2, -1))
         self._rope = Rope(mixer.rope, mixer.qk_rope_head_dim, device=cpu)
         self._layers = [MlaMixer(mixer, layer, self._weights()) for layer in range(num_layers)]
 
@@ -103,8 +103,8 @@ class LatentLayers:
             absorbed=factory,
             expand_from=expand_from,
         )
-        slots = {self._pool.name: torch.tensor([self._page_size + history])}
-        meta = AttentionMeta((Span(_ROW, history, 1, 0),), slots)
+        slot_mapping = {self._pool.name: torch.tensor([self._page_size + history])}
+        meta = AttentionMeta((Span(_ROW, history, 1, 0),), slot_mapping)
         hidden = self._noise(1, self._hidden_size)
         started = time.perf_counter()
         plan, phases = backend.plan(meta), self._rope.phases(torch.tensor([history]))

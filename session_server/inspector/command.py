@@ -68,7 +68,7 @@ MAX_LENGTH: Final = 1 << 31
 """Tokens of one of them."""
 
 MAX_SHOWN_RUNS: Final = 3
-"""Runs of alike layers that are listed; where there are more, the first two and the last."""
+"""Runs of identical layers that are listed; where there are more, the first two and the last."""
 
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{prefix}{unit}": size**power
@@ -146,18 +146,18 @@ def layer_table(layers: Iterable[LayerFigures]) -> Table:
     table = Table(
         *right, "attention", "heads", "feed-forward", title="layers", title_justify="left"
     )
-    for alike in layers:
-        window = f" of {alike.window:,}" if alike.window else ""
+    for figures in layers:
+        window = f" of {figures.window:,}" if figures.window else ""
         heads = ""
-        if alike.num_heads:
-            heads = f"{alike.num_heads}, {alike.num_kv_heads} of KV, {alike.head_dim} wide"
-        ffn = f"{alike.ffn_size:,}"
-        if alike.num_experts:
-            ffn = f"{alike.num_chosen_experts} of {alike.num_experts} experts of {ffn}"
-        if alike.shared_size:
-            ffn += f", shared {alike.shared_size:,}"
-        where = layer_ranges(alike.layers)
-        table.add_row(str(len(alike.layers)), where, f"{alike.kind}{window}", heads, ffn)
+        if figures.num_heads:
+            heads = f"{figures.num_heads}, {figures.num_kv_heads} of KV, {figures.head_dim} wide"
+        ffn = f"{figures.ffn_size:,}"
+        if figures.num_experts:
+            ffn = f"{figures.num_chosen_experts} of {figures.num_experts} experts of {ffn}"
+        if figures.shared_size:
+            ffn += f", shared {figures.shared_size:,}"
+        where = layer_ranges(figures.layers)
+        table.add_row(str(len(figures.layers)), where, f"{figures.kind}{window}", heads, ffn)
     return table
 
 
@@ -260,7 +260,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _num_bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT](?:i?B)?|B?)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT](?:i?B)?|B?)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"a size as 16GiB or 500MB, got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -17,7 +17,7 @@ from session_server.models.config import (
 )
 from session_server.runner.survey import Survey
 
-USUAL_LENGTHS: Final = (1024, 8192, 32_768, 131_072)
+DEFAULT_LENGTHS: Final = (1024, 8192, 32_768, 131_072)
 """Tokens of the sessions asked about where nobody says, as far as a context reaches."""
 
 
@@ -121,61 +121,61 @@ class Report:
 
 
 def make_report(
-    path: str, found: Survey, lengths: Sequence[int] = (), *, max_turn_len: int | None = None
+    path: str, survey: Survey, lengths: Sequence[int] = (), *, max_turn_len: int | None = None
 ) -> Report:
     """Put the figures together.
 
     Args:
         path: of the checkpoint, as it was asked for.
-        found: what its headers say.
+        survey: what its headers say.
         lengths: tokens of the sessions asked about; the usual ones where there are none.
         max_turn_len: tokens that a context may have; None for all that a row addresses.
     """
-    config, plan = found.config, found.plan
+    config, plan = survey.config, survey.plan
     context_len = plan.capacity.max_context_len if max_turn_len is None else max_turn_len
     return Report(
         model=ModelFigures(
             path=path,
             model_type=config.model_type,
             stored_dtype=config.dtype,
-            dtype=found.dtype,
-            device=found.device,
-            parameters=found.num_parameters,
-            active_parameters=found.num_parameters - num_idle_parameters(config),
-            stored_bytes=found.stored_bytes,
-            weight_bytes=found.weight_bytes,
+            dtype=survey.dtype,
+            device=survey.device,
+            parameters=survey.num_parameters,
+            active_parameters=survey.num_parameters - num_inactive_parameters(config),
+            stored_bytes=survey.stored_bytes,
+            weight_bytes=survey.weight_bytes,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             context_len=context_len,
             model_context_len=config.max_position_embeddings,
         ),
         layers=_layers(config),
-        pools=_pools(found),
+        pools=_pools(survey),
         memory=MemoryFigures(plan.free_bytes, plan.kv_bytes, plan.reason, plan.capacity.num_rows),
         sessions=tuple(
-            session_figures(found, length, max_turn_len=context_len)
-            for length in lengths or usual_lengths(context_len)
+            session_figures(survey, length, max_turn_len=context_len)
+            for length in lengths or default_lengths(context_len)
         ),
     )
 
 
-def usual_lengths(context_len: int) -> tuple[int, ...]:
+def default_lengths(context_len: int) -> tuple[int, ...]:
     """Those that fit into a context, and the whole of it."""
-    return (*(length for length in USUAL_LENGTHS if length < context_len), context_len)
+    return (*(length for length in DEFAULT_LENGTHS if length < context_len), context_len)
 
 
 def session_figures(
-    found: Survey, length: int, *, max_turn_len: int | None = None
+    survey: Survey, length: int, *, max_turn_len: int | None = None
 ) -> SessionFigures:
     """Work out what a parked session of `length` tokens takes, and how many fit."""
-    page_size, capacity = found.spec.page_size, found.plan.capacity
+    page_size, capacity = survey.spec.page_size, survey.plan.capacity
     pages = {
         component.pool: pages_at_rest(component, length, page_size)
-        for component in components_of(found.spec)
+        for component in components_of(survey.spec)
     }
-    page_bytes = found.spec.pool_bytes_per_page
+    page_bytes = survey.spec.pool_bytes_per_page
     # Page 0 of every pool is padding.
-    held = capacity.pool_pages(found.spec)
+    held = capacity.pool_pages(survey.spec)
     fitting = min((held[pool] - 1) // num for pool, num in pages.items())
     is_too_long = length > (max_turn_len or capacity.max_context_len)
     return SessionFigures(
@@ -187,7 +187,7 @@ def session_figures(
     )
 
 
-def num_idle_parameters(config: ModelConfig) -> int:
+def num_inactive_parameters(config: ModelConfig) -> int:
     """Parameters of the experts that one token is not sent to."""
     return sum(
         (layer.ffn.num_experts - layer.ffn.num_experts_per_tok)
@@ -203,10 +203,10 @@ def _num_parameters(mlp: MlpConfig, hidden: int) -> int:
 
 
 def _layers(config: ModelConfig) -> tuple[LayerFigures, ...]:
-    alike: dict[LayerFigures, list[int]] = {}
+    by_figures: dict[LayerFigures, list[int]] = {}
     for index, layer in enumerate(config.layers):
-        alike.setdefault(_figures(layer), []).append(index)
-    return tuple(replace(figures, layers=tuple(layers)) for figures, layers in alike.items())
+        by_figures.setdefault(_figures(layer), []).append(index)
+    return tuple(replace(figures, layers=tuple(layers)) for figures, layers in by_figures.items())
 
 
 def _figures(layer: LayerConfig) -> LayerFigures:
@@ -231,19 +231,19 @@ def _figures(layer: LayerConfig) -> LayerFigures:
     )
 
 
-def _pools(found: Survey) -> tuple[PoolFigures, ...]:
-    page_size, num_pages = found.spec.page_size, found.plan.capacity.pool_pages(found.spec)
+def _pools(survey: Survey) -> tuple[PoolFigures, ...]:
+    page_size, num_pages = survey.spec.page_size, survey.plan.capacity.pool_pages(survey.spec)
     return tuple(
         PoolFigures(
             name=str(group.pool),
             kind=group.kind.value,
             window=group.window,
-            dtype="float32" if group.state_shapes else group.stored_as or found.dtype,
+            dtype="float32" if group.state_shapes else group.stored_as or survey.dtype,
             num_layers=len(group.layers),
             bytes_per_token=group.bytes_per_token,
             page_size=page_size,
             pages=num_pages[group.pool],
-            bytes=found.plan.pool_bytes[group.pool],
+            bytes=survey.plan.pool_bytes[group.pool],
         )
-        for group in found.spec.groups
+        for group in survey.spec.groups
     )

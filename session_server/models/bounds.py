@@ -40,60 +40,60 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _alike(bounds: Range, names: str) -> dict[str, Range]:
+def _same_range(bounds: Range, names: str) -> dict[str, Range]:
     return dict.fromkeys(names.split(), bounds)
 
 
 INTEGERS: Final[Mapping[str, Range]] = MappingProxyType(
-    _alike(
+    _same_range(
         (0, MAX_LAYERS),
         "num_hidden_layers first_k_dense_replace max_window_layers num_nextn_predict_layers "
         "num_mtp_layers",
     )
-    | _alike(
+    | _same_range(
         (1, MAX_LAYERS),
         "full_attention_interval sliding_window_pattern _sliding_window_pattern "
         "decoder_sparse_step",
     )
-    | _alike(
+    | _same_range(
         (0, MAX_SIZE),
         "hidden_size intermediate_size moe_intermediate_size shared_intermediate_size "
         "block_ff_dim block_multiple_of kv_lora_rank q_lora_rank",
     )
-    | _alike(
+    | _same_range(
         (0, MAX_HEADS),
         "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads "
         "mamba_n_heads mamba_n_groups",
     )
-    | _alike(
+    | _same_range(
         (0, MAX_HEAD_DIM),
         "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim "
         "linear_value_head_dim mamba_d_state mamba_d_head",
     )
-    | _alike((0, MAX_CONTEXT_LEN), "max_position_embeddings original_max_position_embeddings")
-    | _alike((1, MAX_CONTEXT_LEN), "sliding_window")
-    | _alike((0, MAX_VOCAB_SIZE), "vocab_size")
-    | _alike(
+    | _same_range((0, MAX_CONTEXT_LEN), "max_position_embeddings original_max_position_embeddings")
+    | _same_range((1, MAX_CONTEXT_LEN), "sliding_window")
+    | _same_range((0, MAX_VOCAB_SIZE), "vocab_size")
+    | _same_range(
         (0, MAX_EXPERTS),
         "n_routed_experts num_experts num_local_experts num_experts_per_tok n_shared_experts "
         "n_group topk_group",
     )
-    | _alike((0, MAX_CONV_WIDTH), "conv_L_cache mamba_d_conv linear_conv_kernel_dim")
+    | _same_range((0, MAX_CONV_WIDTH), "conv_L_cache mamba_d_conv linear_conv_kernel_dim")
 )
 """Range of each field that is an integer, both ends included. What must be there and positive is
 read by `fields.integer`, which says so."""
 
 NUMBERS: Final[Mapping[str, Range]] = MappingProxyType(
-    _alike((1.0, 1e15), "rope_theta rope_local_base_freq")
-    | _alike((1e-3, 1e6), "factor low_freq_factor high_freq_factor beta_fast beta_slow")
-    | _alike((0.0, 1e6), "attention_factor mscale mscale_all_dim swiglu_alpha swiglu_limit")
-    | _alike((0.0, 1.0), "rms_norm_eps norm_eps partial_rotary_factor")
-    | _alike(
+    _same_range((1.0, 1e15), "rope_theta rope_local_base_freq")
+    | _same_range((1e-3, 1e6), "factor low_freq_factor high_freq_factor beta_fast beta_slow")
+    | _same_range((0.0, 1e6), "attention_factor mscale mscale_all_dim swiglu_alpha swiglu_limit")
+    | _same_range((0.0, 1.0), "rms_norm_eps norm_eps partial_rotary_factor")
+    | _same_range(
         (1e-6, 1e6),
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping "
         "block_ffn_dim_multiplier mamba_expand",
     )
-    | _alike(
+    | _same_range(
         (0.0, 1e6),
         "routed_scaling_factor residual_multiplier embedding_multiplier logits_scaling "
         "attention_multiplier",
@@ -141,14 +141,14 @@ def check_fields(raw: Mapping[str, Any]) -> None:
         elif name in NUMBERS:
             _check_number(name, value, NUMBERS[name], kinds=(int, float))
         elif name in FLAGS and not isinstance(value, bool):
-            raise _refusal(name, "true or false", value)
+            raise _invalid_field(name, "true or false", value)
         elif name in WORDS and not isinstance(value, str):
-            raise _refusal(name, "a string", value)
+            raise _invalid_field(name, "a string", value)
         elif name in LISTS and not (isinstance(value, list) and len(value) <= MAX_LAYERS):
-            raise _refusal(name, f"a list of at most {MAX_LAYERS} entries", value)
+            raise _invalid_field(name, f"a list of at most {MAX_LAYERS} entries", value)
         elif name in OBJECTS:
             if not isinstance(value, dict):
-                raise _refusal(name, "an object", value)
+                raise _invalid_field(name, "an object", value)
             check_fields(value)
 
 
@@ -165,7 +165,7 @@ def check_sizes(config: ModelConfig) -> None:
         rotated = layer.mixer.rotary_dim if layer.mixer.rope is not None else 2
         if rotated % 2 != 0 or rotated < 2:
             raise CheckpointError(f"config.json: {rotated} rotated elements of a head are not even")
-        for part in _parts(layer):
+        for part in _components(layer):
             name = type(part).__name__.removesuffix("Config")
             for field in fields(part):
                 value = getattr(part, field.name)
@@ -182,7 +182,7 @@ def check_sizes(config: ModelConfig) -> None:
         )
 
 
-def shown(text: str) -> str:
+def shortened(text: str) -> str:
     """Cut a text of the checkpoint's to what an error quotes."""
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
 
@@ -193,7 +193,7 @@ def _check_number(name: str, value: object, bounds: Range, *, kinds: tuple[type,
     # By its exact type: `true` counts as an integer in Python.
     is_within = type(value) in kinds and low <= value <= high  # type: ignore[operator]
     if not is_within:
-        raise _refusal(name, f"{kind} from {low:g} to {high:.10g}", value)
+        raise _invalid_field(name, f"{kind} from {low:g} to {high:.10g}", value)
 
 
 def _check_experts(ffn: MoeConfig) -> None:
@@ -205,11 +205,11 @@ def _check_experts(ffn: MoeConfig) -> None:
         )
 
 
-def _refusal(name: str, what: str, value: object) -> CheckpointError:
-    return CheckpointError(f"config.json: {name} must be {what}, it is {shown(repr(value))}")
+def _invalid_field(name: str, what: str, value: object) -> CheckpointError:
+    return CheckpointError(f"config.json: {name} must be {what}, it is {shortened(repr(value))}")
 
 
-def _parts(layer: LayerConfig) -> Iterable[Any]:
+def _components(layer: LayerConfig) -> Iterable[Any]:
     """Yield the descriptions that a layer is made of."""
     yield layer.mixer
     yield layer.ffn

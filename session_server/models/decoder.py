@@ -78,8 +78,8 @@ class Decoder:
         # Rounded as the embedding is: families are trained with the rounded factor.
         self._scale = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item()
         mixers = [layer.mixer for layer in config.layers]
-        turned = [(m.rope, m.rotary_dim) for m in mixers if m.rope is not None]
-        kinds = list(dict.fromkeys(turned))
+        rotated = [(m.rope, m.rotary_dim) for m in mixers if m.rope is not None]
+        kinds = list(dict.fromkeys(rotated))
         self._ropes = tuple(Rope(rope, size, device=embedding.device) for rope, size in kinds)
         # Layers that rotate nothing are given the positions, which stand last.
         of_layers = [-1 if m.rope is None else kinds.index((m.rope, m.rotary_dim)) for m in mixers]
@@ -107,7 +107,7 @@ class Decoder:
         positions: Tensor,
         *,
         attention: Mapping[PoolName, AttentionPlan | MlaPlan | RecurrentPlan],
-        wanted: Tensor | None,
+        logits_indices: Tensor | None,
     ) -> Tensor:
         """Run all layers, and write the KV of every token.
 
@@ -115,7 +115,7 @@ class Decoder:
             token_ids: int64 [tokens], rows of the batch one after the other.
             positions: int64 [tokens], position of each within its own row.
             attention: where each row's past lies, by pool; made for exactly these tokens.
-            wanted: int64 [n], the tokens whose hidden state is asked for; None for all.
+            logits_indices: int64 [n], the tokens whose hidden state is asked for; None for all.
 
         Returns:
             [n, hidden], normed for the head.
@@ -132,8 +132,8 @@ class Decoder:
             norms = layer.ffn_norms
             y = layer.ffn(hidden if norms.before is None else norms.before(hidden))
             hidden = hidden.add_(y if norms.after is None else norms.after(y))
-        if wanted is not None:
-            hidden = hidden.index_select(0, wanted)
+        if logits_indices is not None:
+            hidden = hidden.index_select(0, logits_indices)
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from session_server.models.bounds import shown
+from session_server.models.bounds import shortened
 from session_server.models.config import (
     DTYPE_BYTES,
     STATE_POOL,
@@ -41,7 +41,7 @@ def integer(raw: RawConfig, key: str) -> int:
     value = raw.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(
-            f"config.json: {key} must be a positive integer, it is {shown(repr(value))}"
+            f"config.json: {key} must be a positive integer, it is {shortened(repr(value))}"
         )
     return value
 
@@ -52,7 +52,7 @@ def dtype_name(raw: RawConfig) -> DTypeName:
     return name if name in DTYPE_BYTES else "float32"
 
 
-def refuse_unless(raw: RawConfig, key: str, *known: object) -> None:
+def require_supported(raw: RawConfig, key: str, *known: object) -> None:
     """Raises:
     UnsupportedModel: `key` is there, and its value is none of `known`.
     """
@@ -84,7 +84,7 @@ def attention(raw: RawConfig, rope: RopeConfig, *, head_dim: int | None = None) 
 
 def silu_mlp(raw: RawConfig, size_key: str = "intermediate_size") -> MlpConfig:
     """The SwiGLU most families have."""
-    refuse_unless(raw, "hidden_act", "silu", "swish")
+    require_supported(raw, "hidden_act", "silu", "swish")
     return MlpConfig(integer(raw, size_key))
 
 
@@ -99,8 +99,8 @@ def layer_windows(
         is_windowed: whether a layer, counted from 0, has one where nothing says it.
     """
     indices = range(integer(raw, "num_hidden_layers"))
-    unsaid = ["sliding_attention" if is_windowed(i) else "full_attention" for i in indices]
-    types = layer_types(raw, unsaid, _WINDOWED)
+    default_types = ["sliding_attention" if is_windowed(i) else "full_attention" for i in indices]
+    types = layer_types(raw, default_types, _WINDOWED)
     if window is not None and window >= context_len(raw):
         window = None
     return [window if _WINDOWED[name] else None for name in types]
@@ -119,27 +119,30 @@ def windowed_layers(
     ]
 
 
-def layer_types(raw: RawConfig, unsaid: list[str], known: Iterable[str]) -> list[str]:
+def layer_types(raw: RawConfig, default_types: list[str], known: Iterable[str]) -> list[str]:
     """What every layer is (v5).
 
     Args:
         raw: the configuration.
-        unsaid: what they are where it has no `layer_types`.
+        default_types: what they are where it has no `layer_types`.
         known: those that the family may have.
     """
-    types = raw.get("layer_types") or unsaid
-    if len(types) != len(unsaid):
-        raise CheckpointError(f"config.json: {len(unsaid)} layers, and {len(types)} layer_types")
+    types = raw.get("layer_types") or default_types
+    if len(types) != len(default_types):
+        raise CheckpointError(
+            f"config.json: {len(default_types)} layers, and {len(types)} layer_types"
+        )
     names = tuple(known)
     unknown = sorted({str(name) for name in types} - set(names))
     if unknown:
         raise UnsupportedModel(
-            f"layer_types {shown(', '.join(unknown))}: not implemented; known: {', '.join(names)}"
+            f"layer_types {shortened(', '.join(unknown))}: not implemented; "
+            f"known: {', '.join(names)}"
         )
     return list(types)
 
 
-def rope_of(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0) -> RopeConfig:
+def rope_config(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0) -> RopeConfig:
     """The rotary settings of some layers.
 
     Args:
@@ -188,7 +191,7 @@ def rope_of(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0) -> 
 def one_rope(raw: RawConfig) -> RopeConfig:
     """The rotary settings of a model whose layers have the same."""
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    return rope_of(raw, settings, theta=float(raw.get("rope_theta") or 10_000.0))
+    return rope_config(raw, settings, theta=float(raw.get("rope_theta") or 10_000.0))
 
 
 def two_ropes(raw: RawConfig, *, full: float, window: float) -> tuple[RopeConfig, RopeConfig]:
@@ -206,15 +209,15 @@ def two_ropes(raw: RawConfig, *, full: float, window: float) -> tuple[RopeConfig
         scaling = raw.get("rope_scaling") or by_type
         local = {"rope_theta": scaling["rope_theta"]} if "rope_theta" in scaling else {}
         by_type = {"full_attention": scaling, "sliding_attention": local}
-    of_full = rope_of(raw, by_type.get("full_attention") or {}, theta=full)
-    return of_full, rope_of(raw, by_type.get("sliding_attention") or {}, theta=window)
+    of_full = rope_config(raw, by_type.get("full_attention") or {}, theta=full)
+    return of_full, rope_config(raw, by_type.get("sliding_attention") or {}, theta=window)
 
 
 def context_len(raw: RawConfig) -> int:
     """Positions the model can address."""
     length = integer(raw, "max_position_embeddings")
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope = rope_of(raw, settings.get("full_attention") or settings)
+    rope = rope_config(raw, settings.get("full_attention") or settings)
     if rope.rope_type is RopeKind.YARN:
         # Qwen's way to switch YaRN on leaves max_position_embeddings at the trained length.
         return max(length, int(rope.factor * rope.original_max_position_embeddings))

@@ -104,7 +104,7 @@ def read_object(directory: Path, name: str, max_bytes: int) -> dict[str, Any] | 
         return None
     path = directory / name
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_reject_constant)
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     except RecursionError:
@@ -119,7 +119,7 @@ def _hub_blobs(root: Path) -> tuple[Path, ...]:
     return (root.parent.parent / "blobs",) if root.parent.name == "snapshots" else ()
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from session_server.models.errors import ModelNotFound
 from session_server.models.files import MAX_TOKENIZER_BYTES, find_files, read_bytes
 
-WANTED_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
+DOWNLOADED_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
 """No pickles, no code: only what the loader reads."""
 
 
@@ -29,7 +29,7 @@ def resolve_model(path_or_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path_or_id, allow_patterns=list(WANTED_FILES)))
+        return Path(snapshot_download(path_or_id, allow_patterns=list(DOWNLOADED_FILES)))
     except HFValidationError:
         raise ModelNotFound(f"{path_or_id}: no such directory, and not a hub id") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -47,7 +47,7 @@ FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = MappingProxy
 )
 """What describes every implemented `model_type`."""
 
-QUANTISATIONS: Final[Mapping[str, str]] = MappingProxyType(
+QUANTIZATION_METHODS: Final[Mapping[str, str]] = MappingProxyType(
     {"deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
 )
 """The `quant_method` a family's weights may come in. They are dequantised when they are loaded."""
@@ -81,10 +81,10 @@ def parse_config(raw: RawConfig) -> ModelConfig:
             f"model_type {model_type!r} is not implemented; known: {', '.join(sorted(FAMILIES))}"
         )
     check_fields(raw)
-    quantisation = raw.get("quantization_config")
-    if quantisation is not None:
-        method = quantisation.get("quant_method")
-        if method is None or method != QUANTISATIONS.get(str(model_type)):
+    quantization = raw.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method")
+        if method is None or method != QUANTIZATION_METHODS.get(str(model_type)):
             raise UnsupportedModel(
                 f"quantization_config: {model_type} quantised with {method!r} is not implemented"
             )

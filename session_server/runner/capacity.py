@@ -73,20 +73,20 @@ def measure_capacity(
     default = CPU_FRACTION if device.type == "cpu" else DEVICE_FRACTION
     fraction = default if limits.fraction is None else limits.fraction
     budget = int(free * fraction)
-    wanted = limits.max_total_tokens or num_rows * max_context_len
+    max_total_tokens = limits.max_total_tokens or num_rows * max_context_len
     capacity = plan_capacity(
         spec,
         budget_bytes=budget,
         num_rows=num_rows,
         max_context_len=max_context_len,
-        max_total_tokens=wanted,
+        max_total_tokens=max_total_tokens,
         bounded=limits.bounded,
     )
     sizes = spec.pool_bytes_per_page
     pool_bytes = {pool: num * sizes[pool] for pool, num in capacity.pool_pages(spec).items()}
     reason = f"{fraction:.0%} of {free / 2**30:.3g} GiB free memory"
-    if (max(capacity.num_pages.values()) - 1) * spec.page_size >= wanted:
-        reason = f"room for {wanted} tokens"
+    if (max(capacity.num_pages.values()) - 1) * spec.page_size >= max_total_tokens:
+        reason = f"room for {max_total_tokens} tokens"
     elif budget - sum(pool_bytes.values()) > spec.bytes_per_page:
         reason = f"room for the windows of {num_rows} sessions"
     return CapacityPlan(capacity, pool_bytes, free, reason)

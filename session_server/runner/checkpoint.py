@@ -39,10 +39,10 @@ MAX_NAMED_TENSORS: Final = 8
 """An error names so many tensors and counts the rest."""
 
 
-class Tensors(ABC):
+class WeightSource(ABC):
     """Where the parts of a decoder take their weights from. `dtype`: of the model.
 
-    Building a decoder twice, first from `WantedTensors`, tells what a checkpoint must have.
+    Building a decoder twice, first from `ExpectedTensors`, tells what a checkpoint must have.
     """
 
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Tensors(ABC):
         """A tensor of that shape in a dtype of its own, for what the model's would spoil."""
 
 
-class WantedTensors(Tensors):
+class ExpectedTensors(WeightSource):
     """Notes what is asked for and gives tensors without content.
 
     `num_bytes`: what a decoder would take of the tensors asked for.
@@ -77,17 +77,17 @@ class WantedTensors(Tensors):
         self.num_bytes = 0
 
     def has(self, name: str) -> bool:
-        """See `Tensors.has`."""
+        """See `WeightSource.has`."""
         return name in self._names
 
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
-        """See `Tensors.take_as`."""
+        """See `WeightSource.take_as`."""
         self.shapes[name] = shape
         self.num_bytes += math.prod(shape) * dtype.itemsize
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """`torch.cat` along the first dimension.
 
     For tensors without content torch imports its compiler first, which takes two seconds.
@@ -99,7 +99,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file. `is_fp8`: of 8-bit floats, which need scales."""
 
     path: Path
@@ -118,16 +118,16 @@ class Checkpoint:
         """
         self.directory = directory
         self.num_bytes = 0
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         for path in _weight_files(directory):
             self.num_bytes += path.stat().st_size
-            with _opened(path) as file:
+            with _open(path) as file:
                 for name in file.keys():  # noqa: SIM118, no mapping
                     header = file.get_slice(name)
                     is_fp8 = header.get_dtype() == fp8.STORED_DTYPE
-                    self.tensors[name] = Stored(path, tuple(header.get_shape()), is_fp8)
+                    self.tensors[name] = StoredTensor(path, tuple(header.get_shape()), is_fp8)
 
-    def check(self, wanted: Mapping[str, Shape], ignorable: set[str]) -> None:
+    def check(self, expected: Mapping[str, Shape], ignorable: set[str]) -> None:
         """Compare names and shapes before anything is used. What is stored in FP8 needs its scales.
 
         Raises:
@@ -135,29 +135,29 @@ class Checkpoint:
         """
         scales = {
             name + fp8.SCALES_SUFFIX: fp8.scales_shape(shape)
-            for name, shape in wanted.items()
+            for name, shape in expected.items()
             if name in self.tensors and self.tensors[name].is_fp8
         }
-        wanted = {**wanted, **scales}
+        expected = {**expected, **scales}
         faults = []
-        missing = sorted(wanted.keys() - self.tensors.keys())
+        missing = sorted(expected.keys() - self.tensors.keys())
         if missing:
-            faults.append(f"missing tensors: {_listed(missing)}")
-        unexpected = sorted(self.tensors.keys() - wanted.keys() - ignorable)
+            faults.append(f"missing tensors: {_list_names(missing)}")
+        unexpected = sorted(self.tensors.keys() - expected.keys() - ignorable)
         if unexpected:
-            faults.append(f"unexpected tensors: {_listed(unexpected)}")
+            faults.append(f"unexpected tensors: {_list_names(unexpected)}")
         wrong = [
             f"{name} is {list(self.tensors[name].shape)} and should be {list(shape)}"
-            for name, shape in sorted(wanted.items())
+            for name, shape in sorted(expected.items())
             if name in self.tensors and self.tensors[name].shape != shape
         ]
         if wrong:
-            faults.append(f"wrong shapes: {_listed(wrong)}")
+            faults.append(f"wrong shapes: {_list_names(wrong)}")
         if faults:
             raise CheckpointError(f"{self.directory}: {'; '.join(faults)}")
 
 
-class TensorReader(Tensors):
+class TensorReader(WeightSource):
     """Copies tensors out of a checkpoint; a context manager that holds one file at a time."""
 
     def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -187,25 +187,25 @@ class TensorReader(Tensors):
         self._progress = lambda num_read: progress(num_read, num_tensors)
 
     def has(self, name: str) -> bool:
-        """See `Tensors.has`."""
+        """See `WeightSource.has`."""
         return name in self._tensors
 
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
-        """See `Tensors.take_as`."""
+        """See `WeightSource.take_as`."""
         del shape  # checked with all others
-        tensor = self._stored(name)
+        tensor = self._read(name)
         if self._tensors[name].is_fp8:
-            tensor = fp8.dequantised(tensor, self._stored(name + fp8.SCALES_SUFFIX))
+            tensor = fp8.dequantize(tensor, self._read(name + fp8.SCALES_SUFFIX))
         copied = tensor.to(device=self._device, dtype=dtype, copy=True)
         self._num_read += 1
         self._progress(self._num_read)
         return copied
 
-    def _stored(self, name: str) -> Tensor:
+    def _read(self, name: str) -> Tensor:
         path = self._tensors[name].path
         if path != self._path or self._num_mapped_bytes >= MAX_MAPPED_BYTES:
             self._stack.close()
-            self._file = self._stack.enter_context(_opened(path))
+            self._file = self._stack.enter_context(_open(path))
             self._path = path
             self._num_mapped_bytes = 0
         tensor: Tensor = self._file.get_tensor(name)
@@ -213,7 +213,7 @@ class TensorReader(Tensors):
         return tensor
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -236,10 +236,10 @@ def _weight_files(directory: Path) -> list[Path]:
     paths = {name: find_file(directory, name) for name in sorted(set(weight_map.values()))}
     absent = [name for name, path in paths.items() if path is None]
     if absent:
-        raise CheckpointError(f"{directory} lacks files its index names: {_listed(absent)}")
+        raise CheckpointError(f"{directory} lacks files its index names: {_list_names(absent)}")
     return [path for path in paths.values() if path is not None]
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     rest = len(names) - MAX_NAMED_TENSORS
     return ", ".join(names[:MAX_NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")

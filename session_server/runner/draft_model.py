@@ -22,7 +22,7 @@ from session_server.core.batch import Batch, BatchRow
 from session_server.runner.inputs import ForwardInputs, InputBuilder
 from session_server.runner.paged_decoder import PagedDecoder
 from session_server.runner.sampler import Sampler
-from session_server.runner.verification import Draw
+from session_server.runner.verification import SampleSpan
 
 
 class DraftModel:
@@ -50,7 +50,7 @@ class DraftModel:
         self._last_drafts = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self._steps = InputBuilder(tables, page_size=model.page_size, last_tokens=self._last_drafts)
 
-    def follow(self, certain: ForwardInputs, batch: Batch) -> Tensor | None:
+    def propose(self, certain: ForwardInputs, batch: Batch) -> Tensor | None:
         """Compute a forward's certain tokens, then guess.
 
         Args:
@@ -61,57 +61,57 @@ class DraftModel:
             int64 [n, most drafts of a row], as `InputBuilder.build` takes them; None when no row
             wants any.
         """
-        wanting = [row for row in batch.rows if wants_drafts(row)]
+        drafting = [row for row in batch.rows if needs_drafts(row)]
         ends = {span.row: span.offset + span.num_tokens - 1 for span in certain.attention.spans}
-        last = torch.tensor([ends[row.row] for row in wanting], dtype=torch.int64)
+        last = torch.tensor([ends[row.row] for row in drafting], dtype=torch.int64)
         hidden = self._model.forward(certain, last.to(certain.token_ids.device))
-        return self._guess(wanting, hidden) if wanting else None
+        return self._decode_drafts(drafting, hidden) if drafting else None
 
-    def _guess(self, rows: list[BatchRow], hidden: Tensor) -> Tensor:
+    def _decode_drafts(self, rows: list[BatchRow], hidden: Tensor) -> Tensor:
         """One position after the other; `hidden` [n, hidden]: of the last certain tokens.
 
         The last draft's KV is computed too: when all of them are right, it is history.
         """
         num_steps = max(row.num_drafts for row in rows)
         drafts = torch.zeros((len(rows), num_steps), dtype=torch.int64, device=hidden.device)
-        said: list[tuple[list[Draw], Tensor]] = []
-        live = list(range(len(rows)))
+        counted: list[tuple[list[SampleSpan], Tensor]] = []
+        active = list(range(len(rows)))
         for step in range(num_steps):
             if step:
-                going_on = [i for i, index in enumerate(live) if rows[index].num_drafts > step]
-                live, hidden = [live[i] for i in going_on], hidden[going_on]
-            single = [_single(rows[index], step) for index in live]
-            draws = [Draw(row.row, row.start) for row in single]
-            tokens = self._sampler.choose(self._model.decoder.logits(hidden), draws)
-            self._sampler.remember(draws, tokens)
-            said.append((draws, tokens))
-            drafts[live, step] = tokens
-            self._last_drafts[[row.row for row in single]] = tokens
-            inputs = self._steps.build(Batch(0, tuple(single), ()))
-            hidden = self._model.forward(inputs, inputs.wanted)
-        for draws, tokens in said:
+                continuing = [i for i, index in enumerate(active) if rows[index].num_drafts > step]
+                active, hidden = [active[i] for i in continuing], hidden[continuing]
+            draft_rows = [_draft_row(rows[index], step) for index in active]
+            spans = [SampleSpan(row.row, row.start) for row in draft_rows]
+            tokens = self._sampler.sample(self._model.decoder.logits(hidden), spans)
+            self._sampler.count_outputs(spans, tokens)
+            counted.append((spans, tokens))
+            drafts[active, step] = tokens
+            self._last_drafts[[row.row for row in draft_rows]] = tokens
+            inputs = self._steps.build(Batch(0, tuple(draft_rows), ()))
+            hidden = self._model.forward(inputs, inputs.logits_indices)
+        for spans, tokens in counted:
             # They were guesses; what is said is for the target to choose.
-            self._sampler.forget(draws, tokens)
+            self._sampler.uncount_outputs(spans, tokens)
         return drafts
 
 
-def wants_drafts(row: BatchRow) -> bool:
+def needs_drafts(row: BatchRow) -> bool:
     """Whether the row's drafts are still to be made."""
     return row.num_drafts > 0 and row.drafts is None
 
 
-def without_wanted_drafts(batch: Batch) -> Batch:
+def without_missing_drafts(batch: Batch) -> Batch:
     """The batch without the positions whose token is still to be guessed."""
     rows = (
         replace(row, num_tokens=row.num_tokens - row.num_drafts, num_drafts=0)
-        if wants_drafts(row)
+        if needs_drafts(row)
         else row
         for row in batch.rows
     )
     return replace(batch, rows=tuple(rows))
 
 
-def _single(row: BatchRow, step: int) -> BatchRow:
+def _draft_row(row: BatchRow, step: int) -> BatchRow:
     """The position of a row's draft number `step`, whose token only the device knows."""
     return replace(
         row,

@@ -14,12 +14,12 @@ from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mlp import GatedMlp, make_gate
 from session_server.models.layers.moe import MixtureOfExperts
 from session_server.models.layers.routing import Router
-from session_server.runner.checkpoint import Tensors, joined
+from session_server.runner.checkpoint import WeightSource, concatenate
 from session_server.runner.mxfp4 import take_mxfp4
 
 
 def take_ffn(
-    ffn: MlpConfig | MoeConfig, hidden: int, tensors: Tensors, prefix: str
+    ffn: MlpConfig | MoeConfig, hidden: int, tensors: WeightSource, prefix: str
 ) -> GatedMlp | MixtureOfExperts:
     """Build one.
 
@@ -48,14 +48,14 @@ def take_ffn(
     )
 
 
-def _dense(mlp: MlpConfig, hidden: int, tensors: Tensors, prefix: str) -> GatedMlp:
+def _dense(mlp: MlpConfig, hidden: int, tensors: WeightSource, prefix: str) -> GatedMlp:
     inner = mlp.intermediate_size
     *sides, down = mlp.layout.value
     size = 2 * inner // len(sides)
 
     def fused(kind: str, *inputs: int) -> Tensor:
         parts = (tensors.take(f"{prefix}{name}.{kind}", size, *inputs) for name in sides)
-        return joined(tuple(parts))
+        return concatenate(tuple(parts))
 
     gate_up = make_linear(fused("weight", hidden), fused("bias") if mlp.bias else None)
     weight = tensors.take(f"{prefix}{down}.weight", hidden, inner)
@@ -63,7 +63,9 @@ def _dense(mlp: MlpConfig, hidden: int, tensors: Tensors, prefix: str) -> GatedM
     return GatedMlp(gate_up, make_linear(weight, bias), make_gate(mlp.gate))
 
 
-def _qwen_experts(moe: MoeConfig, hidden: int, tensors: Tensors, prefix: str) -> Iterator[GatedMlp]:
+def _qwen_experts(
+    moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
+) -> Iterator[GatedMlp]:
     """Hub checkpoints have every expert by itself; stacked ones are what v5 holds in memory."""
     if not tensors.has(f"{prefix}gate_up_proj"):
         for index in range(moe.num_experts):
@@ -73,14 +75,14 @@ def _qwen_experts(moe: MoeConfig, hidden: int, tensors: Tensors, prefix: str) ->
 
 
 def _granite_experts(
-    moe: MoeConfig, hidden: int, tensors: Tensors, prefix: str
+    moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
 ) -> Iterator[GatedMlp]:
     names = (f"{prefix}input_linear.weight", f"{prefix}output_linear.weight")
     return _stacked(moe, hidden, tensors, names)
 
 
 def _stacked(
-    moe: MoeConfig, hidden: int, tensors: Tensors, names: tuple[str, str]
+    moe: MoeConfig, hidden: int, tensors: WeightSource, names: tuple[str, str]
 ) -> Iterator[GatedMlp]:
     """Experts in two tensors, gates before ups."""
     inner = moe.expert.intermediate_size
@@ -91,7 +93,7 @@ def _stacked(
 
 
 def _gpt_oss_experts(
-    moe: MoeConfig, hidden: int, tensors: Tensors, prefix: str
+    moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
 ) -> Iterator[GatedMlp]:
     num, inner, gate = moe.num_experts, moe.expert.intermediate_size, make_gate(moe.expert.gate)
     gate_up = _gpt_oss_matrices(tensors, f"{prefix}gate_up_proj", (num, 2 * inner, hidden))
@@ -106,7 +108,7 @@ def _gpt_oss_experts(
         )
 
 
-def _gpt_oss_matrices(tensors: Tensors, name: str, shape: tuple[int, int, int]) -> Tensor:
+def _gpt_oss_matrices(tensors: WeightSource, name: str, shape: tuple[int, int, int]) -> Tensor:
     """[experts, outputs, inputs]."""
     if tensors.has(f"{name}_blocks"):
         return take_mxfp4(tensors, name, shape)
@@ -116,10 +118,10 @@ def _gpt_oss_matrices(tensors: Tensors, name: str, shape: tuple[int, int, int]) 
 
 def _gate_first(rows: Tensor) -> Tensor:
     """Gate and up take turns in the checkpoint; the gate's half comes first here."""
-    return joined((rows[::2], rows[1::2]))
+    return concatenate((rows[::2], rows[1::2]))
 
 
-_TakeExperts = Callable[[MoeConfig, int, Tensors, str], Iterator[GatedMlp]]
+_TakeExperts = Callable[[MoeConfig, int, WeightSource, str], Iterator[GatedMlp]]
 
 _LAYOUTS: Final[Mapping[ExpertLayout, tuple[str, str, str, _TakeExperts]]] = MappingProxyType(
     {

@@ -24,7 +24,7 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
 
 
-def dequantised(weight: Tensor, scales: Tensor) -> Tensor:
+def dequantize(weight: Tensor, scales: Tensor) -> Tensor:
     """FP8 [outputs, inputs] and its scales to float32 [outputs, inputs]."""
     outputs, inputs = weight.shape
     by_row = scales.float().repeat_interleave(BLOCK, dim=0)[:outputs]

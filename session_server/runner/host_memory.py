@@ -26,7 +26,7 @@ to step, where pages taken from the system anew would cost more than computing t
 
 
 @contextmanager
-def returned_when_freed() -> Iterator[None]:
+def return_freed_memory() -> Iterator[None]:
     """Within, what is freed is given back at once. No effect without glibc.
 
     Afterwards the thresholds are those that glibc reaches by itself once large blocks were freed.

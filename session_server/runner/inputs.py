@@ -19,33 +19,33 @@ from cache.pool.page_table import PageTable
 from cache.types import PoolName, pages_for
 from session_server.attention.base import AttentionMeta, Span
 from session_server.core.batch import Batch, BatchRow
-from session_server.runner.verification import Draw
+from session_server.runner.verification import SampleSpan
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """Tensors of one forward, and where its results belong.
+    """Hold the tensors of one forward, and which rows its results belong to.
 
-    `token_ids`, `positions`: int64 [tokens]. `wanted`: int64 [n], tokens whose hidden state is
-    needed: those that choose a token, in the order of `draws`; then the scored positions of every
-    row of `scored`, one row after the other; then the last one of every row of `unsampled`, which
-    tells whether its KV is finite. `sampled`, `scored`, `unsampled`: indices into the rows of the
-    batch. `draws`: what every row of `sampled` chooses.
+    `token_ids`, `positions`: int64 [tokens]. `logits_indices`: int64 [n], the tokens whose hidden
+    state is returned: first the sampled positions, in the order of `sample_spans`; then the scored
+    positions of each row of `scored`, row after row; then the last token of each row of
+    `unsampled`, which shows whether the row's KV is finite. `sampled`, `scored`, `unsampled`:
+    indices into the rows of the batch. `sample_spans`: the positions each row of `sampled` samples.
     """
 
     token_ids: Tensor
     positions: Tensor
     attention: AttentionMeta
-    wanted: Tensor
+    logits_indices: Tensor
     sampled: tuple[int, ...]
     scored: tuple[int, ...]
     unsampled: tuple[int, ...]
-    draws: tuple[Draw, ...]
+    sample_spans: tuple[SampleSpan, ...]
 
     @property
     def num_choices(self) -> int:
-        """Tokens chosen: as many of `wanted` come first."""
-        return sum(draw.num_tokens for draw in self.draws)
+        """Tokens chosen: as many of `logits_indices` come first."""
+        return sum(span.num_tokens for span in self.sample_spans)
 
 
 class InputBuilder:
@@ -75,49 +75,60 @@ class InputBuilder:
                 but do not bring them, in the order of the batch.
         """
         rows = batch.rows
-        spans, offsets = _lay_out(rows)
+        spans, offsets = _order_spans(rows)
         num_tokens = sum(row.num_tokens for row in rows)
         # Token ids, positions, and the slots in every pool.
         host = np.empty((2 + len(self._tables), num_tokens), dtype=np.int64)
-        unseen: list[tuple[int, int]] = []
+        sampled_on_device: list[tuple[int, int]] = []
         for span, index in spans:
             row, end = rows[index], span.offset + span.num_tokens
             first_draft = end - row.num_drafts
             if row.tokens is None:
-                unseen.append((span.offset, span.row))
+                sampled_on_device.append((span.offset, span.row))
                 host[0, span.offset] = 0
             else:
                 assert len(row.tokens) == row.num_tokens - row.num_drafts, "a row brings its tokens"
                 host[0, span.offset : first_draft] = row.tokens
             if row.num_drafts:
-                assert row.drafts is not None or drafts is not None, "somebody guesses"
+                assert row.drafts is not None or drafts is not None, (
+                    "missing drafts come from the draft model"
+                )
                 host[0, first_draft:end] = 0 if row.drafts is None else row.drafts
-            self._place(span, host[1:, span.offset : end])
+            self._write_positions(span, host[1:, span.offset : end])
         sampled = tuple(i for i, row in enumerate(rows) if row.sample)
         scored = tuple(i for i, row in enumerate(rows) if row.prompt_logprobs is not None)
         unsampled = tuple(i for i, row in enumerate(rows) if not row.sample)
-        wanted = _wanted(rows, offsets, sampled=sampled, scored=scored, unsampled=unsampled)
-        device_ints = torch.from_numpy(np.concatenate((host.reshape(-1), wanted))).to(self._device)
-        token_ids, positions, *slots = device_ints[: host.size].view(len(host), -1).unbind(0)
-        if unseen:
-            where, of_rows = torch.tensor(unseen, dtype=torch.int64).to(self._device).unbind(1)
+        logits_indices = _logits_indices(
+            rows, offsets, sampled=sampled, scored=scored, unsampled=unsampled
+        )
+        device_ints = torch.from_numpy(np.concatenate((host.reshape(-1), logits_indices))).to(
+            self._device
+        )
+        token_ids, positions, *slot_mappings = (
+            device_ints[: host.size].view(len(host), -1).unbind(0)
+        )
+        if sampled_on_device:
+            where, of_rows = (
+                torch.tensor(sampled_on_device, dtype=torch.int64).to(self._device).unbind(1)
+            )
             token_ids.index_copy_(0, where, self._last_tokens.index_select(0, of_rows))
         if drafts is not None:
-            _fill_in_(token_ids, drafts, rows, offsets)
+            _scatter_drafts_(token_ids, drafts, rows, offsets)
         return ForwardInputs(
             token_ids=token_ids,
             positions=positions,
             attention=AttentionMeta(
-                tuple(span for span, _ in spans), dict(zip(self._tables, slots, strict=True))
+                tuple(span for span, _ in spans),
+                dict(zip(self._tables, slot_mappings, strict=True)),
             ),
-            wanted=device_ints[host.size :],
+            logits_indices=device_ints[host.size :],
             sampled=sampled,
             scored=scored,
             unsampled=unsampled,
-            draws=tuple(_draw(rows[i]) for i in sampled),
+            sample_spans=tuple(_sample_span(rows[i]) for i in sampled),
         )
 
-    def _place(self, span: Span, out: NDArray[np.int64]) -> None:
+    def _write_positions(self, span: Span, out: NDArray[np.int64]) -> None:
         """Write positions and slots of one span: `out` is [1 + pools, num_tokens]."""
         page_size = self._page_size
         num_pages = pages_for(span.end, page_size)
@@ -134,7 +145,7 @@ class InputBuilder:
             of_pool[:] = pages[positions // page_size] * page_size + positions % page_size
 
 
-def _lay_out(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[int]]:
+def _order_spans(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[int]]:
     """Spans in flat order with the index of their row; and each row's offset."""
     order = sorted(range(len(rows)), key=lambda i: (rows[i].num_tokens, rows[i].start))
     spans: list[tuple[Span, int]] = []
@@ -149,25 +160,25 @@ def _lay_out(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[i
     return spans, offsets
 
 
-def _draw(row: BatchRow) -> Draw:
-    return Draw(row.row, row.start + row.num_tokens - row.num_drafts, 1 + row.num_drafts)
+def _sample_span(row: BatchRow) -> SampleSpan:
+    return SampleSpan(row.row, row.start + row.num_tokens - row.num_drafts, 1 + row.num_drafts)
 
 
-def _fill_in_(
+def _scatter_drafts_(
     token_ids: Tensor, drafts: Tensor, rows: tuple[BatchRow, ...], offsets: list[int]
 ) -> None:
     """Put drafts that only the device knows where they stand in the forward."""
-    guessed = [i for i, row in enumerate(rows) if row.num_drafts and row.drafts is None]
+    drafted = [i for i, row in enumerate(rows) if row.num_drafts and row.drafts is None]
     cells = [
         (offsets[index] + rows[index].num_tokens - rows[index].num_drafts + step, number, step)
-        for number, index in enumerate(guessed)
+        for number, index in enumerate(drafted)
         for step in range(rows[index].num_drafts)
     ]
     where, numbers, steps = torch.tensor(cells, dtype=torch.int64).to(drafts.device).unbind(1)
     token_ids.index_copy_(0, where, drafts[numbers, steps])
 
 
-def _wanted(
+def _logits_indices(
     rows: tuple[BatchRow, ...],
     offsets: list[int],
     *,
@@ -176,8 +187,8 @@ def _wanted(
     unsampled: tuple[int, ...],
 ) -> NDArray[np.int64]:
     last = [offset + row.num_tokens - 1 for offset, row in zip(offsets, rows, strict=True)]
-    choosing = [last[i] - behind for i in sampled for behind in range(rows[i].num_drafts, -1, -1)]
-    parts = [np.array(choosing, dtype=np.int64)]
+    choices = [last[i] - behind for i in sampled for behind in range(rows[i].num_drafts, -1, -1)]
+    parts = [np.array(choices, dtype=np.int64)]
     for index in scored:
         row, score = rows[index], rows[index].prompt_logprobs
         assert score is not None

@@ -61,7 +61,7 @@ class LoadedRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ResolvedOptions:
     """What `RunnerOptions` leave open, decided for a model on this machine."""
 
     config: ModelConfig
@@ -86,7 +86,7 @@ class Choice:
         )
 
 
-def choose(config: ModelConfig, options: RunnerOptions) -> Choice:
+def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOptions:
     """Decide on what `config` is run.
 
     Raises:
@@ -94,7 +94,7 @@ def choose(config: ModelConfig, options: RunnerOptions) -> Choice:
     """
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
-    return Choice(
+    return ResolvedOptions(
         config=config,
         device=device,
         dtype=dtype,
@@ -119,20 +119,20 @@ def load_runner(
     """
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
-    choice = choose(load_config(directory), options)
-    config, device, dtype = choice.config, choice.device, choice.dtype
+    resolved = resolve_options(load_config(directory), options)
+    config, device, dtype = resolved.config, resolved.device, resolved.dtype
     checkpoints = [(directory, config)]
     if options.draft is not None:
         draft_config = load_config(options.draft)
-        _check_draft((options.draft, draft_config), (directory, config), choice.max_context_len)
+        _check_draft((options.draft, draft_config), (directory, config), resolved.max_context_len)
         checkpoints.append((options.draft, draft_config))
     decoder, *drafts = (
         load_decoder(source, of, device=device, dtype=TORCH_DTYPES[dtype], progress=progress)
         for source, of in checkpoints
     )
-    specs = [of.cache_spec(options.page_size, dtype, choice.kv_dtype) for _, of in checkpoints]
+    specs = [of.cache_spec(options.page_size, dtype, resolved.kv_dtype) for _, of in checkpoints]
     stored = CacheSpec(tuple(g for spec in specs for g in spec.groups), options.page_size)
-    plan = choice.capacity(stored, options.memory)
+    plan = resolved.capacity(stored, options.memory)
     runner = ModelRunner(
         decoder,
         specs[0],
@@ -141,7 +141,7 @@ def load_runner(
         eos_token_ids=options.eos_token_ids,
         draft=drafts[0] if drafts else None,
     )
-    return LoadedRunner(runner, config, specs[0], plan, str(device), dtype, choice.kv_dtype)
+    return LoadedRunner(runner, config, specs[0], plan, str(device), dtype, resolved.kv_dtype)
 
 
 def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -> None:

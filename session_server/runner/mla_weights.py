@@ -8,13 +8,13 @@ from session_server.models.config import MlaConfig
 from session_server.models.layers.linear import Linear, make_linear
 from session_server.models.layers.mla import MlaWeights, QueryUp
 from session_server.models.layers.norm import RmsNorm
-from session_server.runner.checkpoint import Tensors, joined
+from session_server.runner.checkpoint import WeightSource, concatenate
 
 NORM_EPS: Final = 1e-6
 """Of the norms of latents, whatever the configuration says of the others."""
 
 
-def take_mla(mixer: MlaConfig, hidden: int, tensors: Tensors, prefix: str) -> MlaWeights:
+def take_mla(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) -> MlaWeights:
     """Build one.
 
     Args:
@@ -36,7 +36,7 @@ def take_mla(mixer: MlaConfig, hidden: int, tensors: Tensors, prefix: str) -> Ml
     )
 
 
-def _down(mixer: MlaConfig, hidden: int, tensors: Tensors, prefix: str) -> Linear:
+def _down(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) -> Linear:
     """Queries, or their latent, and what is stored, in one projection."""
     query = f"{prefix}q_proj" if mixer.q_lora_rank is None else f"{prefix}q_a_proj"
     query_size, stored = mixer.q_lora_rank or _query_size(mixer), f"{prefix}kv_a_proj_with_mqa"
@@ -46,16 +46,16 @@ def _down(mixer: MlaConfig, hidden: int, tensors: Tensors, prefix: str) -> Linea
         tensors.take(f"{stored}.weight", stored_size, hidden),
     )
     if not mixer.attention_bias:
-        return make_linear(joined(weights))
+        return make_linear(concatenate(weights))
     stored_bias = tensors.take(f"{stored}.bias", stored_size)
     # Queries projected at once have no bias in any checkpoint.
     query_bias = stored_bias.new_zeros(query_size)
     if mixer.q_lora_rank is not None:
         query_bias = tensors.take(f"{query}.bias", query_size)
-    return make_linear(joined(weights), joined((query_bias, stored_bias)))
+    return make_linear(concatenate(weights), concatenate((query_bias, stored_bias)))
 
 
-def _query(mixer: MlaConfig, tensors: Tensors, prefix: str) -> QueryUp | None:
+def _query(mixer: MlaConfig, tensors: WeightSource, prefix: str) -> QueryUp | None:
     if mixer.q_lora_rank is None:
         return None
     gain = tensors.take(f"{prefix}q_a_layernorm.weight", mixer.q_lora_rank)

@@ -20,7 +20,7 @@ from cache.types import PoolName, TableWrite, pages_for
 from session_server.core.batch import Batch, PendingStep
 from session_server.models.config import DTypeName
 from session_server.models.decoder import Decoder
-from session_server.runner.draft_model import DraftModel, without_wanted_drafts
+from session_server.runner.draft_model import DraftModel, without_missing_drafts
 from session_server.runner.inputs import ForwardInputs, InputBuilder
 from session_server.runner.logprobs import DeviceLogprobs, token_logprobs
 from session_server.runner.outputs import (
@@ -133,16 +133,16 @@ class ModelRunner:
             float32 [n, vocab]: what sampled rows choose from, in the order of the batch, then
             scored positions.
         """
-        self._apply(batch.table_writes)
+        self._apply_table_writes(batch.table_writes)
         inputs, hidden = self._forward(batch)
         return self._model.decoder.logits(hidden[: len(hidden) - len(inputs.unsampled)])
 
-    def _apply(self, writes: Iterable[TableWrite]) -> None:
+    def _apply_table_writes(self, writes: Iterable[TableWrite]) -> None:
         for write in writes:
             self._tables[write.pool].apply(write)
 
     def _execute(self, batch: Batch) -> StepOutputs:
-        self._apply(batch.table_writes)
+        self._apply_table_writes(batch.table_writes)
         for row in batch.rows:
             if row.sampling is not None:
                 self._sampler.start(row.row, row.sampling)
@@ -164,38 +164,38 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> tuple[ForwardInputs, Tensor]:
         inputs = self._build(batch)
-        return inputs, self._model.forward(inputs, inputs.wanted)
+        return inputs, self._model.forward(inputs, inputs.logits_indices)
 
     def _build(self, batch: Batch) -> ForwardInputs:
         if self._draft is None:
             return self._inputs.build(batch)
-        certain = self._inputs.build(without_wanted_drafts(batch))
-        drafts = self._draft.follow(certain, batch)
+        certain = self._inputs.build(without_missing_drafts(batch))
+        drafts = self._draft.propose(certain, batch)
         return certain if drafts is None else self._inputs.build(batch, drafts)
 
     def _sample(self, inputs: ForwardInputs, hidden: Tensor) -> SampledRows:
-        draws = inputs.draws
-        rows = torch.tensor([draw.row for draw in draws]).to(hidden.device)
+        spans = inputs.sample_spans
+        rows = torch.tensor([span.row for span in spans]).to(hidden.device)
         logits = self._model.decoder.logits(hidden)
-        num_right = None
-        if len(hidden) == len(draws):
-            tokens = self._sampler.choose(logits, draws)
-            self._sampler.remember(draws, tokens)
+        num_accepted = None
+        if len(hidden) == len(spans):
+            tokens = self._sampler.sample(logits, spans)
+            self._sampler.count_outputs(spans, tokens)
             self._last_tokens.index_copy_(0, rows, tokens)
         else:
-            taken = inputs.token_ids[inputs.wanted[: len(hidden)]]
-            tokens = self._sampler.choose(logits, draws, taken)
-            verdict = verify(tokens, taken, draws)
-            self._sampler.remember(draws, tokens, verdict.num_right)
-            self._last_tokens.index_copy_(0, rows, tokens[verdict.last])
-            num_right = verdict.num_right
-        wishes = [self._sampler.params(draw.row) for draw in draws]
-        wants = [params.logprobs for params in wishes]
-        num_top = [params.top_logprobs if params.logprobs else 0 for params in wishes]
+            input_ids = inputs.token_ids[inputs.logits_indices[: len(hidden)]]
+            tokens = self._sampler.sample(logits, spans, input_ids)
+            acceptance = verify(tokens, input_ids, spans)
+            self._sampler.count_outputs(spans, tokens, acceptance.num_accepted)
+            self._last_tokens.index_copy_(0, rows, tokens[acceptance.last])
+            num_accepted = acceptance.num_accepted
+        sampling = [self._sampler.params(span.row) for span in spans]
+        wants = [params.logprobs for params in sampling]
+        num_top = [params.top_logprobs if params.logprobs else 0 for params in sampling]
         logprobs = token_logprobs(logits, tokens, num_top=max(num_top)) if any(wants) else None
         # A sum is NaN or infinite as soon as one logit is: one pass, no [n, vocab] of booleans.
         finite = logits.sum(dim=-1).isfinite()
-        return SampledRows(draws, tokens, finite, wants, num_top, logprobs, num_right)
+        return SampledRows(spans, tokens, finite, wants, num_top, logprobs, num_accepted)
 
     def _score(
         self, batch: Batch, inputs: ForwardInputs, hidden: Tensor
@@ -204,14 +204,14 @@ class ModelRunner:
         scores: list[list[DeviceLogprobs]] = []
         offset = 0
         for index in inputs.scored:
-            wish = batch.rows[index].prompt_logprobs
-            assert wish is not None, "only rows with a score are listed"
-            targets = torch.from_numpy(wish.targets).to(hidden.device, torch.int64)
+            request = batch.rows[index].prompt_logprobs
+            assert request is not None, "only rows with prompt logprobs are listed"
+            targets = torch.from_numpy(request.targets).to(hidden.device, torch.int64)
             blocks = []
             for first in range(0, len(targets), SCORE_BLOCK):
                 of_block = targets[first : first + SCORE_BLOCK]
                 logits = self._model.decoder.logits(hidden[offset : offset + len(of_block)])
-                blocks.append(token_logprobs(logits, of_block, num_top=wish.num_top))
+                blocks.append(token_logprobs(logits, of_block, num_top=request.num_top))
                 offset += len(of_block)
             scores.append(blocks)
         return scores

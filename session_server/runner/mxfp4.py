@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from session_server.runner.checkpoint import Tensors
+from session_server.runner.checkpoint import WeightSource
 
 BLOCK: Final = 32
 """Numbers that share a scale."""
@@ -22,7 +22,7 @@ MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the three bits behind the sign stand for."""
 
 
-def take_mxfp4(tensors: Tensors, name: str, shape: tuple[int, int, int]) -> Tensor:
+def take_mxfp4(tensors: WeightSource, name: str, shape: tuple[int, int, int]) -> Tensor:
     """Read `NAME_blocks` and `NAME_scales`.
 
     Args:
@@ -38,14 +38,16 @@ def take_mxfp4(tensors: Tensors, name: str, shape: tuple[int, int, int]) -> Tens
     scales = tensors.take_as(torch.uint8, f"{name}_scales", num_experts, outputs, num_blocks)
     weights = torch.empty(shape, dtype=tensors.dtype, device=blocks.device)
     if weights.is_meta:
-        return weights  # no content, so none of torch's compiler either; see `checkpoint.joined`
+        return (
+            weights  # no content, so none of torch's compiler either; see `checkpoint.concatenate`
+        )
     # One expert at a time: the numbers in between take several times the memory of the result.
     for expert in range(num_experts):
-        weights[expert] = dequantised(blocks[expert], scales[expert]).view(outputs, inputs)
+        weights[expert] = dequantize(blocks[expert], scales[expert]).view(outputs, inputs)
     return weights
 
 
-def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """Blocks of numbers: uint8 [..., 16] and uint8 [...] to float32 [..., 32]."""
     signed = (*MAGNITUDES, *(-value for value in MAGNITUDES))
     table = torch.tensor(signed, dtype=torch.float32, device=blocks.device)

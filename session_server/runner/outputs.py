@@ -13,24 +13,24 @@ from torch import Tensor
 from session_server.core.batch import BatchRow, RowResult, StepResult
 from session_server.core.sampling import TokenLogprob
 from session_server.runner.logprobs import DeviceLogprobs
-from session_server.runner.verification import Draw
+from session_server.runner.verification import SampleSpan
 
 
 @dataclass(slots=True)
 class SampledRows:
-    """What sampled rows chose: `tokens`, int64 [n], and `finite`, bool [n], draw after draw.
+    """Hold what sampled rows chose: `tokens`, int64 [n], and `finite`, bool [n], span after span.
 
-    `wants` and `num_top` per draw. `num_right`: int64 [draws], how many drafts of each were right;
-    None when there were none.
+    `wants_logprobs` and `num_top` are per span. `num_accepted`: int64 [spans], accepted drafts of
+    each span; None if there were no drafts.
     """
 
-    draws: tuple[Draw, ...]
+    spans: tuple[SampleSpan, ...]
     tokens: Tensor
     finite: Tensor
-    wants: list[bool]
+    wants_logprobs: list[bool]
     num_top: list[int]
     logprobs: DeviceLogprobs | None
-    num_right: Tensor | None
+    num_accepted: Tensor | None
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class StepOutputs:
                 tokens=_pinned(rows.tokens),
                 finite=_pinned(rows.finite),
                 logprobs=None if rows.logprobs is None else rows.logprobs.map(_pinned),
-                num_right=None if rows.num_right is None else _pinned(rows.num_right),
+                num_accepted=None if rows.num_accepted is None else _pinned(rows.num_accepted),
             )
         self.scores = [[block.map(_pinned) for block in blocks] for blocks in self.scores]
         self.finite = None if self.finite is None else _pinned(self.finite)
@@ -70,8 +70,8 @@ class StepOutputs:
 
     def result(self, step: int, elapsed_s: float) -> StepResult:
         """The result of the step. Waits for tensors that are still on a device."""
-        verdict = None if self.probe_holds is None else bool(self.probe_holds)
-        return StepResult(step, self.results(), elapsed_s, probe_holds=verdict)
+        holds = None if self.probe_holds is None else bool(self.probe_holds)
+        return StepResult(step, self.results(), elapsed_s, probe_holds=holds)
 
     def results(self) -> tuple[RowResult, ...]:
         """One result per row of the batch. Waits for tensors that are still on a device."""
@@ -86,11 +86,11 @@ class StepOutputs:
             ):
                 results[index] = result
         for index, blocks in zip(self.scored, self.scores, strict=True):
-            wish = self.rows[index].prompt_logprobs
-            assert wish is not None, "only rows with a score are listed"
+            request = self.rows[index].prompt_logprobs
+            assert request is not None, "only rows with prompt logprobs are listed"
             scores: list[TokenLogprob] = []
             for block in blocks:
-                scores += block.to_host([wish.num_top] * len(block.chosen))
+                scores += block.to_host([request.num_top] * len(block.chosen))
             is_finite = all(s.logprob is not None and math.isfinite(s.logprob) for s in scores)
             results[index] = (
                 structs.replace(results[index], prompt_logprobs=tuple(scores))
@@ -175,18 +175,18 @@ def failed_step(step: int, error: BaseException, elapsed_s: float) -> FinishedSt
 
 def _sampled_results(rows: SampledRows) -> list[RowResult]:
     tokens, finite = rows.tokens.tolist(), rows.finite.tolist()
-    num_right = [0] * len(rows.draws) if rows.num_right is None else rows.num_right.tolist()
+    accepted = [0] * len(rows.spans) if rows.num_accepted is None else rows.num_accepted.tolist()
     logprobs: list[TokenLogprob] = []
     if rows.logprobs is not None:
-        pairs = zip(rows.draws, rows.num_top, strict=True)
-        logprobs = rows.logprobs.to_host([k for draw, k in pairs for _ in range(draw.num_tokens)])
+        pairs = zip(rows.spans, rows.num_top, strict=True)
+        logprobs = rows.logprobs.to_host([k for span, k in pairs for _ in range(span.num_tokens)])
     results, first = [], 0
-    for draw, is_wanted, right in zip(rows.draws, rows.wants, num_right, strict=True):
-        end = first + draw.num_tokens
+    for span, wants, num_accepted in zip(rows.spans, rows.wants_logprobs, accepted, strict=True):
+        end = first + span.num_tokens
         if all(finite[first:end]):
-            kept = slice(first, first + right + 1)
-            wanted = tuple(logprobs[kept]) if is_wanted else ()
-            results.append(RowResult(tuple(tokens[kept]), wanted, (), finite=True))
+            kept = slice(first, first + num_accepted + 1)
+            own = tuple(logprobs[kept]) if wants else ()
+            results.append(RowResult(tuple(tokens[kept]), own, (), finite=True))
         else:
             results.append(RowResult((), (), (), finite=False))
         first = end

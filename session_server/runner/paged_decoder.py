@@ -121,12 +121,12 @@ class PagedDecoder:
         )
         return factory(pool, table, rule)
 
-    def forward(self, inputs: ForwardInputs, wanted: Tensor) -> Tensor:
+    def forward(self, inputs: ForwardInputs, logits_indices: Tensor) -> Tensor:
         """Compute every token of a forward and write its KV.
 
         Args:
             inputs: the page tables already hold their pages.
-            wanted: int64 [n], the tokens whose hidden state is asked for.
+            logits_indices: int64 [n], the tokens whose hidden state is asked for.
 
         Returns:
             [n, hidden], normed for the head.
@@ -137,5 +137,5 @@ class PagedDecoder:
             attention={
                 name: backend.plan(inputs.attention) for name, backend in self._backends.items()
             },
-            wanted=wanted,
+            logits_indices=logits_indices,
         )

@@ -50,19 +50,19 @@ def probe_holds(probe: Probe, model: PagedDecoder, tables: Mapping[PoolName, Pag
     assert 0 < num_tokens <= page_size, "a probe looks at one page"
     assert probe.start % page_size == 0, "a probe starts where a page does"
     positions = torch.arange(probe.start, probe.start + num_tokens).to(device)
-    slots = positions - probe.start + NULL_PAGE * page_size
+    slot_mapping = positions - probe.start + NULL_PAGE * page_size
     span = Span(probe.row, probe.start, num_tokens, 0, _into_padding(probe))
     inputs = ForwardInputs(
         token_ids=torch.from_numpy(probe.tokens).to(device, torch.int64),
         positions=positions,
-        attention=AttentionMeta((span,), dict.fromkeys(model.pools, slots)),
-        wanted=positions[:0],
+        attention=AttentionMeta((span,), dict.fromkeys(model.pools, slot_mapping)),
+        logits_indices=positions[:0],
         sampled=(),
         scored=(),
         unsampled=(),
-        draws=(),
+        sample_spans=(),
     )
-    model.forward(inputs, inputs.wanted)
+    model.forward(inputs, inputs.logits_indices)
     verdicts = []
     for name, pool in model.pools.items():
         page = int(tables[name].pages(probe.row, index + 1)[-1])

@@ -16,10 +16,10 @@ from session_server.models.layers.linear import make_linear
 from session_server.models.layers.mamba2 import Mamba2Weights
 from session_server.models.layers.norm import RmsNorm
 from session_server.models.layers.short_conv import ShortConvWeights
-from session_server.runner.checkpoint import Tensors, joined
+from session_server.runner.checkpoint import WeightSource, concatenate
 
 
-def take_short_conv(mixer: ShortConvConfig, tensors: Tensors, prefix: str) -> ShortConvWeights:
+def take_short_conv(mixer: ShortConvConfig, tensors: WeightSource, prefix: str) -> ShortConvWeights:
     """Build one.
 
     Args:
@@ -43,7 +43,7 @@ def take_short_conv(mixer: ShortConvConfig, tensors: Tensors, prefix: str) -> Sh
 
 
 def take_mamba2(
-    mixer: Mamba2Config, config: ModelConfig, tensors: Tensors, prefix: str
+    mixer: Mamba2Config, config: ModelConfig, tensors: WeightSource, prefix: str
 ) -> Mamba2Weights:
     """Build one.
 
@@ -75,7 +75,7 @@ def take_mamba2(
 
 
 def take_gated_delta(
-    mixer: GatedDeltaConfig, config: ModelConfig, tensors: Tensors, prefix: str
+    mixer: GatedDeltaConfig, config: ModelConfig, tensors: WeightSource, prefix: str
 ) -> GatedDeltaWeights:
     """Build one; arguments as those of `take_mamba2`."""
     hidden, heads = config.hidden_size, mixer.linear_num_value_heads
@@ -86,7 +86,7 @@ def take_gated_delta(
     output = tensors.take(f"{prefix}out_proj.weight", hidden, mixer.values_size)
     gain = tensors.take(f"{prefix}norm.weight", mixer.linear_value_head_dim)
     return GatedDeltaWeights(
-        inputs=make_linear(joined(inputs)),
+        inputs=make_linear(concatenate(inputs)),
         taps=_taps(tensors, f"{prefix}conv1d", mixer.conv_size, mixer.linear_conv_kernel_dim),
         step_bias=tensors.take_as(torch.float32, f"{prefix}dt_bias", heads),
         rates=_rates(tensors, prefix, heads),
@@ -95,12 +95,12 @@ def take_gated_delta(
     )
 
 
-def _taps(tensors: Tensors, name: str, channels: int, width: int) -> Tensor:
+def _taps(tensors: WeightSource, name: str, channels: int, width: int) -> Tensor:
     """A convolution of every channel by itself: [width, channels], the newest last."""
     return tensors.take(f"{name}.weight", channels, 1, width).squeeze(1).t().contiguous()
 
 
-def _rates(tensors: Tensors, prefix: str, num_heads: int) -> Tensor:
+def _rates(tensors: WeightSource, prefix: str, num_heads: int) -> Tensor:
     """Of decay, negative; left alone on the meta device, where `exp_` would wake the compiler."""
     logs = tensors.take_as(torch.float32, f"{prefix}A_log", num_heads)
     return logs if logs.is_meta else logs.exp_().neg_()

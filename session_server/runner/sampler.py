@@ -26,7 +26,7 @@ from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.randomness import TokenNoise, noise_key
 from session_server.runner.truncation import Truncation, thresholds
-from session_server.runner.verification import Draw
+from session_server.runner.verification import SampleSpan
 
 MIN_TEMPERATURE: Final = 1e-6
 """Lower ones are indistinguishable from greedy in fp32 and would divide by zero."""
@@ -68,86 +68,90 @@ class Sampler:
         """What the row's turn asked for; it must have been started."""
         return self._rows[row].params
 
-    def choose(self, logits: Tensor, draws: Sequence[Draw], inputs: Tensor | None = None) -> Tensor:
-        """Choose every token of every draw; nothing is remembered yet.
+    def sample(
+        self, logits: Tensor, spans: Sequence[SampleSpan], inputs: Tensor | None = None
+    ) -> Tensor:
+        """Choose every token of every span; nothing is remembered yet.
 
         Args:
-            logits: float32 [n, vocab], raw, draw after draw; not changed.
-            draws: of rows that were started; they choose n tokens together.
-            inputs: int64 [n], as `verification.verify` takes them: the drafts of a draw count as
-                output for the choices behind them. None when every draw chooses one token.
+            logits: float32 [n, vocab], raw, span after span; not changed.
+            spans: of rows that were started; they choose n tokens together.
+            inputs: int64 [n], as `verification.verify` takes them: the drafts of a span count as
+                output for the choices behind them. None when every span chooses one token.
 
         Returns:
             int64 [n] on the device. Greedy rows take the lowest id among equals.
         """
-        states = [self._rows[draw.row] for draw in draws for _ in range(draw.num_tokens)]
-        adjusted = self.adjusted(logits, draws, inputs)
-        drawn = [i for i, state in enumerate(states) if not state.params.is_greedy]
-        if not drawn:
+        states = [self._rows[span.row] for span in spans for _ in range(span.num_tokens)]
+        adjusted = self.adjusted(logits, spans, inputs)
+        sampled = [i for i, state in enumerate(states) if not state.params.is_greedy]
+        if not sampled:
             return adjusted.argmax(dim=-1)
-        positions = [draw.position + i for draw in draws for i in range(draw.num_tokens)]
-        keys = [noise_key(states[i].seed, positions[i]) for i in drawn]
-        if len(drawn) == len(states):
-            return self._race(adjusted, states, keys)
+        positions = [span.position + i for span in spans for i in range(span.num_tokens)]
+        keys = [noise_key(states[i].seed, positions[i]) for i in sampled]
+        if len(sampled) == len(states):
+            return self._gumbel_max(adjusted, states, keys)
         tokens = adjusted.argmax(dim=-1)
-        tokens[drawn] = self._race(adjusted[drawn], [states[i] for i in drawn], keys)
+        tokens[sampled] = self._gumbel_max(adjusted[sampled], [states[i] for i in sampled], keys)
         return tokens
 
-    def remember(
-        self, draws: Sequence[Draw], tokens: Tensor, num_right: Tensor | None = None
+    def count_outputs(
+        self, spans: Sequence[SampleSpan], tokens: Tensor, num_accepted: Tensor | None = None
     ) -> None:
         """Count choices as output.
 
         Args:
-            draws: as given to `choose`.
+            spans: as given to `sample`.
             tokens: int64 [n], what it returned.
-            num_right: int64 [draws], the first so many drafts of each were right, and what was
-                chosen behind the next one is void; None when every draw chooses one token.
+            num_accepted: int64 [spans], the first so many drafts of each were right, and what was
+                chosen behind the next one is void; None when every span chooses one token.
         """
         first = 0
-        for index, draw in enumerate(draws):
-            end = first + draw.num_tokens
-            penalty = self._rows[draw.row].penalty
+        for index, span in enumerate(spans):
+            end = first + span.num_tokens
+            penalty = self._rows[span.row].penalty
             if penalty is not None:
-                penalty.add_(tokens[first:end], None if num_right is None else num_right[index])
+                penalty.add_(
+                    tokens[first:end], None if num_accepted is None else num_accepted[index]
+                )
             first = end
 
-    def forget(self, draws: Sequence[Draw], tokens: Tensor) -> None:
-        """Take back what `remember` counted of draws of one token each."""
-        for index, draw in enumerate(draws):
-            penalty = self._rows[draw.row].penalty
+    def uncount_outputs(self, spans: Sequence[SampleSpan], tokens: Tensor) -> None:
+        """Take back what `count_outputs` counted of spans of one token each."""
+        for index, span in enumerate(spans):
+            penalty = self._rows[span.row].penalty
             if penalty is not None:
                 penalty.subtract_(tokens[index : index + 1])
 
     def adjusted(
-        self, logits: Tensor, draws: Sequence[Draw], inputs: Tensor | None = None
+        self, logits: Tensor, spans: Sequence[SampleSpan], inputs: Tensor | None = None
     ) -> Tensor:
         """Raw logits [n, vocab] with bias, held-back tokens and penalties; not a copy without.
 
-        Arguments as `choose` takes them.
+        Arguments as `sample` takes them.
         """
-        states = [self._rows[draw.row] for draw in draws]
-        if not any(s.adjusts(draw) for s, draw in zip(states, draws, strict=True)):
+        states = [self._rows[span.row] for span in spans]
+        if not any(s.adjusts(span) for s, span in zip(states, spans, strict=True)):
             return logits
         adjusted = logits.clone()
-        penalised: list[_Penalised] = []
+        penalized: list[_PenaltySpan] = []
         first = 0
-        for state, draw in zip(states, draws, strict=True):
-            own = adjusted[first : first + draw.num_tokens]
+        for state, span in zip(states, spans, strict=True):
+            own = adjusted[first : first + span.num_tokens]
             if state.bias is not None:
                 token_ids, values = state.bias
-                own.index_add_(1, token_ids, values.expand(draw.num_tokens, -1))
-            if draw.position < state.min_len:
-                own[: state.min_len - draw.position].index_fill_(1, state.held_back, -math.inf)
+                own.index_add_(1, token_ids, values.expand(span.num_tokens, -1))
+            if span.position < state.min_len:
+                own[: state.min_len - span.position].index_fill_(1, state.held_back, -math.inf)
             if state.penalty is not None:
-                penalised.append(_Penalised(state.params, state.penalty, first, draw.num_tokens))
-            first += draw.num_tokens
-        if penalised:
-            rows = [i for one in penalised for i in range(one.first, one.first + one.num_tokens)]
-            adjusted[rows] = _penalise(adjusted[rows], penalised, inputs)
+                penalized.append(_PenaltySpan(state.params, state.penalty, first, span.num_tokens))
+            first += span.num_tokens
+        if penalized:
+            rows = [i for one in penalized for i in range(one.first, one.first + one.num_tokens)]
+            adjusted[rows] = _apply_penalties(adjusted[rows], penalized, inputs)
         return adjusted
 
-    def _race(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:
+    def _gumbel_max(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:
         """The Gumbel race of `adjusted` [n, vocab], whose rows have these states and keys."""
         temperatures = [max(state.params.temperature, MIN_TEMPERATURE) for state in states]
         divisors = torch.tensor(temperatures, dtype=torch.float32).to(self._device).unsqueeze(1)
@@ -201,15 +205,15 @@ class _Penalty:
     in_prompt: Tensor
     output_counts: Tensor
 
-    def add_(self, tokens: Tensor, num_right: Tensor | None) -> None:
+    def add_(self, tokens: Tensor, num_accepted: Tensor | None) -> None:
         """Count output tokens, int64 [n], still unknown to the host: all, or the first
-        `num_right` + 1 of them.
+        `num_accepted` + 1 of them.
         """
         counts = self.output_counts
-        if num_right is None:
+        if num_accepted is None:
             weights = counts.new_ones(len(tokens))
         else:
-            weights = (torch.arange(len(tokens), device=counts.device) <= num_right).to(counts)
+            weights = (torch.arange(len(tokens), device=counts.device) <= num_accepted).to(counts)
         counts.index_add_(0, tokens, weights)
 
     def subtract_(self, tokens: Tensor) -> None:
@@ -218,7 +222,7 @@ class _Penalty:
 
 
 @dataclass(frozen=True, slots=True)
-class _Penalised:
+class _PenaltySpan:
     """Choices [first, first + num_tokens) of a call belong to a turn with these penalties."""
 
     params: SamplingParams
@@ -239,22 +243,24 @@ class _RowState:
     held_back: Tensor
     penalty: _Penalty | None
 
-    def adjusts(self, draw: Draw) -> bool:
-        """Whether some of the draw's logits change before the choice."""
-        is_early = draw.position < self.min_len and len(self.held_back) > 0
+    def adjusts(self, span: SampleSpan) -> bool:
+        """Whether some of the span's logits change before the choice."""
+        is_early = span.position < self.min_len and len(self.held_back) > 0
         return self.bias is not None or self.penalty is not None or is_early
 
 
-def _penalise(logits: Tensor, penalised: list[_Penalised], inputs: Tensor | None) -> Tensor:
+def _apply_penalties(
+    logits: Tensor, penalized: list[_PenaltySpan], inputs: Tensor | None
+) -> Tensor:
     """Repetition (Keskar et al. 2019) over prompt and output; presence, frequency over output.
 
-    `logits`: float32 [n, vocab], the choices of `penalised` one after the other.
+    `logits`: float32 [n, vocab], the choices of `penalized` one after the other.
     """
-    each = [one for one in penalised for _ in range(one.num_tokens)]
+    each = [one for one in penalized for _ in range(one.num_tokens)]
     in_prompt = torch.stack([one.penalty.in_prompt for one in each])
     counts = torch.stack([one.penalty.output_counts for one in each])
     if inputs is not None:
-        _count_drafts_(counts, penalised, inputs)
+        _count_drafts_(counts, penalized, inputs)
     factors = torch.tensor(
         [
             (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
@@ -263,17 +269,17 @@ def _penalise(logits: Tensor, penalised: list[_Penalised], inputs: Tensor | None
         dtype=torch.float32,
     ).to(logits.device)
     repetition, presence, frequency = factors.unsqueeze(-1).unbind(1)
-    said = counts > 0
+    is_output = counts > 0
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(in_prompt | said, repeated, logits)
-    return logits - presence * said - frequency * counts
+    logits = torch.where(in_prompt | is_output, repeated, logits)
+    return logits - presence * is_output - frequency * counts
 
 
-def _count_drafts_(counts: Tensor, penalised: list[_Penalised], inputs: Tensor) -> None:
-    """Add to the counts of every choice the drafts that precede it in its draw."""
+def _count_drafts_(counts: Tensor, penalized: list[_PenaltySpan], inputs: Tensor) -> None:
+    """Add to the counts of every choice the drafts that precede it in its span."""
     pairs: list[tuple[int, int]] = []
     offset = 0
-    for one in penalised:
+    for one in penalized:
         pairs += [
             (offset + i, one.first + j) for i in range(one.num_tokens) for j in range(1, i + 1)
         ]

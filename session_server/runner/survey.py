@@ -10,7 +10,7 @@ from cache.spec import CacheSpec
 from session_server.models.config import DTypeName, ModelConfig
 from session_server.models.registry import load_config
 from session_server.runner.capacity import CapacityPlan, free_bytes
-from session_server.runner.loader import RunnerOptions, choose
+from session_server.runner.loader import RunnerOptions, resolve_options
 from session_server.runner.paged_decoder import TORCH_DTYPES
 from session_server.runner.weights import expected_tensors, open_checkpoint, weight_bytes
 
@@ -41,21 +41,21 @@ def survey(directory: Path, options: RunnerOptions) -> Survey:
         ModelError: the checkpoint cannot be served; see `models.errors`.
         ValueError: a device that does not exist, or memory for less than one page.
     """
-    choice = choose(load_config(directory), options)
-    config = choice.config
+    resolved = resolve_options(load_config(directory), options)
+    config = resolved.config
     checkpoint = open_checkpoint(directory, config)
-    in_memory = weight_bytes(config, device=choice.device, dtype=TORCH_DTYPES[choice.dtype])
+    in_memory = weight_bytes(config, device=resolved.device, dtype=TORCH_DTYPES[resolved.dtype])
     limits = options.memory
     if limits.free_bytes is None:
-        limits = replace(limits, free_bytes=max(0, free_bytes(choice.device) - in_memory))
-    spec = config.cache_spec(options.page_size, choice.dtype, choice.kv_dtype)
+        limits = replace(limits, free_bytes=max(0, free_bytes(resolved.device) - in_memory))
+    spec = config.cache_spec(options.page_size, resolved.dtype, resolved.kv_dtype)
     return Survey(
         config=config,
         num_parameters=sum(map(math.prod, expected_tensors(config).values())),
         stored_bytes=checkpoint.num_bytes,
         weight_bytes=in_memory,
-        device=str(choice.device),
-        dtype=choice.dtype,
+        device=str(resolved.device),
+        dtype=resolved.dtype,
         spec=spec,
-        plan=choice.capacity(spec, limits),
+        plan=resolved.capacity(spec, limits),
     )

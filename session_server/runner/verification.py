@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 
-class Draw(msgspec.Struct, frozen=True, gc=False):
+class SampleSpan(msgspec.Struct, frozen=True, gc=False):
     """One row's choices in one forward: tokens of positions [position, position + num_tokens).
 
     All but the last of them have a draft, the token that the forward took for granted there.
@@ -32,33 +32,33 @@ class Draw(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Acceptance:
     """What became of the drafts, on the device.
 
-    `num_right`: int64 [draws]. `last`: int64 [draws], where the last valid choice of each draw
+    `num_accepted`: int64 [spans]. `last`: int64 [spans], where the last valid choice of each span
     stands among all choices.
     """
 
-    num_right: Tensor
+    num_accepted: Tensor
     last: Tensor
 
 
-def verify(choices: Tensor, inputs: Tensor, draws: Sequence[Draw]) -> Verdict:
+def verify(choices: Tensor, inputs: Tensor, spans: Sequence[SampleSpan]) -> Acceptance:
     """Compare choices with drafts, without waiting for the device.
 
     Args:
-        choices: int64 [n], the tokens chosen, draw after draw.
+        choices: int64 [n], the tokens chosen, span after span.
         inputs: int64 [n], the forward's token at the position before each choice: for all but the
-            first of a draw, the draft of the choice before.
-        draws: they have n choices together.
+            first of a span, the draft of the choice before.
+        spans: they have n choices together.
     """
-    lengths = np.array([draw.num_tokens for draw in draws])
+    lengths = np.array([span.num_tokens for span in spans])
     first = np.cumsum(lengths) - lengths
-    # Draws of different length become one rectangle; what sticks out repeats a draw's last choice.
+    # Draws of different length become one rectangle; what sticks out repeats a span's last choice.
     steps = np.arange(lengths.max())
     cells = first[:, None] + np.minimum(steps, lengths[:, None] - 1)
     is_real = steps < lengths[:, None]
     at, is_draft = torch.from_numpy(np.stack((cells, is_real))).to(choices.device)
-    is_right = (choices[at[:, :-1]] == inputs[at[:, 1:]]) * is_draft[:, 1:]
-    num_right = is_right.cumprod(dim=1).sum(dim=1)
-    return Verdict(num_right, at[:, 0] + num_right)
+    is_accepted = (choices[at[:, :-1]] == inputs[at[:, 1:]]) * is_draft[:, 1:]
+    num_accepted = is_accepted.cumprod(dim=1).sum(dim=1)
+    return Acceptance(num_accepted, at[:, 0] + num_accepted)

@@ -31,15 +31,15 @@ from session_server.models.layers.rope import interleave_pairs
 from session_server.models.layers.short_conv import ShortConvMixer
 from session_server.runner.checkpoint import (
     Checkpoint,
+    ExpectedTensors,
     Progress,
     Shape,
     TensorReader,
-    Tensors,
-    WantedTensors,
-    joined,
+    WeightSource,
+    concatenate,
 )
 from session_server.runner.ffn_weights import take_ffn
-from session_server.runner.host_memory import returned_when_freed
+from session_server.runner.host_memory import return_freed_memory
 from session_server.runner.mla_weights import take_mla
 from session_server.runner.recurrent_weights import take_gated_delta, take_mamba2, take_short_conv
 
@@ -82,12 +82,12 @@ def load_decoder(
     """
     checkpoint = open_checkpoint(directory, config)
     with (
-        returned_when_freed(),
+        return_freed_memory(),
         TensorReader(checkpoint, device=device, dtype=dtype) as reader,
     ):
         if progress is not None:
-            wanted = expected_tensors(config, checkpoint.tensors)
-            reader.report_to(progress, len(wanted))
+            expected = expected_tensors(config, checkpoint.tensors)
+            reader.report_to(progress, len(expected))
         return _build(config, reader)
 
 
@@ -98,8 +98,8 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
         CheckpointError: see `load_decoder`.
     """
     checkpoint = Checkpoint(directory)
-    wanted = expected_tensors(config, checkpoint.tensors)
-    checkpoint.check(wanted, _ignorable(config, checkpoint.tensors))
+    expected = expected_tensors(config, checkpoint.tensors)
+    checkpoint.check(expected, _ignorable(config, checkpoint.tensors))
     return checkpoint
 
 
@@ -110,19 +110,19 @@ def expected_tensors(config: ModelConfig, names: Iterable[str] = ()) -> dict[str
         config: the model.
         names: of the tensors there are; they decide between the spellings that a family has.
     """
-    wanted = WantedTensors(names)
-    _build(config, wanted)
-    return wanted.shapes
+    expected = ExpectedTensors(names)
+    _build(config, expected)
+    return expected.shapes
 
 
 def weight_bytes(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> int:
     """Memory of the parameters once they are loaded, layouts' padding aside."""
-    wanted = WantedTensors((), dtype)
-    _build(config, wanted)
+    expected = ExpectedTensors((), dtype)
+    _build(config, expected)
     num_shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
     # An embedding is read by rows: a head in a layout of its own is a second copy.
     is_copied = is_packed(num_shared, dtype, device)
-    return wanted.num_bytes + (num_shared * dtype.itemsize if is_copied else 0)
+    return expected.num_bytes + (num_shared * dtype.itemsize if is_copied else 0)
 
 
 def _ignorable(config: ModelConfig, names: Iterable[str]) -> set[str]:
@@ -135,7 +135,7 @@ def _ignorable(config: ModelConfig, names: Iterable[str]) -> set[str]:
     return ignorable | {_HEAD} if config.tie_word_embeddings else ignorable
 
 
-def _build(config: ModelConfig, tensors: Tensors) -> Decoder:
+def _build(config: ModelConfig, tensors: WeightSource) -> Decoder:
     shape = (config.vocab_size, config.hidden_size)
     embedding = tensors.take(_EMBEDDING, *shape)
     layers = [_layer(config, index, tensors) for index in range(len(config.layers))]
@@ -145,7 +145,7 @@ def _build(config: ModelConfig, tensors: Tensors) -> Decoder:
     return Decoder(config, embedding=embedding, layers=layers, norm=norm, head=make_linear(head))
 
 
-def _layer(config: ModelConfig, index: int, tensors: Tensors) -> DecoderLayer:
+def _layer(config: ModelConfig, index: int, tensors: WeightSource) -> DecoderLayer:
     layer, prefix, hidden = config.layers[index], f"model.layers.{index}.", config.hidden_size
 
     def norm(name: str | None) -> RmsNorm | None:
@@ -163,7 +163,7 @@ def _layer(config: ModelConfig, index: int, tensors: Tensors) -> DecoderLayer:
     )
 
 
-def _mixer(config: ModelConfig, index: int, tensors: Tensors, prefix: str) -> Mixer:
+def _mixer(config: ModelConfig, index: int, tensors: WeightSource, prefix: str) -> Mixer:
     mixer = config.layers[index].mixer
     in_pool = config.pools[mixer.pool].index(index)
     if isinstance(mixer, ShortConvConfig):
@@ -180,7 +180,9 @@ def _mixer(config: ModelConfig, index: int, tensors: Tensors, prefix: str) -> Mi
     return GqaMixer(mixer, in_pool, _gqa(config, mixer, tensors, prefix))
 
 
-def _gqa(config: ModelConfig, mixer: AttentionConfig, tensors: Tensors, prefix: str) -> GqaWeights:
+def _gqa(
+    config: ModelConfig, mixer: AttentionConfig, tensors: WeightSource, prefix: str
+) -> GqaWeights:
     head_dim, hidden = mixer.head_dim, config.hidden_size
     sizes = [heads * head_dim for heads in (mixer.num_heads, mixer.num_kv_heads)]
 
@@ -197,7 +199,7 @@ def _gqa(config: ModelConfig, mixer: AttentionConfig, tensors: Tensors, prefix: 
             q, gate = (of_heads[:, side].reshape(sizes[0], *inputs) for side in (0, 1))
             gates = (gate,)
         q, k = (interleave_pairs(side, head_dim, mixer.rotary_dim) for side in (q, k))
-        return joined((q, k, v, *gates))
+        return concatenate((q, k, v, *gates))
 
     qkv = make_linear(fused("weight", hidden), fused("bias") if mixer.qkv_bias else None)
     output = f"{prefix}{config.spelling.attention_output}"
@@ -212,7 +214,7 @@ def _gqa(config: ModelConfig, mixer: AttentionConfig, tensors: Tensors, prefix: 
 
 
 def _qk_norm(
-    norm: NormConfig, mixer: AttentionConfig, tensors: Tensors, names: str
+    norm: NormConfig, mixer: AttentionConfig, tensors: WeightSource, names: str
 ) -> RmsNorm | ProjectionNorm | None:
     if mixer.qk_norm is QkNorm.NONE:
         return None
@@ -227,13 +229,13 @@ def _qk_norm(
         for side, num in zip("qk", heads, strict=True)
     )
     if by_head:
-        gains = joined((q.expand(heads[0], -1), k.expand(heads[1], -1)))
+        gains = concatenate((q.expand(heads[0], -1), k.expand(heads[1], -1)))
         return RmsNorm(gains, norm.rms_norm_eps)
     return ProjectionNorm(
         RmsNorm(q, norm.rms_norm_eps), RmsNorm(k, norm.rms_norm_eps), num_heads=heads[0]
     )
 
 
-def _gain(norm: NormConfig, tensors: Tensors, name: str, size: int) -> Tensor:
+def _gain(norm: NormConfig, tensors: WeightSource, name: str, size: int) -> Tensor:
     weight = tensors.take(f"{name}.weight", size)
     return weight.add_(1) if norm.adds_one else weight

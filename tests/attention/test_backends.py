@@ -109,7 +109,7 @@ class World:
         """Make unreadable what lies before every row's window."""
         gone = [torch.arange(self.page_size)]
         for slots, span in zip(self.slots, self.meta.spans, strict=True):
-            first = self.kind.rule.first_seen(span.start)
+            first = self.kind.rule.first_visible(span.start)
             pages = np.full(first // self.page_size, NULL_PAGE, dtype=np.int32)
             self.table.apply(TableWrite(POOL, RowId(span.row), 0, pages))
             gone.append(slots[:first])
@@ -150,7 +150,7 @@ class World:
         """Softmax attention by its definition, in double precision, after the KV was written."""
         mixed, rule = [], self.kind.rule
         for index, span in enumerate(self.meta.spans):
-            first = rule.first_seen(span.start)
+            first = rule.first_visible(span.start)
             slots = self.slots[index][first : span.end]
             page_index, offset = slots // self.page_size, slots % self.page_size
             k, v = self.pool.gather(layer, torch.arange(self.pool.num_pages)).double()[
@@ -292,7 +292,7 @@ def test_rows_do_not_see_what_other_holders_left_in_their_pages() -> None:
 
 def assert_exact(world: World, factory: BackendFactory) -> None:
     plan = factory(world.pool, world.table, world.kind.rule).plan(world.meta)
-    num_tokens = len(world.meta.slots[POOL])
+    num_tokens = len(world.meta.slot_mapping[POOL])
     for layer in range(NUM_LAYERS):
         qkv = world.noise(num_tokens, NUM_HEADS + 2 * KV_HEADS)
         mixed = plan.attend(layer, qkv[:, :NUM_HEADS], qkv[:, NUM_HEADS:], world.sinks)

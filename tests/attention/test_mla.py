@@ -98,7 +98,7 @@ class World:
 
     def assert_exact(self, factory: BackendFactory, shape: MlaShape = SHAPE) -> None:
         plan = MlaBackend(self.pool, self.table, RULE, shape, absorbed=factory).plan(self.meta)
-        num_tokens = len(self.meta.slots[POOL])
+        num_tokens = len(self.meta.slot_mapping[POOL])
         for layer in range(NUM_LAYERS):
             q = self.noise(num_tokens, RULE.num_heads, shape.qk_nope_head_dim + ROPE_DIM)
             rows = self.noise(num_tokens, self.kv_lora_rank + ROPE_DIM)

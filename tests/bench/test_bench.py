@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
-from session_server.bench.growth import Workload, measure_growth
+from session_server.bench.growth import GrowthWorkload, measure_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
 from session_server.bench.kv_dtype import KvDtypeWorkload, measure_kv_dtypes
@@ -32,7 +32,7 @@ def test_the_random_checkpoint_loads_through_the_real_path(tmp_path: Path) -> No
 @pytest.mark.timeout(200)
 def test_growth_counts_every_turn_and_only_new_tokens(tmp_path: Path) -> None:
     done = []
-    growth = measure_growth(Workload(num_turns=24), on_turn=lambda: done.append(1))
+    growth = measure_growth(GrowthWorkload(num_turns=24), on_turn=lambda: done.append(1))
     assert len(done) == len(growth.turns) == 24
     for before, after in zip(growth.turns, growth.turns[1:], strict=False):
         assert after.context_tokens - before.context_tokens == 16 + 8

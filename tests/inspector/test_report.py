@@ -233,7 +233,7 @@ def test_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object) -> None:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr("session_server.runner.checkpoint.TensorReader._stored", refuse)
+    monkeypatch.setattr("session_server.runner.checkpoint.TensorReader._read", refuse)
     assert report(directory).model.parameters > 0
     path = directory / "model.safetensors"
     save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)

@@ -130,7 +130,7 @@ def test_qwen3_5_without_a_word_on_rotation() -> None:
     attention = parse_config(raw).layers[3].mixer
     assert isinstance(attention, AttentionConfig)
     assert attention.rope is not None
-    assert (attention.rope.theta, attention.rope_dim) == (10_000.0, 8)
+    assert (attention.rope.rope_theta, attention.rotary_dim) == (10_000.0, 8)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_the_largest_number_of_a_block_comes_back() -> None:
     weight = torch.randn(200, 300)
     numbers, scales = quantise(weight)
     assert scales.shape == (2, 3)
-    back = fp8.dequantised(numbers, scales)
+    back = fp8.dequantize(numbers, scales)
     assert back.equal(written_out(numbers, scales))
     torch.testing.assert_close(back, weight, rtol=0.07, atol=0.01)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
 from session_server.runner.sampler import Sampler
-from session_server.runner.verification import Draw
+from session_server.runner.verification import SampleSpan
 from tests.runner.distribution import assert_distributed
 
 VOCAB = 12
@@ -42,9 +42,9 @@ def start(
 
 def say(made: Sampler, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[int]:
     """One token per row, chosen and remembered."""
-    draws = [Draw(row, position) for row, position in zip(rows, positions, strict=True)]
-    tokens = made.choose(logits, draws)
-    made.remember(draws, tokens)
+    draws = [SampleSpan(row, position) for row, position in zip(rows, positions, strict=True)]
+    tokens = made.sample(logits, draws)
+    made.count_outputs(draws, tokens)
     return tokens.tolist()
 
 
@@ -193,7 +193,7 @@ def test_penalties_change_logits_as_their_formulas_say(params: SamplingParams) -
     context, outputs = (1, 1, 9, 3), (3, 10, 3, 6)
     made = sampler()
     made.start(1, start(params, context=context, outputs=outputs))
-    adjusted = made.adjusted(LOGITS[None], [Draw(1, 0)])
+    adjusted = made.adjusted(LOGITS[None], [SampleSpan(1, 0)])
     torch.testing.assert_close(adjusted[0], torch.tensor(penalised(params, context, outputs)))
 
 

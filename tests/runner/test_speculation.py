@@ -18,7 +18,7 @@ from session_server.core.sampling import SamplingParams
 from session_server.models.decoder import Decoder
 from session_server.runner.outputs import SampledRows, StepOutputs
 from session_server.runner.paged_decoder import BackendName
-from session_server.runner.verification import Draw
+from session_server.runner.verification import SampleSpan
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import write_checkpoint
 from tests.runner.distribution import assert_distributed
@@ -88,10 +88,12 @@ def partly_right(truth: Mapping[int, Said], random: Random) -> tuple[Guess, Coun
 
     def guess(row: int, num_said: int) -> Sequence[int]:
         coming = truth[row].tokens[num_said : num_said + random.randint(0, MAX_DRAFTS)]
-        num_right = random.randint(0, len(coming))
+        num_accepted = random.randint(0, len(coming))
         if coming:
-            made["right" if num_right == len(coming) else "part" if num_right else "wrong"] += 1
-        return coming[:num_right] + [wrong(token) for token in coming[num_right:]]
+            made[
+                "right" if num_accepted == len(coming) else "part" if num_accepted else "wrong"
+            ] += 1
+        return coming[:num_accepted] + [wrong(token) for token in coming[num_accepted:]]
 
     return guess, made
 
@@ -121,9 +123,9 @@ def test_guesses_of_any_quality_change_no_token_and_no_logprob(
     assert num_crossings > 20
 
 
-@pytest.mark.parametrize("num_right", range(MAX_DRAFTS + 1))
+@pytest.mark.parametrize("num_accepted", range(MAX_DRAFTS + 1))
 def test_the_longest_right_beginning_is_accepted_and_one_token_more(
-    num_right: int, decoder: Decoder
+    num_accepted: int, decoder: Decoder
 ) -> None:
     requests = everyone()
     plain = run_turns(new_rows(decoder), requests, num=NUM)
@@ -131,12 +133,12 @@ def test_the_longest_right_beginning_is_accepted_and_one_token_more(
     def guess(row: int, num_said: int) -> Sequence[int]:
         coming = plain[row].tokens[num_said : num_said + MAX_DRAFTS]
         # A right guess behind a wrong one is void: the forward read the wrong one before it.
-        return [t if i != num_right else wrong(t) for i, t in enumerate(coming)]
+        return [t if i != num_accepted else wrong(t) for i, t in enumerate(coming)]
 
     said = run_turns(new_rows(decoder), requests, num=NUM, guess=guess)
     assert_same(said, plain)
     for heard in said.values():
-        assert set(heard.accepted[:-1]) == {num_right}
+        assert set(heard.accepted[:-1]) == {num_accepted}
 
 
 def test_stops_are_held_back_until_min_tokens_however_many_were_accepted(decoder: Decoder) -> None:
@@ -230,15 +232,15 @@ def test_nan_in_a_guess_fails_its_row_alone(tmp_path: Path) -> None:
 
 def test_one_choice_that_is_not_finite_fails_its_row_right_or_wrong(decoder: Decoder) -> None:
     """Attention spreads NaN over the whole row; an overflow behind it need not."""
-    draws = (Draw(1, 5, num_tokens=3), Draw(2, 9, num_tokens=2))
+    draws = (SampleSpan(1, 5, num_tokens=3), SampleSpan(2, 9, num_tokens=2))
     outputs = SampledRows(
-        draws=draws,
+        spans=draws,
         tokens=torch.tensor([4, 5, 6, 7, 8]),
         finite=torch.tensor([True, True, False, True, True]),
-        wants=[False, False],
+        wants_logprobs=[False, False],
         num_top=[0, 0],
         logprobs=None,
-        num_right=torch.tensor([0, 1]),
+        num_accepted=torch.tensor([0, 1]),
     )
     rows = tuple(new_rows(decoder).row(draw.row, random_prompt(5, 1)) for draw in draws)
     sick, well = StepOutputs(rows, sampled=(0, 1), sampled_rows=outputs).results()

@@ -27,9 +27,9 @@ FP8_BLOCK: Final = [128, 128]
 
 def deepseek_v2(raw: RawConfig) -> ModelConfig:
     """DeepSeek-V2 (2024). The Lite model projects queries at once and has one group of experts."""
-    fields.refuse_unless(raw, "topk_method", "greedy", "group_limited_greedy")
-    fields.refuse_unless(raw, "scoring_func", "softmax")
-    fields.refuse_unless(raw, "norm_topk_prob", False)
+    fields.require_supported(raw, "topk_method", "greedy", "group_limited_greedy")
+    fields.require_supported(raw, "scoring_func", "softmax")
+    fields.require_supported(raw, "norm_topk_prob", False)
     is_grouped = raw.get("topk_method", "greedy") == "group_limited_greedy"
     routing = _routing(raw, ScoringFunc.SOFTMAX) if is_grouped else RoutingConfig()
     scale = float(raw.get("routed_scaling_factor") or 1.0)
@@ -38,9 +38,9 @@ def deepseek_v2(raw: RawConfig) -> ModelConfig:
 
 def deepseek_v3(raw: RawConfig) -> ModelConfig:
     """DeepSeek-V3 and R1 (2024). The layers that predict further tokens are not loaded."""
-    fields.refuse_unless(raw, "topk_method", "noaux_tc")
-    fields.refuse_unless(raw, "scoring_func", "sigmoid")
-    fields.refuse_unless(raw, "rope_interleave", True)
+    fields.require_supported(raw, "topk_method", "noaux_tc")
+    fields.require_supported(raw, "scoring_func", "sigmoid")
+    fields.require_supported(raw, "rope_interleave", True)
     _refuse_other_blocks(raw.get("quantization_config") or {})
     scale = float(raw.get("routed_scaling_factor", 2.5))
     routing = replace(_routing(raw, ScoringFunc.SIGMOID), routed_scaling_factor=scale)
@@ -50,8 +50,8 @@ def deepseek_v3(raw: RawConfig) -> ModelConfig:
 
 def _deepseek(raw: RawConfig, routing: RoutingConfig, *, num_dense: int) -> ModelConfig:
     """What both have in common. `num_dense`: layers without experts where nothing says it."""
-    fields.refuse_unless(raw, "moe_layer_freq", 1)
-    fields.refuse_unless(raw, "mlp_bias", False)
+    fields.require_supported(raw, "moe_layer_freq", 1)
+    fields.require_supported(raw, "mlp_bias", False)
     mixer, dense_ffn = _mixer(raw), fields.silu_mlp(raw)
     num_dense = raw.get("first_k_dense_replace", num_dense)
     num_layers = fields.integer(raw, "num_hidden_layers")
@@ -65,22 +65,26 @@ def _deepseek(raw: RawConfig, routing: RoutingConfig, *, num_dense: int) -> Mode
 
 def _mixer(raw: RawConfig) -> MlaConfig:
     rope = fields.one_rope(raw)
-    nope_dim = fields.integer(raw, "qk_nope_head_dim")
-    rope_dim = fields.integer(raw, "qk_rope_head_dim")
-    rank = fields.integer(raw, "kv_lora_rank")
-    sizes = {"qk_nope_head_dim": nope_dim, "qk_rope_head_dim": rope_dim, "kv_lora_rank": rank}
+    qk_nope_head_dim = fields.integer(raw, "qk_nope_head_dim")
+    qk_rope_head_dim = fields.integer(raw, "qk_rope_head_dim")
+    kv_lora_rank = fields.integer(raw, "kv_lora_rank")
+    sizes = {
+        "qk_nope_head_dim": qk_nope_head_dim,
+        "qk_rope_head_dim": qk_rope_head_dim,
+        "kv_lora_rank": kv_lora_rank,
+    }
     for name, size in sizes.items():
         if size % 2 != 0:
             raise UnsupportedModel(f"{name} {size} is odd, which is not implemented")
     has_q_rank = raw.get("q_lora_rank") is not None
     return MlaConfig(
         num_heads=fields.integer(raw, "num_attention_heads"),
-        kv_lora_rank=rank,
+        kv_lora_rank=kv_lora_rank,
         q_lora_rank=fields.integer(raw, "q_lora_rank") if has_q_rank else None,
-        qk_nope_head_dim=nope_dim,
-        qk_rope_head_dim=rope_dim,
+        qk_nope_head_dim=qk_nope_head_dim,
+        qk_rope_head_dim=qk_rope_head_dim,
         v_head_dim=fields.integer(raw, "v_head_dim"),
-        scale=_scale(raw, rope) / math.sqrt(nope_dim + rope_dim),
+        scale=_scale(raw, rope) / math.sqrt(qk_nope_head_dim + qk_rope_head_dim),
         rope=rope,
         attention_bias=bool(raw.get("attention_bias", False)),
     )
@@ -121,7 +125,7 @@ def _routing(raw: RawConfig, scoring: ScoringFunc) -> RoutingConfig:
     return RoutingConfig(scoring, fields.integer(raw, "n_group"), fields.integer(raw, "topk_group"))
 
 
-def _refuse_other_blocks(quantisation: dict[str, Any]) -> None:
-    block = quantisation.get("weight_block_size", FP8_BLOCK)
+def _refuse_other_blocks(quantization: dict[str, Any]) -> None:
+    block = quantization.get("weight_block_size", FP8_BLOCK)
     if block != FP8_BLOCK:
         raise UnsupportedModel(f"weight_block_size {block} is not implemented; known: {FP8_BLOCK}")

@@ -26,7 +26,7 @@ def llama(raw: RawConfig) -> ModelConfig:
 
 def mistral(raw: RawConfig) -> ModelConfig:
     """Mistral (Jiang et al. 2023): all layers have the window, or none."""
-    fields.refuse_unless(raw, "layer_types")
+    fields.require_supported(raw, "layer_types")
     window = raw.get("sliding_window", 4096)
     return _windowed(raw, _mixer(raw), fields.layer_windows(raw, window, lambda _: True))
 

@@ -56,7 +56,7 @@ def gpt_oss(raw: RawConfig) -> ModelConfig:
     windows = fields.layer_windows(
         raw, fields.integer(raw, "sliding_window"), lambda index: index % 2 == 0
     )
-    fields.refuse_unless(raw, "hidden_act", "silu", "swish")
+    fields.require_supported(raw, "hidden_act", "silu", "swish")
     gate = GateConfig(
         GateKind.CLAMPED,
         alpha=float(raw.get("swiglu_alpha", 1.702)),

@@ -32,7 +32,7 @@ def gemma2(raw: RawConfig) -> ModelConfig:
 
 def gemma3(raw: RawConfig) -> ModelConfig:
     """Gemma 3 (2025): QK-norm, a rotary base for each kind of layer; every sixth layer is full."""
-    fields.refuse_unless(raw, "attn_logit_softcapping")
+    fields.require_supported(raw, "attn_logit_softcapping")
     theta = float(raw.get("rope_theta") or 1_000_000.0)
     local_theta = float(raw.get("rope_local_base_freq") or 10_000.0)
     ropes = fields.two_ropes(raw, full=theta, window=local_theta)
@@ -47,8 +47,8 @@ def _gemma(
     is_windowed: Callable[[int], bool],
 ) -> ModelConfig:
     """What both have in common. `mixers`: of full and of windowed layers."""
-    fields.refuse_unless(raw, "use_bidirectional_attention", False)
-    fields.refuse_unless(raw, "hidden_activation", "gelu_pytorch_tanh")
+    fields.require_supported(raw, "use_bidirectional_attention", False)
+    fields.require_supported(raw, "hidden_activation", "gelu_pytorch_tanh")
     gate = GateConfig(GateKind.GELU_TANH)
     ffn = MlpConfig(fields.integer(raw, "intermediate_size"), gate=gate)
     windows = fields.layer_windows(raw, fields.integer(raw, "sliding_window"), is_windowed)

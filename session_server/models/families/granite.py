@@ -36,11 +36,11 @@ def granite(raw: RawConfig) -> ModelConfig:
     scores, residuals and logits.
     """
     mixers: dict[bool, MixerConfig] = {True: _mamba2(raw), False: _attention(raw)}
-    unsaid = ["linear_attention"] * fields.integer(raw, "num_hidden_layers")
+    default_types = ["linear_attention"] * fields.integer(raw, "num_hidden_layers")
     ffn, scale = _ffn(raw), float(raw.get("residual_multiplier") or 1.0)
     layers = [
         LayerConfig(mixers[_IS_MAMBA[name]], ffn, scale)
-        for name in fields.layer_types(raw, unsaid, _IS_MAMBA)
+        for name in fields.layer_types(raw, default_types, _IS_MAMBA)
     ]
     norm = NormConfig(
         float(raw.get("rms_norm_eps", 1e-6)),
@@ -54,7 +54,7 @@ def granite(raw: RawConfig) -> ModelConfig:
 
 
 def _attention(raw: RawConfig) -> AttentionConfig:
-    fields.refuse_unless(raw, "position_embedding_type", "rope", "nope")
+    fields.require_supported(raw, "position_embedding_type", "rope", "nope")
     is_rotated = raw.get("position_embedding_type") == "rope"
     bias = bool(raw.get("attention_bias", False))
     mixer = fields.attention(raw, fields.one_rope(raw))

@@ -30,12 +30,14 @@ def qwen3_5(raw: RawConfig) -> ModelConfig:
         "full_attention": _attention(raw, float(part)),
     }
     period = fields.integer({"full_attention_interval": 4, **raw}, "full_attention_interval")
-    unsaid = [
+    default_types = [
         "linear_attention" if (index + 1) % period else "full_attention"
         for index in range(fields.integer(raw, "num_hidden_layers"))
     ]
     ffn = fields.silu_mlp(raw)
-    layers = (LayerConfig(mixers[name], ffn) for name in fields.layer_types(raw, unsaid, mixers))
+    layers = (
+        LayerConfig(mixers[name], ffn) for name in fields.layer_types(raw, default_types, mixers)
+    )
     norm = NormConfig(float(raw.get("rms_norm_eps", 1e-6)), adds_one=True)
     return fields.model(raw, layers, norm)
 

@@ -60,9 +60,9 @@ class GatedDeltaMixer:
         out = attention.recur(
             self.layer,
             DeltaRule(),
-            _unit(q.view(num_tokens, config.linear_num_key_heads, -1))
+            _l2_normalize(q.view(num_tokens, config.linear_num_key_heads, -1))
             * config.linear_key_head_dim**-0.5,
-            _unit(k.view(num_tokens, config.linear_num_key_heads, -1)),
+            _l2_normalize(k.view(num_tokens, config.linear_num_key_heads, -1)),
             v.view(num_tokens, heads, -1),
             decay,
             write.float().sigmoid(),
@@ -89,8 +89,8 @@ class DeltaRule:
         per_key = v.shape[1] // k.shape[1]
         q, k = (side.repeat_interleave(per_key, dim=1).unsqueeze(-2) for side in (q, k))
         state = state.mul_(decay.exp()[:, :, None, None])
-        wrong = v.unsqueeze(-2) - torch.matmul(k, state)
-        state = state.addcmul_(k.transpose(-1, -2), wrong * write[:, :, None, None])
+        error = v.unsqueeze(-2) - torch.matmul(k, state)
+        state = state.addcmul_(k.transpose(-1, -2), error * write[:, :, None, None])
         return torch.matmul(q, state).squeeze(-2), state
 
     def chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,10 +105,10 @@ class DeltaRule:
         since_start = decay.t().cumsum(-1)
         between = (since_start.unsqueeze(-1) - since_start.unsqueeze(-2)).exp_().tril_()
         kept = since_start.exp().unsqueeze(-1)
-        wrong = (v - torch.matmul(k, state) * kept) * write
+        error = (v - torch.matmul(k, state) * kept) * write
         overlaps = torch.matmul(k, k.transpose(1, 2)) * between * write
         corrections = torch.linalg.solve_triangular(
-            overlaps, wrong, upper=False, unitriangular=True
+            overlaps, error, upper=False, unitriangular=True
         )
         out = torch.matmul(q, state) * kept
         out += torch.matmul(torch.matmul(q, k.transpose(1, 2)) * between, corrections)
@@ -117,6 +117,6 @@ class DeltaRule:
         return out.transpose(0, 1), state
 
 
-def _unit(x: Tensor) -> Tensor:
+def _l2_normalize(x: Tensor) -> Tensor:
     """Vectors of length one, over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)

@@ -56,10 +56,10 @@ class MlaMixer:
         Writes the latent and rotary key of every token to the pool before it reads.
         """
         config, weights = self.config, self.weights
-        lowered = weights.down(x)
+        projected = weights.down(x)
         # What is stored lies behind the queries, and becomes what is stored where it lies.
-        split = lowered.shape[-1] - config.kv_lora_rank - config.qk_rope_head_dim
-        q, rows = lowered[:, :split], lowered[:, split:]
+        split = projected.shape[-1] - config.kv_lora_rank - config.qk_rope_head_dim
+        q, rows = projected[:, :split], projected[:, split:]
         if weights.query is not None:
             q = weights.query.up(weights.query.norm(q))
         q = q.view(len(x), config.num_heads, -1)

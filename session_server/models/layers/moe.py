@@ -32,11 +32,11 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        weights, chosen = self._router(x)
+        topk_weights, topk_ids = self._router(x)
         # Choices sorted by expert: those of one expert are neighbours, and one call serves them.
-        order = chosen.flatten().argsort(stable=True)
-        tokens = order // chosen.shape[1]
-        counts = torch.bincount(chosen.flatten(), minlength=len(self._experts)).tolist()
+        order = topk_ids.flatten().argsort(stable=True)
+        tokens = order // topk_ids.shape[1]
+        counts = torch.bincount(topk_ids.flatten(), minlength=len(self._experts)).tolist()
         inputs = x.index_select(0, tokens)
         outputs = torch.empty_like(inputs)
         first = 0
@@ -44,6 +44,6 @@ class MixtureOfExperts:
             if count:
                 outputs[first : first + count] = expert(inputs[first : first + count])
                 first += count
-        outputs *= weights.flatten()[order].unsqueeze(1)
+        outputs *= topk_weights.flatten()[order].unsqueeze(1)
         mixed = torch.zeros_like(x) if self._shared is None else self._shared(x)
         return mixed.index_add_(0, tokens, outputs)

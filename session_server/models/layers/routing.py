@@ -12,40 +12,40 @@ from session_server.models.layers.linear import Linear
 class Router:
     """The best experts (Shazeer et al. 2017), of all or of the best groups (DeepSeek-AI 2024)."""
 
-    __slots__ = ("_config", "_correction", "_scores")
+    __slots__ = ("_config", "_correction", "_gate")
 
-    def __init__(self, scores: Linear, config: MoeConfig, correction: Tensor | None) -> None:
+    def __init__(self, gate: Linear, config: MoeConfig, correction: Tensor | None) -> None:
         """Args:
-        scores: [hidden] -> [experts].
+        gate: [hidden] -> [experts].
         config: of experts and groups.
-        correction: float32 [experts], added to shares where experts are chosen, and not in their
+        correction: float32 [experts], added to scores where experts are chosen, and not in their
             weights; None for nothing.
         """
-        self._scores = scores
+        self._gate = gate
         self._config = config
         self._correction = correction
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, in the dtype of `x`, and indices of the chosen experts, each [tokens, k]."""
         config, routing = self._config, self._config.routing
-        scores = self._scores(x).float()
+        logits = self._gate(x).float()
         is_softmax = routing.scoring_func is ScoringFunc.SOFTMAX
-        shares = scores.softmax(-1) if is_softmax else scores.sigmoid()
-        merits = shares if self._correction is None else shares + self._correction
+        scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+        choice_scores = scores if self._correction is None else scores + self._correction
         if routing.topk_group < routing.n_group:
-            merits = self._of_best_groups(merits)
-        chosen = merits.topk(config.num_experts_per_tok, dim=-1).indices
-        weights = shares.gather(1, chosen)
+            choice_scores = self._mask_other_groups(choice_scores)
+        topk_ids = choice_scores.topk(config.num_experts_per_tok, dim=-1).indices
+        topk_weights = scores.gather(1, topk_ids)
         if config.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
         if routing.routed_scaling_factor != 1.0:
-            weights = weights * routing.routed_scaling_factor
-        return weights.to(x.dtype), chosen
+            topk_weights = topk_weights * routing.routed_scaling_factor
+        return topk_weights.to(x.dtype), topk_ids
 
-    def _of_best_groups(self, merits: Tensor) -> Tensor:
-        """`merits` [tokens, experts], minus infinity in all other groups."""
+    def _mask_other_groups(self, choice_scores: Tensor) -> Tensor:
+        """`choice_scores` [tokens, experts], minus infinity in all other groups."""
         routing = self._config.routing
-        by_group = merits.view(len(merits), routing.n_group, -1)
+        by_group = choice_scores.view(len(choice_scores), routing.n_group, -1)
         num_counted = 1 if routing.scoring_func is ScoringFunc.SOFTMAX else 2
         of_groups = by_group.topk(num_counted, dim=-1).values.sum(-1)
         best = of_groups.topk(routing.topk_group, dim=-1).indices
