@@ -1,8 +1,8 @@
-"""Keys and values of attention (MHA, GQA, MQA), paged, one tensor for all layers.
+"""Store keys and values of attention (MHA, GQA, MQA) in pages, one tensor for all layers.
 
 Layout: [layers, 2, kv_heads, num_pages, page_size, head_dim], K before V. Heads lie outside
-positions, so the positions of consecutive pages are one strided block per head: attention over an
-extent reads it in place, without a gather.
+positions, so consecutive pages are one strided block per head: attention over a run of pages reads
+it in place, without a gather.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from cache.spec import LayerGroup, LayerKind
 
 
 class MhaPool(KvStorage):
-    """Device memory of one `LayerGroup` of kind FULL or WINDOW. Implements `KvPages`."""
+    """Hold the device memory of one `LayerGroup` of kind FULL or WINDOW. Implements `KvPages`."""
 
     __slots__ = ("_by_layer", "_layer_pages", "_sides")
 
     def __init__(self, group: LayerGroup, pages: PageFormat) -> None:
-        """See `KvStorage`."""
+        """Allocate the pages; arguments as those of `KvStorage`."""
         assert group.kind in {LayerKind.FULL, LayerKind.WINDOW}, "this pool stores K and V"
         heads, head_dim, num_layers = group.num_kv_heads, group.head_dim, len(group.layers)
         num_pages, page_size = pages.num_pages, pages.page_size
@@ -44,16 +44,16 @@ class MhaPool(KvStorage):
         self._by_layer[layer].index_copy_(1, slot_mapping, kv.transpose(0, 1))
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
-        """Views of consecutive slots in every layer, without a copy.
+        """Return views of consecutive slots in every layer, without a copy.
 
         Returns:
-            (K of layer 0, V of layer 0, K of layer 1, ...), each
-            [1, kv_heads, num_slots, head_dim].
+            (K of layer 0, V of layer 0, K of layer 1, ...), each [1, kv_heads, num_slots,
+            head_dim].
         """
         return self._sides.narrow(3, first_slot, num_slots).unbind(0)
 
     def page(self, page: int, num_slots: int) -> tuple[Tensor, ...]:
-        """Views of the first slots of one page in every layer.
+        """Return views of the first slots of one page in every layer.
 
         Returns:
             K and V, each [layers, kv_heads, num_slots, head_dim].
@@ -61,7 +61,7 @@ class MhaPool(KvStorage):
         return self._storage[:, :, :, page, :num_slots].unbind(1)
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
-        """Copy whole pages of one layer together.
+        """Copy whole pages of one layer into one tensor.
 
         Args:
             layer: index within the group.

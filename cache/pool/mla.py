@@ -1,12 +1,12 @@
-"""Latents of multi-head latent attention (MLA, DeepSeek-AI 2024), paged, one tensor for all layers.
+"""Store latents of multi-head latent attention (MLA, DeepSeek-AI 2024) in pages.
 
-Layout: [layers, num_pages, page_size, latent + rope]. What a position stores is one row, so
-consecutive pages are one block of consecutive rows, read in place without a gather.
+Layout: [layers, num_pages, page_size, latent + rope]. A position stores one row, so consecutive
+pages are one block of consecutive rows, read in place without a gather.
 
-To a reader the rows are K and V of one head that every query head shares, where V is K itself. An
-absorbed query (see `session_server.attention.mla`) is scored against the whole row; of the mixture
-of rows only the latent part is used, which costs an eighth more than reading that part alone and
-saves a second view.
+Readers see the rows as K and V of one head that every query head shares, where V is K itself. An
+absorbed query (see `session_server.attention.mla`) is scored against the whole row. Of the weighted
+sum of rows only the latent part is used, which costs an eighth more than reading that part alone
+and saves a second view.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from cache.spec import LayerGroup, LayerKind
 
 
 class MlaPool(KvStorage):
-    """Device memory of one `LayerGroup` of kind LATENT. Implements `KvPages`.
+    """Hold the device memory of one `LayerGroup` of kind LATENT. Implements `KvPages`.
 
-    To its readers every query head reads the same row: there is one head, the rotary key its end.
+    Readers see one KV head; the rotary key is the end of each row.
     """
 
     __slots__ = ("_by_layer", "_rows", "kv_lora_rank")
 
     def __init__(self, group: LayerGroup, pages: PageFormat) -> None:
-        """See `KvStorage`."""
+        """Allocate the pages; arguments as those of `KvStorage`."""
         assert group.kind is LayerKind.LATENT, "this pool stores latents only"
         assert group.num_kv_heads == 1, "all heads share one latent"
         assert 0 < group.qk_rope_head_dim < group.head_dim, "a row is a latent and a rotary key"
@@ -51,7 +51,7 @@ class MlaPool(KvStorage):
         self._by_layer[layer].index_copy_(0, slot_mapping, rows)
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
-        """Views of consecutive slots in every layer, without a copy.
+        """Return views of consecutive slots in every layer, without a copy.
 
         Returns:
             (K of layer 0, V of layer 0, K of layer 1, ...), each [1, 1, num_slots, latent + rope];
@@ -61,7 +61,7 @@ class MlaPool(KvStorage):
         return tuple(view for row in rows for view in (row, row))
 
     def page(self, page: int, num_slots: int) -> tuple[Tensor, ...]:
-        """Views of the first slots of one page in every layer.
+        """Return views of the first slots of one page in every layer.
 
         Returns:
             The latents [layers, 1, num_slots, latent] and rotary keys [layers, 1, num_slots, rope].
@@ -70,7 +70,7 @@ class MlaPool(KvStorage):
         return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
-        """Copy whole pages of one layer together.
+        """Copy whole pages of one layer into one tensor.
 
         Args:
             layer: index within the group.

@@ -1,6 +1,6 @@
-"""The runner's copy of the page table, on the host and on the device.
+"""Mirror the page table for the runner, on the host and on the device.
 
-`cache.req_to_token` owns the truth and emits `TableWrite` deltas; they arrive with each batch and
+`cache.req_to_token` owns the table and emits `TableWrite` deltas; they arrive with each batch and
 are applied here in launch order. The device copy changes on the forward's own stream, so a page
 that moves from one row to another is written only after every earlier forward has read it.
 """
@@ -19,12 +19,12 @@ PageRun = tuple[int, int]
 
 
 class PageTable:
-    """Pages of every row of one pool; unwritten entries and row 0 are the padding page."""
+    """Hold the pages of every row of one pool; unwritten entries and row 0 are the padding page."""
 
     __slots__ = ("_host", "_runs", "device_pages")
 
     def __init__(self, num_rows: int, max_pages: int, *, device: torch.device) -> None:
-        """Make an empty table.
+        """Create an empty table.
 
         Args:
             num_rows: rows, the padding row 0 excluded.
@@ -38,7 +38,7 @@ class PageTable:
         self._runs: dict[int, tuple[tuple[int, int], tuple[PageRun, ...]]] = {}
 
     def apply(self, write: TableWrite) -> None:
-        """Take one delta; those of a batch come in order."""
+        """Apply one delta; those of a batch come in order."""
         assert write.row != NULL_ROW, "the padding row is never written"
         end = write.start + len(write.pages)
         self._host[write.row, write.start : end] = write.pages
@@ -48,11 +48,11 @@ class PageTable:
             self.device_pages[write.row, write.start : end] = pages.to(self.device_pages.device)
 
     def pages(self, row: int, end: int, *, first: int = 0) -> NDArray[np.int32]:
-        """Entries [first, end) of a row on the host, int32; a view, not to be kept."""
+        """Return entries [first, end) of a row on the host, int32; a view of the current state."""
         return self._host[row, first:end]
 
     def runs(self, row: int, end: int, *, first: int = 0) -> tuple[PageRun, ...]:
-        """Entries [first, end) of a row as maximal runs of consecutive pages, in order."""
+        """Return entries [first, end) of a row as maximal runs of consecutive pages, in order."""
         known = self._runs.get(row)
         if known is not None and known[0] == (first, end):
             return known[1]

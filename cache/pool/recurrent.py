@@ -1,8 +1,8 @@
-"""Recurrent states, one tensor per part for all layers.
+"""Store recurrent states, one tensor per part for all layers.
 
 Layout: [layers, num_pages, *shape] for every part of a layer's state. A page is the whole state of
-a session at one length; page 0 is padding. In fp32 whatever the model's dtype: a state adds up all
-tokens, and what is lost to rounding at one of them is lost to all that follow.
+a session at one length; page 0 is padding. States are fp32 for every dtype of the model: a state
+accumulates all tokens, so a rounding error at one token affects all that follow.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cache.types import PoolName
 
 
 class StatePool:
-    """Device memory of one `LayerGroup` of kind RECURRENT. Implements `DevicePool`.
+    """Hold the device memory of one `LayerGroup` of kind RECURRENT. Implements `DevicePool`.
 
-    A page handed from one holder to the next keeps its contents: who begins a session takes zeros
-    instead of reading.
+    A page keeps its contents when it changes hands: a row that starts a session uses zeros instead
+    of reading its page.
     """
 
     __slots__ = ("_parts", "name", "parts")
@@ -44,19 +44,19 @@ class StatePool:
 
     @property
     def num_pages(self) -> int:
-        """Pages held, the padding page 0 included."""
+        """Return the number of pages, padding page 0 included."""
         return self._parts[0].shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Where the pages lie."""
+        """Return the device that holds the pages."""
         return self._parts[0].device
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated for the pages of all layers."""
+        """Return the bytes allocated for the pages of all layers."""
         return sum(part.nbytes for part in self._parts)
 
     def page(self, page: int) -> tuple[Tensor, ...]:
-        """Views of one state: its parts, each [layers, *shape]."""
+        """Return views of one state: its parts, each [layers, *shape]."""
         return tuple(part[:, page] for part in self._parts)

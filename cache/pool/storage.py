@@ -1,4 +1,4 @@
-"""Where the bytes of a pool come from, and what pools of positions know of theirs."""
+"""Allocate the memory of a pool, and hold what pools of positions share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cache.types import PoolName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageFormat:
-    """How many pages of positions, and of what.
+    """Describe the number of pages and their contents.
 
-    `num_pages`: the padding page included. `page_size`: positions of one. `dtype`: of what is
-    stored; what is written is cast to it. `read_dtype`: of the copies that `gather` makes.
-    `device`: where the pages lie.
+    `num_pages`: the padding page included. `page_size`: positions per page. `dtype`: of stored
+    elements; written values are cast to it. `read_dtype`: of the copies that `gather` makes.
+    `device`: where the pages are.
     """
 
     num_pages: int
@@ -35,10 +35,10 @@ class PageFormat:
 
 
 class KvStorage:
-    """One tensor for the pages of all layers of a `LayerGroup`: what pools of positions share.
+    """Hold one tensor for the pages of all layers of a `LayerGroup`.
 
-    Pages start as zeros, so that padding never reads a NaN. A page handed from one holder to the
-    next keeps its contents: readers must stop at their own length.
+    Pages start as zeros, so that padding never reads a NaN. A page keeps its contents when it
+    changes hands: readers must stop at their own length.
     """
 
     __slots__ = (
@@ -57,9 +57,9 @@ class KvStorage:
         """Allocate the pages.
 
         Args:
-            group: what a position takes.
-            pages: their number and format.
-            layer_shape: of the tensor that one layer is.
+            group: describes what a position stores.
+            pages: number and format of the pages.
+            layer_shape: shape of one layer's tensor.
 
         Raises:
             torch.OutOfMemoryError: the device has less memory than the pool needs.
@@ -80,23 +80,23 @@ class KvStorage:
 
     @property
     def device(self) -> torch.device:
-        """Where the pages lie."""
+        """Return the device that holds the pages."""
         return self._storage.device
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated for the pages of all layers."""
+        """Return the bytes allocated for the pages of all layers."""
         return self._storage.nbytes
 
 
 def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A contiguous tensor of zeros.
+    """Return a contiguous tensor of zeros.
 
     On a CPU the memory is the operating system's zero pages until it is written: a pool sized for
-    the busiest hour costs at start neither the time to clear it nor the memory.
+    peak load takes neither time to clear nor memory at start.
 
     Raises:
-        torch.OutOfMemoryError, MemoryError: the device has less.
+        torch.OutOfMemoryError, MemoryError: the device has less memory.
     """
     if device.type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -105,7 +105,7 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _small_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros that the operating system hands out in its smallest pages.
+    """Return zeros in the smallest pages of the operating system.
 
     numpy asks for huge pages, of which every session would touch one per layer and head with its
     first token: 2 GiB for 64 sessions of a tiny model, and seconds of clearing (docs/log.md).

@@ -1,8 +1,8 @@
-"""What a forward tells attention, and what attention owes it.
+"""Define what a forward gives to attention, and what attention computes from it.
 
-Once per step a backend turns `AttentionMeta` into an `AttentionPlan`: everything that does not
-depend on the layer (page runs, views, gather indices, masks) is made there, so that a layer costs
-its arithmetic and little else.
+Once per step a backend turns `AttentionMeta` into an `AttentionPlan`, which holds everything that
+does not depend on the layer: page runs, views, gather indices, masks. A layer then costs its
+arithmetic and little else.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from cache.types import PoolName, StateMoves
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One row's share of a flat batch: positions [start, start + num_tokens) of row `row`.
+    """Describe one row's share of a flat batch: positions [start, start + num_tokens) of row `row`.
 
-    They are tokens [offset, offset + num_tokens) of the batch. Everything before `start` is in
-    the pool already. `states`: what it does to the row's recurrent state; None where no layer has
-    one, and for padding.
+    They are tokens [offset, offset + num_tokens) of the batch. KV of positions before `start` is in
+    the pool already. `states`: where the row's recurrent state is read and written; None if no
+    layer has one, and for padding.
     """
 
     row: int
@@ -35,16 +35,16 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Context length after this forward."""
+        """Return the context length after this forward."""
         return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMeta:
-    """Who attends to what in one forward.
+    """Describe the tokens of one forward to attention.
 
-    `spans` in flat order, without gaps; those of the fewest tokens come first, among equals the
-    shortest context. `slot_mapping`: int64 [tokens], where each token's K and V go, by pool.
+    `spans`: in flat order, without gaps; sorted by number of tokens, then by context length.
+    `slot_mapping`: int64 [tokens], by pool, the slot that each token's K and V are written to.
     """
 
     spans: tuple[Span, ...]
@@ -53,11 +53,11 @@ class AttentionMeta:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """How the layers of one pool attend.
+    """Describe how the layers of one pool attend.
 
     `num_heads`: query heads, a multiple of the pool's kv heads. `scale`: factor on the scores.
-    `window`: positions a token sees, its own included; None for all. `softcap`: scores `s` become
-    `softcap * tanh(s / softcap)`.
+    `window`: positions a token attends to, its own included; None for all. `softcap`: scores `s`
+    become `softcap * tanh(s / softcap)`.
     """
 
     num_heads: int
@@ -66,12 +66,12 @@ class AttentionRule:
     softcap: float | None = None
 
     def first_visible(self, position: int) -> int:
-        """The first position that a token at `position` sees."""
+        """Return the first position that a token at `position` attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
 class AttentionPlan(Protocol):
-    """One forward's attention, for every layer of a pool."""
+    """Compute one forward's attention, for every layer of a pool."""
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """Store the new K and V of one layer, then attend.
@@ -80,30 +80,30 @@ class AttentionPlan(Protocol):
             layer: index within the pool.
             q: [tokens, q_heads, head_dim], rotated.
             kv: [tokens, 2 * kv_heads, head_dim], K (rotated) before V.
-            sinks: [q_heads], a score of each head that takes its share and brings no value (Xiao
-                et al. 2024, as gpt-oss learns it); None without.
+            sinks: [q_heads], one more score per head that takes part in the softmax and has no
+                value (Xiao et al. 2024, as gpt-oss learns it); None without.
 
         Returns:
-            [tokens, q_heads * head_dim]. Token t of a span sees its row's positions up to its own,
-            as far back as the rule says.
+            [tokens, q_heads * head_dim]. A token attends to its row's positions up to its own, as
+            far back as the rule says.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention over one pool."""
+    """Compute attention over one pool."""
 
     def plan(self, meta: AttentionMeta) -> AttentionPlan:
         """Prepare one forward. The page table must already hold the forward's pages.
 
-        Entries before the first position that a span sees are not looked at: they may be gone.
+        Entries before the first position that a span attends to are not read: they may be stale.
         """
         ...
 
 
 class BackendFactory(Protocol):
-    """Makes a backend for a pool."""
+    """Create a backend for a pool."""
 
     def __call__(self, pool: KvPages, table: PageTable, rule: AttentionRule) -> AttentionBackend:
-        """`table`: of the pool. `rule`: of its layers."""
+        """Create the backend; `table` is the pool's, `rule` that of its layers."""
         ...

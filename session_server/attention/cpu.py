@@ -1,25 +1,24 @@
-"""Attention on the CPU: in place over extents, GQA group folded into the queries.
+"""Compute attention on the CPU: KV is read in place, GQA groups are folded into the queries.
 
 Attention over a set of keys can be split and merged by log-sum-exp (Milakov and Gimelshein 2018;
-the rule of split-KV decoding), and a token sees *all* of its history, in any order. So the history
-of a row is cut into pieces that are cheap to read: long runs of consecutive pages are views of the
-pool, and whatever is scattered is gathered into one piece. A chunk of new tokens adds one causal
-piece, read from the projection itself, and needs no mask.
+the rule of split-KV decoding), and a token attends to *all* of its history, in any order. So the
+history of a row is cut into pieces that are cheap to read: long runs of consecutive pages are views
+of the pool, and scattered pages are gathered into one piece. A chunk of new tokens adds one causal
+piece, read from the projection itself, which needs no mask.
 
-The few tokens of a row that verifies guesses are folded too: one pass over the keys serves all of
-them. What they may not see of each other is masked, in the one piece of their row or, where it has
-several, in a piece of their own.
+The few tokens of a row with drafts are folded too: one pass over the keys serves all of them. What
+they may not see of each other is masked, in the row's only piece or, if the row has several, in a
+piece of their own.
 
-Rows of as many tokens with short histories are one padded call: there the overhead of a call costs
-more than copying a few pages.
+Rows with the same number of tokens and short histories are one padded call: there the overhead of a
+call costs more than copying a few pages.
 
-Under a sliding window a history begins where the window of its first token does, and nothing before
-that is read. Tokens that come several at a time begin at different positions, so their keys are one
-piece with a mask; long chunks are taken a block at a time, which keeps that O(window) per token.
+Under a sliding window the history starts at the window of the row's first token. Several new tokens
+have windows that start at different positions, so their keys are one piece with a mask; long chunks
+are split into blocks, which keeps the cost O(window) per token.
 
-Where KV is stored in another dtype, long runs are read in pieces that are cast one by one. New
-tokens are cast to that dtype before anything reads them: what a token sees does not depend on
-which of them were computed in one chunk.
+If KV is stored in another dtype, long runs are read in pieces that are cast one by one. New tokens
+are cast to that dtype before they are read: the result does not depend on how a prompt is chunked.
 """
 
 from __future__ import annotations
@@ -62,13 +61,15 @@ times what one costs, and 3-4 times unfolded); a longer one fills the kernel by 
 
 
 class CpuBackend:
-    """fp32 on the CPU, through torch's flash kernel."""
+    """Compute attention in fp32 on the CPU, through torch's flash kernel."""
 
     def __init__(self, pool: KvPages, table: PageTable, rule: AttentionRule) -> None:
-        """Args:
-        pool: the K and V; on the CPU.
-        table: which pages are whose.
-        rule: what sees what.
+        """Create the backend.
+
+        Args:
+            pool: the K and V; on the CPU.
+            table: which pages are whose.
+            rule: what sees what.
         """
         assert rule.num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
         assert pool.device.type == "cpu", "views of the pool are read in place"
@@ -84,7 +85,7 @@ class CpuBackend:
         self._max_run_pages = max(1, MAX_CAST_BYTES // cast_bytes) if is_cast else None
 
     def plan(self, meta: AttentionMeta) -> AttentionPlan:
-        """Sort the spans into padded batches and rows on their own."""
+        """Split the spans into padded batches and single rows."""
         parts: list[_PaddedRows | _RowPieces] = []
         spans = meta.spans if self._rule.window is None else self._blocks(meta.spans)
         for num_tokens, group in itertools.groupby(spans, lambda span: span.num_tokens):
@@ -96,7 +97,7 @@ class CpuBackend:
         return _CpuPlan(self._pool, self._rule, meta.slot_mapping[self._pool.name], parts)
 
     def _blocks(self, spans: tuple[Span, ...]) -> Iterator[Span]:
-        """Long chunks that reach past their window, cut into blocks."""
+        """Cut long chunks that exceed their window into blocks."""
         window = self._rule.window
         assert window is not None, "without a window there is nothing to cut"
         size = max(window, MIN_WINDOW_BLOCK)
@@ -109,7 +110,7 @@ class CpuBackend:
                 yield Span(span.row, span.start + done, num_tokens, span.offset + done)
 
     def _num_padded(self, spans: tuple[Span, ...]) -> int:
-        """How many of these spans, the shortest context first, are worth one padded call."""
+        """Return how many of these spans, shortest context first, are worth one padded call."""
         lengths = [span.end - self._rule.first_visible(span.start) for span in spans]
         num_short = sum(length <= self._max_padded_len for length in lengths)
         return num_short if num_short >= MIN_PADDED_ROWS else 0
@@ -139,7 +140,7 @@ class CpuBackend:
         )
 
     def _masked(self, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `keys` [..., 1, n] the `queries` [..., m] do not see: [..., m, n]."""
+        """Return which of `keys` [..., 1, n] are masked for `queries` [..., m]: [..., m, n]."""
         masked: NDArray[np.bool_] = keys > queries[..., None]
         if self._rule.window is not None:
             masked |= keys <= queries[..., None] - self._rule.window
@@ -165,7 +166,7 @@ class CpuBackend:
         return _RowPieces(span, history, includes_new_tokens=False, bias=bias)
 
     def _windowed(self, span: Span) -> _RowPieces:
-        """Several tokens whose windows begin at different positions."""
+        """Prepare several tokens whose windows start at different positions."""
         first = self._rule.first_visible(span.start)
         history = self._history(span.row, first, span.end, is_one_piece=True)
         masked = self._masked(np.arange(span.start, span.end), np.arange(first, span.end)[None])
@@ -177,14 +178,14 @@ class CpuBackend:
         )
 
     def _causal(self, num_tokens: int, num_keys: int) -> Tensor:
-        """What folded tokens may not see of the last `num_tokens` keys."""
+        """Return the bias that masks the last `num_tokens` keys causally for folded tokens."""
         bias = torch.zeros(num_tokens, self._group, num_keys)
         unseen = torch.full((num_tokens, num_tokens), -torch.inf).triu_(1)
         bias[:, :, num_keys - num_tokens :] = unseen.unsqueeze(1)
         return bias.view(1, 1, -1, num_keys)
 
     def _history(self, row: int, first: int, end: int, *, is_one_piece: bool = False) -> _History:
-        """Where positions [first, end) of a row lie."""
+        """Locate positions [first, end) of a row in the pool."""
         if first == end:
             return _History([], None, slice(0))
         page_size = self._pool.page_size
@@ -215,10 +216,12 @@ class CpuBackend:
 
 @dataclass(frozen=True, slots=True)
 class _PaddedRows:
-    """Rows of as many tokens each. `pages`: int64 [rows * pages of the longest]. `masked`: int64
-    [n], indices into [rows * slots] where no token of a row looks. `bias`: float32
-    [rows, 1, tokens of a row, slots], a token repeated for its GQA group where there are several,
-    0 where it may look."""
+    """Hold rows with the same number of tokens.
+
+    `pages`: int64 [rows * pages of the longest]. `masked`: int64 [n], indices into [rows * slots]
+    that are masked for all tokens of their row. `bias`: float32 [rows, 1, tokens of a row, slots],
+    each token repeated for its GQA group if a row has several tokens.
+    """
 
     spans: tuple[Span, ...]
     pages: Tensor
@@ -228,8 +231,11 @@ class _PaddedRows:
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """Positions of a row: runs in place (views of every layer), and pages to gather, int64 [n], of
-    whose slots `counted` belong to them."""
+    """Locate positions of a row: runs read in place, and pages to gather.
+
+    `views`: views of every layer. `pages`: int64 [n]; `counted` selects the slots of the gathered
+    copy that belong to the positions.
+    """
 
     views: list[tuple[Tensor, ...]]
     pages: Tensor | None
@@ -237,13 +243,13 @@ class _History:
 
     @property
     def num_pieces(self) -> int:
-        """Calls it takes to attend to it."""
+        """Return the number of attention calls that the history takes."""
         return len(self.views) + (self.pages is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class _RowPieces:
-    """One span and its history.
+    """Describe one span and its history.
 
     `includes_new_tokens`: whether the new tokens are the last keys of the history; otherwise they
     are one more piece. `bias`: float32, added to the scores of the keys that include the new
@@ -257,7 +263,7 @@ class _RowPieces:
 
 
 class _CpuPlan:
-    """See `AttentionPlan`."""
+    """Compute one forward's attention; implements `AttentionPlan`."""
 
     __slots__ = ("_is_cast", "_parts", "_pool", "_rule", "_slot_mapping")
 
@@ -275,7 +281,7 @@ class _CpuPlan:
         self._is_cast = pool.dtype != pool.read_dtype
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
-        """See `AttentionPlan.attend`."""
+        """Store the new K and V of one layer, then attend; implements `AttentionPlan.attend`."""
         if self._is_cast:
             kv = kv.to(self._pool.dtype)
         self._pool.write(layer, self._slot_mapping, kv)
@@ -313,7 +319,7 @@ class _CpuPlan:
         return out[0].transpose(0, 1).flatten(1)
 
     def _keys(self, layer: int, kv: Tensor, row: _RowPieces) -> list[_Keys]:
-        """K and V of every piece, each [1, kv_heads, length, head_dim]."""
+        """Return K and V of every piece, each [1, kv_heads, length, head_dim]."""
         history = row.history
         bias = row.bias if row.includes_new_tokens else None
         keys = [_Keys(views[2 * layer], views[2 * layer + 1], bias) for views in history.views]
@@ -326,8 +332,10 @@ class _CpuPlan:
         return keys
 
     def _mix(self, q: Tensor, keys: list[_Keys], sinks: Tensor | None) -> Tensor:
-        """Attention over all keys: [rows, heads, queries, head_dim], as `q`; `sinks` broadcast
-        against its first three dimensions."""
+        """Attend to all keys: [rows, heads, queries, head_dim], as `q`.
+
+        `sinks` broadcasts against the first three dimensions.
+        """
         rule = self._rule
         if len(keys) == 1 and sinks is None and rule.softcap is None:
             only = _read(keys[0], q.dtype)
@@ -353,8 +361,10 @@ class _CpuPlan:
 
 
 class _Keys(NamedTuple):
-    """K and V, each [rows, kv_heads, length, head_dim], and what queries may not see of them. They
-    may be stored in another dtype."""
+    """Hold K and V, each [rows, kv_heads, length, head_dim], and their mask.
+
+    They may be stored in another dtype than that of the queries.
+    """
 
     k: Tensor
     v: Tensor
@@ -363,7 +373,7 @@ class _Keys(NamedTuple):
 
 
 def _read(keys: _Keys, dtype: torch.dtype) -> _Keys:
-    """Keys in the dtype of the queries."""
+    """Cast keys to the dtype of the queries."""
     if keys.k.dtype == dtype:
         return keys
     k = keys.k.to(dtype)
@@ -371,14 +381,14 @@ def _read(keys: _Keys, dtype: torch.dtype) -> _Keys:
 
 
 def _cut(runs: Iterable[PageRun], max_pages: int) -> Iterator[PageRun]:
-    """The same pages in runs of at most so many."""
+    """Split runs into runs of at most `max_pages` pages."""
     for page, count in runs:
         for done in range(0, count, max_pages):
             yield page + done, min(max_pages, count - done)
 
 
 def _fold(q: Tensor, num_rows: int, kv_heads: int) -> Tensor:
-    """[rows * tokens, heads, head_dim] -> [rows, kv_heads, tokens * group, head_dim]."""
+    """Reshape [rows * tokens, heads, head_dim] to [rows, kv_heads, tokens * group, head_dim]."""
     num_tokens, head_dim = len(q) // num_rows, q.shape[-1]
     if num_tokens == 1:
         return q.reshape(num_rows, kv_heads, -1, head_dim)
@@ -387,7 +397,7 @@ def _fold(q: Tensor, num_rows: int, kv_heads: int) -> Tensor:
 
 
 def _unfold(out: Tensor, q: Tensor) -> Tensor:
-    """What `_fold` made of `q`, after attention: [rows * tokens, heads * head_dim]."""
+    """Reshape attention over `_fold`ed queries `q` to [rows * tokens, heads * head_dim]."""
     num_rows, kv_heads = out.shape[:2]
     if len(q) == num_rows:
         return out.reshape(num_rows, -1)
@@ -396,12 +406,12 @@ def _unfold(out: Tensor, q: Tensor) -> Tensor:
 
 
 def _folded_sinks(sinks: Tensor, kv_heads: int, num_tokens: int) -> Tensor:
-    """Of every folded query: [q_heads] -> [kv_heads, tokens * group]."""
+    """Repeat sinks for every folded query: [q_heads] -> [kv_heads, tokens * group]."""
     return sinks.view(kv_heads, 1, -1).expand(-1, num_tokens, -1).reshape(kv_heads, -1)
 
 
 def _flash(q: Tensor, keys: _Keys, rule: AttentionRule) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp; q heads may be a multiple of kv heads.
+    """Compute attention and its log-sum-exp; q heads may be a multiple of kv heads.
 
     Returns:
         ([rows, heads, queries, head_dim], [rows, heads, queries]).
@@ -413,7 +423,7 @@ def _flash(q: Tensor, keys: _Keys, rule: AttentionRule) -> tuple[Tensor, Tensor]
 
 
 def _capped(q: Tensor, keys: _Keys, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
-    """As `_flash`, with scores squashed (Bello et al. 2016), which the kernel cannot do."""
+    """Compute what `_flash` does with soft-capped scores, which the kernel does not support."""
     grouped = q.reshape(len(q), keys.k.shape[1], -1, *q.shape[2:])
     k, v = keys.k.unsqueeze(2), keys.v.unsqueeze(2)
     scores = (grouped @ k.transpose(-1, -2)).float()

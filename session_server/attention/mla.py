@@ -56,21 +56,21 @@ BLOCK_LEN: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class MlaShape:
-    """What the pool does not know of a head: the non-rotary elements of a key, those of a value."""
+    """Describe what the pool does not know of a head: sizes of non-rotary key and of value."""
 
     qk_nope_head_dim: int
     v_head_dim: int
 
 
 def min_expanded_tokens(*, kv_lora_rank: int, qk_nope_head_dim: int, v_head_dim: int) -> float:
-    """The least new tokens for which expanding is cheaper; infinite where it never is."""
+    """Return the fewest new tokens for which expanding is cheaper; infinite if it never is."""
     expanded = qk_nope_head_dim + v_head_dim
     saved = 2 * kv_lora_rank - expanded
     return kv_lora_rank * expanded / saved if saved > 0 else math.inf
 
 
 class MlaBackend:
-    """Chooses per span, and expands; what is absorbed is left to a multi-query backend."""
+    """Choose per span: expand it, or pass it absorbed to a multi-query backend."""
 
     def __init__(
         self,
@@ -82,13 +82,15 @@ class MlaBackend:
         absorbed: BackendFactory,
         expand_from: float | None = None,
     ) -> None:
-        """Args:
-        pool: the latents.
-        table: which pages are whose.
-        rule: query heads and scale; every position is seen.
-        shape: of the heads.
-        absorbed: what attends to latents as they lie.
-        expand_from: new tokens of a span from which it is expanded; None where that is cheaper.
+        """Create the backend.
+
+        Args:
+            pool: the latents.
+            table: the page table of the pool.
+            rule: query heads and scale; there is no window.
+            shape: sizes of the heads.
+            absorbed: creates the backend that attends to latents.
+            expand_from: new tokens from which a span is expanded; None for the cheaper choice.
         """
         assert rule.window is None, "latents are kept of every position"
         assert rule.softcap is None, "scores of latents are not squashed"
@@ -106,7 +108,7 @@ class MlaBackend:
         self._expand_from = expand_from
 
     def plan(self, meta: AttentionMeta) -> MlaPlan:
-        """Prepare one forward: spans of the fewest tokens come first, so those absorbed do."""
+        """Prepare one forward; spans are sorted by number of tokens: absorbed ones come first."""
         absorbed = tuple(s for s in meta.spans if s.num_tokens < self._expand_from)
         expanded = meta.spans[len(absorbed) :]
         slot_mapping = meta.slot_mapping[self._pool.name]
@@ -125,7 +127,7 @@ class MlaBackend:
         )
 
     def _blocks(self, span: Span) -> list[_Block]:
-        """All positions the span sees, in order."""
+        """Split all positions that the span attends to into blocks, in order."""
         page_size = self._pool.page_size
         num_pages = pages_for(span.end, page_size)
         pages = self._table.device_pages[span.row, :num_pages].long()
@@ -137,7 +139,7 @@ class MlaBackend:
         return blocks
 
     def _masked(self, span: Span, start: int, end: int) -> Tensor | None:
-        """Which keys the span's tokens do not see, of those that see any."""
+        """Return the causal mask of a block for the tokens that see any of it, if needed."""
         if end <= span.start + 1:
             return None
         first_query = max(span.start, start)
@@ -148,8 +150,11 @@ class MlaBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """`num_keys` positions from `start` on. `pages`: int64 [n], where they lie. `masked`: bool
-    [queries at `start` or later, num_keys], None when all of them see all."""
+    """Describe `num_keys` positions from `start` on.
+
+    `pages`: int64 [n]. `masked`: bool [queries at `start` or later, num_keys], None if nothing is
+    masked.
+    """
 
     pages: Tensor
     start: int
@@ -159,14 +164,14 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A span that is expanded, and all positions it sees."""
+    """Hold a span that is expanded, and the blocks it attends to."""
 
     span: Span
     blocks: list[_Block]
 
 
 class MlaPlan:
-    """One forward's latent attention, for every layer of a pool."""
+    """Compute one forward's latent attention, for every layer of a pool."""
 
     __slots__ = ("_absorbed", "_expanded", "_pool", "_rule", "_shape", "_slot_mapping")
 
@@ -180,13 +185,15 @@ class MlaPlan:
         absorbed: AttentionPlan | None,
         expanded: list[_Chunk],
     ) -> None:
-        """Args:
-        pool: the latents.
-        rule: query heads and scale.
-        shape: of the heads.
-        slot_mapping: int64 [tokens that are not absorbed], where their rows go.
-        absorbed: attention of the tokens before those.
-        expanded: the spans after them.
+        """Create the plan.
+
+        Args:
+            pool: the latents.
+            rule: query heads and scale.
+            shape: sizes of the heads.
+            slot_mapping: int64 [expanded tokens], the slots of their rows.
+            absorbed: attention of the absorbed tokens, which come first.
+            expanded: the spans that follow.
         """
         self._pool = pool
         self._rule = rule
@@ -201,11 +208,11 @@ class MlaPlan:
         Args:
             layer: index within the pool.
             q: [tokens, heads, nope + rope], the rotary part rotated.
-            rows: [tokens, latent + rope], the latent normed, the rotary key rotated.
-            up: [heads, nope + value, latent], what makes K and V of a latent.
+            rows: [tokens, latent + rope], the latent normalized, the rotary key rotated.
+            up: [heads, nope + value, latent], projects a latent to K and V.
 
         Returns:
-            [tokens, heads * value]. Token t of a span sees its row's positions up to its own.
+            [tokens, heads * value]. A token attends to its row's positions up to its own.
         """
         num_absorbed = len(q) - len(self._slot_mapping)
         mixed = []
@@ -230,7 +237,7 @@ class MlaPlan:
         return values.transpose(0, 1).flatten(1)
 
     def _expand(self, layer: int, q: Tensor, chunk: _Chunk, up: Tensor) -> Tensor:
-        """Attention over blocks of keys, merged by log-sum-exp (Milakov and Gimelshein 2018)."""
+        """Attend to blocks of keys, merged by log-sum-exp (Milakov and Gimelshein 2018)."""
         heads = q.transpose(0, 1)
         shape = (self._rule.num_heads, chunk.span.num_tokens, self._shape.v_head_dim)
         out = torch.zeros(shape, dtype=torch.float32, device=q.device)
@@ -247,7 +254,7 @@ class MlaPlan:
     def _attend_block(
         self, layer: int, q: Tensor, block: _Block, up: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """float32 [heads, queries, value] and its log-sum-exp [heads, queries]."""
+        """Return attention to one block, float32 [heads, queries, value], and its log-sum-exp."""
         rank, qk_nope_head_dim = self._pool.kv_lora_rank, self._shape.qk_nope_head_dim
         rows = self._pool.gather(layer, block.pages)[0, 0, : block.num_keys]
         expanded = torch.matmul(rows[:, :rank], up.flatten(0, 1).t())
@@ -265,5 +272,5 @@ class MlaPlan:
 
 
 def _as_kv(rows: Tensor) -> Tensor:
-    """Rows as K and V of one head: [tokens, n] -> [tokens, 2, n], without a copy."""
+    """Return rows as K and V of one head: [tokens, n] -> [tokens, 2, n], without a copy."""
     return rows.unsqueeze(1).expand(-1, 2, -1)

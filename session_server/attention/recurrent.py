@@ -1,8 +1,8 @@
-"""Where the recurrent states of a forward come from and go to.
+"""Plan where the recurrent states of a forward are read and written.
 
-Once per step the rows' `StateMoves` become a `RecurrentPlan`: index tensors for what all rows can
-do in one call, and segments for what a row has to do by itself. Nothing a forward reads is written
-by it, so states before it stay what they are.
+Once per step the rows' `StateMoves` become a `RecurrentPlan`: index tensors for work that all rows
+share in one call, and segments for the rest, row by row. A forward never writes a state that it
+reads, so earlier states stay intact.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ before it, which costs its square; from chunk to chunk only the state goes on.""
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens [offset, offset + num_tokens) of a batch, all of one row.
+    """Describe tokens [offset, offset + num_tokens) of a batch, all of one row.
 
-    The state before them lies in page `source` (zero if that is the padding page), and the one
-    after them belongs in page `target`. Segments of a row follow each other.
+    The state before them is in page `source` (zero if that is the padding page); the state after
+    them is written to page `target`. Segments of a row follow each other.
     """
 
     offset: int
@@ -38,23 +38,26 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the states of rows lie: `pages` int64 [rows].
+    """Locate the states that rows start from: `pages`, int64 [rows].
 
-    `fresh`: int64 [n], those of them that begin a session, None without any.
+    `fresh`: int64 [n], indices of the rows that start a session; None if there are none.
     """
 
     pages: Tensor
     fresh: Tensor | None
 
     def read(self, states: Tensor) -> Tensor:
-        """A copy [rows, *shape] of one part [pages, *shape]; zeros for who begins."""
+        """Copy one part [pages, *shape] to [rows, *shape]; rows that start a session get zeros."""
         past = states.index_select(0, self.pages)
         return past if self.fresh is None else past.index_fill_(0, self.fresh, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Rows of one token; they are the first of a batch. `targets`: pages, int64 [rows]."""
+    """Describe the rows of one token, which come first in a batch.
+
+    `targets`: pages, int64 [rows].
+    """
 
     num_rows: int
     sources: Sources
@@ -63,12 +66,11 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Rows that leave a state after every token, as where guesses are verified: the first tokens of
-    all of them at once, then the second ones.
+    """Describe rows that leave a state after every token, as rows with drafts do.
 
-    `tokens`: where those of each round stand in the batch, int64 [rows]; `targets`: pages, int64
-    [rows]. `order`: int64 [tokens of the batch], its tokens in the order in which they come out
-    if all rounds are between steps and segments.
+    Round i takes token i of all such rows at once. `tokens`: indices of each round's tokens in the
+    batch, int64 [rows]; `targets`: pages, int64 [rows]. `order`: int64 [tokens of the batch], maps
+    the computed order (steps, rounds, segments) back to that of the batch.
     """
 
     tokens: tuple[Tensor, ...]
@@ -79,11 +81,11 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """A batch in which the last inputs before every row stand in front of it.
+    """Describe a batch in which each row is preceded by its last convolution inputs.
 
-    `length`: of the whole. `targets`: pages, int64 [targets of all rows]. int64 positions in the
-    whole: `past` of those last inputs, row after row; `tokens` of the batch's tokens, and
-    `before[i]` of what came i + 1 inputs before each of them; `tails` of the last inputs of every
+    `length`: tokens of the whole. `targets`: pages, int64 [targets of all rows]. int64 positions in
+    the whole: `past`, those of the preceding inputs, row after row; `tokens`, those of the batch's
+    tokens; `before[i]`, the inputs i + 1 before each token; `tails`, the last inputs of every
     target.
     """
 
@@ -97,30 +99,33 @@ class Padded:
 
 
 class Recurrence(Protocol):
-    """How a state takes in tokens."""
+    """Update a state with tokens."""
 
     def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """One token of each of n rows.
+        """Advance the state of n rows by one token each.
 
         Args:
             state: float32 [n, *shape], may be overwritten.
             inputs: [n, ...] each.
 
         Returns:
-            What comes out, [n, ...], and the states after.
+            The outputs, [n, ...], and the states after.
         """
         ...
 
     def chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Up to `CHUNK` tokens of one row: state [*shape], which stays as it is; inputs and out
-        [tokens, ...].
+        """Advance the state of one row by up to `CHUNK` tokens.
+
+        `state`: [*shape], not modified; inputs and outputs are [tokens, ...].
         """
         ...
 
 
 class RecurrentPlan:
-    """One forward's states, for every layer of a pool. The first part of a layer's state is the
-    last inputs of its convolution: [pages, width - 1, channels], oldest first.
+    """Read and write one forward's states, for every layer of a pool.
+
+    The first part of a layer's state is the last inputs of its convolution: [pages, width - 1,
+    channels], oldest first.
     """
 
     __slots__ = ("_padded", "_pool", "rounds", "segments", "steps")
@@ -134,8 +139,10 @@ class RecurrentPlan:
         segments: tuple[Segment, ...],
         padded: Padded | None,
     ) -> None:
-        """`rounds`: None where no row verifies guesses; `padded`: None where every row has one
-        token."""
+        """Create the plan.
+
+        `rounds`: None if no row has drafts; `padded`: None if every row has one token.
+        """
         self._pool = pool
         self._padded = padded
         self.steps = steps
@@ -143,12 +150,12 @@ class RecurrentPlan:
         self.segments = segments
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
-        """A causal convolution of every channel by itself, over the tokens of each row.
+        """Convolve every channel by itself, causally, over the tokens of each row.
 
         Args:
             layer: index within the pool.
             x: [tokens, channels].
-            taps: [width, channels], the one of a token itself last.
+            taps: [width, channels], that of the token itself last.
             bias: [channels].
 
         Returns:
@@ -162,7 +169,7 @@ class RecurrentPlan:
         return y if bias is None else y.add_(bias)
 
     def recur(self, layer: int, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
-        """Take in the tokens of all rows, in the second part of a layer's state.
+        """Advance the second part of a layer's state by the tokens of all rows.
 
         Args:
             layer: index within the pool.
@@ -170,7 +177,7 @@ class RecurrentPlan:
             inputs: [tokens, ...] each.
 
         Returns:
-            What comes out, [tokens, ...].
+            The outputs, [tokens, ...].
         """
         states, num_steps = self._pool.parts[layer][1], self.steps.num_rows
         outputs = []
@@ -221,7 +228,7 @@ class RecurrentPlan:
 
 
 class RecurrentBackend:
-    """Plans forwards over one pool of states."""
+    """Plan forwards over one pool of states."""
 
     __slots__ = ("_pool",)
 
@@ -305,7 +312,7 @@ def _moves(span: Span) -> StateMoves:
 
 
 def _source_of(moves: StateMoves, index: int) -> int:
-    """The page of the state before the token of that index, of a row that leaves one after each."""
+    """Return the page of the state before token `index` of a row with a state after each token."""
     return moves.targets[index - 1][1] if index else moves.source
 
 

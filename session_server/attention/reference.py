@@ -1,6 +1,6 @@
-"""The `torch` backend: gather each row's pages and call SDPA. Correct everywhere, first of all.
+"""Compute attention by gathering each row's pages and calling SDPA: the `torch` backend.
 
-Every other backend is tested against this one.
+It favors correctness; every other backend is tested against it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from session_server.attention.base import AttentionMeta, AttentionPlan, Attentio
 
 
 class ReferenceBackend:
-    """Row by row, through copies; works on any device and in any dtype."""
+    """Compute attention row by row, through copies; works on any device and in any dtype."""
 
     def __init__(self, pool: KvPages, table: PageTable, rule: AttentionRule) -> None:
-        """Args:
-        pool: the K and V.
-        table: which pages are whose.
-        rule: what sees what.
+        """Create the backend.
+
+        Args:
+            pool: the K and V.
+            table: which pages are whose.
+            rule: what sees what.
         """
         assert rule.num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
         self._pool = pool
@@ -56,8 +58,11 @@ class ReferenceBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One span. `pages`: int64 [n], those it looks at; its keys lie in their slots from
-    `first_slot` up to `end_slot`. `seen`: bool [tokens, keys]; None where one token sees all."""
+    """Describe one span.
+
+    `pages`: int64 [n]; the keys are slots [first_slot, end_slot) of the gathered pages. `seen`:
+    bool [tokens, keys]; None if a single token attends to all of them.
+    """
 
     span: Span
     pages: Tensor
@@ -67,7 +72,7 @@ class _Row:
 
 
 class _ReferencePlan:
-    """See `AttentionPlan`."""
+    """Compute one forward's attention; implements `AttentionPlan`."""
 
     __slots__ = ("_pool", "_rows", "_rule", "_slot_mapping")
 
@@ -80,7 +85,7 @@ class _ReferencePlan:
         self._rows = rows
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
-        """See `AttentionPlan.attend`."""
+        """Store the new K and V of one layer, then attend; implements `AttentionPlan.attend`."""
         self._pool.write(layer, self._slot_mapping, kv)
         mixed = []
         for row in self._rows:
@@ -96,7 +101,7 @@ class _ReferencePlan:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-        """[1, heads, queries, head_dim], as `q`."""
+        """Attend with SDPA: [1, heads, queries, head_dim], as `q`."""
         if q.shape[2] > 1:
             return functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=seen, scale=self._rule.scale, enable_gqa=True
@@ -107,7 +112,9 @@ class _ReferencePlan:
         return out.reshape(q.shape)
 
     def _softmax(self, q: Tensor, k: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
-        """Softmax in fp32, where SDPA lacks an argument: [1, heads, queries, keys]."""
+        """Return attention weights in fp32, [1, heads, queries, keys]: SDPA lacks softcap and
+        sinks.
+        """
         scores = (q @ k.transpose(-1, -2)).float() * self._rule.scale
         if self._rule.softcap is not None:
             scores = self._rule.softcap * torch.tanh(scores / self._rule.softcap)

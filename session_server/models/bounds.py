@@ -1,8 +1,8 @@
-"""What the fields of a `config.json` may be, checked before any of them sizes something.
+"""Check the fields of a `config.json` before any of them sizes something.
 
-A configuration from elsewhere may ask for a million layers or a rotary base that is no number.
-Every field that a family reads is listed here by its kind, numbers with a range; a test holds the
-lists complete. The ranges leave room for models several times as large as those that exist.
+An untrusted configuration may ask for a million layers or a rotary base that is not a number. Every
+field that a family reads is listed here by kind, and numbers have a range; a test keeps the lists
+complete. The ranges allow models several times as large as those that exist.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ _MAX_SHOWN_CHARS: Final = 100
 
 
 def check_fields(raw: Mapping[str, Any]) -> None:
-    """Check every field that a family may read. An absent one is a family's to miss.
+    """Check every field that a family may read; families report the fields they miss.
 
     Raises:
-        CheckpointError: one has the wrong type or is out of its range.
+        CheckpointError: a field has the wrong type or is out of range.
     """
     for name, value in raw.items():
         if value is None or (name == "mamba_d_head" and value == "auto"):
@@ -153,7 +153,7 @@ def check_fields(raw: Mapping[str, Any]) -> None:
 
 
 def check_sizes(config: ModelConfig) -> None:
-    """Check what was worked out from the fields.
+    """Check the sizes that were computed from the fields.
 
     Raises:
         CheckpointError: a size is zero or too large, or the model has too many experts.
@@ -183,7 +183,7 @@ def check_sizes(config: ModelConfig) -> None:
 
 
 def shortened(text: str) -> str:
-    """Cut a text of the checkpoint's to what an error quotes."""
+    """Cut a text from the checkpoint to the length that an error message quotes."""
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
 
 
@@ -210,7 +210,7 @@ def _invalid_field(name: str, what: str, value: object) -> CheckpointError:
 
 
 def _components(layer: LayerConfig) -> Iterable[Any]:
-    """Yield the descriptions that a layer is made of."""
+    """Yield the configs of which a layer is composed."""
     yield layer.mixer
     yield layer.ffn
     if isinstance(layer.ffn, MoeConfig):

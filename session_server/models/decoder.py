@@ -1,4 +1,4 @@
-"""The one decoder: layers of mixer and ffn over a flat batch of tokens."""
+"""Run the decoder: layers of mixer and ffn over a flat batch of tokens."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from session_server.models.layers.rope import Rope
 
 
 class Mixer(Protocol):
-    """Mixes tokens with their past."""
+    """Mix each token with the tokens before it in its row."""
 
     def __call__(self, x: Tensor, phases: Tensor, attention: Any) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden].
+        """Mix tokens: [tokens, hidden] -> [tokens, hidden].
 
-        `phases`: rotations of the positions, if it has any. `attention`: the plan of the pool that
-        the layer stores to, in the form that its kind of layer asks.
+        `phases`: rotations of the positions; the positions themselves for layers without rotary
+        embeddings. `attention`: the plan of the layer's pool, of the type that this kind of layer
+        needs.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """What stands around a mixer or an ffn; None where a family has nothing there."""
+    """Hold the norms before and after a mixer or an ffn; None where a family has none."""
 
     before: RmsNorm | None
     after: Callable[[Tensor], Tensor] | None
@@ -42,7 +43,7 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one layer, ready to run."""
+    """Hold the weights of one layer, ready to run."""
 
     mixer_norms: Norms
     mixer: Mixer
@@ -51,7 +52,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Plain callables instead of `nn.Module`: a step of a small model is bound by Python."""
+    """Run a model's layers, final norm and LM head.
+
+    Layers are plain callables, not `nn.Module`: Python overhead bounds a step of a small model.
+    """
 
     __slots__ = ("_embedding", "_head", "_layers", "_norm", "_ropes", "_scale", "config")
 
@@ -64,12 +68,14 @@ class Decoder:
         norm: RmsNorm,
         head: Linear,
     ) -> None:
-        """Args:
-        config: what was built.
-        embedding: [vocab, hidden]; decides device and dtype.
-        layers: first to last.
-        norm: before the head.
-        head: [hidden] -> [vocab].
+        """Assign each layer its rotary embedding and its pool.
+
+        Args:
+            config: what was built.
+            embedding: [vocab, hidden]; decides device and dtype.
+            layers: first to last.
+            norm: before the head.
+            head: [hidden] -> [vocab].
         """
         self.config = config
         self._embedding = embedding
@@ -88,17 +94,17 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """Return the device that holds the weights."""
         return self._embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Return the dtype of weights and activations."""
         return self._embedding.dtype
 
     @property
     def dtype_name(self) -> DTypeName:
-        """The same, as configurations spell it."""
+        """Return the same dtype by its name in configurations."""
         return cast(DTypeName, str(self.dtype).removeprefix("torch."))
 
     def forward(
@@ -113,12 +119,12 @@ class Decoder:
 
         Args:
             token_ids: int64 [tokens], rows of the batch one after the other.
-            positions: int64 [tokens], position of each within its own row.
-            attention: where each row's past lies, by pool; made for exactly these tokens.
-            logits_indices: int64 [n], the tokens whose hidden state is asked for; None for all.
+            positions: int64 [tokens], position of each token within its own row.
+            attention: the attention plan of each pool, made for exactly these tokens.
+            logits_indices: int64 [n], the tokens whose hidden state is returned; None for all.
 
         Returns:
-            [n, hidden], normed for the head.
+            [n, hidden], normalized for the LM head.
         """
         hidden = functional.embedding(token_ids, self._embedding)
         if self._scale != 1.0:
@@ -137,6 +143,6 @@ class Decoder:
         return self._norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token: [n, hidden] -> float32 [n, vocab]."""
+        """Compute the scores of the next token: [n, hidden] -> float32 [n, vocab]."""
         logits, softcap = self._head(hidden).float(), self.config.final_logit_softcapping
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

@@ -1,31 +1,31 @@
-"""Why a model cannot be served. Raised at start-up, never towards a client.
+"""Define why a model cannot be served. Raised at start-up, never to a client.
 
 ModelError
-├── ModelNotFound      no such directory, and no hub that has it
-├── UnsupportedModel   an architecture, or a setting of one, that is not implemented
-├── CheckpointError    files, fields or tensors are missing, superfluous or not what they may be
-├── DraftMismatch      a draft model that cannot guess for the model it was given to
-└── ModelFilesError    the text side is missing or malformed (`text.model_files`)
+├── ModelNotFound      no such directory, and not a repository on the hub
+├── UnsupportedModel   an architecture, or one of its settings, is not implemented
+├── CheckpointError    files, fields or tensors are missing, unexpected or invalid
+├── DraftMismatch      the draft model cannot draft for the served model
+└── ModelFilesError    tokenizer files are missing or malformed (`text.model_files`)
 """
 
 from __future__ import annotations
 
 
 class ModelError(Exception):
-    """Root of everything loading a model raises on purpose."""
+    """Serve as the base class of every error that loading a model raises on purpose."""
 
 
 class ModelNotFound(ModelError):
-    """No such directory, and no hub that has it."""
+    """Report that the path is not a directory and the hub has no such repository."""
 
 
 class UnsupportedModel(ModelError):
-    """An architecture, or a setting of one, that is not implemented."""
+    """Report that an architecture, or one of its settings, is not implemented."""
 
 
 class CheckpointError(ModelError):
-    """Files or tensors are missing, superfluous or of the wrong shape."""
+    """Report files or tensors that are missing, unexpected or of the wrong shape."""
 
 
 class DraftMismatch(ModelError):
-    """A draft model that cannot guess for the model it was given to."""
+    """Report a draft model that cannot draft for the model it was given with."""

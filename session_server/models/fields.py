@@ -1,4 +1,4 @@
-"""Reading the fields that `config.json` files of all families have in common.
+"""Read the `config.json` fields that all families have in common.
 
 Both spellings are read: v4 (`rope_theta`, `rope_scaling`), which hub checkpoints carry, and v5
 (`rope_parameters`, `layer_types`), which `save_pretrained` writes today.
@@ -33,10 +33,10 @@ _WINDOWED: Final = {"sliding_attention": True, "full_attention": False}
 
 
 def integer(raw: RawConfig, key: str) -> int:
-    """A positive integer.
+    """Return a positive integer field.
 
     Raises:
-        CheckpointError: it is missing, or something else.
+        CheckpointError: it is missing or not a positive integer.
     """
     value = raw.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -47,14 +47,16 @@ def integer(raw: RawConfig, key: str) -> int:
 
 
 def dtype_name(raw: RawConfig) -> DTypeName:
-    """What the weights were saved in."""
+    """Return the dtype the weights were saved in; float32 if it is not a known one."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     return name if name in DTYPE_BYTES else "float32"
 
 
 def require_supported(raw: RawConfig, key: str, *known: object) -> None:
-    """Raises:
-    UnsupportedModel: `key` is there, and its value is none of `known`.
+    """Reject a value that is not implemented.
+
+    Raises:
+        UnsupportedModel: `key` is present and its value is not one of `known`.
     """
     value = raw.get(key)
     if value is not None and value not in known:
@@ -63,12 +65,12 @@ def require_supported(raw: RawConfig, key: str, *known: object) -> None:
 
 
 def attention(raw: RawConfig, rope: RopeConfig, *, head_dim: int | None = None) -> AttentionConfig:
-    """Head counts and sizes; everything else is a family's to say.
+    """Build an attention config from head counts and sizes; families set the rest.
 
     Args:
         raw: the configuration.
-        rope: of this layer.
-        head_dim: where `raw` has none; None is the hidden size over the heads.
+        rope: the rotary settings of this layer.
+        head_dim: used if `raw` has none; None means hidden size over heads.
     """
     num_heads = integer(raw, "num_attention_heads")
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
@@ -83,7 +85,7 @@ def attention(raw: RawConfig, rope: RopeConfig, *, head_dim: int | None = None) 
 
 
 def silu_mlp(raw: RawConfig, size_key: str = "intermediate_size") -> MlpConfig:
-    """The SwiGLU most families have."""
+    """Build the SwiGLU feed-forward that most families have."""
     require_supported(raw, "hidden_act", "silu", "swish")
     return MlpConfig(integer(raw, size_key))
 
@@ -91,12 +93,12 @@ def silu_mlp(raw: RawConfig, size_key: str = "intermediate_size") -> MlpConfig:
 def layer_windows(
     raw: RawConfig, window: int | None, is_windowed: Callable[[int], bool]
 ) -> list[int | None]:
-    """The window of every layer, None where it attends to everything.
+    """Return the sliding window of every layer, None for full attention.
 
     Args:
-        raw: the configuration; its `layer_types` (v5) decide where it has them.
-        window: of the layers that have one. One as wide as the context is none.
-        is_windowed: whether a layer, counted from 0, has one where nothing says it.
+        raw: the configuration; its `layer_types` (v5) take precedence.
+        window: size of the window. A window as long as the context counts as none.
+        is_windowed: whether a layer, counted from 0, has a window if `layer_types` is absent.
     """
     indices = range(integer(raw, "num_hidden_layers"))
     default_types = ["sliding_attention" if is_windowed(i) else "full_attention" for i in indices]
@@ -112,7 +114,7 @@ def windowed_layers(
     ffn: MlpConfig | MoeConfig,
     windows: Iterable[int | None],
 ) -> list[LayerConfig]:
-    """Layers of one ffn: without a window they attend like `full`, with one like `windowed`."""
+    """Build layers that share one ffn and attend like `full`, or like `windowed` with a window."""
     return [
         LayerConfig(full if window is None else replace(windowed, sliding_window=window), ffn)
         for window in windows
@@ -120,12 +122,12 @@ def windowed_layers(
 
 
 def layer_types(raw: RawConfig, default_types: list[str], known: Iterable[str]) -> list[str]:
-    """What every layer is (v5).
+    """Return the type of every layer (v5).
 
     Args:
         raw: the configuration.
-        default_types: what they are where it has no `layer_types`.
-        known: those that the family may have.
+        default_types: the types if `raw` has no `layer_types`.
+        known: the types that the family supports.
     """
     types = raw.get("layer_types") or default_types
     if len(types) != len(default_types):
@@ -143,12 +145,12 @@ def layer_types(raw: RawConfig, default_types: list[str], known: Iterable[str]) 
 
 
 def rope_config(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0) -> RopeConfig:
-    """The rotary settings of some layers.
+    """Build the rotary settings of some layers.
 
     Args:
         raw: the whole configuration.
         settings: `rope_parameters` or `rope_scaling`, or the part of it for these layers.
-        theta: where nothing says it.
+        theta: used if `settings` has no `rope_theta`.
     """
     theta = float(settings.get("rope_theta") or theta)
     name = settings.get("rope_type") or settings.get("type") or "default"
@@ -189,20 +191,20 @@ def rope_config(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0)
 
 
 def one_rope(raw: RawConfig) -> RopeConfig:
-    """The rotary settings of a model whose layers have the same."""
+    """Build the rotary settings of a model whose layers all share them."""
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     return rope_config(raw, settings, theta=float(raw.get("rope_theta") or 10_000.0))
 
 
 def two_ropes(raw: RawConfig, *, full: float, window: float) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary settings of full and of windowed layers.
+    """Build the rotary settings of full and of windowed layers.
 
-    v4 stretches full layers only; v5 says it layer type by layer type.
+    v4 scales full layers only; v5 has settings per layer type.
 
     Args:
         raw: the configuration.
-        full: theta of full layers where v5 settings do not say it.
-        window: of windowed ones.
+        full: theta of full layers if v5 settings do not give it.
+        window: theta of windowed layers if v5 settings do not give it.
     """
     by_type = raw.get("rope_parameters") or {}
     if not by_type.keys() & _WINDOWED.keys():
@@ -214,7 +216,7 @@ def two_ropes(raw: RawConfig, *, full: float, window: float) -> tuple[RopeConfig
 
 
 def context_len(raw: RawConfig) -> int:
-    """Positions the model can address."""
+    """Return the number of positions the model can address."""
     length = integer(raw, "max_position_embeddings")
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope = rope_config(raw, settings.get("full_attention") or settings)
@@ -227,16 +229,16 @@ def context_len(raw: RawConfig) -> int:
 def model(
     raw: RawConfig, layers: Iterable[LayerConfig], norm: NormConfig, *, tied: bool = False
 ) -> ModelConfig:
-    """Put the description together.
+    """Assemble the model config.
 
     Args:
         raw: the configuration.
         layers: first to last.
-        norm: of all layers, and before the head.
-        tied: whether embedding and head are the same where nothing says it.
+        norm: of all layers, and before the LM head.
+        tied: whether embedding and LM head are tied if `raw` does not say.
 
     Raises:
-        UnsupportedModel: no layer attends to positions.
+        UnsupportedModel: no layer is an attention layer.
     """
     described = tuple(layers)
     if all(layer.mixer.pool == STATE_POOL for layer in described):
@@ -254,12 +256,12 @@ def model(
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:
-    """By how much a context stretched by `factor` sharpens attention."""
+    """Return the factor by which a context scaled by `factor` sharpens attention."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _yarn_attention_factor(settings: RawConfig, factor: float) -> float:
-    """The temperature of YaRN (Peng et al. 2023, eq. 22), DeepSeek's `mscale` form included."""
+    """Return YaRN's temperature (Peng et al. 2023, eq. 22), including DeepSeek's `mscale` form."""
 
     given = settings.get("attention_factor")
     if given is not None:

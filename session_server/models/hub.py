@@ -1,4 +1,4 @@
-"""Where a model's files are, and one hash that says which model they are."""
+"""Find a model's files, and compute a hash that identifies the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOWNLOADED_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
 
 
 def resolve_model(path_or_id: str) -> Path:
-    """The directory of a checkpoint: a local one, or a hub repository downloaded once.
+    """Return the directory of a checkpoint: a local one, or a hub repository downloaded once.
 
     Raises:
         ModelNotFound: it is neither; the message says what to do.
@@ -41,13 +41,13 @@ def resolve_model(path_or_id: str) -> Path:
 
 
 def model_fingerprint(directory: Path) -> str:
-    """16 hex digits that name this model and tokenizer.
+    """Return 16 hex digits that identify this model and tokenizer.
 
-    A hash of the configuration and tokenizer files and of the names, sizes and headers of the
-    weight files. KV and token ids are shared between servers only where it is equal.
+    They hash the configuration and tokenizer files and the names, sizes and headers of the weight
+    files. Servers share KV and token ids only if their fingerprints are equal.
 
     Raises:
-        CheckpointError: one of them is no regular file of the directory, or is too large.
+        CheckpointError: a file is not a regular file of the directory, or is too large.
     """
     digest = hashlib.sha256()
     for path in find_files(directory, "*.json") + find_files(directory, "*.jinja"):

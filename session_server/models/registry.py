@@ -1,7 +1,7 @@
-"""From a Hugging Face `config.json` to a `ModelConfig`, by `model_type`.
+"""Turn a Hugging Face `config.json` into a `ModelConfig`, by `model_type`.
 
-`families` has a parser per family, `fields` what they have in common. A setting that is not
-implemented is refused by name; silence would mean wrong answers.
+`families` has a parser per family, `fields` what families have in common. A setting that is not
+implemented is rejected by name: ignoring it would give wrong answers.
 """
 
 from __future__ import annotations

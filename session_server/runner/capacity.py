@@ -1,4 +1,4 @@
-"""How much KV fits: measured free memory -> `Capacity`."""
+"""Plan how much KV fits into the free memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """What the operator said about KV memory; None where nothing was said.
+    """Hold the operator's limits on KV memory; None for what is not limited.
 
-    `fraction` of the free memory; `max_total_tokens` over all sessions; `bounded`: what bounded
-    pools have to hold; `free_bytes`: to plan with, instead of what is free now.
+    `fraction`: of the free memory. `max_total_tokens`: over all sessions. `bounded`: what pools
+    whose use per session is bounded (windows, states) must have room for. `free_bytes`: plan with
+    this instead of measuring.
     """
 
     fraction: float | None = None
@@ -40,7 +41,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """The capacity, what it takes by pool, and how it came about, for the log."""
+    """Hold the capacity, its bytes by pool, and the reason for it, for the log."""
 
     capacity: Capacity
     pool_bytes: Mapping[PoolName, int]
@@ -49,7 +50,7 @@ class CapacityPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """Of all pools together."""
+        """Return the bytes of all pools."""
         return sum(self.pool_bytes.values())
 
 
@@ -61,10 +62,10 @@ def measure_capacity(
     max_context_len: int,
     limits: MemoryLimits,
 ) -> CapacityPlan:
-    """Decide how many pages to allocate. To be called after the weights are loaded.
+    """Decide how many pages to allocate; call it after the weights are loaded.
 
     Without limits the pool holds `num_rows` contexts of full length, if `CPU_FRACTION` or
-    `DEVICE_FRACTION` of the free memory allow it.
+    `DEVICE_FRACTION` of the free memory suffice.
 
     Raises:
         ValueError: not even one page fits.
@@ -93,7 +94,7 @@ def measure_capacity(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken now, on an accelerator or on this host (container limits count)."""
+    """Return the free memory of an accelerator or of this host, container limits included."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     available = _available_host_bytes()
@@ -109,7 +110,7 @@ def _available_host_bytes() -> int:
 
 
 def _cgroup_headroom() -> tuple[int, ...]:
-    """Bytes left under a container's limit (cgroup v2); nothing without one."""
+    """Return the bytes left under a container's limit (cgroup v2); empty if there is none."""
     limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if not (limit.is_file() and used.is_file()):
         return ()

@@ -1,10 +1,10 @@
-"""The safetensors files of a checkpoint: what is in them, and reading it tensor by tensor.
+"""Read the safetensors files of a checkpoint, tensor by tensor.
 
-Names, shapes and sizes are known from the headers, so a checkpoint is checked before any memory is
-taken. One file is mapped at a time, and tensors are copied out of the mapping, which is made anew
-when much of it was read: a decoder needs the memory of its weights and, while it is loaded, of one
-shard, or of a part of a large one. (Pages of a mapping can also be dropped under memory pressure,
-and a step that must read them back from disk takes 20 times as long.)
+Names, shapes and sizes are known from the headers, so a checkpoint is checked before memory is
+allocated. One file is mapped at a time, and tensors are copied out of the mapping, which is renewed
+after `MAX_MAPPED_BYTES`: loading needs the memory of the weights and of one shard at most. Weights
+are not used from the mapping, because the system may drop its pages under memory pressure, and a
+step that reads them back from disk takes 20 times as long.
 """
 
 from __future__ import annotations
@@ -40,36 +40,38 @@ MAX_NAMED_TENSORS: Final = 8
 
 
 class WeightSource(ABC):
-    """Where the parts of a decoder take their weights from. `dtype`: of the model.
+    """Supply the weights of a decoder. `dtype`: that of the model.
 
-    Building a decoder twice, first from `ExpectedTensors`, tells what a checkpoint must have.
+    Building a decoder from `ExpectedTensors` first shows which tensors a checkpoint must have.
     """
 
     dtype: torch.dtype
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of that name."""
+        """Return whether the checkpoint has a tensor of that name."""
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor of that shape, in the model's dtype on its device."""
+        """Return a tensor of that shape, in the model's dtype on its device."""
         return self.take_as(self.dtype, name, *shape)
 
     @abstractmethod
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
-        """A tensor of that shape in a dtype of its own, for what the model's would spoil."""
+        """Return a tensor of that shape in a dtype of its own, where the model's is too coarse."""
 
 
 class ExpectedTensors(WeightSource):
-    """Notes what is asked for and gives tensors without content.
+    """Record the tensors that are asked for, and return tensors without content.
 
-    `num_bytes`: what a decoder would take of the tensors asked for.
+    `num_bytes`: bytes that a decoder needs for the tensors asked for.
     """
 
     def __init__(self, names: Iterable[str], dtype: torch.dtype = torch.float32) -> None:
-        """Args:
-        names: of the tensors there are.
-        dtype: of the model.
+        """Create an empty record.
+
+        Args:
+            names: the tensors that exist.
+            dtype: that of the model.
         """
         self._names = frozenset(names)
         self.dtype = dtype
@@ -77,20 +79,20 @@ class ExpectedTensors(WeightSource):
         self.num_bytes = 0
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
+        """Return whether the checkpoint has a tensor of that name."""
         return name in self._names
 
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
-        """See `WeightSource.take_as`."""
+        """Record name and shape, and return a tensor on the meta device."""
         self.shapes[name] = shape
         self.num_bytes += math.prod(shape) * dtype.itemsize
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """`torch.cat` along the first dimension.
+    """Concatenate along the first dimension, as `torch.cat` does.
 
-    For tensors without content torch imports its compiler first, which takes two seconds.
+    For meta tensors `torch.cat` would import torch's compiler first, which takes two seconds.
     """
     first = parts[0]
     if first.is_meta:
@@ -100,7 +102,7 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. `is_fp8`: of 8-bit floats, which need scales."""
+    """Describe a tensor in a file. `is_fp8`: 8-bit floats, which need scales."""
 
     path: Path
     shape: Shape
@@ -108,13 +110,13 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The headers of all files of a directory. `num_bytes`: of the files."""
+    """Hold the headers of all files of a directory. `num_bytes`: bytes of the files."""
 
     def __init__(self, directory: Path) -> None:
         """Read the headers.
 
         Raises:
-            CheckpointError: a file is missing, is cut off or is no safetensors file.
+            CheckpointError: a file is missing, is truncated or is not a safetensors file.
         """
         self.directory = directory
         self.num_bytes = 0
@@ -128,10 +130,10 @@ class Checkpoint:
                     self.tensors[name] = StoredTensor(path, tuple(header.get_shape()), is_fp8)
 
     def check(self, expected: Mapping[str, Shape], ignorable: set[str]) -> None:
-        """Compare names and shapes before anything is used. What is stored in FP8 needs its scales.
+        """Compare names and shapes before any tensor is used. FP8 tensors need their scales.
 
         Raises:
-            CheckpointError: they differ; all differences are named.
+            CheckpointError: they differ; the message names the differences.
         """
         scales = {
             name + fp8.SCALES_SUFFIX: fp8.scales_shape(shape)
@@ -158,13 +160,15 @@ class Checkpoint:
 
 
 class TensorReader(WeightSource):
-    """Copies tensors out of a checkpoint; a context manager that holds one file at a time."""
+    """Copy tensors out of a checkpoint; a context manager that holds one file at a time."""
 
     def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Args:
-        checkpoint: checked.
-        device: where the copies go.
-        dtype: of what `take` gives.
+        """Create the reader.
+
+        Args:
+            checkpoint: already checked.
+            device: where the copies go.
+            dtype: that of the tensors that `take` returns.
         """
         self._tensors = checkpoint.tensors
         self._device = device
@@ -183,15 +187,15 @@ class TensorReader(WeightSource):
         self._stack.close()
 
     def report_to(self, progress: Progress, num_tensors: int) -> None:
-        """Whom to tell about every tensor read."""
+        """Call `progress` after every tensor read."""
         self._progress = lambda num_read: progress(num_read, num_tensors)
 
     def has(self, name: str) -> bool:
-        """See `WeightSource.has`."""
+        """Return whether the checkpoint has a tensor of that name."""
         return name in self._tensors
 
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
-        """See `WeightSource.take_as`."""
+        """Return a copy of a tensor in the given dtype; FP8 is dequantized."""
         del shape  # checked with all others
         tensor = self._read(name)
         if self._tensors[name].is_fp8:
@@ -221,7 +225,7 @@ def _open(path: Path) -> Any:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The shards that the index names, or every safetensors file when there is no index."""
+    """Return the shards that the index names, or every safetensors file if there is no index."""
     index = read_object(directory, INDEX, MAX_JSON_BYTES)
     if index is None:
         files = find_files(directory, "*.safetensors")

@@ -1,11 +1,11 @@
-"""A small model that guesses what the large one will choose.
+"""Propose drafts with a small model.
 
-Its KV lies in memory of its own under the same page ids and the same page tables, and every forward
-of the target runs through it too. So where the target's KV is valid, its own is, and nothing has to
-be kept in books: a page that is shared, published, cooled or handed on takes both along.
+The draft model has KV memory of its own under the target's page ids and page tables, and every
+forward of the target runs through it too. So its KV is valid wherever the target's is, and needs no
+bookkeeping: a page that is shared, published, cooled or moved covers both.
 
-It guesses with the target's own sampler, rules and noise (see `verification`): the better its
-distribution agrees, the likelier both choose the same token, sampled or greedy.
+It samples with the target's sampler, rules and noise (see `verification`): the closer its
+distribution is to the target's, the more drafts are accepted, sampled or greedy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from session_server.runner.verification import SampleSpan
 
 
 class DraftModel:
-    """Makes the drafts that rows want and do not bring."""
+    """Propose drafts for the rows that have drafts but do not bring them."""
 
     __slots__ = ("_last_drafts", "_model", "_sampler", "_steps")
 
@@ -38,11 +38,13 @@ class DraftModel:
         *,
         num_rows: int,
     ) -> None:
-        """Args:
-        model: of the target's vocabulary, on its device.
-        tables: the target's.
-        sampler: the target's.
-        num_rows: rows of the tables, the padding row excluded.
+        """Create the draft model.
+
+        Args:
+            model: has the target's vocabulary and device.
+            tables: the target's page tables.
+            sampler: the target's sampler.
+            num_rows: rows of the tables, the padding row excluded.
         """
         self._model = model
         self._sampler = sampler
@@ -51,15 +53,15 @@ class DraftModel:
         self._steps = InputBuilder(tables, page_size=model.page_size, last_tokens=self._last_drafts)
 
     def propose(self, certain: ForwardInputs, batch: Batch) -> Tensor | None:
-        """Compute a forward's certain tokens, then guess.
+        """Compute a forward's certain tokens, then propose drafts.
 
         Args:
-            certain: the forward without the drafts that are still to be made.
-            batch: the forward; the rows that want drafts were started in the sampler.
+            certain: the inputs of the forward without the drafts that are still missing.
+            batch: the forward; rows with missing drafts were started in the sampler.
 
         Returns:
-            int64 [n, most drafts of a row], as `InputBuilder.build` takes them; None when no row
-            wants any.
+            int64 [n, most drafts of a row], as `InputBuilder.build` takes them; None if no row
+            needs any.
         """
         drafting = [row for row in batch.rows if needs_drafts(row)]
         ends = {span.row: span.offset + span.num_tokens - 1 for span in certain.attention.spans}
@@ -68,9 +70,10 @@ class DraftModel:
         return self._decode_drafts(drafting, hidden) if drafting else None
 
     def _decode_drafts(self, rows: list[BatchRow], hidden: Tensor) -> Tensor:
-        """One position after the other; `hidden` [n, hidden]: of the last certain tokens.
+        """Decode one position after the other.
 
-        The last draft's KV is computed too: when all of them are right, it is history.
+        `hidden`: [n, hidden], of the last certain tokens. The KV of the last draft is computed too:
+        if all drafts are accepted, it is part of the history.
         """
         num_steps = max(row.num_drafts for row in rows)
         drafts = torch.zeros((len(rows), num_steps), dtype=torch.int64, device=hidden.device)
@@ -96,12 +99,12 @@ class DraftModel:
 
 
 def needs_drafts(row: BatchRow) -> bool:
-    """Whether the row's drafts are still to be made."""
+    """Return whether the row's drafts are still missing."""
     return row.num_drafts > 0 and row.drafts is None
 
 
 def without_missing_drafts(batch: Batch) -> Batch:
-    """The batch without the positions whose token is still to be guessed."""
+    """Return the batch without the positions whose draft is still missing."""
     rows = (
         replace(row, num_tokens=row.num_tokens - row.num_drafts, num_drafts=0)
         if needs_drafts(row)
@@ -112,7 +115,7 @@ def without_missing_drafts(batch: Batch) -> Batch:
 
 
 def _draft_row(row: BatchRow, step: int) -> BatchRow:
-    """The position of a row's draft number `step`, whose token only the device knows."""
+    """Return the position of a row's draft number `step`; only the device knows its token."""
     return replace(
         row,
         start=row.start + row.num_tokens - row.num_drafts + step,

@@ -1,4 +1,4 @@
-"""The feed-forward of one layer from a checkpoint: dense, or experts as families spell them."""
+"""Load the feed-forward of one layer: dense, or experts in the layouts of the families."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from session_server.runner.mxfp4 import take_mxfp4
 def take_ffn(
     ffn: MlpConfig | MoeConfig, hidden: int, tensors: WeightSource, prefix: str
 ) -> GatedMlp | MixtureOfExperts:
-    """Build one.
+    """Load the feed-forward of a layer.
 
     Args:
-        ffn: its description.
-        hidden: size of what goes in and comes out.
-        tensors: where the weights are.
-        prefix: of their names.
+        ffn: its config.
+        hidden: size of inputs and outputs.
+        tensors: the weights.
+        prefix: of the tensors' names.
     """
     if isinstance(ffn, MlpConfig):
         return _dense(ffn, hidden, tensors, prefix)
@@ -66,7 +66,7 @@ def _dense(mlp: MlpConfig, hidden: int, tensors: WeightSource, prefix: str) -> G
 def _qwen_experts(
     moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
 ) -> Iterator[GatedMlp]:
-    """Hub checkpoints have every expert by itself; stacked ones are what v5 holds in memory."""
+    """Load experts stored one by one, as on the hub, or stacked, as v5 saves them."""
     if not tensors.has(f"{prefix}gate_up_proj"):
         for index in range(moe.num_experts):
             yield _dense(moe.expert, hidden, tensors, f"{prefix}{index}.")
@@ -84,7 +84,7 @@ def _granite_experts(
 def _stacked(
     moe: MoeConfig, hidden: int, tensors: WeightSource, names: tuple[str, str]
 ) -> Iterator[GatedMlp]:
-    """Experts in two tensors, gates before ups."""
+    """Load experts from two stacked tensors, gates before ups."""
     inner = moe.expert.intermediate_size
     gate_up = tensors.take(names[0], moe.num_experts, 2 * inner, hidden)
     down = tensors.take(names[1], moe.num_experts, hidden, inner)
@@ -109,7 +109,7 @@ def _gpt_oss_experts(
 
 
 def _gpt_oss_matrices(tensors: WeightSource, name: str, shape: tuple[int, int, int]) -> Tensor:
-    """[experts, outputs, inputs]."""
+    """Load stacked matrices as [experts, outputs, inputs]."""
     if tensors.has(f"{name}_blocks"):
         return take_mxfp4(tensors, name, shape)
     num_experts, outputs, inputs = shape
@@ -117,7 +117,7 @@ def _gpt_oss_matrices(tensors: WeightSource, name: str, shape: tuple[int, int, i
 
 
 def _gate_first(rows: Tensor) -> Tensor:
-    """Gate and up take turns in the checkpoint; the gate's half comes first here."""
+    """Reorder interleaved rows of gate and up so that the gate's half comes first."""
     return concatenate((rows[::2], rows[1::2]))
 
 

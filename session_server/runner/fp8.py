@@ -1,7 +1,7 @@
-"""FP8 weights with a scale per block (DeepSeek-AI 2024, the V3 report, section 3.3) to floats.
+"""Dequantize FP8 weights with a scale per block (DeepSeek-AI 2024, V3 report, section 3.3).
 
 A weight `W` of 8-bit floats (E4M3) comes with `W_scale_inv`: a factor for every block of 128 by 128
-numbers. Blocks at the end of a row or column are cut off where the weight ends.
+numbers. The last blocks of a row or column are cut off where the weight ends.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SCALES_SUFFIX: Final = "_scale_inv"
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the scales of a weight [..., outputs, inputs]."""
+    """Return the shape of the scales of a weight [..., outputs, inputs]."""
     return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
 
 
 def dequantize(weight: Tensor, scales: Tensor) -> Tensor:
-    """FP8 [outputs, inputs] and its scales to float32 [outputs, inputs]."""
+    """Convert FP8 [outputs, inputs] with its scales to float32 [outputs, inputs]."""
     outputs, inputs = weight.shape
     by_row = scales.float().repeat_interleave(BLOCK, dim=0)[:outputs]
     factors = by_row.repeat_interleave(BLOCK, dim=1)[:, :inputs]

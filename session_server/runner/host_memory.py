@@ -1,8 +1,8 @@
-"""Memory of the host that is freed goes back to the system while weights are loaded.
+"""Return freed host memory to the system while weights are loaded.
 
-Loading makes a copy of every tensor, and often a second one in another layout. glibc keeps freed
-blocks below a threshold for reuse, and raises the threshold to the size of every larger one that is
-freed, up to 32 MiB: by the end half the size of the weights again is kept in holes between them.
+Loading copies every tensor, often a second time into another layout. glibc keeps freed blocks below
+a threshold for reuse, and raises the threshold to the size of every larger block that is freed, up
+to 32 MiB: in the end it would retain half the size of the weights in holes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ to step, where pages taken from the system anew would cost more than computing t
 
 @contextmanager
 def return_freed_memory() -> Iterator[None]:
-    """Within, what is freed is given back at once. No effect without glibc.
+    """Return freed memory at once inside this context. No effect without glibc.
 
-    Afterwards the thresholds are those that glibc reaches by itself once large blocks were freed.
+    Afterwards the thresholds are those that glibc itself reaches once large blocks were freed.
     """
     if platform.libc_ver()[0] != "glibc":
         yield

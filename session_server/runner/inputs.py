@@ -1,8 +1,7 @@
-"""A `Batch` of ids and arrays -> the tensors of one forward.
+"""Turn a `Batch` of ids and arrays into the tensors of one forward.
 
-The order of tokens inside a forward is the runner's own: rows with few tokens come first, the
-shortest context first among equals, which is what lets attention take them in one call. Results go
-back in the order of the batch.
+The runner orders tokens itself: rows with few tokens come first, shortest context first among
+equals, so that attention can take them in one call. Results are returned in the batch's order.
 """
 
 from __future__ import annotations
@@ -44,22 +43,24 @@ class ForwardInputs:
 
     @property
     def num_choices(self) -> int:
-        """Tokens chosen: as many of `logits_indices` come first."""
+        """Return the number of tokens sampled; their positions come first in `logits_indices`."""
         return sum(span.num_tokens for span in self.sample_spans)
 
 
 class InputBuilder:
-    """Builds inputs on the host and moves them to the device in one copy."""
+    """Build inputs on the host and move them to the device in one copy."""
 
     __slots__ = ("_device", "_last_tokens", "_page_size", "_tables")
 
     def __init__(
         self, tables: Mapping[PoolName, PageTable], *, page_size: int, last_tokens: Tensor
     ) -> None:
-        """Args:
-        tables: already hold the pages of a batch when `build` is called.
-        page_size: of all pools.
-        last_tokens: int64 [rows + 1] on the device: what each row sampled last.
+        """Create the builder.
+
+        Args:
+            tables: already hold the pages of a batch when `build` is called.
+            page_size: of all pools.
+            last_tokens: int64 [rows + 1] on the device: what each row sampled last.
         """
         self._tables = tables
         self._page_size = page_size
@@ -67,11 +68,11 @@ class InputBuilder:
         self._device = last_tokens.device
 
     def build(self, batch: Batch, drafts: Tensor | None = None) -> ForwardInputs:
-        """Lay out one forward.
+        """Build the inputs of one forward.
 
         Args:
             batch: what to compute.
-            drafts: int64 [n, most drafts of a row], on the device: of the rows that have drafts
+            drafts: int64 [n, most drafts of a row], on the device, for the rows that have drafts
                 but do not bring them, in the order of the batch.
         """
         rows = batch.rows
@@ -129,7 +130,7 @@ class InputBuilder:
         )
 
     def _write_positions(self, span: Span, out: NDArray[np.int64]) -> None:
-        """Write positions and slots of one span: `out` is [1 + pools, num_tokens]."""
+        """Write positions and slots of one span to `out` [1 + pools, num_tokens]."""
         page_size = self._page_size
         num_pages = pages_for(span.end, page_size)
         if span.num_tokens == 1:
@@ -146,7 +147,7 @@ class InputBuilder:
 
 
 def _order_spans(rows: tuple[BatchRow, ...]) -> tuple[list[tuple[Span, int]], list[int]]:
-    """Spans in flat order with the index of their row; and each row's offset."""
+    """Return spans in flat order with the index of their row, and each row's offset."""
     order = sorted(range(len(rows)), key=lambda i: (rows[i].num_tokens, rows[i].start))
     spans: list[tuple[Span, int]] = []
     offsets = [0] * len(rows)
@@ -167,7 +168,7 @@ def _sample_span(row: BatchRow) -> SampleSpan:
 def _scatter_drafts_(
     token_ids: Tensor, drafts: Tensor, rows: tuple[BatchRow, ...], offsets: list[int]
 ) -> None:
-    """Put drafts that only the device knows where they stand in the forward."""
+    """Write drafts that only the device knows to their positions in the forward."""
     drafted = [i for i, row in enumerate(rows) if row.num_drafts and row.drafts is None]
     cells = [
         (offsets[index] + rows[index].num_tokens - rows[index].num_drafts + step, number, step)

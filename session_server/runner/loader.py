@@ -1,4 +1,4 @@
-"""From a checkpoint's directory to a runner that is ready: one call for a composition root."""
+"""Load a runner from a checkpoint's directory, in one call for a composition root."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _Checkpoint = tuple[Path, ModelConfig]
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:
-    """How to run a model. `num_rows`: sessions that can hold KV at the same time.
+    """Configure how a model runs. `num_rows`: sessions that can hold KV at the same time.
 
-    `kv_dtype`: what KV is stored in; "auto" is what the model computes in. `max_context_len` None
-    is the model's own. `num_threads` None leaves torch's choice. `draft`: directory of the
-    checkpoint that makes drafts.
+    `kv_dtype`: KV is stored in it; "auto" is the dtype of the computation. `max_context_len`: None
+    for the model's own. `num_threads`: None for torch's choice. `draft`: directory of the draft
+    model's checkpoint.
     """
 
     page_size: int
@@ -45,10 +45,10 @@ class RunnerOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
-    """A runner and what bookkeeping must know of it.
+    """Hold a runner and what bookkeeping must know of it.
 
-    `config`, `spec`: of the model; a draft model's KV follows the same books. `plan` counts the
-    bytes of both.
+    `config`, `spec`: of the model; a draft model's KV uses the same pages. `plan` counts the bytes
+    of both.
     """
 
     runner: ModelRunner
@@ -62,7 +62,7 @@ class LoadedRunner:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedOptions:
-    """What `RunnerOptions` leave open, decided for a model on this machine."""
+    """Hold `RunnerOptions` with every "auto" resolved for a model on this machine."""
 
     config: ModelConfig
     device: torch.device
@@ -72,7 +72,7 @@ class ResolvedOptions:
     num_rows: int
 
     def capacity(self, stored: CacheSpec, limits: MemoryLimits) -> CapacityPlan:
-        """How many pages of what is `stored` there will be.
+        """Plan how many pages to allocate for KV as in `stored`.
 
         Raises:
             ValueError: memory for less than one page.
@@ -87,10 +87,10 @@ class ResolvedOptions:
 
 
 def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOptions:
-    """Decide on what `config` is run.
+    """Resolve the options for a model on this machine.
 
     Raises:
-        ValueError: a device that does not exist.
+        ValueError: the device does not exist.
     """
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
@@ -110,12 +110,12 @@ def resolve_options(config: ModelConfig, options: RunnerOptions) -> ResolvedOpti
 def load_runner(
     directory: Path, options: RunnerOptions, *, progress: Progress | None = None
 ) -> LoadedRunner:
-    """Load a checkpoint and allocate its KV pool.
+    """Load a checkpoint and allocate its KV pools.
 
     Raises:
         ModelError: the checkpoint cannot be served, or not with this draft model; see
             `models.errors`.
-        ValueError: a device that does not exist, or memory for less than one page.
+        ValueError: the device does not exist, or memory for less than one page.
     """
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
@@ -168,7 +168,7 @@ def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -
 
 
 def choose_device(name: str) -> torch.device:
-    """ "auto" is the first CUDA device, or the CPU.
+    """Return the named device; "auto" is the first CUDA device, or the CPU.
 
     Raises:
         ValueError: torch has no such device here.
@@ -185,7 +185,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: DTypeName | Literal["auto"], device: torch.device) -> DTypeName:
-    """ "auto" is fp32 on a CPU, which computes it faster than halves, and bf16 elsewhere."""
+    """Return the named dtype; "auto" is fp32 on a CPU, which computes it faster, else bf16."""
     if name != "auto":
         return name
     return "float32" if device.type == "cpu" else "bfloat16"

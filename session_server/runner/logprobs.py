@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own distribution, before temperature and truncation."""
+"""Compute log-probabilities of the model's own distribution, before temperature and truncation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from session_server.core.sampling import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class DeviceLogprobs:
-    """Still on the device. `chosen`: int64 [n]; `logprobs`: float32 [n]; `top_ids`,
-    `top_logprobs`: [n, k], best first."""
+    """Hold logprobs that are still on the device.
+
+    `chosen`: int64 [n]; `logprobs`: float32 [n]; `top_ids`, `top_logprobs`: [n, k], best first.
+    """
 
     chosen: Tensor
     logprobs: Tensor
@@ -22,13 +24,13 @@ class DeviceLogprobs:
     top_logprobs: Tensor
 
     def map(self, move: Callable[[Tensor], Tensor]) -> DeviceLogprobs:
-        """The same values elsewhere."""
+        """Return the tensors after `move`, such as a copy to the host."""
         return DeviceLogprobs(
             move(self.chosen), move(self.logprobs), move(self.top_ids), move(self.top_logprobs)
         )
 
     def to_host(self, num_top: list[int]) -> list[TokenLogprob]:
-        """One value per row; row i keeps `num_top[i]` alternatives. Waits for the device."""
+        """Return one value per row; row i keeps `num_top[i]` alternatives. Waits for the device."""
         ids, values = self.chosen.tolist(), self.logprobs.tolist()
         top_ids, top_values = self.top_ids.tolist(), self.top_logprobs.tolist()
         return [
@@ -40,11 +42,11 @@ class DeviceLogprobs:
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, *, num_top: int) -> DeviceLogprobs:
-    """Look at raw logits.
+    """Compute logprobs from raw logits.
 
     Args:
         logits: float32 [n, vocab].
-        chosen: int64 [n], the token whose logprob is wanted.
+        chosen: int64 [n], the tokens whose logprobs are returned.
         num_top: alternatives per row.
     """
     logprobs = torch.log_softmax(logits, dim=-1)

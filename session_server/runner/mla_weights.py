@@ -1,4 +1,4 @@
-"""The latent attention of one layer from a checkpoint."""
+"""Load the latent attention of one layer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NORM_EPS: Final = 1e-6
 
 
 def take_mla(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) -> MlaWeights:
-    """Build one.
+    """Load the latent attention of a layer.
 
     Args:
-        mixer: its description.
-        hidden: size of what goes in and comes out.
-        tensors: where the weights are.
-        prefix: of their names.
+        mixer: its config.
+        hidden: size of inputs and outputs.
+        tensors: the weights.
+        prefix: of the tensors' names.
     """
     heads, width = mixer.num_heads, mixer.qk_nope_head_dim + mixer.v_head_dim
     up = tensors.take(f"{prefix}kv_b_proj.weight", heads * width, mixer.kv_lora_rank)
@@ -37,7 +37,7 @@ def take_mla(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) 
 
 
 def _down(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) -> Linear:
-    """Queries, or their latent, and what is stored, in one projection."""
+    """Fuse the projections to queries, or their latent, and to the stored row."""
     query = f"{prefix}q_proj" if mixer.q_lora_rank is None else f"{prefix}q_a_proj"
     query_size, stored = mixer.q_lora_rank or _query_size(mixer), f"{prefix}kv_a_proj_with_mqa"
     stored_size = mixer.kv_lora_rank + mixer.qk_rope_head_dim

@@ -1,6 +1,6 @@
-"""Executes batches: table writes, inputs, forward, sampling, results. In launch order, always.
+"""Execute batches in launch order: table writes, inputs, forward, sampling, results.
 
-With a draft model, its forwards come first: they write its own KV and make the drafts.
+With a draft model, its forwards come first: they write its own KV and propose the drafts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SCORE_BLOCK: Final = 128
 
 
 class ModelRunner:
-    """One model on one device, with its KV pools. Implements `core.batch.Runner`.
+    """Run one model on one device, with its KV pools. Implements `core.batch.Runner`.
 
     Not thread-safe: one thread launches. Owns the pools, the device page tables and the sampler's
-    memory; who may write which page is decided elsewhere, by the table writes of the batches.
+    state. The cache decides who may write which page, through the table writes of the batches.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class ModelRunner:
 
         Args:
             decoder: the model; decides device and dtype.
-            spec: made by `decoder.config.cache_spec` for the same dtype; says what KV is stored in.
-            capacity: pages and rows; the same that bookkeeping works with.
-            backend: attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
+            spec: made by `decoder.config.cache_spec` for the same dtype; gives the dtype of KV.
+            capacity: pages and rows; the same that the cache uses.
+            backend: of attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
             eos_token_ids: held back until a turn's `min_tokens`.
-            draft: makes the drafts that rows do not bring; of the same vocabulary, device and
+            draft: proposes the drafts that rows do not bring; has the same vocabulary, device and
                 dtype.
         """
         device, page_size, num_rows = decoder.device, spec.page_size, capacity.num_rows
@@ -92,24 +92,24 @@ class ModelRunner:
 
     @property
     def pools(self) -> Mapping[PoolName, KvPages]:
-        """The model's KV memory."""
+        """Return the model's KV pools."""
         return self._model.pools
 
     @property
     def states(self) -> StatePool | None:
-        """Its recurrent states, if it has any."""
+        """Return the pool of recurrent states; None if the model has none."""
         return self._model.states
 
     @property
     def backend_name(self) -> str:
-        """What computes attention."""
+        """Return the name of the attention backend."""
         return self._model.backend_name
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start one forward; on a CPU, finish it.
 
-        Never raises for what the device refuses: that is the `error` of the step's result. A
-        device that is lost raises, see `failed_step`.
+        A device error, such as out of memory, becomes the `error` of the step's result. A lost
+        device raises, see `failed_step`.
         """
         started = time.perf_counter()
         try:
@@ -124,14 +124,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
-        """The logits that `launch` of this batch looks at, without sampling.
+        """Return the logits that `launch` of this batch computes, without sampling.
 
-        Idempotent: the KV written is what `launch` writes again. Rows that want drafts of the draft
-        model must have been started by an earlier launch.
+        Idempotent: it writes the KV that `launch` writes again. Rows with missing drafts must have
+        been started by an earlier launch.
 
         Returns:
-            float32 [n, vocab]: what sampled rows choose from, in the order of the batch, then
-            scored positions.
+            float32 [n, vocab]: sampled positions in the order of the batch, then scored positions.
         """
         self._apply_table_writes(batch.table_writes)
         inputs, hidden = self._forward(batch)
@@ -200,7 +199,7 @@ class ModelRunner:
     def _score(
         self, batch: Batch, inputs: ForwardInputs, hidden: Tensor
     ) -> list[list[DeviceLogprobs]]:
-        """Per scored row, its logprobs block by block."""
+        """Return the logprobs of each scored row, block by block."""
         scores: list[list[DeviceLogprobs]] = []
         offset = 0
         for index in inputs.scored:

@@ -1,6 +1,6 @@
-"""MXFP4 weights (OCP Microscaling Formats 1.0, 2023) to the model's dtype.
+"""Dequantize MXFP4 weights (OCP Microscaling Formats 1.0, 2023) to the model's dtype.
 
-32 numbers of a row share a power of two, stored with a bias of 127 in one byte; each number is four
+32 numbers of a row share a power of two, stored with a bias of 127 in one byte. Each number is four
 bits, two to a byte, the lower half first: a sign, two bits of exponent and one of mantissa.
 """
 
@@ -23,10 +23,10 @@ MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def take_mxfp4(tensors: WeightSource, name: str, shape: tuple[int, int, int]) -> Tensor:
-    """Read `NAME_blocks` and `NAME_scales`.
+    """Load `NAME_blocks` and `NAME_scales`.
 
     Args:
-        tensors: where they are.
+        tensors: the weights.
         name: of the weight.
         shape: [experts, outputs, inputs] of the result; inputs are whole blocks.
     """
@@ -48,7 +48,7 @@ def take_mxfp4(tensors: WeightSource, name: str, shape: tuple[int, int, int]) ->
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Blocks of numbers: uint8 [..., 16] and uint8 [...] to float32 [..., 32]."""
+    """Convert blocks, uint8 [..., 16], and scales, uint8 [...], to float32 [..., 32]."""
     signed = (*MAGNITUDES, *(-value for value in MAGNITUDES))
     table = torch.tensor(signed, dtype=torch.float32, device=blocks.device)
     numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""What a forward left on the device, on its way to a `StepResult`."""
+"""Turn what a forward left on the device into a `StepResult`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SampledRows:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """Results of one forward. `sampled`, `scored`, `unsampled` are indices into `rows`.
+    """Hold the results of one forward; `sampled`, `scored`, `unsampled` are indices into `rows`.
 
     `scores`: per scored row, its blocks in order. `finite`: bool [n], per unsampled row.
     `probe_holds`: bool scalar, for a batch with a probe.
@@ -51,9 +51,9 @@ class StepOutputs:
     probe_holds: Tensor | None = None
 
     def start_copies(self) -> None:
-        """Queue the copies to pinned host memory behind the forward; does not wait.
+        """Queue the copies to pinned host memory behind the forward, without waiting.
 
-        Without this, reading would queue behind forwards launched in between.
+        Otherwise reading would queue behind forwards that are launched in between.
         """
         if self.sampled_rows is not None:
             rows = self.sampled_rows
@@ -69,12 +69,12 @@ class StepOutputs:
         self.probe_holds = None if self.probe_holds is None else _pinned(self.probe_holds)
 
     def result(self, step: int, elapsed_s: float) -> StepResult:
-        """The result of the step. Waits for tensors that are still on a device."""
+        """Return the result of the step. Waits for tensors that are still on a device."""
         holds = None if self.probe_holds is None else bool(self.probe_holds)
         return StepResult(step, self.results(), elapsed_s, probe_holds=holds)
 
     def results(self) -> tuple[RowResult, ...]:
-        """One result per row of the batch. Waits for tensors that are still on a device."""
+        """Return one result per row of the batch. Waits for tensors that are still on a device."""
         empty = RowResult((), (), (), finite=True)
         results = [empty] * len(self.rows)
         if self.finite is not None:
@@ -101,7 +101,7 @@ class StepOutputs:
 
 
 class FinishedStep:
-    """A step that is over. Implements `core.batch.PendingStep`."""
+    """Hold the result of a finished step. Implements `core.batch.PendingStep`."""
 
     __slots__ = ("_result",)
 
@@ -109,16 +109,16 @@ class FinishedStep:
         self._result = result
 
     def is_done(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def wait(self) -> StepResult:
-        """The result."""
+        """Return the result."""
         return self._result
 
 
 class EventStep:
-    """A step that runs on a CUDA stream. Implements `core.batch.PendingStep`."""
+    """Track a step that runs on a CUDA stream. Implements `core.batch.PendingStep`."""
 
     __slots__ = ("_finished", "_outputs", "_started", "_step")
 
@@ -146,11 +146,11 @@ class EventStep:
         return cls(step, outputs, started=started, finished=finished)
 
     def is_done(self) -> bool:
-        """Whether the device has passed the last event."""
+        """Return whether the device has passed the last event."""
         return bool(self._finished.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> StepResult:
-        """Block for the device; a failure of it becomes the result's `error`."""
+        """Wait for the device; its failure becomes the result's `error`."""
         try:
             self._finished.synchronize()
             elapsed_s = self._started.elapsed_time(self._finished) / 1e3
@@ -160,11 +160,11 @@ class EventStep:
 
 
 def failed_step(step: int, error: BaseException, elapsed_s: float) -> FinishedStep:
-    """The step of a forward that the device refused.
+    """Return the step of a forward that failed on the device.
 
     Raises:
-        RuntimeError: the CUDA context is lost. Kernels' errors are sticky: every later forward
-            would fail as well, and only another process can go on.
+        RuntimeError: the CUDA context is lost. Errors of kernels are sticky: every later forward
+            would fail as well, and only another process can continue.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A decoder together with the KV it keeps: what one forward is made of, whoever plans it."""
+"""Run a decoder together with its KV pools and attention backends."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _POOLS: Final[Mapping[LayerKind, type[MhaPool] | type[MlaPool]]] = MappingProxyT
 
 
 class PagedDecoder:
-    """One model, its KV pools and the attention over each.
+    """Hold one model, its KV pools and the attention over each pool.
 
-    Which pages of a pool are a row's is its table's to say; decoders that share tables keep the KV
+    A page table says which pages of a pool belong to a row. Decoders that share tables keep the KV
     of the same positions under the same page ids, each in memory of its own.
     """
 
@@ -64,10 +64,10 @@ class PagedDecoder:
 
         Args:
             decoder: the model; decides device and dtype.
-            spec: made by `decoder.config.cache_spec` for the same dtype; says what KV is stored in.
-            capacity: how many pages.
-            tables: whose pages are whose, at least in every pool of `spec`.
-            backend: attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
+            spec: made by `decoder.config.cache_spec` for the same dtype; gives the dtype of KV.
+            capacity: number of pages.
+            tables: the page table of at least every pool of `spec`.
+            backend: of attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
 
         Raises:
             torch.OutOfMemoryError: the device has less memory than the pool needs.
@@ -126,10 +126,10 @@ class PagedDecoder:
 
         Args:
             inputs: the page tables already hold their pages.
-            logits_indices: int64 [n], the tokens whose hidden state is asked for.
+            logits_indices: int64 [n], the tokens whose hidden state is returned.
 
         Returns:
-            [n, hidden], normed for the head.
+            [n, hidden], normalized for the LM head.
         """
         return self.decoder.forward(
             inputs.token_ids,

@@ -1,13 +1,13 @@
-"""Level 3 of the memory check: does a page hold what its tokens give?
+"""Check that a page holds the KV of its tokens: level 3 of the memory check.
 
-The positions of one page are computed once more, from the KV before them, into the padding page,
-and both are compared in every layer. Whatever is in a page that does not belong there (another
-session's content, positions shifted, one layer overwritten) differs by as much as it is large;
-what an honest forward of another shape gives differs by rounding.
+The positions of one page are computed again, from the KV before them, into the padding page, and
+both pages are compared in every layer. Wrong content (another session's KV, shifted positions, one
+overwritten layer) differs by about its own size; a correct forward of another shape differs by
+rounding.
 
-Attention may read the probed positions from the page itself or from the projection. The verdict is
-the same: up to the lowest layer in which the page is wrong everything computed is right, so the
-page is found wrong there.
+Attention may read the probed positions from the page itself or from the projection. The result is
+the same: up to the lowest layer in which the page is wrong, everything computed is right, so the
+comparison fails there.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def probe_holds(probe: Probe, model: PagedDecoder, tables: Mapping[PoolName, Pag
     """Compute a page again, in every pool, and compare. Writes nothing but the padding pages.
 
     Returns:
-        bool scalar on the pools' device: whether the pages hold what `probe.tokens` give. NaN and
-        infinities hold nothing.
+        bool scalar on the pools' device: whether the pages hold the KV of `probe.tokens`. NaN and
+        infinity count as wrong.
     """
     page_size, device = model.page_size, model.decoder.device
     num_tokens, index = len(probe.tokens), probe.start // page_size
@@ -81,7 +81,7 @@ def _into_padding(probe: Probe) -> StateMoves | None:
 
 
 def _state_verdicts(states: StateMoves, pool: StatePool, tolerance: float) -> list[Tensor]:
-    """Of every part of the state after the page, if it is kept; each layer's is one vector."""
+    """Compare each part of the state after the page, if it is kept; a layer's is one vector."""
     ((_, kept),) = states.targets
     if kept == NULL_PAGE:
         return []
@@ -91,14 +91,14 @@ def _state_verdicts(states: StateMoves, pool: StatePool, tolerance: float) -> li
 
 
 def deviation(computed: Tensor, kept: Tensor) -> Tensor:
-    """How far the content of a page is from what it should be, relative to its size.
+    """Measure how far the content of a page is from the computed one, relative to its size.
 
-    A position is measured against its own norm or the page's mean one, whichever is larger, so
-    that a position that has hardly any content is not judged by its rounding.
+    A position is measured against its own norm or the page's mean one, whichever is larger, so that
+    a position with hardly any content is not judged by its rounding.
 
     Args:
-        computed, kept: one part of a page, [layers, heads, positions, elements]: K, V, what MLA
-            makes both of, or its rotary key.
+        computed, kept: one part of a page, [layers, heads, positions, elements]: K, V, the latent
+            of MLA, or its rotary key.
 
     Returns:
         float32 [layers, positions].

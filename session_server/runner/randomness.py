@@ -1,8 +1,8 @@
-"""Noise as a pure function of (seed, position, token id): the same in every batch, on any device.
+"""Generate noise as a pure function of (seed, position, token id), in any batch on any device.
 
-A counter-based generator (Salmon et al. 2011): nothing is stored and nothing is drawn in order.
-The mixing is SplitMix64's (Steele, Lea and Flood 2014), in wrapping int64 arithmetic, which every
-torch device computes alike.
+A counter-based generator (Salmon et al. 2011): it stores nothing and has no order. It mixes as
+SplitMix64 does (Steele, Lea and Flood 2014), in wrapping int64 arithmetic, which every torch device
+computes alike.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SECOND: Final = 0x94D049BB133111EB
 
 
 def noise_key(seed: int, position: int) -> int:
-    """The key of one draw, as a signed 64-bit integer."""
+    """Return the key of one sampled position, as a signed 64-bit integer."""
     return _signed(_mix(_mix(seed) + position * _GOLDEN))
 
 
 class TokenNoise:
-    """Standard exponential variates, one per token id."""
+    """Generate standard exponential variates, one per token id."""
 
     __slots__ = ("_counters",)
 
@@ -33,14 +33,14 @@ class TokenNoise:
         self._counters = steps * _signed(_GOLDEN)
 
     def exponentials(self, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Exp(1) variates, float32, in (0, inf].
+        """Return Exp(1) variates, float32, in (0, inf].
 
         Args:
             keys: int64 [n], from `noise_key`.
             token_ids: int64 [n], one id per key; None for the whole vocabulary per key.
 
         Returns:
-            [n], or [n, vocab]. Small values, which decide who is sampled, are resolved to 2^-53.
+            [n], or [n, vocab]. Small values, which decide the sample, are resolved to 2^-53.
         """
         if token_ids is None:
             bits = keys.unsqueeze(1) + self._counters
@@ -56,7 +56,7 @@ class TokenNoise:
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finaliser on an unsigned 64-bit integer."""
+    """Apply SplitMix64's finalizer to an unsigned 64-bit integer."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * _FIRST) & _MASK
     value = ((value ^ (value >> 27)) * _SECOND) & _MASK

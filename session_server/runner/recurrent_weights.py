@@ -1,4 +1,4 @@
-"""What the recurrent mixer of one layer has learned, from a checkpoint."""
+"""Load the recurrent mixer of one layer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from session_server.runner.checkpoint import WeightSource, concatenate
 
 
 def take_short_conv(mixer: ShortConvConfig, tensors: WeightSource, prefix: str) -> ShortConvWeights:
-    """Build one.
+    """Load a short convolution.
 
     Args:
-        mixer: its description.
-        tensors: where the weights are.
-        prefix: of their names.
+        mixer: its config.
+        tensors: the weights.
+        prefix: of the tensors' names.
     """
     size = mixer.channels
 
@@ -45,13 +45,13 @@ def take_short_conv(mixer: ShortConvConfig, tensors: WeightSource, prefix: str) 
 def take_mamba2(
     mixer: Mamba2Config, config: ModelConfig, tensors: WeightSource, prefix: str
 ) -> Mamba2Weights:
-    """Build one.
+    """Load a Mamba2 mixer.
 
     Args:
-        mixer: its description.
-        config: of the model.
-        tensors: where the weights are.
-        prefix: of their names.
+        mixer: its config.
+        config: that of the model.
+        tensors: the weights.
+        prefix: of the tensors' names.
     """
     hidden, inner, heads = config.hidden_size, mixer.inner_size, mixer.num_heads
 
@@ -77,7 +77,7 @@ def take_mamba2(
 def take_gated_delta(
     mixer: GatedDeltaConfig, config: ModelConfig, tensors: WeightSource, prefix: str
 ) -> GatedDeltaWeights:
-    """Build one; arguments as those of `take_mamba2`."""
+    """Load a gated delta mixer; arguments as those of `take_mamba2`."""
     hidden, heads = config.hidden_size, mixer.linear_num_value_heads
     sizes = {"qkv": mixer.conv_size, "z": mixer.values_size, "b": heads, "a": heads}
     inputs = [
@@ -96,11 +96,11 @@ def take_gated_delta(
 
 
 def _taps(tensors: WeightSource, name: str, channels: int, width: int) -> Tensor:
-    """A convolution of every channel by itself: [width, channels], the newest last."""
+    """Load a depthwise convolution: [width, channels], the newest token last."""
     return tensors.take(f"{name}.weight", channels, 1, width).squeeze(1).t().contiguous()
 
 
 def _rates(tensors: WeightSource, prefix: str, num_heads: int) -> Tensor:
-    """Of decay, negative; left alone on the meta device, where `exp_` would wake the compiler."""
+    """Load the negative rates of decay; skip `exp_` on the meta device: it loads the compiler."""
     logs = tensors.take_as(torch.float32, f"{prefix}A_log", num_heads)
     return logs if logs.is_meta else logs.exp_().neg_()

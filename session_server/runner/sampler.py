@@ -1,14 +1,13 @@
-"""Logits -> tokens, on the device: one per row, and one more per draft.
+"""Sample tokens from logits, on the device: one per row, and one more per draft.
 
-Order of rules: logit bias, stop tokens held back until `min_tokens`, penalties, temperature,
-top-k, top-p, min-p. The choice itself is a Gumbel race (Maddison et al. 2014): the token with the
-largest `logit / temperature - log(Exp(1) noise)` is a sample of the softmax. The noise is a
-function of (seed, position, token id), so a row's token never depends on its company, nor on
-what was guessed for it.
+Order of rules: logit bias, stop tokens held back until `min_tokens`, penalties, temperature, top-k,
+top-p, min-p. The token itself is chosen by the Gumbel-max trick (Maddison et al. 2014): the largest
+`logit / temperature - log(Exp(1) noise)` is a sample of the softmax. The noise is a function of
+(seed, position, token id), so a row's token depends neither on other rows nor on its drafts.
 
-What a turn must remember (penalty counts, seed) is kept per row from one `SamplingStart` to the
-next and changes where tokens are sampled, so that launching ahead needs no word from the host.
-How many outputs precede a choice follows from its position.
+The state of a turn (penalty counts, seed) is kept per row from one `SamplingStart` to the next and
+is updated on the device, so a launch ahead needs nothing from the host. The number of outputs
+before a position follows from the position.
 """
 
 from __future__ import annotations
@@ -33,17 +32,19 @@ MIN_TEMPERATURE: Final = 1e-6
 
 
 class Sampler:
-    """Samples for the rows of a page table."""
+    """Sample tokens for the rows of a page table."""
 
     __slots__ = ("_device", "_eos_token_ids", "_noise", "_rows", "_vocab_size")
 
     def __init__(
         self, vocab_size: int, *, device: torch.device, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """Args:
-        vocab_size: width of the logits.
-        device: where logits come from.
-        eos_token_ids: held back until `min_tokens`, unless the turn ignores them.
+        """Create the sampler.
+
+        Args:
+            vocab_size: width of the logits.
+            device: where logits come from.
+            eos_token_ids: held back until `min_tokens`, unless the turn ignores them.
         """
         self._vocab_size = vocab_size
         self._device = device
@@ -52,7 +53,7 @@ class Sampler:
         self._rows: dict[int, _RowState] = {}
 
     def start(self, row: int, start: SamplingStart) -> None:
-        """Forget what the row remembers and begin a turn on it."""
+        """Start a turn on a row, and drop the state of the row's previous turn."""
         params = start.params
         self._rows[row] = _RowState(
             params=params,
@@ -65,19 +66,19 @@ class Sampler:
         )
 
     def params(self, row: int) -> SamplingParams:
-        """What the row's turn asked for; it must have been started."""
+        """Return the sampling parameters of the row's turn, which must have been started."""
         return self._rows[row].params
 
     def sample(
         self, logits: Tensor, spans: Sequence[SampleSpan], inputs: Tensor | None = None
     ) -> Tensor:
-        """Choose every token of every span; nothing is remembered yet.
+        """Sample the tokens of every span, without counting them as output.
 
         Args:
-            logits: float32 [n, vocab], raw, span after span; not changed.
-            spans: of rows that were started; they choose n tokens together.
+            logits: float32 [n, vocab], raw, span after span; not modified.
+            spans: of rows that were started; they have n tokens together.
             inputs: int64 [n], as `verification.verify` takes them: the drafts of a span count as
-                output for the choices behind them. None when every span chooses one token.
+                output for the positions behind them. None if every span has one token.
 
         Returns:
             int64 [n] on the device. Greedy rows take the lowest id among equals.
@@ -98,13 +99,13 @@ class Sampler:
     def count_outputs(
         self, spans: Sequence[SampleSpan], tokens: Tensor, num_accepted: Tensor | None = None
     ) -> None:
-        """Count choices as output.
+        """Count sampled tokens as output.
 
         Args:
             spans: as given to `sample`.
             tokens: int64 [n], what it returned.
-            num_accepted: int64 [spans], the first so many drafts of each were right, and what was
-                chosen behind the next one is void; None when every span chooses one token.
+            num_accepted: int64 [spans], accepted drafts; tokens sampled after the first rejected
+                draft are not counted. None if every span has one token.
         """
         first = 0
         for index, span in enumerate(spans):
@@ -117,7 +118,7 @@ class Sampler:
             first = end
 
     def uncount_outputs(self, spans: Sequence[SampleSpan], tokens: Tensor) -> None:
-        """Take back what `count_outputs` counted of spans of one token each."""
+        """Revert `count_outputs` for spans of one token each."""
         for index, span in enumerate(spans):
             penalty = self._rows[span.row].penalty
             if penalty is not None:
@@ -126,9 +127,9 @@ class Sampler:
     def adjusted(
         self, logits: Tensor, spans: Sequence[SampleSpan], inputs: Tensor | None = None
     ) -> Tensor:
-        """Raw logits [n, vocab] with bias, held-back tokens and penalties; not a copy without.
+        """Apply bias, held-back tokens and penalties to raw logits [n, vocab].
 
-        Arguments as `sample` takes them.
+        Arguments as those of `sample`. Returns `logits` itself, not a copy, if nothing applies.
         """
         states = [self._rows[span.row] for span in spans]
         if not any(s.adjusts(span) for s, span in zip(states, spans, strict=True)):
@@ -152,7 +153,7 @@ class Sampler:
         return adjusted
 
     def _gumbel_max(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:
-        """The Gumbel race of `adjusted` [n, vocab], whose rows have these states and keys."""
+        """Sample by Gumbel-max from `adjusted` [n, vocab], with the state and key of each row."""
         temperatures = [max(state.params.temperature, MIN_TEMPERATURE) for state in states]
         divisors = torch.tensor(temperatures, dtype=torch.float32).to(self._device).unsqueeze(1)
         scaled = (adjusted - adjusted.amax(dim=-1, keepdim=True)) / divisors
@@ -200,14 +201,18 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Penalty:
-    """`in_prompt`: bool [vocab]; `output_counts`: float32 [vocab]."""
+    """Hold the counts for penalties.
+
+    `in_prompt`: bool [vocab]; `output_counts`: float32 [vocab].
+    """
 
     in_prompt: Tensor
     output_counts: Tensor
 
     def add_(self, tokens: Tensor, num_accepted: Tensor | None) -> None:
-        """Count output tokens, int64 [n], still unknown to the host: all, or the first
-        `num_accepted` + 1 of them.
+        """Count output tokens, int64 [n], that the host does not know yet.
+
+        Counts all of them, or the first `num_accepted` + 1.
         """
         counts = self.output_counts
         if num_accepted is None:
@@ -217,13 +222,13 @@ class _Penalty:
         counts.index_add_(0, tokens, weights)
 
     def subtract_(self, tokens: Tensor) -> None:
-        """Take back tokens that were counted."""
+        """Revert the count of tokens."""
         self.output_counts.index_add_(0, tokens, -self.output_counts.new_ones(len(tokens)))
 
 
 @dataclass(frozen=True, slots=True)
 class _PenaltySpan:
-    """Choices [first, first + num_tokens) of a call belong to a turn with these penalties."""
+    """Assign positions [first, first + num_tokens) of a call to a turn's penalties."""
 
     params: SamplingParams
     penalty: _Penalty
@@ -233,7 +238,7 @@ class _PenaltySpan:
 
 @dataclass(frozen=True, slots=True)
 class _RowState:
-    """What one turn asked for. Stops are `held_back` at positions before `min_len`."""
+    """Hold the sampling state of one turn; stops are `held_back` before position `min_len`."""
 
     params: SamplingParams
     seed: int
@@ -244,7 +249,7 @@ class _RowState:
     penalty: _Penalty | None
 
     def adjusts(self, span: SampleSpan) -> bool:
-        """Whether some of the span's logits change before the choice."""
+        """Return whether some of the span's logits are adjusted before sampling."""
         is_early = span.position < self.min_len and len(self.held_back) > 0
         return self.bias is not None or self.penalty is not None or is_early
 
@@ -252,9 +257,10 @@ class _RowState:
 def _apply_penalties(
     logits: Tensor, penalized: list[_PenaltySpan], inputs: Tensor | None
 ) -> Tensor:
-    """Repetition (Keskar et al. 2019) over prompt and output; presence, frequency over output.
+    """Apply repetition penalties (Keskar et al. 2019), and presence and frequency penalties.
 
-    `logits`: float32 [n, vocab], the choices of `penalized` one after the other.
+    Repetition counts prompt and output, the others output only. `logits`: float32 [n, vocab], the
+    positions of `penalized` one after the other.
     """
     each = [one for one in penalized for _ in range(one.num_tokens)]
     in_prompt = torch.stack([one.penalty.in_prompt for one in each])
@@ -276,7 +282,7 @@ def _apply_penalties(
 
 
 def _count_drafts_(counts: Tensor, penalized: list[_PenaltySpan], inputs: Tensor) -> None:
-    """Add to the counts of every choice the drafts that precede it in its span."""
+    """Add to the counts of each position the drafts that precede it in its span."""
     pairs: list[tuple[int, int]] = []
     offset = 0
     for one in penalized:

@@ -1,4 +1,4 @@
-"""What serving a checkpoint takes, from its headers: no weights read, no memory taken."""
+"""Compute what serving a checkpoint needs, from its headers, without reading weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from session_server.runner.weights import expected_tensors, open_checkpoint, wei
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What `load_runner` would make of the same checkpoint with the same options.
+    """Describe what `load_runner` would make of the same checkpoint with the same options.
 
-    `stored_bytes`: of the files. `weight_bytes`: of the weights in memory, as `dtype`.
+    `stored_bytes`: of the files. `weight_bytes`: of the weights in memory, in `dtype`.
     """
 
     config: ModelConfig
@@ -35,11 +35,11 @@ class Survey:
 def survey(directory: Path, options: RunnerOptions) -> Survey:
     """Read the configuration and the headers of the weights, and plan the memory.
 
-    Where `options.memory` does not say how much is free, it is what is free now less the weights.
+    If `options.memory` does not give the free memory, it is what is free now minus the weights.
 
     Raises:
         ModelError: the checkpoint cannot be served; see `models.errors`.
-        ValueError: a device that does not exist, or memory for less than one page.
+        ValueError: the device does not exist, or memory for less than one page.
     """
     resolved = resolve_options(load_config(directory), options)
     config = resolved.config

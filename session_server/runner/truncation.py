@@ -1,4 +1,4 @@
-"""Which tokens stay candidates: top-k, then top-p, then min-p.
+"""Select the tokens that stay candidates: top-k, then top-p, then min-p.
 
 Each rule is a threshold on the scaled logit, and tokens that tie with the last one kept are kept
 too. So a row's candidates depend on that row alone, never on how a sort broke ties.
@@ -25,7 +25,7 @@ _CANDIDATES_GROWTH: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """The rules of one row; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything."""
+    """Hold the rules of one row; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything."""
 
     top_k: int
     top_p: float
@@ -33,7 +33,7 @@ class Truncation:
 
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> Truncation | None:
-        """The rules a request asks for; None when they keep everything."""
+        """Return the rules of a request; None if they keep everything."""
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         if not top_k and params.top_p >= 1.0 and params.min_p == 0.0:
             return None
@@ -41,12 +41,12 @@ class Truncation:
 
     @property
     def needs_order(self) -> bool:
-        """Whether the logits must be sorted."""
+        """Return whether the logits must be sorted."""
         return self.top_k > 0 or self.top_p < 1.0
 
 
 def thresholds(scaled: Tensor, rules: Sequence[Truncation | None]) -> Tensor:
-    """The lowest logit each row keeps.
+    """Return the lowest logit that each row keeps.
 
     Args:
         scaled: float32 [n, vocab], logits over temperature, the largest of each row 0.
@@ -54,8 +54,8 @@ def thresholds(scaled: Tensor, rules: Sequence[Truncation | None]) -> Tensor:
 
     Returns:
         float32 [n, 1]; tokens with `scaled >= threshold` are candidates. A row's value does not
-        depend on the other rows: sorted values and running sums of a row are the same however
-        many of them its neighbours need.
+        depend on the other rows: its sorted values and running sums are the same however many of
+        them the other rows need.
     """
     floors = [math.log(r.min_p) if r is not None and r.min_p > 0.0 else -math.inf for r in rules]
     lowest = torch.tensor(floors, dtype=torch.float32).to(scaled.device).unsqueeze(1)
@@ -70,7 +70,7 @@ def thresholds(scaled: Tensor, rules: Sequence[Truncation | None]) -> Tensor:
 
 
 def _edges(scaled: Tensor, rules: Sequence[Truncation]) -> Tensor:
-    """Top-k, then top-p: the logit of the last token kept, [n, 1]."""
+    """Return the logit of the last token that top-k, then top-p keep, [n, 1]."""
     vocab_size, is_on_host = scaled.shape[1], scaled.device.type == "cpu"
     num_sorted = max(r.top_k or NUM_CANDIDATES for r in rules)
     if not is_on_host and not all(r.top_k for r in rules):
@@ -87,7 +87,7 @@ def _edges(scaled: Tensor, rules: Sequence[Truncation]) -> Tensor:
 def _nucleus_edges(
     scaled: Tensor, ordered: Tensor, rules: Sequence[Truncation]
 ) -> tuple[Tensor, Tensor]:
-    """The token that carries the running mass over top_p is the last one kept.
+    """Return the logit of the token that brings the running mass to top_p, the last one kept.
 
     Returns:
         (its logit [n, 1], whether `ordered` was long enough to reach the mass [n, 1]).

@@ -1,12 +1,12 @@
-"""Which guesses were right: accept the longest prefix of drafts that are what would be chosen.
+"""Verify drafts: accept the longest prefix of drafts that equal the sampled tokens.
 
-Speculative decoding usually accepts a draft by a coin whose bias is the ratio of two probabilities
-(Leviathan, Kalman and Matias 2023). Here nothing is tossed: a token is chosen by a race whose noise
-is a function of (seed, position, token id), so what the target chooses at a position does not
-depend on who guessed, and a draft is right when it is that token. This is the Gumbel coupling of
-Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative
-Decoding" (2024): the output is identical to the one without drafts, sampled or greedy, and a draft
-model that runs the same race guesses as well as its distribution is close.
+Speculative decoding usually accepts a draft with a probability that is the ratio of two others
+(Leviathan, Kalman and Matias 2023). Here nothing is random: the Gumbel noise is a function of
+(seed, position, token id), so the target's token at a position does not depend on the drafts, and a
+draft is accepted if it is that token. This is the Gumbel coupling of Daliri, Musco and Suresh,
+"Coupling without Communication and Drafter-Invariant Speculative Decoding" (2024): the output is
+identical to the one without drafts, sampled or greedy, and a draft model that uses the same noise
+is accepted as often as its distribution is close.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 
 
 class SampleSpan(msgspec.Struct, frozen=True, gc=False):
-    """One row's choices in one forward: tokens of positions [position, position + num_tokens).
+    """Name one row's positions [position, position + num_tokens) that a forward samples.
 
-    All but the last of them have a draft, the token that the forward took for granted there.
+    All but the last have a draft, which was the forward's input at that position.
     """
 
     row: int
@@ -33,10 +33,10 @@ class SampleSpan(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What became of the drafts, on the device.
+    """Hold the result of verification, on the device.
 
-    `num_accepted`: int64 [spans]. `last`: int64 [spans], where the last valid choice of each span
-    stands among all choices.
+    `num_accepted`: int64 [spans], accepted drafts. `last`: int64 [spans], index of each span's last
+    valid token among all sampled tokens.
     """
 
     num_accepted: Tensor
@@ -44,13 +44,13 @@ class Acceptance:
 
 
 def verify(choices: Tensor, inputs: Tensor, spans: Sequence[SampleSpan]) -> Acceptance:
-    """Compare choices with drafts, without waiting for the device.
+    """Compare sampled tokens with drafts, without waiting for the device.
 
     Args:
-        choices: int64 [n], the tokens chosen, span after span.
-        inputs: int64 [n], the forward's token at the position before each choice: for all but the
-            first of a span, the draft of the choice before.
-        spans: they have n choices together.
+        choices: int64 [n], the sampled tokens, span after span.
+        inputs: int64 [n], the forward's input at the position before each sampled token: except for
+            the first of a span, the draft of the token before.
+        spans: they have n tokens together.
     """
     lengths = np.array([span.num_tokens for span in spans])
     first = np.cumsum(lengths) - lengths

@@ -1,4 +1,4 @@
-"""safetensors -> a `Decoder`: checked before use, fused, packed, in anonymous memory."""
+"""Build a `Decoder` from safetensors: checked before use, fused, packed, in anonymous memory."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ def load_decoder(
     dtype: torch.dtype,
     progress: Progress | None = None,
 ) -> Decoder:
-    """Read a checkpoint, sharded or not.
+    """Load a checkpoint, sharded or not.
 
     Args:
-        directory: with `*.safetensors`.
+        directory: contains `*.safetensors`.
         config: from the same directory.
         device: where the weights go.
         dtype: of weights and activations.
-        progress: told after every tensor.
+        progress: called after every tensor.
 
     Raises:
-        CheckpointError: files or tensors are missing, superfluous, unreadable or of the wrong
-            shape; nothing was built.
+        CheckpointError: files or tensors are missing, unexpected, unreadable or of the wrong shape;
+            nothing was built.
     """
     checkpoint = open_checkpoint(directory, config)
     with (
@@ -92,7 +92,7 @@ def load_decoder(
 
 
 def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
-    """Read the headers and compare them with what the model must have.
+    """Read the headers and compare them with the tensors that the model must have.
 
     Raises:
         CheckpointError: see `load_decoder`.
@@ -104,11 +104,11 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
 
 
 def expected_tensors(config: ModelConfig, names: Iterable[str] = ()) -> dict[str, Shape]:
-    """Name and shape of every tensor a checkpoint of this model must have.
+    """Return name and shape of every tensor that a checkpoint of this model must have.
 
     Args:
         config: the model.
-        names: of the tensors there are; they decide between the spellings that a family has.
+        names: the tensors that exist; they decide between the spellings of a family.
     """
     expected = ExpectedTensors(names)
     _build(config, expected)
@@ -116,7 +116,7 @@ def expected_tensors(config: ModelConfig, names: Iterable[str] = ()) -> dict[str
 
 
 def weight_bytes(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> int:
-    """Memory of the parameters once they are loaded, layouts' padding aside."""
+    """Return the bytes of the parameters once they are loaded, without the padding of layouts."""
     expected = ExpectedTensors((), dtype)
     _build(config, expected)
     num_shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
@@ -126,7 +126,7 @@ def weight_bytes(config: ModelConfig, *, device: torch.device, dtype: torch.dtyp
 
 
 def _ignorable(config: ModelConfig, names: Iterable[str]) -> set[str]:
-    """Those of `names` that some checkpoints carry and nobody needs."""
+    """Return those of `names` that some checkpoints carry and the model does not use."""
     num_layers = len(config.layers)
     further = range(num_layers, num_layers + config.num_nextn_predict_layers)
     behind = tuple(f"model.layers.{index}." for index in further)

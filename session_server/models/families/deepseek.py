@@ -1,4 +1,4 @@
-"""Latent attention and experts beside shared ones: `deepseek_v2` (V2-Lite too), `deepseek_v3`."""
+"""Describe `deepseek_v2` (and V2-Lite) and `deepseek_v3`: MLA, and experts with shared ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FP8_BLOCK: Final = [128, 128]
 
 
 def deepseek_v2(raw: RawConfig) -> ModelConfig:
-    """DeepSeek-V2 (2024). The Lite model projects queries at once and has one group of experts."""
+    """Describe DeepSeek-V2 (2024); Lite projects queries directly and has one expert group."""
     fields.require_supported(raw, "topk_method", "greedy", "group_limited_greedy")
     fields.require_supported(raw, "scoring_func", "softmax")
     fields.require_supported(raw, "norm_topk_prob", False)
@@ -37,7 +37,7 @@ def deepseek_v2(raw: RawConfig) -> ModelConfig:
 
 
 def deepseek_v3(raw: RawConfig) -> ModelConfig:
-    """DeepSeek-V3 and R1 (2024). The layers that predict further tokens are not loaded."""
+    """Describe DeepSeek-V3 and R1 (2024); multi-token prediction layers are not loaded."""
     fields.require_supported(raw, "topk_method", "noaux_tc")
     fields.require_supported(raw, "scoring_func", "sigmoid")
     fields.require_supported(raw, "rope_interleave", True)
@@ -49,7 +49,7 @@ def deepseek_v3(raw: RawConfig) -> ModelConfig:
 
 
 def _deepseek(raw: RawConfig, routing: RoutingConfig, *, num_dense: int) -> ModelConfig:
-    """What both have in common. `num_dense`: layers without experts where nothing says it."""
+    """Describe what both have in common; `num_dense` is the default of `first_k_dense_replace`."""
     fields.require_supported(raw, "moe_layer_freq", 1)
     fields.require_supported(raw, "mlp_bias", False)
     mixer, dense_ffn = _mixer(raw), fields.silu_mlp(raw)
@@ -91,8 +91,10 @@ def _mixer(raw: RawConfig) -> MlaConfig:
 
 
 def _scale(raw: RawConfig, rope: RopeConfig) -> float:
-    """What stretched positions multiply scores by: the square of YaRN's temperature (Peng et al.
-    2023), of which cosines and sines only have the part that `mscale` says."""
+    """Return the factor on the scores of scaled positions: the square of YaRN's temperature.
+
+    Cosines and sines carry only the part of it that `mscale` gives (Peng et al. 2023).
+    """
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     weight = settings.get("mscale_all_dim")
     if rope.rope_type is RopeKind.DEFAULT or not weight:

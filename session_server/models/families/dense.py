@@ -1,4 +1,4 @@
-"""Pre-norm layers of GQA and SwiGLU: `llama`, `mistral`, `qwen2`, `qwen3`."""
+"""Describe pre-norm models of GQA and SwiGLU: `llama`, `mistral`, `qwen2`, `qwen3`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from session_server.models.fields import RawConfig
 
 
 def llama(raw: RawConfig) -> ModelConfig:
-    """Llama 1 to 3 (Touvron et al. 2023). Full attention."""
+    """Describe Llama 1 to 3 (Touvron et al. 2023): full attention."""
     bias = bool(raw.get("attention_bias", False))
     mixer = replace(_mixer(raw), qkv_bias=bias, output_bias=bias)
     ffn = replace(fields.silu_mlp(raw), bias=bool(raw.get("mlp_bias", False)))
@@ -25,37 +25,37 @@ def llama(raw: RawConfig) -> ModelConfig:
 
 
 def mistral(raw: RawConfig) -> ModelConfig:
-    """Mistral (Jiang et al. 2023): all layers have the window, or none."""
+    """Describe Mistral (Jiang et al. 2023): all layers have the window, or none."""
     fields.require_supported(raw, "layer_types")
     window = raw.get("sliding_window", 4096)
     return _windowed(raw, _mixer(raw), fields.layer_windows(raw, window, lambda _: True))
 
 
 def qwen2(raw: RawConfig) -> ModelConfig:
-    """Qwen 2 and 2.5: biases on Q, K and V."""
+    """Describe Qwen 2 and 2.5: biases on Q, K and V."""
     return _windowed(raw, replace(_mixer(raw), qkv_bias=True), _qwen_windows(raw))
 
 
 def qwen3(raw: RawConfig) -> ModelConfig:
-    """Qwen 3: QK-norm by head."""
+    """Describe Qwen 3: QK-norm by head."""
     return _windowed(raw, qwen3_mixer(raw), _qwen_windows(raw))
 
 
 def qwen3_mixer(raw: RawConfig) -> AttentionConfig:
-    """The attention of Qwen 3, dense or with experts."""
+    """Describe the attention of Qwen 3, dense or with experts."""
     bias = bool(raw.get("attention_bias", False))
     mixer = replace(_mixer(raw), qkv_bias=bias, output_bias=bias)
     return replace(mixer, qk_norm=QkNorm.HEAD)
 
 
 def qwen_window(raw: RawConfig) -> int | None:
-    """The window of those layers of a Qwen that have one."""
+    """Return the sliding window of a Qwen model, None if it is switched off."""
     window: int | None = raw.get("sliding_window")
     return window if raw.get("use_sliding_window", False) else None
 
 
 def norm(raw: RawConfig) -> NormConfig:
-    """Norms before mixer and ffn."""
+    """Place norms before mixer and ffn."""
     return NormConfig(float(raw.get("rms_norm_eps", 1e-6)))
 
 
@@ -64,7 +64,7 @@ def _mixer(raw: RawConfig) -> AttentionConfig:
 
 
 def _qwen_windows(raw: RawConfig) -> list[int | None]:
-    """Qwen's lower layers see everything, where a window is used at all."""
+    """Return the window of every layer; layers below `max_window_layers` have none."""
     window = qwen_window(raw)
     first = raw.get("max_window_layers", 28)
     return fields.layer_windows(raw, window, lambda index: window is not None and index >= first)

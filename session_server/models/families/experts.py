@@ -1,4 +1,4 @@
-"""Mixtures of experts over GQA: `qwen3_moe`, `gpt_oss`."""
+"""Describe mixtures of experts over GQA: `qwen3_moe`, `gpt_oss`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from session_server.models.fields import RawConfig
 
 
 def qwen3_moe(raw: RawConfig) -> ModelConfig:
-    """Qwen 3 with experts in all layers, in every `decoder_sparse_step`th, or not in some."""
+    """Describe Qwen 3 MoE: experts in all layers, in every `decoder_sparse_step`th, or in some."""
     window = dense.qwen_window(raw)
     windows = fields.layer_windows(raw, window, lambda _: window is not None)
     mixer = dense.qwen3_mixer(raw)
@@ -47,7 +47,7 @@ def _qwen3_ffn(raw: RawConfig, index: int) -> MlpConfig | MoeConfig:
 
 
 def gpt_oss(raw: RawConfig) -> ModelConfig:
-    """gpt-oss (OpenAI 2025): attention sinks, clamped gates, biases; every second layer is full."""
+    """Describe gpt-oss (OpenAI 2025): sinks, clamped gates, biases; every second layer is full."""
     bias = bool(raw.get("attention_bias", True))
     rope = fields.one_rope(raw)
     mixer = replace(

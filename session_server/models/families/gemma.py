@@ -1,5 +1,7 @@
-"""`gemma2` and `gemma3_text`: sandwich norms whose weights are offsets from one, scaled embeddings,
-GeGLU, a score scale of their own, windowed layers between full ones.
+"""Describe `gemma2` and `gemma3_text`.
+
+They have sandwich norms whose weights are offsets from one, scaled embeddings, GeGLU, their own
+scale of scores, and windowed layers between full ones.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from session_server.models.fields import RawConfig
 
 
 def gemma2(raw: RawConfig) -> ModelConfig:
-    """Gemma 2 (2024): soft-capped scores and logits; every second layer is full."""
+    """Describe Gemma 2 (2024): soft-capped scores and logits; every second layer is full."""
     softcap = _softcap(raw, "attn_logit_softcapping")
     mixer = replace(_mixer(raw, fields.one_rope(raw)), attn_logit_softcapping=softcap)
     return _gemma(raw, (mixer, mixer), lambda index: index % 2 == 0)
 
 
 def gemma3(raw: RawConfig) -> ModelConfig:
-    """Gemma 3 (2025): QK-norm, a rotary base for each kind of layer; every sixth layer is full."""
+    """Describe Gemma 3 (2025): QK-norm, a rotary base per layer type; every sixth layer is full."""
     fields.require_supported(raw, "attn_logit_softcapping")
     theta = float(raw.get("rope_theta") or 1_000_000.0)
     local_theta = float(raw.get("rope_local_base_freq") or 10_000.0)
@@ -46,7 +48,7 @@ def _gemma(
     mixers: tuple[AttentionConfig, AttentionConfig],
     is_windowed: Callable[[int], bool],
 ) -> ModelConfig:
-    """What both have in common. `mixers`: of full and of windowed layers."""
+    """Describe what both have in common; `mixers` are those of full and of windowed layers."""
     fields.require_supported(raw, "use_bidirectional_attention", False)
     fields.require_supported(raw, "hidden_activation", "gelu_pytorch_tanh")
     gate = GateConfig(GateKind.GELU_TANH)

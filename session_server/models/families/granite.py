@@ -1,4 +1,4 @@
-"""`granitemoehybrid`: Mamba2 between layers of attention, with experts or without."""
+"""Describe `granitemoehybrid`: Mamba2 between layers of attention, with or without experts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ _IS_MAMBA: Final[Mapping[str, bool]] = MappingProxyType(
 
 
 def granite(raw: RawConfig) -> ModelConfig:
-    """Granite 4 (IBM 2025): attention that knows no positions as a rule, and factors on embeddings,
-    scores, residuals and logits.
+    """Describe Granite 4 (IBM 2025).
+
+    Attention usually has no position embeddings; embeddings, scores, residuals and logits have
+    factors.
     """
     mixers: dict[bool, MixerConfig] = {True: _mamba2(raw), False: _attention(raw)}
     default_types = ["linear_attention"] * fields.integer(raw, "num_hidden_layers")
@@ -89,7 +91,7 @@ def _mamba2(raw: RawConfig) -> Mamba2Config:
 
 
 def _bound(value: Any) -> float:
-    """v5 writes infinity as an object, since JSON has no number for it."""
+    """Read a bound; v5 writes infinity as an object, since JSON has no number for it."""
     return float(value["__float__"] if isinstance(value, dict) else value)
 
 

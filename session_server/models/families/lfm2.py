@@ -1,4 +1,4 @@
-"""`lfm2`: short convolutions between layers of attention."""
+"""Describe `lfm2`: short convolutions between layers of attention."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ _SPELLING = Spelling(
 
 
 def lfm2(raw: RawConfig) -> ModelConfig:
-    """LFM2 (Liquid AI 2025): QK-norm by head, and sizes of the feed-forward that are to be worked
-    out.
-    """
+    """Describe LFM2 (Liquid AI 2025): QK-norm by head; the size of the feed-forward is computed."""
     rope = fields.one_rope({"rope_theta": 1_000_000.0, **raw})
     full = replace(fields.attention(raw, rope), qk_norm=QkNorm.HEAD)
     conv = ShortConvConfig(
@@ -55,7 +53,7 @@ def _v4_types(raw: RawConfig) -> list[str]:
 
 
 def _ffn_size(raw: RawConfig) -> int:
-    """Two thirds of what is said, times a factor, up to the next multiple."""
+    """Return two thirds of the configured size, times a factor, rounded up to a multiple."""
     size = fields.integer(raw, "block_ff_dim" if "block_ff_dim" in raw else "intermediate_size")
     if not raw.get("block_auto_adjust_ff_dim", True):
         return size

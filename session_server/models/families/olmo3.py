@@ -1,5 +1,7 @@
-"""`olmo3` (Ai2 2025): norms after mixer and ffn only, QK-norm over whole projections, three layers
-with a window to one without.
+"""Describe `olmo3` (Ai2 2025).
+
+Norms follow mixer and ffn, QK-norm spans whole projections, and three windowed layers precede each
+full one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from session_server.models.fields import RawConfig
 
 
 def olmo3(raw: RawConfig) -> ModelConfig:
-    """Rotary scaling is for full layers only."""
+    """Describe OLMo 3: rotary scaling applies to full layers only."""
     theta = float(raw.get("rope_theta") or 500_000.0)
     ropes = fields.two_ropes(raw, full=theta, window=theta)
     bias = bool(raw.get("attention_bias", False))

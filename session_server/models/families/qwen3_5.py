@@ -1,4 +1,4 @@
-"""`qwen3_5_text`: gated delta rules between layers of gated attention."""
+"""Describe `qwen3_5_text`: gated delta rules between layers of gated attention."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from session_server.models.fields import RawConfig
 
 
 def qwen3_5(raw: RawConfig) -> ModelConfig:
-    """Qwen 3.5, its text alone: heads that are rotated in part, norms that are offsets from one;
-    every fourth layer is attention.
+    """Describe the text model of Qwen 3.5.
+
+    Heads are rotated in part, norm weights are offsets from one, every fourth layer is attention.
     """
     settings = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     part = settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))

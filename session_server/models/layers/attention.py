@@ -1,4 +1,4 @@
-"""The attention mixer: projections, QK-norm, rotation, KV write, and the backend in the middle."""
+"""Run grouped-query attention: projections, QK-norm, rotation, KV write, and the backend."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from session_server.models.layers.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class GqaWeights:
-    """What one attention layer has learned.
+    """Hold the weights of one attention layer.
 
-    `qkv`: [hidden] -> [(q_heads + 2 * kv_heads) * head_dim], rotary pairs adjacent; behind them the
-    gates of `q_heads`, where there are some. `output`:
-    [q_heads * head_dim] -> [hidden]. `qk_norm`: of Q and K heads together, by head (weight
-    [q_heads + kv_heads, head_dim]) or over whole projections. `sinks`: [q_heads].
+    `qkv`: [hidden] -> [(q_heads + 2 * kv_heads) * head_dim], rotary pairs adjacent, followed by the
+    gates of `q_heads` if the layer is gated. `output`: [q_heads * head_dim] -> [hidden]. `qk_norm`:
+    of Q and K heads together, by head (weight [q_heads + kv_heads, head_dim]) or over whole
+    projections. `sinks`: [q_heads].
     """
 
     qkv: Linear
@@ -30,15 +30,17 @@ class GqaWeights:
 
 
 class GqaMixer:
-    """Grouped-query attention (Ainslie et al. 2023) with fused Q, K and V projections."""
+    """Compute grouped-query attention (Ainslie et al. 2023) with fused Q, K and V projections."""
 
     __slots__ = ("_config", "_layer", "_rope_dim", "_weights")
 
     def __init__(self, config: AttentionConfig, layer: int, weights: GqaWeights) -> None:
-        """Args:
-        config: head counts.
-        layer: index of the layer within its pool.
-        weights: of this layer.
+        """Create the mixer of one layer.
+
+        Args:
+            config: head counts.
+            layer: index of the layer within its pool.
+            weights: of this layer.
         """
         self._config = config
         # Of heads that are rotated in part: a slice of all is not free.
@@ -47,7 +49,7 @@ class GqaMixer:
         self._weights = weights
 
     def __call__(self, x: Tensor, phases: Tensor, attention: AttentionPlan) -> Tensor:
-        """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden].
+        """Mix tokens with the tokens before them: [tokens, hidden] -> [tokens, hidden].
 
         Writes the K and V of every token to the pool before it reads.
         """

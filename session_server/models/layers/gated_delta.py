@@ -1,4 +1,4 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh 2025), as Qwen 3.5 has it."""
+"""Run the gated delta rule (Yang, Kautz and Hatamizadeh 2025) of Qwen 3.5."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NORM_EPS: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaWeights:
-    """What one layer has learned.
+    """Hold the weights of one gated delta layer.
 
-    `inputs`: [hidden] -> [conv + values + 2 * value_heads]: queries, keys and values, the gate, how
-    much is overwritten and how much is forgotten. `taps`: [width, conv], the newest last. float32
-    [value_heads]: `step_bias` and `rates` (negative) of forgetting. `norm`: of [value_head_dim].
+    `inputs`: [hidden] -> [conv + values + 2 * value_heads]: queries, keys and values, the gate, the
+    write strength and the decay. `taps`: [width, conv], the newest token last. float32
+    [value_heads]: `step_bias` and `rates` (negative) of the decay. `norm`: of [value_head_dim].
     `output`: [values] -> [hidden].
     """
 
@@ -37,7 +37,7 @@ class GatedDeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaMixer:
-    """A convolution, a state per head that is corrected where it is wrong, a norm and a gate.
+    """Apply a convolution, the delta rule on a state per head, a norm and a gate.
 
     `layer`: index within its pool.
     """
@@ -47,7 +47,7 @@ class GatedDeltaMixer:
     weights: GatedDeltaWeights
 
     def __call__(self, x: Tensor, phases: Tensor, attention: RecurrentPlan) -> Tensor:
-        """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden]."""
+        """Mix tokens with the tokens before them: [tokens, hidden] -> [tokens, hidden]."""
         del phases
         config, weights, num_tokens = self.config, self.weights, len(x)
         heads = config.linear_num_value_heads
@@ -84,7 +84,7 @@ class DeltaRule:
     __slots__ = ()
 
     def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.step`."""
+        """Advance the state of n rows by one token each; implements `Recurrence.step`."""
         q, k, v, decay, write = inputs
         per_key = v.shape[1] // k.shape[1]
         q, k = (side.repeat_interleave(per_key, dim=1).unsqueeze(-2) for side in (q, k))
@@ -94,8 +94,9 @@ class DeltaRule:
         return torch.matmul(q, state).squeeze(-2), state
 
     def chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.chunk`: corrections depend on those before them, which is a triangular
-        system (Yang et al. 2024).
+        """Advance the state of one row by a chunk; implements `Recurrence.chunk`.
+
+        Each correction depends on those before it, which is a triangular system (Yang et al. 2024).
         """
         q, k, v, decay, write = inputs
         per_key = v.shape[1] // k.shape[1]
@@ -118,5 +119,5 @@ class DeltaRule:
 
 
 def _l2_normalize(x: Tensor) -> Tensor:
-    """Vectors of length one, over the last dimension."""
+    """Scale vectors of the last dimension to length one."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)

@@ -1,7 +1,7 @@
-"""`y = x W^T + b` for the few rows a serving step has.
+"""Compute `y = x W^T + b` for the few rows of a serving step.
 
-torch's own `linear` hands small batches to a GEMM that re-packs the weights on every call. With
-the weights packed once for oneDNN, batches of 2 to 16 rows run 2-4 times faster on a CPU.
+torch's own `linear` hands small batches to a GEMM that repacks the weights on every call. With the
+weights packed once for oneDNN, batches of 2 to 16 rows run 2-4 times faster on a CPU.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ MIN_PACKED_ELEMENTS: Final = 1 << 17
 
 
 class Linear(Protocol):
-    """An affine map of rows: [tokens, inputs] -> [tokens, outputs]."""
+    """Map rows by an affine function: [tokens, inputs] -> [tokens, outputs]."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply it."""
+        """Apply the map to each row of `x`."""
         ...
 
 
 class PlainLinear:
-    """`functional.linear`."""
+    """Apply `functional.linear`."""
 
     __slots__ = ("_bias", "_weight")
 
@@ -35,12 +35,12 @@ class PlainLinear:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply it."""
+        """Apply the map to each row of `x`."""
         return functional.linear(x, self._weight, self._bias)
 
 
 class PackedLinear:
-    """oneDNN with weights in its own blocked layout; fp32 on the CPU only."""
+    """Apply oneDNN's linear to weights in its own blocked layout; fp32 on the CPU only."""
 
     __slots__ = ("_apply", "_bias", "_weight")
 
@@ -50,13 +50,13 @@ class PackedLinear:
         self._apply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Apply it."""
+        """Apply the map to each row of `x`."""
         y: Tensor = self._apply(x, self._weight, self._bias, "none", [], "")
         return y
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """The fastest form for these weights.
+    """Return the fastest implementation for these weights.
 
     Args:
         weight: [outputs, inputs]; may be kept, or copied into another layout.
@@ -68,7 +68,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def is_packed(num_elements: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `make_linear` copies such a weight into another layout."""
+    """Return whether `make_linear` copies such a weight into another layout."""
     return (
         device.type == "cpu"
         and dtype == torch.float32

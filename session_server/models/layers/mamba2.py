@@ -1,4 +1,4 @@
-"""The selective state space of Mamba2 (Dao and Gu 2024)."""
+"""Run the selective state space of Mamba2 (Dao and Gu 2024)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from session_server.models.layers.norm import RmsNorm
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """What one layer has learned.
+    """Hold the weights of one Mamba2 layer.
 
-    `inputs`: [hidden] -> [inner + conv + heads], the gate, what is convolved and the lengths of
-    steps. `taps`: [width, conv], the newest last; `conv_bias`: [conv] or None. float32 [heads]:
-    `step_bias` of the lengths of steps, `rates` of decay, all negative, and `skip`, how much of an
-    input goes around the state. `norm`: of [groups, inner / groups]. `output`: [inner] -> [hidden].
+    `inputs`: [hidden] -> [inner + conv + heads]: the gate, the convolution's input and the
+    discretization steps. `taps`: [width, conv], the newest token last; `conv_bias`: [conv] or None.
+    float32 [heads]: `step_bias` of the discretization steps, `rates` of decay, all negative, and
+    `skip`, the factor on the input that bypasses the state. `norm`: of [groups, inner / groups].
+    `output`: [inner] -> [hidden].
     """
 
     inputs: Linear
@@ -36,7 +37,7 @@ class Mamba2Weights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Mixer:
-    """A convolution, a state per head that decays by itself, a gate and a norm.
+    """Apply a convolution, a decaying state per head, a gate and a norm.
 
     `layer`: index within its pool.
     """
@@ -46,7 +47,7 @@ class Mamba2Mixer:
     weights: Mamba2Weights
 
     def __call__(self, x: Tensor, phases: Tensor, attention: RecurrentPlan) -> Tensor:
-        """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden]."""
+        """Mix tokens with the tokens before them: [tokens, hidden] -> [tokens, hidden]."""
         del phases
         config, weights, num_tokens = self.config, self.weights, len(x)
         sizes = [config.inner_size, config.conv_size, config.num_heads]
@@ -74,16 +75,17 @@ class Mamba2Mixer:
 
 
 class StateSpace:
-    """`state = exp(decay) * state + x (outer) write`, `out = state . read`. A `Recurrence`.
+    """Update states as `state = exp(decay) * state + x (outer) write`; a `Recurrence`.
 
-    The state of a head is [head_dim, state_size]. Inputs, float32: `x` [n, heads, head_dim],
-    `decay` [n, heads], all <= 0; `write`, `read` [n, groups, state_size], of neighbouring heads.
+    The output is `state . read`. A head's state is [head_dim, state_size]. Inputs, float32: `x` [n,
+    heads, head_dim]; `decay` [n, heads], all <= 0; `write` and `read` [n, groups, state_size], each
+    shared by consecutive heads.
     """
 
     __slots__ = ()
 
     def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.step`."""
+        """Advance the state of n rows by one token each; implements `Recurrence.step`."""
         x, decay, write, read = inputs
         per_group = x.shape[1] // write.shape[1]
         write, read = (side.repeat_interleave(per_group, dim=1) for side in (write, read))
@@ -92,7 +94,10 @@ class StateSpace:
         return torch.matmul(state, read.unsqueeze(-1)).squeeze(-1), state
 
     def chunk(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Recurrence.chunk`: by the duality of state spaces and attention."""
+        """Advance the state of one row by a chunk; implements `Recurrence.chunk`.
+
+        Uses the duality of state spaces and attention.
+        """
         x, decay, write, read = inputs
         per_group = x.shape[1] // write.shape[1]
         # [heads, tokens, ...]

@@ -1,4 +1,4 @@
-"""The latent attention mixer: projections, norms, rotation, and the backend in the middle."""
+"""Run multi-head latent attention: projections, norms, rotation, and the backend."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from session_server.models.layers.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class QueryUp:
-    """Hold what projects the queries' latent up: a norm, and [q_lora_rank] -> [heads * (nope +
-    rope)].
-    """
+    """Project the queries' latent up: a norm, then [q_lora_rank] -> [heads * (nope + rope)]."""
 
     norm: RmsNorm
     up: Linear
@@ -25,11 +23,11 @@ class QueryUp:
 
 @dataclass(frozen=True, slots=True)
 class MlaWeights:
-    """What one latent attention layer has learned.
+    """Hold the weights of one latent attention layer.
 
     `down`: [hidden] -> queries, or their latent, then [kv_lora_rank + rope], rotary pairs adjacent.
-    `query`: None where `down` gives queries. `norm`: of the latent. `up`: [heads, nope + value,
-    kv_lora_rank], what makes K and V of a latent. `output`: [heads * value] -> [hidden].
+    `query`: None if `down` gives queries directly. `norm`: of the latent. `up`: [heads, nope +
+    value, kv_lora_rank], projects a latent to K and V. `output`: [heads * value] -> [hidden].
     """
 
     down: Linear
@@ -41,7 +39,7 @@ class MlaWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlaMixer:
-    """Multi-head latent attention (DeepSeek-AI 2024) with the projections of a token fused.
+    """Compute multi-head latent attention (DeepSeek-AI 2024) with fused down projections.
 
     `layer`: index within its pool.
     """
@@ -51,7 +49,7 @@ class MlaMixer:
     weights: MlaWeights
 
     def __call__(self, x: Tensor, phases: Tensor, attention: MlaPlan) -> Tensor:
-        """Mix tokens with their past: [tokens, hidden] -> [tokens, hidden].
+        """Mix tokens with the tokens before them: [tokens, hidden] -> [tokens, hidden].
 
         Writes the latent and rotary key of every token to the pool before it reads.
         """

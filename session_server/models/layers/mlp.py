@@ -1,4 +1,4 @@
-"""The gated feed-forward."""
+"""Run gated feed-forwards."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ Gate = Callable[[Tensor, Tensor], Tensor]
 
 
 class GatedMlp:
-    """`down(act(gate(x)) * up(x))` (Shazeer 2020) with gate and up fused."""
+    """Compute `down(act(gate(x)) * up(x))` (Shazeer 2020) with gate and up fused."""
 
     __slots__ = ("_down", "_gate", "_gate_up")
 
     def __init__(self, gate_up: Linear, down: Linear, gate: Gate) -> None:
-        """Args:
-        gate_up: [hidden] -> [2 * intermediate], gate before up.
-        down: [intermediate] -> [hidden].
-        gate: from `make_gate`.
+        """Create the feed-forward.
+
+        Args:
+            gate_up: [hidden] -> [2 * intermediate], gate before up.
+            down: [intermediate] -> [hidden].
+            gate: from `make_gate`.
         """
         self._gate_up = gate_up
         self._down = down
         self._gate = gate
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Transform each token: [tokens, hidden] -> [tokens, hidden]."""
         gate, up = self._gate_up(x).chunk(2, dim=-1)
         return self._down(self._gate(gate, up))
 
 
 def make_gate(config: GateConfig) -> Gate:
-    """The activation of a family."""
+    """Return the activation that a config describes."""
     match config.kind:
         case GateKind.SILU:
             return _silu
@@ -59,7 +61,7 @@ def _gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _clamped(gate: Tensor, up: Tensor, config: GateConfig) -> Tensor:
-    """gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, both within bounds."""
+    """Compute gpt-oss's `(up + 1) * gate * sigmoid(alpha * gate)`, both inputs clamped."""
     bounded = gate.clamp(max=config.swiglu_limit)
     opened = bounded * torch.sigmoid(bounded * config.alpha)
     return opened.mul_(up.clamp(-config.swiglu_limit, config.swiglu_limit).add_(1))

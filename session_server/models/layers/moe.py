@@ -1,4 +1,4 @@
-"""The mixture of experts: every token goes to a few of many feed-forwards."""
+"""Run a mixture of experts: each token goes to a few of many feed-forwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from session_server.models.layers.routing import Router
 
 
 class MixtureOfExperts:
-    """An expert runs once per step, over all of its tokens (Shazeer et al. 2017)."""
+    """Run each expert once per step, over all of its tokens (Shazeer et al. 2017)."""
 
     __slots__ = ("_experts", "_router", "_shared")
 
@@ -21,17 +21,19 @@ class MixtureOfExperts:
         experts: Sequence[Callable[[Tensor], Tensor]],
         shared: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        """Args:
-        router: says who goes where.
-        experts: the feed-forwards.
-        shared: the one for every token; None without.
+        """Create the mixture.
+
+        Args:
+            router: chooses the experts of each token.
+            experts: the feed-forwards.
+            shared: the feed-forward that every token goes through; None if there is none.
         """
         self._router = router
         self._experts = tuple(experts)
         self._shared = shared
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """Transform each token: [tokens, hidden] -> [tokens, hidden]."""
         topk_weights, topk_ids = self._router(x)
         # Choices sorted by expert: those of one expert are neighbours, and one call serves them.
         order = topk_ids.flatten().argsort(stable=True)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019)."""
+"""Normalize by root mean square (Zhang and Sennrich 2019)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from torch.nn import functional
 
 
 class RmsNorm:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last dimension."""
 
     __slots__ = ("_eps", "_floor", "_gain", "_size", "_weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        """Args:
-        weight: [..., size]; leading dimensions, if any, broadcast against those of `x`.
-        eps: added to the mean square.
+        """Create the norm.
+
+        Args:
+            weight: [..., size]; leading dimensions, if any, broadcast against those of `x`.
+            eps: added to the mean square.
         """
         size = weight.shape[-1]
         self._size = (size,)
@@ -29,7 +31,7 @@ class RmsNorm:
         self._gain = weight * math.sqrt(size) if _is_fp32_cpu(weight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise; the result has the shape and dtype of `x`."""
+        """Normalize `x`; the result has its shape and dtype."""
         if self._gain is None:
             normed: Tensor = functional.rms_norm(x, self._size, eps=self._eps)
             return normed * self._weight
@@ -37,7 +39,7 @@ class RmsNorm:
         return (x / torch.hypot(length, self._floor)).mul_(self._gain)
 
     def apply_(self, x: Tensor) -> None:
-        """Normalise in place."""
+        """Normalize `x` in place."""
         if self._gain is None:
             x.copy_(self(x))
             return
@@ -46,7 +48,7 @@ class RmsNorm:
 
 
 class Scale:
-    """A factor, where others have a norm."""
+    """Multiply by a factor, in the place of a norm."""
 
     __slots__ = ("_factor",)
 
@@ -54,26 +56,28 @@ class Scale:
         self._factor = factor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply in place."""
+        """Multiply `x` in place."""
         return x.mul_(self._factor)
 
 
 class ProjectionNorm:
-    """Q and K, each normalised over all of its heads together."""
+    """Normalize Q and K, each over all of its heads together."""
 
     __slots__ = ("_k", "_num_heads", "_q")
 
     def __init__(self, q: RmsNorm, k: RmsNorm, *, num_heads: int) -> None:
-        """Args:
-        q, k: weights [heads * head_dim] of each.
-        num_heads: query heads.
+        """Create the norm.
+
+        Args:
+            q, k: weights [heads * head_dim] of each.
+            num_heads: query heads.
         """
         self._q = q
         self._k = k
         self._num_heads = num_heads
 
     def apply_(self, heads: Tensor) -> None:
-        """Normalise in place: [tokens, q_heads + kv_heads, head_dim]."""
+        """Normalize in place: [tokens, q_heads + kv_heads, head_dim]."""
         self._q.apply_(heads[:, : self._num_heads].flatten(1))
         self._k.apply_(heads[:, self._num_heads :].flatten(1))
 

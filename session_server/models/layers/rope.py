@@ -1,9 +1,9 @@
-"""Rotary positions (Su et al. 2021) as one complex multiplication.
+"""Apply rotary position embeddings (Su et al. 2021) as one complex multiplication.
 
-Checkpoints pair dimension i of a head with i + head_dim / 2. Scores do not change when the
-dimensions of Q and K are permuted alike, so the loader reorders the rows of the Q and K
-projections until pairs are neighbours (`interleave_pairs`); rotating a pair is then multiplying
-one complex number, in place (2 us against 13 for the usual form).
+Checkpoints pair dimension i of a head with i + head_dim / 2. Permuting the dimensions of Q and K
+alike does not change scores, so the loader reorders the rows of the Q and K projections until pairs
+are adjacent (`interleave_pairs`). Rotating a pair is then multiplying one complex number, in place
+(2 us instead of 13 for the usual form).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from session_server.models.config import RopeConfig, RopeKind
 
 
 class Rope:
-    """Angles of positions, and the rotation of heads by them."""
+    """Compute the angles of positions and rotate heads by them."""
 
     __slots__ = ("_factor", "_frequencies")
 
@@ -27,7 +27,7 @@ class Rope:
         self._factor = torch.tensor(config.attention_factor, dtype=torch.float32, device=device)
 
     def phases(self, positions: Tensor) -> Tensor:
-        """Unit rotations of positions, computed once per step and shared by all layers.
+        """Return the unit rotations of positions, computed once per step and shared by all layers.
 
         Args:
             positions: int64 [tokens].
@@ -40,7 +40,7 @@ class Rope:
 
     @staticmethod
     def rotate_(heads: Tensor, phases: Tensor) -> None:
-        """Rotate in place, in fp32 whatever the dtype.
+        """Rotate heads in place, in fp32 for every dtype.
 
         Args:
             heads: [tokens, heads, head_dim], pairs adjacent; the last dimension contiguous.
@@ -54,12 +54,12 @@ class Rope:
 
 
 def interleave_pairs(rows: Tensor, head_dim: int, rotary_dim: int | None = None) -> Tensor:
-    """Reorder the outputs of a Q or K projection so that rotary pairs are neighbours.
+    """Reorder the outputs of a Q or K projection so that rotary pairs are adjacent.
 
     Args:
-        rows: [heads * head_dim, ...], head after head, halves paired.
+        rows: [heads * head_dim, ...], head after head, the halves of a head paired.
         head_dim: size of one head.
-        rotary_dim: elements that are rotated, the first ones of a head; None for all.
+        rotary_dim: leading elements of a head that are rotated; None for all.
     """
     if rotary_dim is not None and rotary_dim < head_dim:
         heads = rows.clone().view(-1, head_dim, *rows.shape[1:])
@@ -72,7 +72,7 @@ def interleave_pairs(rows: Tensor, head_dim: int, rotary_dim: int | None = None)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of every pair, float32 [head_dim / 2], scaling applied."""
+    """Return radians per position of every pair, float32 [head_dim / 2], scaling applied."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     match config.rope_type:
@@ -89,7 +89,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Llama 3.1's rule: long waves are stretched, short ones kept, a ramp between."""
+    """Apply Llama 3.1's scaling: stretch long waves, keep short ones, and ramp in between."""
     wavelengths = 2 * math.pi / frequencies
     turns = config.original_max_position_embeddings / wavelengths
     kept = ((turns - config.low) / (config.high - config.low)).clamp(0, 1)
@@ -97,7 +97,7 @@ def _llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN (Peng et al. 2023): the ramp runs over dimensions, not over wavelengths."""
+    """Apply YaRN's scaling (Peng et al. 2023), whose ramp runs over dimensions, not wavelengths."""
 
     def dimension_of(num_turns: float) -> float:
         ratio = config.original_max_position_embeddings / (num_turns * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weights."""
+"""Choose the experts of each token, and their weights."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from session_server.models.layers.linear import Linear
 
 
 class Router:
-    """The best experts (Shazeer et al. 2017), of all or of the best groups (DeepSeek-AI 2024)."""
+    """Choose the top-k experts (Shazeer et al. 2017).
+
+    They are chosen from all experts or from the best groups (DeepSeek-AI 2024).
+    """
 
     __slots__ = ("_config", "_correction", "_gate")
 
     def __init__(self, gate: Linear, config: MoeConfig, correction: Tensor | None) -> None:
-        """Args:
-        gate: [hidden] -> [experts].
-        config: of experts and groups.
-        correction: float32 [experts], added to scores where experts are chosen, and not in their
-            weights; None for nothing.
+        """Create the router.
+
+        Args:
+            gate: [hidden] -> [experts].
+            config: counts of experts and groups.
+            correction: float32 [experts], added to the scores that choose experts, but not to their
+                weights; None for none.
         """
         self._gate = gate
         self._config = config
         self._correction = correction
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, in the dtype of `x`, and indices of the chosen experts, each [tokens, k]."""
+        """Return weights, in the dtype of `x`, and ids of the chosen experts, each [tokens, k]."""
         config, routing = self._config, self._config.routing
         logits = self._gate(x).float()
         is_softmax = routing.scoring_func is ScoringFunc.SOFTMAX
@@ -43,7 +48,7 @@ class Router:
         return topk_weights.to(x.dtype), topk_ids
 
     def _mask_other_groups(self, choice_scores: Tensor) -> Tensor:
-        """`choice_scores` [tokens, experts], minus infinity in all other groups."""
+        """Set `choice_scores` [tokens, experts] to -inf outside the best groups of each token."""
         routing = self._config.routing
         by_group = choice_scores.view(len(choice_scores), routing.n_group, -1)
         num_counted = 1 if routing.scoring_func is ScoringFunc.SOFTMAX else 2

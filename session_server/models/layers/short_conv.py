@@ -1,4 +1,4 @@
-"""The short convolution of LFM2 (Liquid AI 2025): gated before and after."""
+"""Run the short convolution of LFM2 (Liquid AI 2025), gated before and after."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from session_server.models.layers.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class ShortConvWeights:
-    """What one layer has learned.
+    """Hold the weights of one short convolution layer.
 
-    `inputs`: [hidden] -> [3 * hidden], the gate before, the gate after, and what is gated. `taps`:
-    [width, hidden], the newest last. `bias`: [hidden] or None. `output`: [hidden] -> [hidden].
+    `inputs`: [hidden] -> [3 * hidden]: the gate before, the gate after, and the gated input.
+    `taps`: [width, hidden], the newest token last. `bias`: [hidden] or None. `output`: [hidden] ->
+    [hidden].
     """
 
     inputs: Linear
@@ -26,7 +27,7 @@ class ShortConvWeights:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvMixer:
-    """`output(after * conv(before * x))`; its state is the last `width - 1` inputs.
+    """Compute `output(after * conv(before * x))`; the state is the last `width - 1` inputs.
 
     `layer`: index within its pool.
     """
