@@ -40,24 +40,24 @@ from cache.types import pages_for
 from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule, Span
 
 MIN_VIEW_BYTES: Final = 1 << 18
-"""A run whose K and V are larger is read in place, a smaller one copied (8 GB/s) together with
-other small ones: one more piece costs about 30 us."""
+"""Runs with more bytes of K and V are read in place; smaller ones are copied (8 GB/s) into one
+piece: one more piece costs about 30 us."""
 
 MAX_PADDED_BYTES: Final = 1 << 17
-"""A row whose K and V are smaller joins the padded batch instead of a call of its own (14 us)."""
+"""Rows with fewer bytes of K and V join the padded batch: a call of their own costs 14 us."""
 
 MAX_CAST_BYTES: Final = 1 << 21
-"""What is stored in another dtype is cast so much at a time, K and V together, before it is read:
-the copy stays in the caches, and its memory is not given back to the system in between."""
+"""Bytes of K and V that are cast at a time if they are stored in another dtype: the copy stays in
+the CPU's caches, and its memory is reused instead of returned to the system."""
 
 MIN_PADDED_ROWS: Final = 2
 
 MIN_WINDOW_BLOCK: Final = 64
-"""Tokens of a chunk that are masked together, where the window is not longer."""
+"""Least number of tokens of a chunk that share one mask; longer windows use their length."""
 
 MAX_FOLDED_TOKENS: Final = 17
-"""A span of at most so many tokens folds them into the GQA group (five tokens then cost 1.2-1.6
-times what one costs, and 3-4 times unfolded); a longer one fills the kernel by itself."""
+"""Spans of at most this many tokens fold them into the GQA group: five tokens then cost 1.2-1.6
+times what one costs, and 3-4 times unfolded. Longer spans use the kernel well without folding."""
 
 
 class CpuBackend:
@@ -120,9 +120,9 @@ class CpuBackend:
         firsts = [self._rule.first_visible(span.start) // page_size for span in spans]
         ends = [pages_for(span.end, page_size) for span in spans]
         num_pages = max(end - first for first, end in zip(firsts, ends, strict=True))
-        # Pages beyond a row's own are the padding page, and cells beyond its length hold what an
-        # earlier holder left. The mask hides them, but zero times NaN is NaN: the copies of what is
-        # masked from the whole row are cleared too.
+        # Pages beyond a row's own are the padding page, and slots beyond its length hold stale KV.
+        # The bias masks them, but zero times NaN is NaN: slots that are masked for the whole row
+        # are cleared in the copy too.
         pages = np.zeros((len(spans), num_pages), dtype=np.int64)
         for index, (span, first, end) in enumerate(zip(spans, firsts, ends, strict=True)):
             pages[index, : end - first] = self._table.pages(span.row, end, first=first)
@@ -151,7 +151,7 @@ class CpuBackend:
             return self._windowed(span)
         first = self._rule.first_visible(span.start)
         if span.num_tokens <= MAX_FOLDED_TOKENS:
-            # The pool holds the new tokens by now: they are part of what they see.
+            # The pool already holds the new tokens, so they are keys of the history.
             history = self._history(span.row, first, span.end)
             if span.num_tokens == 1:
                 return _RowPieces(span, history, includes_new_tokens=True, bias=None)
@@ -161,7 +161,7 @@ class CpuBackend:
             bias = self._causal(span.num_tokens, span.num_tokens)
         else:
             bias = None
-        # The tokens of a chunk see each other causally, from the projection.
+        # The tokens of a chunk attend to each other causally, read from the projection.
         history = self._history(span.row, first, span.start)
         return _RowPieces(span, history, includes_new_tokens=False, bias=bias)
 
@@ -193,7 +193,7 @@ class CpuBackend:
         runs = self._table.runs(row, end_page, first=first_page)
         views: list[tuple[Tensor, ...]] = []
         scattered: list[PageRun] = []
-        # The first and the last page may count only in part, and so has to begin or end its piece.
+        # Only part of the first and last page may count, so each must begin or end its piece.
         before, behind = first - first_page * page_size, end_page * page_size - end
         if self._max_run_pages is not None and not is_one_piece:
             runs = tuple(_cut(runs, self._max_run_pages))

@@ -1,15 +1,15 @@
-"""Multi-head latent attention (MLA; DeepSeek-AI 2024, section 2.1), absorbed or expanded.
+"""Compute multi-head latent attention (MLA; DeepSeek-AI 2024, section 2.1).
 
-A position stores a latent `c` of `rank` elements and a rotary key `r`. Head h has two matrices:
-its key is (U_h c, r) and its value is V_h c. There are two ways to use them.
+A position stores a latent `c` of `rank` (`kv_lora_rank`) elements and a rotary key `r`. Head h has
+two matrices: its key is (U_h c, r) and its value is V_h c. There are two ways to use them.
 
-*Absorbed*: since q . (U_h c) = (q U_h) . c, the query is taken to the latents once; what comes out
-is a mixture of latents, and V_h makes a value of it, once. So attention reads the rows as they lie:
-it is multi-query attention (Shazeer 2019) with one head whose key is its value, and a backend for
-that does it. The history is never expanded.
+*Absorbed*: since q . (U_h c) = (q U_h) . c, the query is projected to the latent space once. The
+output is a weighted sum of latents, which V_h projects to a value once. So attention reads the
+stored rows directly: it is multi-query attention (Shazeer 2019) with one head whose key is its
+value, and a backend for that computes it. The history is never expanded.
 
-*Expanded*: K and V of all heads are made from the latents of the history and of the new tokens,
-block by block, and attention is the usual one over shorter vectors.
+*Expanded*: K and V of all heads are computed from the latents of the history and of the new tokens,
+block by block, followed by multi-head attention over shorter vectors.
 
 Which is cheaper, in multiply-adds per head, for T new tokens after S others, P = T * S + T * T / 2
 pairs of query and key, n = non-rotary elements of a key, v of a value, d = rotary ones:
@@ -17,15 +17,15 @@ pairs of query and key, n = non-rotary elements of a key, v of a value, d = rota
     absorbed    T * rank * (n + v)          +  P * (2 * rank + d)
     expanded    (S + T) * rank * (n + v)    +  P * (n + v + d)
 
-Expanding costs S * rank * (n + v) more beforehand, and saves 2 * rank - n - v per pair. For a long
-history, P is close to T * S, and S drops out: it pays from
+Expanding costs S * rank * (n + v) more up front, and saves 2 * rank - n - v per pair. For a long
+history, P is close to T * S, and S cancels: expanding is cheaper from
 
     T  >=  rank * (n + v) / (2 * rank - n - v)
 
-tokens on: 171 at DeepSeek's sizes (rank 512, n = v = 128). For a short history the limit is lower,
-but there is little to gain: at S = 0 a span just below it spends at most rank * (n + v) / 2 too
-much per token, half of what absorbing costs, which is a seventh of the layer's other projections.
-So the limit is on T alone. Measured at these sizes on one busy core: the last 64 of 2,048 positions
+tokens: 171 at DeepSeek's sizes (rank 512, n = v = 128). For a short history the limit is lower, but
+there is little to gain: at S = 0 a span just below it spends at most rank * (n + v) / 2 too much
+per token, half of what absorbing costs, which is a seventh of the layer's other projections. So the
+limit depends on T alone. Measured at these sizes on one busy core: the last 64 of 2,048 positions
 take 79 ms absorbed and 173 ms expanded, the last 128 171 and 211 ms; the last 512 of 4,096 take
 1,179 and 834 ms.
 """
@@ -51,7 +51,7 @@ from session_server.attention.base import (
 )
 
 BLOCK_LEN: Final = 512
-"""Positions whose K and V exist at the same time while a chunk attends expanded."""
+"""Positions that are expanded to K and V at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from cache.types import NULL_PAGE, NULL_ROW, StateMoves
 from session_server.attention.base import AttentionMeta, Span
 
 CHUNK: Final = 64
-"""Tokens of a row that a recurrence takes in at a time. Within a chunk every token looks at all
-before it, which costs its square; from chunk to chunk only the state goes on."""
+"""Tokens of a row that one call of a recurrence processes. The cost within a chunk is quadratic;
+from chunk to chunk only the state is passed."""
 
 
 @dataclass(frozen=True, slots=True)

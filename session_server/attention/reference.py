@@ -46,7 +46,7 @@ class ReferenceBackend:
         first_slot = first % page_size
         end_slot = first_slot + span.end - first
         if span.num_tokens == 1:
-            # A mask that hides nothing keeps SDPA from its fastest kernels.
+            # With a mask, even an empty one, SDPA does not use its fastest kernels.
             return _Row(span, pages, first_slot, end_slot, None)
         queries = torch.arange(span.start, span.end, device=device).unsqueeze(1)
         keys = torch.arange(first, span.end, device=device)
@@ -106,7 +106,7 @@ class _ReferencePlan:
             return functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=seen, scale=self._rule.scale, enable_gqa=True
             )
-        # The heads of a group see the same keys: as queries of one head they read them once.
+        # The heads of a GQA group share keys: as queries of one head they read them once.
         grouped = q.reshape(1, k.shape[1], -1, q.shape[3])
         out = functional.scaled_dot_product_attention(grouped, k, v, scale=self._rule.scale)
         return out.reshape(q.shape)

@@ -1,1 +1,1 @@
-"""`session-server bench`: speed as figures, each a ratio against ourselves or a peer in one run."""
+"""Measure what sessions cost: the benchmarks of `session-server bench`."""

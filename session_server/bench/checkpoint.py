@@ -1,4 +1,4 @@
-"""A small random checkpoint with a long context, for workloads where only the cost matters."""
+"""Write a small random checkpoint with a long context, for workloads that measure only cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """Shape of a random Qwen3 model."""
+    """Describe the shape of a random Qwen3 model."""
 
     hidden_size: int = 128
     num_layers: int = 2

@@ -49,7 +49,7 @@ Show = Callable[[Figures, Console], None]
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark: how to measure it, and how to show what came out."""
+    """Describe one benchmark: how to measure it, and how to print its figures."""
 
     measure: Measure
     show: Show
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one benchmark; 0 when it finished. Figures are reported, never judged by the status."""
+    """Run one benchmark and return 0 when it finished. Figures never change the exit status."""
     console = Console(stderr=args.json)
     benchmark = BENCHMARKS[args.benchmark]
     with StepProgress(console) as progress:

@@ -1,8 +1,8 @@
-"""B1: does a turn's *overhead* stay flat while its session grows?
+"""Measure B1: whether a turn's *overhead* stays flat while its session grows.
 
-One session of a small random model, turn after turn of the same size, over a real socket to a
-separate server process. The overhead of a turn is what its client waited minus the time of the
-forwards it took part in. Attention over the history grows on any device and belongs to the
+One session of a small random model runs turn after turn of the same size, over a real socket to a
+separate server process. The overhead of a turn is the time its client waited minus the time of the
+forwards that computed it. Attention over the history grows on any device and belongs to the
 forward; nothing else may grow.
 """
 
@@ -29,7 +29,7 @@ _TOKEN_ID_SPAN: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class GrowthWorkload:
-    """`num_turns` turns of `num_input` new and `num_output` generated tokens."""
+    """Configure `num_turns` turns of `num_input` new and `num_output` generated tokens."""
 
     num_turns: int = 300
     num_input: int = 16
@@ -37,13 +37,13 @@ class GrowthWorkload:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the session at its end."""
+        """Return the length of the session at its end."""
         return self.num_turns * (self.num_input + self.num_output)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """One turn: context tokens, those reused, what its client waited, and the forward's share."""
+    """Hold one turn: context tokens, cached tokens, the client's wait, and the forwards' share."""
 
     context_tokens: int
     cached_tokens: int
@@ -53,18 +53,18 @@ class TurnCost:
 
     @property
     def overhead_ms(self) -> float:
-        """Everything but forwards: sockets, scheduling, bookkeeping, text."""
+        """Return everything but forwards: sockets, scheduling, bookkeeping, text."""
         return self.latency_ms - self.forward_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Head (turns 2-11) against tail (the last 10), medians in milliseconds."""
+    """Compare head (turns 2-11) with tail (the last 10), by medians in milliseconds."""
 
     turns: tuple[TurnCost, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Figures, ratios and every turn."""
+        """Return figures, ratios and every turn."""
         head, tail = self.turns[HEAD], self.turns[TAIL]
         overhead = (_median(head, "overhead_ms"), _median(tail, "overhead_ms"))
         latency = (_median(head, "latency_ms"), _median(tail, "latency_ms"))
@@ -84,7 +84,7 @@ class Growth:
 
 
 def measure_growth(load: GrowthWorkload, *, on_turn: Callable[[], None]) -> Growth:
-    """Run the workload on a server of its own; calls `on_turn` after each turn."""
+    """Run the workload on a server of its own and call `on_turn` after each turn."""
     context_len = max(16_384, load.num_tokens + 1)
     with tempfile.TemporaryDirectory() as directory:
         model = write_random_checkpoint(Path(directory), RandomModel(context_len=context_len))
@@ -117,7 +117,7 @@ async def _converse(url: str, load: GrowthWorkload, on_turn: Callable[[], None])
 
 
 def ordinary_tokens(turn: int, num_tokens: int) -> TokenInput:
-    """Ordinary token ids (no specials), different in every turn."""
+    """Return ordinary token ids (no specials), different in every turn."""
     first = turn * num_tokens
     ids = ((first + i) * 7919 % _TOKEN_ID_SPAN + _FIRST_TOKEN_ID for i in range(num_tokens))
     return TokenInput(tuple(ids))

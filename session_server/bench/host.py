@@ -1,8 +1,8 @@
-"""B5: what the engine itself costs, without a model: idle sessions, and long histories.
+"""Measure B5: the engine's own cost, without a model, with idle sessions and long histories.
 
-The real engine and cache with a device that answers at once, so that only host work is timed.
-Variants are measured in turns, round by round, and compared by their medians: a machine whose
-speed drifts treats them alike.
+The real engine and cache run with a device that answers at once, so that only host work is timed.
+Variants are interleaved, round by round, and compared by their medians, so that a machine whose
+speed drifts affects them alike.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NOTHING: Final = RowResult((), (), (), finite=True)
 def measure_idle_sessions(
     counts: Sequence[int], *, on_round: Callable[[], None]
 ) -> Mapping[str, Any]:
-    """Host microseconds of a decode step of `NUM_RUNNING` turns beside so many idle sessions."""
+    """Measure host microseconds of a decode step of `NUM_RUNNING` turns beside idle sessions."""
     benches = {count: _decoding_bench(count) for count in counts}
     times: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(NUM_ROUNDS):
@@ -54,7 +54,7 @@ def measure_idle_sessions(
 def measure_admission(
     histories: Sequence[int], *, on_round: Callable[[], None]
 ) -> Mapping[str, Any]:
-    """Host microseconds of the step that admits a turn to a session with such a history."""
+    """Measure host microseconds of the step that admits a turn, by length of the history."""
     benches = {history: _parked_bench(history) for history in histories}
     times: dict[int, list[float]] = {history: [] for history in histories}
     for number in range(NUM_ADMISSIONS):
@@ -65,7 +65,7 @@ def measure_admission(
 
 
 class HostBench:
-    """An engine in lockstep with a device that answers at once."""
+    """Run an engine in lockstep with a device that answers at once."""
 
     def __init__(self, num_sessions: int, num_tokens: int) -> None:
         group = LayerGroup(PoolName("full"), LayerKind.FULL, (0,), 1, 8, 4)
@@ -87,18 +87,18 @@ class HostBench:
         self._rng = np.random.default_rng(0)
 
     def step(self, commands: Sequence[EngineCommand] = ()) -> bool:
-        """One step and its forward. Returns whether anything was launched."""
+        """Run one step and its forward. Return whether anything was launched."""
         outcome = self.engine.step(0.0, commands, self._results)
         self._results = [_answer(outcome.batch)] if outcome.batch is not None else []
         return outcome.batch is not None
 
     def settle(self) -> None:
-        """Step until nothing moves."""
+        """Step until nothing is launched."""
         while self.step():
             pass
 
     def random_tokens(self, num_tokens: int) -> tuple[int, ...]:
-        """Tokens that no other session begins with."""
+        """Return random tokens, which share no prefix with other sessions."""
         return tuple(self._rng.integers(0, _VOCAB_SIZE, num_tokens).tolist())
 
 
@@ -149,7 +149,7 @@ def _median_step_us(bench: HostBench) -> float:
 
 
 def _admission_us(bench: HostBench, history: int, number: int) -> float:
-    """Submit, time the step that launches the first forward, and take the turn back again."""
+    """Submit a turn, time the step that launches its first forward, and cancel it."""
     turn_id = TurnId(f"t{number}")
     command = SubmitTurn(
         session_id=SessionId("s"),

@@ -1,9 +1,9 @@
-"""B2: the same next turn on a kept session, resent with a prefix-cache hit, and resent cold.
+"""Measure B2: the same next turn on a kept session, resent with a prefix-cache hit, and cold.
 
-`kept` sends only the new tokens to a session that holds the history. `resent` sends history and
-new tokens to a fresh session whose prefix the radix tree still has. `cold` does the same after the
-tree was emptied. All three compute the same answer; the rounds take turns so that a machine whose
-speed drifts treats them alike.
+`kept` sends only the new tokens to a session that holds the history. `resent` sends history and new
+tokens to a fresh session whose prefix is still in the radix tree. `cold` does the same after the
+tree was emptied. All three compute the same answer; rounds are interleaved, so that a machine whose
+speed drifts affects them alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ONE_TOKEN: Final = {"temperature": 0, "max_tokens": 1, "ignore_eos": True}
 
 @dataclass(frozen=True, slots=True)
 class KeptWorkload:
-    """`num_rounds` rounds for each history length, `num_new` new tokens per turn."""
+    """Configure `num_rounds` rounds per history length, with `num_new` new tokens per turn."""
 
     histories: tuple[int, ...] = (512, 2048, 8192)
     num_new: int = 16
@@ -38,7 +38,7 @@ class KeptWorkload:
 
 
 def measure_kept(load: KeptWorkload, *, on_turn: Callable[[], None]) -> dict[str, Any]:
-    """Median milliseconds from sending a turn to its only token, by history and way."""
+    """Measure median milliseconds from sending a turn to its only token, by history and way."""
     shape = RandomModel(hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=768)
     with tempfile.TemporaryDirectory() as directory:
         model = write_random_checkpoint(Path(directory), shape)
@@ -65,7 +65,7 @@ async def _measure(url: str, load: KeptWorkload, on_turn: Callable[[], None]) ->
 
 
 async def _turn_ms(url: str, way: str, history: int, num_new: int, *, seed: int) -> float:
-    """Prepare a server that has seen `history` tokens, then time the next turn `way`."""
+    """Prepare a server that has seen `history` tokens, then time the next turn sent as `way`."""
     tokens = ordinary_tokens(seed, history + num_new).token_ids
     clock = asyncio.get_running_loop().time
     async with httpx.AsyncClient(base_url=url) as http:

@@ -1,8 +1,7 @@
-"""What a decode step costs with KV stored in halves, over what it costs with KV in fp32.
+"""Compare a decode step with KV stored in 16 bits to one with KV in fp32.
 
-One model, fp32 weights, one row. Its pages hold noise: what is in them makes no difference, whether
-they are read from memory does. Histories and dtypes take turns, so that a noisy minute spoils none
-of them more than others.
+One model, fp32 weights, one row. The pages hold noise: content does not affect time, but the memory
+reads do. Histories and dtypes are interleaved, so that a noisy minute affects them alike.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ LONG_CONTEXT: Final = RandomModel(
 _ROW: Final = RowId(1)
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _FEW_TOKENS: Final = 64
-"""Beside the history: one step is all that a row computes."""
+"""Room after the history: each measurement computes one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvDtypeWorkload:
-    """One token per step, after each of `histories` positions on consecutive pages."""
+    """Configure one token per step, after each of `histories` positions on consecutive pages."""
 
     model: RandomModel = LONG_CONTEXT
     histories: tuple[int, ...] = (1024, 4096, 16_384)
@@ -48,12 +47,12 @@ class KvDtypeWorkload:
 
     @property
     def total_steps(self) -> int:
-        """Steps of all dtypes, those that warm up included."""
+        """Return the steps of all dtypes, warm-up included."""
         return len(KV_DTYPES) * len(self.histories) * (self.num_steps + 1)
 
 
 def measure_kv_dtypes(load: KvDtypeWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
-    """Time the workload; calls `on_step` after each step."""
+    """Time the workload and call `on_step` after each step."""
     with tempfile.TemporaryDirectory() as folder:
         directory = write_random_checkpoint(Path(folder), load.model)
         rows = {dtype: _Row(directory, dtype, load) for dtype in KV_DTYPES}
@@ -74,7 +73,7 @@ def measure_kv_dtypes(load: KvDtypeWorkload, *, on_step: Callable[[], None]) -> 
 
 
 class _Row:
-    """A runner, and one row of it whose history is noise."""
+    """Hold a runner with one row whose history is noise."""
 
     def __init__(self, directory: Path, dtype: DTypeName, load: KvDtypeWorkload) -> None:
         num_tokens = max(load.histories) + _FEW_TOKENS
@@ -99,7 +98,7 @@ class _Row:
                     part.normal_()
 
     def step_s(self, history: int) -> float:
-        """Seconds of one decode step after `history` positions."""
+        """Return the seconds of one decode step after `history` positions."""
         greedy = SamplingStart(SamplingParams(temperature=0.0), 0, 0, _NO_TOKENS, _NO_TOKENS)
         row = BatchRow(
             turn_id=TurnId("measured"),
@@ -120,7 +119,7 @@ class _Row:
 
 
 def _figures(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Medians and minima, and the speed of each dtype over that of fp32, both ways."""
+    """Return medians and minima, and the speed of each dtype relative to fp32 for both."""
     full = times["float32"]
     return {
         dtype: {

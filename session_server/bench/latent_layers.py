@@ -1,4 +1,4 @@
-"""Latent attention layers without a model around them, to measure what a step of theirs costs."""
+"""Run latent attention layers without a model, to measure the cost of a step."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ WAYS: Final[Mapping[str, tuple[BackendFactory, float | None]]] = MappingProxyTyp
         "expanded": (ReferenceBackend, 0.0),
     }
 )
-"""What attends to latents as they lie, and from how many new tokens on a span is expanded."""
+"""The backend for absorbed attention, and the new tokens from which a span is expanded."""
 
 _ROW: Final = 1
 
 
 class LatentLayers:
-    """Random weights, fp32, on the CPU; one row whose history is noise on consecutive pages."""
+    """Hold layers with random fp32 weights on the CPU, and one row whose history is noise."""
 
     def __init__(
         self,
@@ -49,12 +49,14 @@ class LatentLayers:
         max_history: int,
         page_size: int,
     ) -> None:
-        """Args:
-        mixer: of all layers.
-        hidden_size: of what goes in and comes out.
-        num_layers: how many.
-        max_history: positions that a step may follow.
-        page_size: of the pool.
+        """Create the layers and fill the pool.
+
+        Args:
+            mixer: config of all layers.
+            hidden_size: size of inputs and outputs.
+            num_layers: number of layers.
+            max_history: longest history of a step, in positions.
+            page_size: of the pool.
         """
         self._mixer = mixer
         self._hidden_size = hidden_size
@@ -85,12 +87,12 @@ class LatentLayers:
 
     @property
     def bytes_per_layer_token(self) -> int:
-        """Bytes that one position takes in one layer."""
+        """Return the bytes of one position in one layer."""
         return self._pool.bytes_per_layer_token
 
     @torch.inference_mode()
     def step_s(self, way: str, history: int) -> float:
-        """Seconds of one decode step after `history` positions, its plan included.
+        """Return the seconds of one decode step after `history` positions, planning included.
 
         `way`: one of `WAYS`.
         """

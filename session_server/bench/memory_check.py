@@ -1,12 +1,12 @@
-"""What the memory checker costs: step times with it off and on, on the embedded model.
+"""Measure the cost of the memory checker: step times with it off and on, on the embedded model.
 
 Three engines with a runner each, two with `--memory-check off` and one with `warn` (levels 0, 1 and
-3), take turns step by step over the same turns, so that a machine whose speed drifts treats them
-alike; the ratio of the two that do the same shows what noise is left. A round is one turn of every
-running session: 16 tokens in, 32 out, always after the same history. Every step of a round is
-represented by its median over the rounds: a median over steps would hide what is checked at the end
-of a turn, and a mean has in it what else the machine did. Beside it stands what the checker itself
-has measured of its time, probes included.
+3), run the same turns, interleaved step by step, so that a machine whose speed drifts affects them
+alike; the ratio of the two equal ones shows the remaining noise. A round is one turn of every
+running session: 16 tokens in, 32 out, always after the same history. Each step of a round counts
+with its median over the rounds: a median over steps would hide the checks at the end of a turn, and
+a mean would include other load of the machine. The checker's own measurement of its time, probes
+included, is reported beside it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TOKEN_IDS: Final = (300, 1300)
 
 @dataclass(frozen=True, slots=True)
 class MemoryCheckWorkload:
-    """`num_rounds` rounds for each number of idle sessions and of running turns, ascending."""
+    """Configure `num_rounds` rounds per number of idle sessions and of running turns, ascending."""
 
     idle_counts: tuple[int, ...] = (0, 1000, 5000)
     running_counts: tuple[int, ...] = (1, 8)
@@ -55,14 +55,14 @@ class MemoryCheckWorkload:
 
     @property
     def total_rounds(self) -> int:
-        """Rounds of each engine."""
+        """Return the rounds of each engine."""
         return len(self.idle_counts) * len(self.running_counts) * self.num_rounds
 
 
 def measure_memory_check(
     load: MemoryCheckWorkload, *, on_round: Callable[[], None]
 ) -> dict[str, Any]:
-    """Microseconds of a step by idle sessions and running turns: off, on, and off again."""
+    """Measure microseconds of a step by idle sessions and running turns: off, on, and off again."""
     benches = {name: _Bench(mode, load) for name, mode in _MODES.items()}
     figures: dict[str, Any] = {}
     for num_idle in load.idle_counts:
@@ -87,12 +87,12 @@ def _measure(
     _round(benches, num_running)
     before = benches["on"].checks()
     rounds: dict[str, list[list[float]]] = {name: [] for name in benches}
-    # The service's engine collects so rarely that none of its steps is a fair place for it.
+    # The served engine collects garbage so rarely that it would distort any step here.
     gc.collect()
     gc.disable()
     try:
         for number in range(num_rounds):
-            # Who goes first takes turns as well.
+            # The engine that goes first rotates as well.
             names = [*benches][number % len(benches) :] + [*benches][: number % len(benches)]
             times = _round({name: benches[name] for name in names}, num_running)
             for name in names:
@@ -117,15 +117,16 @@ def _measure(
 
 
 def _round(benches: dict[str, _Bench], num_running: int) -> dict[str, list[float]]:
-    """One round of each, in lockstep; the seconds of their steps."""
+    """Run one round of each, in lockstep, and return the seconds of their steps."""
     steps = zip(*(bench.round(num_running) for bench in benches.values()), strict=True)
     return dict(zip(benches, map(list, zip(*steps, strict=True)), strict=True))
 
 
 class _Bench:
-    """One engine with its own runner and pool, which waits for every forward.
+    """Run one engine with its own runner and pool, which waits for every forward.
 
-    Its clock is the time of its own steps: of several that take turns, each sees the work it does.
+    Its clock advances by the time of its own steps, so interleaved engines each see only their own
+    work.
     """
 
     def __init__(self, mode: MemoryCheck, load: MemoryCheckWorkload) -> None:
@@ -158,14 +159,14 @@ class _Bench:
         self._num_turns = 0
 
     def park(self, num_idle: int) -> None:
-        """Have so many idle sessions, each with a whole page and part of a second."""
+        """Create idle sessions up to `num_idle`, each with a whole page and part of a second."""
         for first in range(self._num_idle, num_idle, _SESSIONS_AT_ONCE):
             names = range(first, min(num_idle, first + _SESSIONS_AT_ONCE))
             self._open([SessionId(f"idle{number}") for number in names], _IDLE_TOKENS)
         self._num_idle = max(self._num_idle, num_idle)
 
     def round(self, num_running: int) -> Iterator[float]:
-        """One turn of so many sessions; yields the seconds of each step, forward included."""
+        """Run one turn of `num_running` sessions; yield the seconds of each step and forward."""
         while len(self._running) < num_running:
             self._running.append(SessionId(f"running{len(self._running)}"))
             self._open(self._running[-1:], _HISTORY)
@@ -176,7 +177,7 @@ class _Bench:
         )
 
     def checks(self) -> CheckerReport:
-        """What the checker says of itself."""
+        """Return the checker's report."""
         (report,) = self._step([ReportMemory(request_id=0)])
         assert isinstance(report, MemoryReported)
         return report.checks
@@ -203,9 +204,10 @@ class _Bench:
         )
 
     def _run(self, commands: Sequence[EngineCommand]) -> Iterator[float]:
-        """Send commands and step until nothing moves; yields the seconds of each step.
+        """Send commands and step until nothing is launched; yield the seconds of each step.
 
-        A probe counts for the step that waits for it, so that steps are the same with and without.
+        A probe counts toward the step that waits for it, so that the number of steps is the same
+        with and without probes.
         """
         begun_s = self._now_s
         self._step(commands)
@@ -217,7 +219,7 @@ class _Bench:
         yield self._now_s - begun_s
 
     def _step(self, commands: Sequence[EngineCommand]) -> list[EngineEvent]:
-        """One step and its forward."""
+        """Run one step and its forward, and return the events."""
         begun_s = time.perf_counter()
         outcome = self._engine.step(self._now_s, commands, self._results)
         self._results = []

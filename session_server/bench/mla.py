@@ -1,9 +1,9 @@
-"""What a decode step of latent attention costs while the history grows.
+"""Measure a decode step of latent attention while the history grows.
 
-Layers of DeepSeek-V2-Lite's sizes with random weights, attention only: what a feed-forward adds is
+Layers have the sizes of DeepSeek-V2-Lite and random weights, attention only: a feed-forward costs
 the same at every history and would hide how attention grows. Absorbed attention reads the latents
-as they lie, on either backend; beside it, the same layers make K and V of the whole history in
-every step, which is what caching latents costs where queries are not absorbed.
+directly, on either backend. For comparison, the same layers expand the whole history to K and V in
+every step, which is the cost of caching latents without absorbing queries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEEPSEEK_V2_LITE: Final = MlaConfig(
 
 @dataclass(frozen=True, slots=True)
 class MlaWorkload:
-    """One token per step, after each of `histories` positions on consecutive pages."""
+    """Configure one token per step, after each of `histories` positions on consecutive pages."""
 
     mixer: MlaConfig = DEEPSEEK_V2_LITE
     hidden_size: int = 2048
@@ -41,14 +41,14 @@ class MlaWorkload:
 
     @property
     def total_steps(self) -> int:
-        """Steps of all ways, those that warm up included."""
+        """Return the steps of all ways, warm-up included."""
         return len(WAYS) * len(self.histories) * (self.num_steps + 1)
 
 
 def measure_mla(load: MlaWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
-    """Time the workload; calls `on_step` after each step.
+    """Time the workload and call `on_step` after each step.
 
-    Histories and ways take turns, so that a noisy minute spoils none of them more than others.
+    Histories and ways are interleaved, so that a noisy minute affects them alike.
     """
     layers = LatentLayers(
         load.mixer,

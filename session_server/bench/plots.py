@@ -1,4 +1,4 @@
-"""Pictures of figures; matplotlib is asked for only when one is drawn."""
+"""Plot figures; matplotlib is imported only when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def plot_growth(turns: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw latency, forward and overhead of every turn over the length of its context.
+    """Plot latency, forward and overhead of every turn over the length of its context.
 
     Raises:
         ImportError: matplotlib is not installed (`pip install session-server[dev]`).

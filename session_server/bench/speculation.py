@@ -1,13 +1,13 @@
-"""Speculation against none: tokens per forward, and how fast an answer comes.
+"""Measure speculation: tokens per forward and speed of an answer, with and without drafts.
 
-Servers that differ in their drafts alone run side by side: the embedded model, overlap on, drafts
-from the session's own text. Each workload visits them in turns, round by round, and ratios are
-taken within a round, so that a machine whose speed drifts treats them alike. The answers are
-greedy, and compared: what was guessed must not be seen in them.
+Servers that differ only in their drafts run side by side: the embedded model, overlap on, drafts
+from the session's own text. Workloads and servers are interleaved, round by round, and ratios are
+taken within a round, so that a machine whose speed drifts affects them alike. Answers are greedy,
+and compared: drafts must not change them.
 
-`dialogues` are those of the demo, one after the other; `crowd` holds as many at the same time,
-where a forward is shared and a rejected draft costs the neighbours; `repeated text` goes on with a
-passage that came several times already.
+`dialogues` are those of the demo, one after the other; `crowd` runs all of them at the same time,
+where rows share a forward and a rejected draft slows the others; `repeated text` continues a
+passage that has occurred several times.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ _NUM_PASSAGES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SpeculationWorkload:
-    """`drafts` are the variants beside none at all. `num_sessions` sessions of `num_turns` turns
-    in each workload and round; a turn of repeated text gives `num_repeated` tokens."""
+    """Configure the workloads.
+
+    `drafts`: the variants besides 0. `num_sessions` sessions of `num_turns` turns run in each
+    workload and round; a turn of repeated text generates `num_repeated` tokens.
+    """
 
     drafts: tuple[int, ...] = (2, 4, 8)
     num_rounds: int = 7
@@ -48,18 +51,18 @@ class SpeculationWorkload:
 
     @property
     def variants(self) -> tuple[int, ...]:
-        """All of them; 0 first."""
+        """Return all numbers of drafts, 0 first."""
         return (0, *self.drafts)
 
     @property
     def num_visits(self) -> int:
-        """How often a workload visits a server."""
+        """Return how many times a workload runs on a server."""
         return len(WORKLOADS) * self.num_rounds * len(self.variants)
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What the turns of one workload on one server took together.
+    """Add up the turns of one workload on one server.
 
     `num_decoded`: tokens after the first of each turn, which took `decode_s`.
     """
@@ -72,7 +75,7 @@ class Visit:
 
     @classmethod
     def of(cls, turns: Sequence[TurnResult]) -> Visit:
-        """Add up turns that all ended well."""
+        """Add up turns that have all completed."""
         assert all(turn.status == "completed" for turn in turns), "a turn failed"
         return cls(
             num_outputs=sum(turn.usage.output_tokens for turn in turns),
@@ -84,19 +87,19 @@ class Visit:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Over all forwards of the turns, those of their prompts included."""
+        """Return output tokens per forward, the forwards of prompts included."""
         return self.num_outputs / self.num_forwards
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one turn, from its first token on."""
+        """Return decoded tokens per second, counted from the first token of each turn."""
         return self.num_decoded / self.decode_s
 
 
 def measure_speculation(
     load: SpeculationWorkload, *, on_visit: Callable[[], None]
 ) -> dict[str, Any]:
-    """Medians over the rounds, by workload and number of drafts; calls `on_visit` after each."""
+    """Return medians over the rounds, by workload and drafts; call `on_visit` after each run."""
     with contextlib.ExitStack() as stack:
         urls = {n: stack.enter_context(LocalServer(_flags(n))).url for n in load.variants}
         return asyncio.run(_measure(urls, load, on_visit))
@@ -110,7 +113,7 @@ async def _measure(
     }
     for number in range(load.num_rounds):
         for workload in WORKLOADS:
-            # Each round begins with another server: the first one finds the machine rested.
+            # Each round starts with another server: the first one runs on a rested machine.
             order = [load.variants[(number + i) % len(urls)] for i in range(len(urls))]
             for num_drafts in order:
                 turns = await _visit(urls[num_drafts], workload, load, number)
@@ -147,7 +150,7 @@ def _figures(visits: Mapping[int, Sequence[Visit]]) -> dict[str, Any]:
 async def _visit(
     url: str, workload: str, load: SpeculationWorkload, number: int
 ) -> list[TurnResult]:
-    """Hold the sessions of one workload and round; the same ones on every server."""
+    """Run the sessions of one workload and round; the same ones on every server."""
     if workload == "repeated text":
         talks = [_continue(url, load) for _ in range(load.num_sessions)]
     else:

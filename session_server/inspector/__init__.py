@@ -1,1 +1,1 @@
-"""What a checkpoint is, and what serving it takes, before it is served."""
+"""Describe a checkpoint and the memory that serving it needs."""

@@ -59,16 +59,16 @@ MEMORY_FLAGS: Final = (
     "--chunked-prefill-size",
     "--disable-overlap-schedule",
 )
-"""The flags of `serve` that decide what memory holds."""
+"""Flags of `serve` that affect memory."""
 
 MAX_LENGTHS: Final = 64
-"""Sessions asked about at once."""
+"""Most lengths in one command."""
 
 MAX_LENGTH: Final = 1 << 31
-"""Tokens of one of them."""
+"""Most tokens of one length."""
 
 MAX_SHOWN_RUNS: Final = 3
-"""Runs of identical layers that are listed; where there are more, the first two and the last."""
+"""Ranges of layers that are listed; of more, the first two and the last."""
 
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{prefix}{unit}": size**power
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show a checkpoint. Returns 2 when it cannot be served, or not with these flags."""
+    """Print the report of a checkpoint. Return 2 if it cannot be served with these flags."""
     try:
         report = _report(args)
     except (ModelError, ValueError) as error:
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def headline(model: ModelFigures) -> str:
-    """Name, size and reach, in two lines."""
+    """Format name, size and context in two lines."""
     active = (
         f", {_count(model.active_parameters)} of them met by a token"
         if model.active_parameters < model.parameters
@@ -141,7 +141,7 @@ def headline(model: ModelFigures) -> str:
 
 
 def layer_table(layers: Iterable[LayerFigures]) -> Table:
-    """One row per kind of layer."""
+    """Build a table with one row per kind of layer."""
     right = (Column(name, justify="right") for name in ("layers", ""))
     table = Table(
         *right, "attention", "heads", "feed-forward", title="layers", title_justify="left"
@@ -162,7 +162,7 @@ def layer_table(layers: Iterable[LayerFigures]) -> Table:
 
 
 def session_table(pools: tuple[PoolFigures, ...], sessions: Iterable[SessionFigures]) -> Table:
-    """What a token and a session of each length take in each pool, and how many fit."""
+    """Build a table of the bytes of a token and of sessions in each pool, and how many fit."""
     names = ["", *(f"pool {pool.name}" for pool in pools), "together", "fit"]
     if len(pools) == 1:
         names.remove("together")
@@ -180,7 +180,7 @@ def session_table(pools: tuple[PoolFigures, ...], sessions: Iterable[SessionFigu
 
 
 def memory_line(memory: MemoryFigures, pools: Iterable[PoolFigures]) -> str:
-    """How much memory holds KV, and what bounds it."""
+    """Format how much memory holds KV, and what limits it."""
     pages = ", ".join(f"{pool.pages:,} pages of pool {pool.name}" for pool in pools)
     return (
         f"{_size(memory.kv_bytes)} for KV ({memory.reason}): {pages}. At most {memory.rows:,} "
@@ -189,7 +189,7 @@ def memory_line(memory: MemoryFigures, pools: Iterable[PoolFigures]) -> str:
 
 
 def layer_ranges(layers: Iterable[int]) -> str:
-    """Indices of layers: `0-4`, `0-4, 6-10 ... 24-25`."""
+    """Format indices of layers as ranges: `0-4`, `0-4, 6-10 ... 24-25`."""
     by_run = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
     runs = [[index for _, index in run] for _, run in by_run]
     words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
@@ -218,7 +218,7 @@ def _report(args: argparse.Namespace) -> Report:
 
 
 async def _opened(settings: Settings) -> Path:
-    """Refuse what `serve` would refuse. Returns where the model's files are."""
+    """Return the directory of the model's files; reject what `serve` would reject."""
     directory, text = await open_model(settings)
     await text.close()
     return directory

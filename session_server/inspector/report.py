@@ -1,4 +1,4 @@
-"""What a checkpoint is and what its sessions take, in figures: the ones the server works with."""
+"""Compute figures of a checkpoint and its sessions: those that the server itself uses."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from session_server.models.config import (
 from session_server.runner.survey import Survey
 
 DEFAULT_LENGTHS: Final = (1024, 8192, 32_768, 131_072)
-"""Tokens of the sessions asked about where nobody says, as far as a context reaches."""
+"""Session lengths in tokens to report by default, up to the context length."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFigures:
-    """Layers that are alike. Sizes that a kind does not have are 0.
+    """Describe layers that are alike. Sizes that a kind does not have are 0.
 
-    `layers`: indices. `window`: positions a token sees. `head_dim`: elements stored per head.
-    `ffn_size`: of a dense layer, or of one expert. `shared_size`: of what every token goes through
-    beside its experts.
+    `layers`: indices. `window`: positions a token attends to. `head_dim`: elements stored per head.
+    `ffn_size`: of a dense layer, or of one expert. `shared_size`: of the shared expert.
     """
 
     layers: tuple[int, ...]
@@ -44,11 +43,12 @@ class LayerFigures:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """`dtype`: what it is computed in, `stored_dtype`: what its configuration says it was saved in.
+    """Describe the model.
 
-    `active_parameters`: those that one token meets. `stored_bytes`: of the files, `weight_bytes`:
-    of the weights in memory. `context_len`: tokens that a context may have here,
-    `model_context_len`: what the model was made for.
+    `dtype`: of the computation; `stored_dtype`: of the files, according to the configuration.
+    `active_parameters`: those that one token uses. `stored_bytes`: of the files; `weight_bytes`: of
+    the weights in memory. `context_len`: longest context here; `model_context_len`: that of the
+    model.
     """
 
     path: str
@@ -68,8 +68,10 @@ class ModelFigures:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures:
-    """`dtype`: of what is stored. `bytes_per_token`: over all layers of the pool, 0 where a page is
-    a state. `pages`: the padding page included.
+    """Describe one pool.
+
+    `dtype`: of stored elements. `bytes_per_token`: over all layers of the pool, 0 if a page is a
+    state. `pages`: the padding page included.
     """
 
     name: str
@@ -85,9 +87,9 @@ class PoolFigures:
 
 @dataclass(frozen=True, slots=True)
 class SessionFigures:
-    """A parked session of `length` tokens, by pool. `fit`: how many are held at the same time.
+    """Describe a parked session of `length` tokens, by pool.
 
-    `is_too_long`: for the context, so that there is none.
+    `fit`: how many such sessions are held at the same time; 0 if `is_too_long` for the context.
     """
 
     length: int
@@ -99,8 +101,10 @@ class SessionFigures:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """`kv_bytes`: of all pools, out of `free_bytes`; `reason`: what bounds it. `rows`: sessions
-    that can hold KV at the same time.
+    """Describe the memory for KV.
+
+    `kv_bytes`: of all pools, out of `free_bytes`; `reason`: what limits it. `rows`: sessions that
+    can hold KV at the same time.
     """
 
     free_bytes: int
@@ -111,7 +115,7 @@ class MemoryFigures:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `session-server inspect` shows."""
+    """Hold what `session-server inspect` prints."""
 
     model: ModelFigures
     layers: tuple[LayerFigures, ...]
@@ -123,13 +127,13 @@ class Report:
 def make_report(
     path: str, survey: Survey, lengths: Sequence[int] = (), *, max_turn_len: int | None = None
 ) -> Report:
-    """Put the figures together.
+    """Compute the report.
 
     Args:
-        path: of the checkpoint, as it was asked for.
-        survey: what its headers say.
-        lengths: tokens of the sessions asked about; the usual ones where there are none.
-        max_turn_len: tokens that a context may have; None for all that a row addresses.
+        path: of the checkpoint, as given.
+        survey: what the checkpoint's headers say.
+        lengths: tokens of the sessions to describe; empty for the default lengths.
+        max_turn_len: longest context in tokens; None for all that a row addresses.
     """
     config, plan = survey.config, survey.plan
     context_len = plan.capacity.max_context_len if max_turn_len is None else max_turn_len
@@ -160,14 +164,14 @@ def make_report(
 
 
 def default_lengths(context_len: int) -> tuple[int, ...]:
-    """Those that fit into a context, and the whole of it."""
+    """Return the default lengths below `context_len`, then `context_len` itself."""
     return (*(length for length in DEFAULT_LENGTHS if length < context_len), context_len)
 
 
 def session_figures(
     survey: Survey, length: int, *, max_turn_len: int | None = None
 ) -> SessionFigures:
-    """Work out what a parked session of `length` tokens takes, and how many fit."""
+    """Compute what a parked session of `length` tokens uses, and how many fit."""
     page_size, capacity = survey.spec.page_size, survey.plan.capacity
     pages = {
         component.pool: pages_at_rest(component, length, page_size)
@@ -188,7 +192,7 @@ def session_figures(
 
 
 def num_inactive_parameters(config: ModelConfig) -> int:
-    """Parameters of the experts that one token is not sent to."""
+    """Return the parameters of the experts that one token is not routed to."""
     return sum(
         (layer.ffn.num_experts - layer.ffn.num_experts_per_tok)
         * _num_parameters(layer.ffn.expert, config.hidden_size)

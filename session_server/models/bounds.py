@@ -23,13 +23,13 @@ MAX_LAYERS: Final = 1024
 MAX_HEADS: Final = 1 << 12
 MAX_HEAD_DIM: Final = 1 << 12
 MAX_SIZE: Final = 1 << 20
-"""Of a hidden state, a feed-forward or a latent."""
+"""Elements of a hidden state, a feed-forward or a latent."""
 
 MAX_CONTEXT_LEN: Final = 1 << 24
 MAX_VOCAB_SIZE: Final = 1 << 22
 MAX_EXPERTS: Final = 1 << 13
 MAX_EXPERTS_IN_ALL: Final = 1 << 17
-"""Over all layers: each expert has tensors of its own, by name."""
+"""Experts of all layers: each has tensors of its own, by name."""
 
 MAX_CONV_WIDTH: Final = 1 << 10
 
@@ -80,8 +80,8 @@ INTEGERS: Final[Mapping[str, Range]] = MappingProxyType(
     )
     | _same_range((0, MAX_CONV_WIDTH), "conv_L_cache mamba_d_conv linear_conv_kernel_dim")
 )
-"""Range of each field that is an integer, both ends included. What must be there and positive is
-read by `fields.integer`, which says so."""
+"""Range of each integer field, both ends included. Required positive integers are also checked when
+`fields.integer` reads them."""
 
 NUMBERS: Final[Mapping[str, Range]] = MappingProxyType(
     _same_range((1.0, 1e15), "rope_theta rope_local_base_freq")
@@ -99,7 +99,7 @@ NUMBERS: Final[Mapping[str, Range]] = MappingProxyType(
         "attention_multiplier",
     )
 )
-"""Range of each field that is a number, both ends included."""
+"""Range of each numeric field, both ends included."""
 
 FLAGS: Final = _names(
     "attention_bias mlp_bias norm_topk_prob tie_word_embeddings tie_embedding use_sliding_window "
@@ -117,7 +117,7 @@ WORDS: Final = _names(
 LISTS: Final = _names(
     "layer_types full_attn_idxs mlp_only_layers time_step_limit weight_block_size"
 )
-"""Fields that are lists, of no more entries than a model has layers."""
+"""Fields that are lists of at most MAX_LAYERS entries."""
 
 OBJECTS: Final = _names(
     "rope_parameters rope_scaling quantization_config full_attention sliding_attention"
@@ -190,7 +190,7 @@ def shortened(text: str) -> str:
 def _check_number(name: str, value: object, bounds: Range, *, kinds: tuple[type, ...]) -> None:
     low, high = bounds
     kind = "an integer" if kinds == (int,) else "a number"
-    # By its exact type: `true` counts as an integer in Python.
+    # Compares the exact type: `True` is an integer in Python.
     is_within = type(value) in kinds and low <= value <= high  # type: ignore[operator]
     if not is_within:
         raise _invalid_field(name, f"{kind} from {low:g} to {high:.10g}", value)

@@ -81,13 +81,13 @@ class Decoder:
         self._embedding = embedding
         self._norm = norm
         self._head = head
-        # Rounded as the embedding is: families are trained with the rounded factor.
+        # Rounded to the embedding's dtype: families are trained with the rounded factor.
         self._scale = torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item()
         mixers = [layer.mixer for layer in config.layers]
         rotated = [(m.rope, m.rotary_dim) for m in mixers if m.rope is not None]
         kinds = list(dict.fromkeys(rotated))
         self._ropes = tuple(Rope(rope, size, device=embedding.device) for rope, size in kinds)
-        # Layers that rotate nothing are given the positions, which stand last.
+        # Layers without rotary embeddings get index -1, where `forward` puts the positions.
         of_layers = [-1 if m.rope is None else kinds.index((m.rope, m.rotary_dim)) for m in mixers]
         pools = [mixer.pool for mixer in mixers]
         self._layers = tuple(zip(layers, of_layers, pools, strict=True))

@@ -221,7 +221,7 @@ def context_len(raw: RawConfig) -> int:
     settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope = rope_config(raw, settings.get("full_attention") or settings)
     if rope.rope_type is RopeKind.YARN:
-        # Qwen's way to switch YaRN on leaves max_position_embeddings at the trained length.
+        # Qwen's configs with YaRN keep max_position_embeddings at the trained length.
         return max(length, int(rope.factor * rope.original_max_position_embeddings))
     return length
 

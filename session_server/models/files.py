@@ -16,13 +16,13 @@ from typing import Any, Final, NoReturn
 from session_server.models.errors import CheckpointError
 
 MAX_CONFIG_BYTES: Final = 1 << 20
-"""Of `config.json`, `generation_config.json` or a chat template; the hub's have up to 50 kB."""
+"""Limit of `config.json`, `generation_config.json` and chat templates; the hub's reach 50 kB."""
 
 MAX_JSON_BYTES: Final = 64 << 20
-"""Of an index of tensors (9 MB for 92,000 of them) or of `tokenizer_config.json`."""
+"""Limit of `tokenizer_config.json` and of an index of tensors (9 MB for 92,000 of them)."""
 
 MAX_TOKENIZER_BYTES: Final = 256 << 20
-"""Of `tokenizer.json`; 33 MB for 262,000 tokens."""
+"""Limit of `tokenizer.json`; 33 MB for 262,000 tokens."""
 
 
 def find_file(directory: Path, name: str) -> Path | None:
@@ -41,7 +41,7 @@ def find_file(directory: Path, name: str) -> Path | None:
         mode = real.stat().st_mode
     except FileNotFoundError:
         raise CheckpointError(f"{path} is a link to a file that is not there") from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: links that go round in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from None
     if not any(real.is_relative_to(home) for home in (root, *_hub_blobs(root))):
         raise CheckpointError(f"{path} is a link that leads out of the checkpoint's directory")
@@ -67,7 +67,7 @@ def read_bytes(directory: Path, name: str, max_bytes: int) -> bytes | None:
     if path is None:
         return None
     try:
-        # Opened before it is looked at again: a pipe put in its place would wait for a writer.
+        # Checked again after opening without blocking: a pipe put in its place would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):

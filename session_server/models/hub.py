@@ -10,7 +10,7 @@ from session_server.models.errors import ModelNotFound
 from session_server.models.files import MAX_TOKENIZER_BYTES, find_files, read_bytes
 
 DOWNLOADED_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
-"""No pickles, no code: only what the loader reads."""
+"""The files that the loader reads; never pickles or code."""
 
 
 def resolve_model(path_or_id: str) -> Path:

@@ -45,12 +45,12 @@ FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = MappingProxy
         "qwen3_moe": experts.qwen3_moe,
     }
 )
-"""What describes every implemented `model_type`."""
+"""Parser of every implemented `model_type`."""
 
 QUANTIZATION_METHODS: Final[Mapping[str, str]] = MappingProxyType(
     {"deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
 )
-"""The `quant_method` a family's weights may come in. They are dequantised when they are loaded."""
+"""The `quant_method` that a family's weights may have. They are dequantized on load."""
 
 
 def load_config(directory: Path) -> ModelConfig:

@@ -15,10 +15,10 @@ from cache.spec import CacheSpec, Capacity
 from cache.types import PoolName
 
 CPU_FRACTION: Final = 0.25
-"""Of the available memory, at most: a host has other things to do."""
+"""Largest fraction of the host's available memory for KV; other processes need the rest."""
 
 DEVICE_FRACTION: Final = 0.85
-"""Of an accelerator's memory that is free after the weights; the rest is for activations."""
+"""Fraction for KV of an accelerator's free memory after loading; activations need the rest."""
 
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP: Final = Path("/sys/fs/cgroup")

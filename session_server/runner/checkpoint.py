@@ -31,12 +31,12 @@ Progress = Callable[[int, int], None]
 Shape = tuple[int, ...]
 
 MAX_MAPPED_BYTES: Final = 1 << 26
-"""A mapping of which so much was read is given up for a new one."""
+"""Bytes read from a mapping before it is replaced by a new one."""
 
 INDEX: Final = "model.safetensors.index.json"
 
 MAX_NAMED_TENSORS: Final = 8
-"""An error names so many tensors and counts the rest."""
+"""Tensors that an error names; it counts the rest."""
 
 
 class WeightSource(ABC):
@@ -196,7 +196,7 @@ class TensorReader(WeightSource):
 
     def take_as(self, dtype: torch.dtype, name: str, *shape: int) -> Tensor:
         """Return a copy of a tensor in the given dtype; FP8 is dequantized."""
-        del shape  # checked with all others
+        del shape  # `Checkpoint.check` has compared all shapes
         tensor = self._read(name)
         if self._tensors[name].is_fp8:
             tensor = fp8.dequantize(tensor, self._read(name + fp8.SCALES_SUFFIX))

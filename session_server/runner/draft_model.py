@@ -93,7 +93,7 @@ class DraftModel:
             inputs = self._steps.build(Batch(0, tuple(draft_rows), ()))
             hidden = self._model.forward(inputs, inputs.logits_indices)
         for spans, tokens in counted:
-            # They were guesses; what is said is for the target to choose.
+            # Drafts are not output: the target counts what it samples.
             self._sampler.uncount_outputs(spans, tokens)
         return drafts
 

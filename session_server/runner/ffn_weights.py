@@ -135,4 +135,4 @@ _LAYOUTS: Final[Mapping[ExpertLayout, tuple[str, str, str, _TakeExperts]]] = Map
         ExpertLayout.GPT_OSS: ("router", "experts.", "", _gpt_oss_experts),
     }
 )
-"""What the router is called, the experts and what stands beside them, and who reads the experts."""
+"""Names of router, experts and shared expert, and the function that loads the experts."""

@@ -14,7 +14,7 @@ BLOCK: Final = 128
 """Rows, and columns, that share a scale."""
 
 STORED_DTYPE: Final = "F8_E4M3"
-"""What safetensors calls such numbers."""
+"""The name of this dtype in safetensors headers."""
 
 SCALES_SUFFIX: Final = "_scale_inv"
 

@@ -17,12 +17,12 @@ M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
 
 LOADING_THRESHOLD: Final = 1 << 17
-"""Bytes of a block from which on it is mapped by itself, and unmapped when it is freed; glibc's own
-at the start of a process."""
+"""Bytes from which a block is mapped by itself, and unmapped when it is freed; glibc's own value at
+the start of a process."""
 
 SERVING_THRESHOLD: Final = 1 << 25
-"""The same afterwards, the most glibc allows: a forward's intermediate results are reused from step
-to step, where pages taken from the system anew would cost more than computing them."""
+"""The same after loading, glibc's maximum: memory of intermediate results is reused from step to
+step, because new pages from the system would cost more than computing them."""
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class InputBuilder:
         rows = batch.rows
         spans, offsets = _order_spans(rows)
         num_tokens = sum(row.num_tokens for row in rows)
-        # Token ids, positions, and the slots in every pool.
+        # Rows of `host`: token ids, positions, and the slot mapping of every pool.
         host = np.empty((2 + len(self._tables), num_tokens), dtype=np.int64)
         sampled_on_device: list[tuple[int, int]] = []
         for span, index in spans:

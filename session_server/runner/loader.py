@@ -159,7 +159,7 @@ def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -
     if STATE_POOL in of_draft.pools:
         raise DraftMismatch(f"{cannot}: it has recurrent layers, and nobody keeps its states")
     for pool in of_draft.pools:
-        # Its KV lies under the model's page ids, and is released when the model's is.
+        # Its KV uses the model's page ids, and is released together with the model's.
         if pool not in of_model.pools:
             raise DraftMismatch(f"{cannot}: it has {pool} attention layers, which that one has not")
         own, other = (of.mixer_of(pool).group((), of.dtype).window for of in (of_draft, of_model))

@@ -11,7 +11,7 @@ from session_server.models.layers.norm import RmsNorm
 from session_server.runner.checkpoint import WeightSource, concatenate
 
 NORM_EPS: Final = 1e-6
-"""Of the norms of latents, whatever the configuration says of the others."""
+"""Epsilon of the norms of latents; `rms_norm_eps` does not apply to them."""
 
 
 def take_mla(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) -> MlaWeights:
@@ -48,7 +48,7 @@ def _down(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) -> 
     if not mixer.attention_bias:
         return make_linear(concatenate(weights))
     stored_bias = tensors.take(f"{stored}.bias", stored_size)
-    # Queries projected at once have no bias in any checkpoint.
+    # No checkpoint has a bias on queries that are projected directly.
     query_bias = stored_bias.new_zeros(query_size)
     if mixer.q_lora_rank is not None:
         query_bias = tensors.take(f"{query}.bias", query_size)

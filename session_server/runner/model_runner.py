@@ -36,7 +36,7 @@ from session_server.runner.sampler import Sampler
 from session_server.runner.verification import verify
 
 SCORE_BLOCK: Final = 128
-"""Prompt positions whose logits exist at the same time: [128, vocab] instead of [prompt, vocab]."""
+"""Prompt positions whose logits are computed at a time: [128, vocab], not [prompt, vocab]."""
 
 
 class ModelRunner:
@@ -157,7 +157,7 @@ class ModelRunner:
         if inputs.scored:
             outputs.scores = self._score(batch, inputs, hidden[num_choices:])
         if inputs.unsampled:
-            # The last position has read the row's whole KV: what is not finite there shows here.
+            # The last position has read the row's whole KV, so NaN or Inf in it appears here.
             outputs.finite = hidden[-len(inputs.unsampled) :].sum(dim=-1).isfinite()
         return outputs
 

@@ -19,7 +19,7 @@ BLOCK: Final = 32
 SCALE_BIAS: Final = 127
 
 MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What the three bits behind the sign stand for."""
+"""Values of the three bits after the sign."""
 
 
 def take_mxfp4(tensors: WeightSource, name: str, shape: tuple[int, int, int]) -> Tensor:
@@ -38,10 +38,8 @@ def take_mxfp4(tensors: WeightSource, name: str, shape: tuple[int, int, int]) ->
     scales = tensors.take_as(torch.uint8, f"{name}_scales", num_experts, outputs, num_blocks)
     weights = torch.empty(shape, dtype=tensors.dtype, device=blocks.device)
     if weights.is_meta:
-        return (
-            weights  # no content, so none of torch's compiler either; see `checkpoint.concatenate`
-        )
-    # One expert at a time: the numbers in between take several times the memory of the result.
+        return weights  # the ops below would import torch's compiler
+    # One expert at a time: intermediate tensors take several times the memory of the result.
     for expert in range(num_experts):
         weights[expert] = dequantize(blocks[expert], scales[expert]).view(outputs, inputs)
     return weights

@@ -31,7 +31,7 @@ BackendName = Literal["auto", "cpu", "torch"]
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 )
-"""What the dtypes of configurations and layer groups mean."""
+"""torch dtypes by their names in configurations and layer groups."""
 
 _BACKENDS: Final[Mapping[str, BackendFactory]] = MappingProxyType(
     {"cpu": CpuBackend, "torch": ReferenceBackend}

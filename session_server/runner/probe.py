@@ -31,7 +31,7 @@ TOLERANCES: Final[Mapping[torch.dtype, float]] = MappingProxyType(
     {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 )
 """Largest `deviation` that rounding explains. Measured on the embedded model, over prefills in
-chunks of every size, decoding alone and in batches, on both backends: honest pages deviate by at
+chunks of every size, decoding alone and in batches, on both backends: correct pages deviate by at
 most 9e-6, 0.007 and 0.06 (by 7e-6, 0.013 and 0.09 in 24 layers of random weights); foreign or
 shifted pages, of all layers or of one, by at least 1.3."""
 

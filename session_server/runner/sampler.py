@@ -28,7 +28,7 @@ from session_server.runner.truncation import Truncation, thresholds
 from session_server.runner.verification import SampleSpan
 
 MIN_TEMPERATURE: Final = 1e-6
-"""Lower ones are indistinguishable from greedy in fp32 and would divide by zero."""
+"""Lower temperatures equal greedy sampling in fp32, and could divide by zero."""
 
 
 class Sampler:
@@ -165,8 +165,8 @@ class Sampler:
         if self._device.type != "cpu":
             scores = scaled - self._noise.exponentials(device_keys).log_()
             return scores.masked_fill_(~is_kept, -math.inf).argmax(dim=-1)
-        # Noise for a large vocabulary takes 2 ms a row, for the few tokens kept nothing; a device
-        # would have to wait to learn how many they are.
+        # On a CPU, noise for a large vocabulary takes 2 ms a row, and next to nothing for the few
+        # tokens kept. A device would have to synchronize to know their number.
         of_row, token_ids = is_kept.nonzero().unbind(1)
         noise = self._noise.exponentials(device_keys[of_row], token_ids).log_()
         scores = torch.full_like(scaled, -math.inf)

@@ -20,7 +20,7 @@ NUM_CANDIDATES: Final = 256
 """Sorted first on a CPU; enough for top-p unless the distribution is flat."""
 
 _CANDIDATES_GROWTH: Final = 16
-"""By how much more is sorted when they were not enough, up to the whole vocabulary."""
+"""Growth of the number sorted when it was not enough, up to the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _edges(scaled: Tensor, rules: Sequence[Truncation]) -> Tensor:
     vocab_size, is_on_host = scaled.shape[1], scaled.device.type == "cpu"
     num_sorted = max(r.top_k or NUM_CANDIDATES for r in rules)
     if not is_on_host and not all(r.top_k for r in rules):
-        num_sorted = vocab_size  # asking whether fewer were enough would wait for the device
+        num_sorted = vocab_size  # checking whether fewer suffice would synchronize
     while num_sorted < vocab_size:
         edges, is_inside = _nucleus_edges(scaled, scaled.topk(num_sorted).values, rules)
         if not is_on_host or bool(is_inside.all()):

@@ -54,7 +54,7 @@ def verify(choices: Tensor, inputs: Tensor, spans: Sequence[SampleSpan]) -> Acce
     """
     lengths = np.array([span.num_tokens for span in spans])
     first = np.cumsum(lengths) - lengths
-    # Draws of different length become one rectangle; what sticks out repeats a span's last choice.
+    # Spans of different length become one rectangle, padded by repeating a span's last token.
     steps = np.arange(lengths.max())
     cells = first[:, None] + np.minimum(steps, lengths[:, None] - 1)
     is_real = steps < lengths[:, None]

@@ -56,7 +56,7 @@ _NORM_NAMES: Final[dict[NormPlacement, tuple[str | None, ...]]] = {
         "post_feedforward_layernorm",
     ),
 }
-"""Before and after the mixer, before and after the ffn."""
+"""Names of the norms before and after the mixer, before and after the ffn."""
 
 
 def load_decoder(
@@ -120,7 +120,7 @@ def weight_bytes(config: ModelConfig, *, device: torch.device, dtype: torch.dtyp
     expected = ExpectedTensors((), dtype)
     _build(config, expected)
     num_shared = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-    # An embedding is read by rows: a head in a layout of its own is a second copy.
+    # An embedding is read by rows, so an LM head in a packed layout is a second copy.
     is_copied = is_packed(num_shared, dtype, device)
     return expected.num_bytes + (num_shared * dtype.itemsize if is_copied else 0)
 
@@ -194,7 +194,7 @@ def _gqa(
         )
         gates: tuple[Tensor, ...] = ()
         if mixer.is_gated:
-            # Head by head, its query and then its gate.
+            # Stored head by head: the query, then its gate.
             of_heads = q.view(mixer.num_heads, 2, head_dim, *inputs)
             q, gate = (of_heads[:, side].reshape(sizes[0], *inputs) for side in (0, 1))
             gates = (gate,)

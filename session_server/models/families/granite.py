@@ -28,7 +28,7 @@ from session_server.models.fields import RawConfig
 _IS_MAMBA: Final[Mapping[str, bool]] = MappingProxyType(
     {"linear_attention": True, "full_attention": False, "mamba": True, "attention": False}
 )
-"""v5 calls layers by its own names, v4 by those of the family."""
+"""Layer types in the spelling of v5, then in that of v4."""
 
 
 def granite(raw: RawConfig) -> ModelConfig:

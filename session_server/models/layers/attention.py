@@ -43,7 +43,7 @@ class GqaMixer:
             weights: of this layer.
         """
         self._config = config
-        # Of heads that are rotated in part: a slice of all is not free.
+        # None if whole heads are rotated: slicing them would not be free.
         self._rope_dim = config.rope.rotary_dim if config.rope is not None else None
         self._layer = layer
         self._weights = weights

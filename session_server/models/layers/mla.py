@@ -55,7 +55,7 @@ class MlaMixer:
         """
         config, weights = self.config, self.weights
         projected = weights.down(x)
-        # What is stored lies behind the queries, and becomes what is stored where it lies.
+        # The row to store follows the queries; it is normalized and rotated in place.
         split = projected.shape[-1] - config.kv_lora_rank - config.qk_rope_head_dim
         q, rows = projected[:, :split], projected[:, split:]
         if weights.query is not None:

@@ -13,7 +13,7 @@ from session_server.models.config import GateConfig, GateKind
 from session_server.models.layers.linear import Linear
 
 Gate = Callable[[Tensor, Tensor], Tensor]
-"""(gate, up) -> what goes down, each [tokens, intermediate]."""
+"""Combine (gate, up) to the input of the down projection, each [tokens, intermediate]."""
 
 
 class GatedMlp:

@@ -35,7 +35,7 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor) -> Tensor:
         """Transform each token: [tokens, hidden] -> [tokens, hidden]."""
         topk_weights, topk_ids = self._router(x)
-        # Choices sorted by expert: those of one expert are neighbours, and one call serves them.
+        # Sorted by expert, the choices of one expert are adjacent, and one call serves them.
         order = topk_ids.flatten().argsort(stable=True)
         tokens = order // topk_ids.shape[1]
         counts = torch.bincount(topk_ids.flatten(), minlength=len(self._experts)).tolist()
