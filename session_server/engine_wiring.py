@@ -252,7 +252,7 @@ def _draft_directory(settings: Settings, tokens: ModelTokens) -> Path | None:
         raise DraftMismatch(f"the draft model in {directory}: {error}") from error
     if known != tokens.tokenizer.vocabulary:
         raise DraftMismatch(
-            f"the model in {directory} cannot guess for the one in "
+            f"the model in {directory} cannot draft for the one in "
             f"{model_directory(settings.model)}: its tokenizer has other tokens or other ids"
         )
     return directory

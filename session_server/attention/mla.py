@@ -227,7 +227,7 @@ class MlaPlan:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _absorb(self, layer: int, q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
-        assert self._absorbed is not None, "somebody is absorbed"
+        assert self._absorbed is not None, "`attend` calls this for absorbed tokens only"
         qk_nope_head_dim, num_tokens = self._shape.qk_nope_head_dim, len(q)
         to_latents = torch.bmm(q[..., :qk_nope_head_dim].transpose(0, 1), up[:, :qk_nope_head_dim])
         absorbed = torch.cat((to_latents.transpose(0, 1), q[..., qk_nope_head_dim:]), dim=-1)

@@ -86,7 +86,7 @@ def parse_config(raw: RawConfig) -> ModelConfig:
         method = quantization.get("quant_method")
         if method is None or method != QUANTIZATION_METHODS.get(str(model_type)):
             raise UnsupportedModel(
-                f"quantization_config: {model_type} quantised with {method!r} is not implemented"
+                f"quantization_config: {model_type} quantized with {method!r} is not implemented"
             )
     try:
         config = describe(raw)

@@ -146,10 +146,10 @@ def load_runner(
 
 def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -> None:
     (draft_path, of_draft), (path, of_model) = draft, model
-    cannot = f"the model in {draft_path} cannot guess for the one in {path}"
+    cannot = f"the model in {draft_path} cannot draft for the one in {path}"
     if of_draft.vocab_size != of_model.vocab_size:
         raise DraftMismatch(
-            f"{cannot}: it knows {of_draft.vocab_size} tokens and not {of_model.vocab_size}"
+            f"{cannot}: it has {of_draft.vocab_size} tokens and not {of_model.vocab_size}"
         )
     if of_draft.max_position_embeddings < max_context_len:
         raise DraftMismatch(
@@ -157,14 +157,14 @@ def _check_draft(draft: _Checkpoint, model: _Checkpoint, max_context_len: int) -
             f"{of_draft.max_position_embeddings}; shorten the context to that"
         )
     if STATE_POOL in of_draft.pools:
-        raise DraftMismatch(f"{cannot}: it has recurrent layers, and nobody keeps its states")
+        raise DraftMismatch(f"{cannot}: it has recurrent layers, whose states are not kept")
     for pool in of_draft.pools:
         # Its KV uses the model's page ids, and is released together with the model's.
         if pool not in of_model.pools:
-            raise DraftMismatch(f"{cannot}: it has {pool} attention layers, which that one has not")
+            raise DraftMismatch(f"{cannot}: it has {pool} attention layers, which the other lacks")
         own, other = (of.mixer_of(pool).group((), of.dtype).window for of in (of_draft, of_model))
         if own > other:
-            raise DraftMismatch(f"{cannot}: its window is {own} positions, and not up to {other}")
+            raise DraftMismatch(f"{cannot}: its window is {own} positions, more than {other}")
 
 
 def choose_device(name: str) -> torch.device:

@@ -151,7 +151,7 @@ def test_layers_that_predict_further_tokens_are_left_out(
     ("quantisation", "message"),
     [
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
-        ({"quant_method": "awq"}, "quantised with 'awq'"),
+        ({"quant_method": "awq"}, "quantized with 'awq'"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(

@@ -98,8 +98,8 @@ def test_a_draft_model_must_reach_as_far_as_the_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "window", "named"),
     [
-        ("llama", None, "it has window attention layers, which that one has not"),
-        ("gemma2", 15, "its window is 16 positions, and not up to 15"),
+        ("llama", None, "it has window attention layers, which the other lacks"),
+        ("gemma2", 15, "its window is 16 positions, more than 15"),
     ],
 )
 def test_a_draft_model_keeps_no_more_than_the_model(

@@ -80,6 +80,6 @@ def test_a_draft_model_that_does_not_fit_keeps_the_server_from_starting(tmp_path
     draft = write_random_checkpoint(tmp_path, RandomModel(context_len=CONTEXT_LEN // 2))
     flags = ["--speculative-algorithm", "model", "--speculative-draft-model-path", str(draft)]
     server = LocalServer([*SMALL, *flags])
-    with pytest.raises(Exception, match="cannot guess for the one in"), server:
+    with pytest.raises(Exception, match="cannot draft for the one in"), server:
         pass
     assert "Traceback" not in server.last_lines
