@@ -91,9 +91,7 @@ class InputBuilder:
                 assert len(row.tokens) == row.num_tokens - row.num_drafts, "a row brings its tokens"
                 host[0, span.offset : first_draft] = row.tokens
             if row.num_drafts:
-                assert row.drafts is not None or drafts is not None, (
-                    "missing drafts come from the draft model"
-                )
+                assert row.drafts is not None or drafts is not None, "drafts are given or made"
                 host[0, first_draft:end] = 0 if row.drafts is None else row.drafts
             self._write_positions(span, host[1:, span.offset : end])
         sampled = tuple(i for i, row in enumerate(rows) if row.sample)
@@ -102,17 +100,13 @@ class InputBuilder:
         logits_indices = _logits_indices(
             rows, offsets, sampled=sampled, scored=scored, unsampled=unsampled
         )
-        device_ints = torch.from_numpy(np.concatenate((host.reshape(-1), logits_indices))).to(
-            self._device
-        )
-        token_ids, positions, *slot_mappings = (
-            device_ints[: host.size].view(len(host), -1).unbind(0)
-        )
+        host_ints = torch.from_numpy(np.concatenate((host.reshape(-1), logits_indices)))
+        device_ints = host_ints.to(self._device)
+        by_kind = device_ints[: host.size].view(len(host), -1)
+        token_ids, positions, *slot_mappings = by_kind.unbind(0)
         if sampled_on_device:
-            where, of_rows = (
-                torch.tensor(sampled_on_device, dtype=torch.int64).to(self._device).unbind(1)
-            )
-            token_ids.index_copy_(0, where, self._last_tokens.index_select(0, of_rows))
+            pairs = torch.tensor(sampled_on_device, dtype=torch.int64).to(self._device)
+            token_ids.index_copy_(0, pairs[:, 0], self._last_tokens.index_select(0, pairs[:, 1]))
         if drafts is not None:
             _scatter_drafts_(token_ids, drafts, rows, offsets)
         return ForwardInputs(
