@@ -95,12 +95,15 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self.transport.abort()
 
     def shutdown(self) -> None:
-        """Close with 1012; a handshake that has failed has nothing more to say."""
-        if self.conn.state in (State.CONNECTING, State.OPEN) and not self.conn.eof_sent:
-            super().shutdown()
-        else:
+        """Close with 1012, or without a frame where the parser has sent its last byte.
+
+        uvicorn would raise there: after a close frame of the peer, or a handshake that has failed.
+        """
+        if self.conn.eof_sent:
             self.stop_keepalive()
             self.transport.close()
+        else:
+            super().shutdown()
 
     # -- what the parser calls
 

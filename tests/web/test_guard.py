@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 import pytest
+from websockets.frames import Close
 
 from session_server.web import http_guard
+from session_server.web.websocket import SessionSocket
+from session_server.web.websocket_guard import GuardedWebSocket
 from tests.web.serving import Served, served
 
 OK = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -107,3 +111,45 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 async def test_a_body_that_does_not_come_is_not_waited_for(this: Served) -> None:
     head = b"POST /v1/sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
     assert b" 408 " in await this.until_closed(head)
+
+
+CLOSE_FRAME: Final = b"\x88\x82" + bytes(4) + b"\x03\xe8"
+"""A masked close frame with code 1000."""
+
+
+@served()
+async def test_a_shutdown_adds_nothing_to_a_socket_that_its_peer_has_closed(this: Served) -> None:
+    async with this.socket():
+        (socket,) = websockets_of(this)
+        socket.data_received(CLOSE_FRAME)
+        socket.shutdown()
+        assert socket.conn.close_sent == Close(1000, "")
+        assert socket.transport.is_closing()
+
+
+def test_a_shutdown_does_not_answer_a_failed_handshake_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def wait(_: SessionSocket) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(SessionSocket, "run", wait)
+
+    @served()
+    async def test(this: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", this.port)
+        writer.write(SOCKET + b"\r\n")
+        await this.until(lambda: bool(websockets_of(this)))
+        (socket,) = websockets_of(this)
+        socket.send_500_response()
+        socket.shutdown()
+        assert (await reader.read()).count(b"HTTP/1.1 ") == 1
+        writer.close()
+
+    test()
+
+
+def websockets_of(this: Served) -> list[GuardedWebSocket]:
+    """Return the WebSocket connections of the server."""
+    connections = this.server.server_state.connections
+    return [it for it in connections if isinstance(it, GuardedWebSocket)]
