@@ -1,4 +1,4 @@
-"""A server for streaming sessions with large language models."""
+"""Serve streaming sessions with large language models."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""`python -m session_server` is the command line."""
+"""Run the command line for `python -m session_server`."""
 
 from session_server.cli import main
 

@@ -1,4 +1,4 @@
-"""What arguments of more than one command are read with."""
+"""Read arguments that several subcommands share."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Final, NoReturn
 
 from session_server.core.owner import KEY_VARIABLE
 
-KEY_ADVICE: Final = f"this server asks for a key: give it with --api-key or in {KEY_VARIABLE}"
-"""What a command says to whom a server has refused."""
+KEY_ADVICE: Final = f"this server requires an API key: pass --api-key or set {KEY_VARIABLE}"
+"""The hint of a subcommand whose request a server has refused."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Say what is wrong first, then how to go on: argparse would begin with every flag there is."""
+    """Print the error first, then the usage and where to find help."""
 
     @property
     def flags(self) -> list[str]:
-        """Every flag, in all its spellings."""
+        """Return every flag, in all its spellings."""
         return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
-        """Leave with status 2."""
+        """Print the message and exit with status 2."""
         advice = f"`{self.prog} --help` explains every flag and shows examples"
         self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}{advice}\n")
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The `type` of an argument that is a whole number in [least, most]."""
+    """Return the `type` of an argument that is a whole number in [least, most]."""
     bounds = f"at least {least}" if most is None else f"between {least} and {most}"
 
     def read(text: str) -> int:
@@ -37,20 +37,20 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             number = None
         if number is None or number < least or (most is not None and number > most):
-            raise argparse.ArgumentTypeError(f"a whole number, {bounds}; got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected a whole number {bounds}, got {text!r}")
         return number
 
     return read
 
 
 def add_server(parser: argparse.ArgumentParser, *, about: str, default: str | None = None) -> None:
-    """Add the flags that say which server is meant, and the one that `KEY_ADVICE` speaks of."""
-    group = parser.add_argument_group("server", "Which server, and who asks.")
+    """Add the flags that choose the server and pass its API key."""
+    group = parser.add_argument_group("server", "Choose the server and the API key.")
     shown = f"{about} (default: {default})" if default else about
     group.add_argument("--url", default=default, help=shown)
     group.add_argument(
         "--api-key",
         metavar="KEY",
         default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"shown to the server (default: what {KEY_VARIABLE} holds, which ps does not show)",
+        help=f"API key for the server (default: ${KEY_VARIABLE}, which ps does not show)",
     )

@@ -1,6 +1,6 @@
-"""Show what a running server holds, and whether its memory books balance.
+"""Show what a running server holds, and check that its page accounts balance.
 
-The exit status is 1 when they do not, or when the server does not answer.
+The exit status is 1 if they do not balance, or if the server does not answer.
 
 examples:
   session-server audit
@@ -29,25 +29,27 @@ from session_server.core.events import ACCOUNTS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `audit`."""
-    add_server(parser, about="of the server", default="http://127.0.0.1:30000")
-    check = parser.add_argument_group("check", "What is counted.")
+    add_server(parser, about="URL of the server", default="http://127.0.0.1:30000")
+    check = parser.add_argument_group("check", "Choose what is counted.")
     check.add_argument("--full", action="store_true", help="recount every page first")
-    output = parser.add_argument_group("output", "What is shown.")
+    output = parser.add_argument_group("output", "Choose what is shown.")
     output.add_argument(
         "--limit",
         type=whole_number(0),
         metavar="N",
         default=20,
-        help="sessions listed (default: 20)",
+        help="list at most N sessions (default: 20)",
     )
     output.add_argument(
-        "--trace", action="store_true", help="with --json: the steps before the first violation"
+        "--trace",
+        action="store_true",
+        help="with --json: include the steps before the first violation",
     )
-    output.add_argument("--json", action="store_true", help="the server's answers, unformatted")
+    output.add_argument("--json", action="store_true", help="print the server's answers as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the server's memory and sessions. Returns 0 when the books balance, else 1."""
+    """Show the server's memory and sessions. Return 0 if the accounts balance, else 1."""
     console = Console()
     try:
         memory, sessions = _fetch(args)
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def imbalances(memory: Mapping[str, Any]) -> list[str]:
-    """What is wrong in an answer of `/v1/admin/memory`, in words; empty when nothing is."""
+    """Return the problems in an answer of `/v1/admin/memory`, in words."""
     problems = []
     for name, pool in memory["pools"].items():
         total = sum(pool[account] for account in ACCOUNTS)
@@ -94,12 +96,12 @@ def imbalances(memory: Mapping[str, Any]) -> list[str]:
     if checks["quarantined_sessions"]:
         problems.append(f"quarantined sessions: {', '.join(checks['quarantined_sessions'])}")
     if checks["rebuilds"]:
-        problems.append(f"the books were begun again {checks['rebuilds']} times")
+        problems.append(f"the accounts were rebuilt {checks['rebuilds']} times")
     return problems
 
 
 def checks_line(checks: Mapping[str, Any]) -> str:
-    """How often each level ran, and what that takes."""
+    """Describe how often each check level ran, and its share of the engine's time."""
     levels = ", ".join(f"level {level} {runs}" for level, runs in checks["levels"].items())
     ago_s = checks["last_probe_ago_s"]
     probed = "" if ago_s is None else f", the last probe {ago_s:.0f} s ago"
@@ -108,7 +110,7 @@ def checks_line(checks: Mapping[str, Any]) -> str:
 
 
 def pool_table(pools: Mapping[str, Mapping[str, int]]) -> Table:
-    """One column per pool: pages by holder, and their sum."""
+    """Tabulate pages by holder, one column per pool."""
     columns = (Column(name, justify="right") for name in pools)
     table = Table(
         "pages by holder", *columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
@@ -124,8 +126,10 @@ def pool_table(pools: Mapping[str, Mapping[str, int]]) -> Table:
 def session_table(
     holdings: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping[str, Any]], limit: int
 ) -> Table:
-    """One row per session: what the engine holds beside what the server knows. Its pages are those
-    that others may share, and its own."""
+    """Tabulate sessions: what the engine holds next to what the server knows.
+
+    The `pages` column shows pages that the tree shares, plus pages of the session alone.
+    """
     known = {session["id"]: session for session in sessions}
     counts = ("tokens", "with KV", "pages", "turns")
     columns = (Column(name, justify="right") for name in counts)

@@ -1,13 +1,13 @@
-"""Talk to a server in the terminal.
+"""Chat with a server in the terminal.
 
-Ctrl-C while an answer streams cancels that turn and keeps what was said; at the
-prompt it leaves. Each answer is followed by what it cost, so that a growing
-`cached` shows the session at work. Several lines that are pasted are one turn.
+Ctrl-C while an answer streams cancels that turn and keeps the partial answer;
+at the prompt it exits. A line after each answer shows its cost: `cached` grows
+with the session. Pasted lines are sent as one turn.
 
 examples:
-  session-server chat                with a server of its own, embedded model
+  session-server chat                start a server with the embedded model
   session-server chat --url http://127.0.0.1:30000
-  session-server chat --url http://127.0.0.1:30000 --session ID    come back
+  session-server chat --url http://127.0.0.1:30000 --session ID    resume
 """
 
 from __future__ import annotations
@@ -49,42 +49,46 @@ T = TypeVar("T")
 PROMPT: Final = "you > "
 
 LOST_NOTICE_DELAY_S: Final = 0.5
-"""A line that is back sooner was never lost as far as the user is concerned."""
+"""Seconds after which a lost connection is reported; the user need not see shorter losses."""
 
 MAX_ATTEMPTS: Final = 1000
-"""To reach a server that was lost, about half an hour: a user who has enough leaves."""
+"""Attempts to reconnect to a lost server, for about half an hour."""
 
 HELP: Final = """\
-/new             a new session: nothing is remembered
-/system TEXT     a new session that starts with this system prompt
-/stats           what the turns of this session cost
-/help            this list
-/paste           several lines as one turn, up to a line that is a single dot
-/keep            leave, and keep the session for `chat --session ID`
-/quit            leave (so does Ctrl-D, and Ctrl-C at the prompt)
-Ctrl-C while an answer streams cancels the turn and keeps what was said."""
+/new             start a new session without history
+/system TEXT     start a new session with this system prompt
+/stats           show what the turns of this session cost
+/help            show this list
+/paste           send several lines as one turn; end them with a line that is a single dot
+/keep            exit, and keep the session for `chat --session ID`
+/quit            exit (so do Ctrl-D, and Ctrl-C at the prompt)
+Ctrl-C while an answer streams cancels the turn and keeps the partial answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `chat`."""
-    add_server(parser, about="a running server (none: start one on this machine)")
-    talk = parser.add_argument_group("conversation", "Which session, and how it answers.")
-    talk.add_argument("--session", metavar="ID", help="come back to this one; none: a new one")
-    talk.add_argument("--system", metavar="TEXT", default="", help="its system prompt")
+    add_server(parser, about="URL of a running server; by default one is started on this machine")
+    talk = parser.add_argument_group("conversation", "Choose the session and how it answers.")
+    talk.add_argument("--session", metavar="ID", help="resume this session instead of a new one")
+    talk.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     talk.add_argument(
         "--max-tokens",
         type=whole_number(0, MAX_OUTPUT_TOKENS),
         metavar="N",
         default=256,
-        help="of one answer (default: 256)",
+        help="limit the tokens of one answer (default: 256)",
     )
     talk.add_argument(
-        "--temperature", type=float, metavar="X", default=0.0, help="(default: 0, greedy)"
+        "--temperature",
+        type=float,
+        metavar="X",
+        default=0.0,
+        help="sampling temperature (default: 0, greedy)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat until the user leaves. Returns the exit status."""
+    """Chat until the user leaves. Return the exit status."""
     console = Console()
     try:
         with nullcontext(None) if args.url else _start_server(console) as server:
@@ -102,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(result: TurnResult) -> str:
-    """One line on what a turn cost: `in 640 (480 cached, 160 new) · out 32 · ttft 24 ms · ...`."""
+    """Format what a turn cost: `in 640 (480 cached, 160 new) · out 32 · ttft 24 ms · ...`."""
     usage, timings = result.usage, result.timings
     parts = [
         f"in {usage.input_tokens} ({usage.cached_tokens} cached, {usage.cache_write_tokens} new)",
@@ -119,11 +123,11 @@ def describe(result: TurnResult) -> str:
 
 
 def _edit_lines() -> None:
-    """Give `input` editing and a history, and let several lines that are pasted be one."""
+    """Give `input` line editing and history, and make pasted lines one input."""
     with suppress(ImportError):
         import readline
 
-        # Python turns it off. A library that does not know it ignores the line.
+        # Python turns bracketed paste off. Libraries without it ignore the line.
         readline.parse_and_bind("set enable-bracketed-paste on")
 
 
@@ -133,7 +137,7 @@ def _start_server(console: Console) -> LocalServer:
 
 
 class _LoopThread:
-    """An event loop of its own, so that the socket is served while the user types."""
+    """Run an event loop in a thread, so that the socket is served while the user types."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -149,16 +153,18 @@ class _LoopThread:
         self._loop.close()
 
     def call(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Run on the loop and wait here, where Ctrl-C arrives as `KeyboardInterrupt`."""
+        """Run a coroutine on the loop and wait for it here, so that Ctrl-C raises
+        KeyboardInterrupt.
+        """
         return self.submit(coroutine).result()
 
     def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
-        """Run on the loop and go on here."""
+        """Run a coroutine on the loop without waiting for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
 
 class _Chat:
-    """The conversation: reads lines on the main thread, talks on the loop's."""
+    """Read lines on the main thread and run turns on the loop's thread."""
 
     def __init__(
         self, console: Console, args: argparse.Namespace, url: str, loop: _LoopThread
@@ -175,7 +181,7 @@ class _Chat:
         self._session = self._open(args.session)
 
     def run(self) -> int:
-        """Until the user leaves."""
+        """Run lines until the user leaves. Return the exit status."""
         session_id = self._session.session_id
         opening = f"[dim]session {session_id} on {self._url} · /help for help[/]"
         self._console.print(opening, highlight=False)
@@ -196,7 +202,7 @@ class _Chat:
         return 0
 
     def _read_line(self) -> str | None:
-        """One line of the user's; None at the end of input or at Ctrl-C."""
+        """Read one line. Return None at the end of input or at Ctrl-C."""
         self._is_at_prompt = True
         try:
             return input(PROMPT).strip()
@@ -262,7 +268,7 @@ class _Chat:
         except ClientError as error:
             self._console.print(f"[red]{escape(str(error))}[/]")
             if self._session.is_over:
-                self._console.print("[yellow]what you say next begins a new session[/]")
+                self._console.print("[yellow]your next line starts a new session[/]")
             return
         self._turns.append(result)
         if result.error is not None:
@@ -271,13 +277,13 @@ class _Chat:
         self._console.print(f"[dim]{describe(result)}[/]", highlight=False)
 
     def _reopen(self) -> None:
-        """Begin a new session in place of one that is gone. Raises ClientError."""
+        """Open a new session in place of one that is gone. Raises ClientError."""
         self._session = self._open(None)
-        text = f"session {self._session.session_id}: nothing of before is remembered"
+        text = f"session {self._session.session_id}: earlier turns are lost"
         self._console.print(f"[yellow]{text}[/]", highlight=False)
 
     def _on_line(self, state: ConnectionState) -> None:
-        """Hear of the connection, on the event loop's thread."""
+        """Report a lost or restored connection; runs on the event loop's thread."""
         if self._lost_timer is not None:
             self._lost_timer.cancel()
             self._lost_timer = None
@@ -294,18 +300,19 @@ class _Chat:
 
     def _report_lost(self) -> None:
         self._is_lost_reported = True
-        self._print_notice("the server is away, trying again; Ctrl-C twice leaves")
+        self._print_notice("connection lost, trying again; press Ctrl-C twice to exit")
 
     def _print_notice(self, text: str) -> None:
-        """Say something beside whatever is shown now."""
+        """Print a notice, and the prompt again if the user is at it."""
         self._console.print(f"\n[yellow]({text})[/]", highlight=False)
         if self._is_at_prompt:
             self._console.out(PROMPT, end="", highlight=False)
 
     def _wait(self, turn: TurnHandle) -> TurnResult:
-        """The first Ctrl-C cancels the turn; a second one, before it has ended, leaves.
+        """Wait for a turn. The first Ctrl-C cancels it; a second one before its end exits.
 
-        The handler stands before the first word can be shown: whoever sees one can cancel.
+        The handler is installed before the first text is printed, so that any visible turn can be
+        canceled.
         """
 
         def cancel(number: int, frame: FrameType | None) -> None:

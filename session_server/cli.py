@@ -1,7 +1,7 @@
-"""The command line: `session-server serve | chat | demo | inspect | audit | doctor | bench`.
+"""Run the command line: `session-server serve | chat | demo | inspect | audit | doctor | bench`.
 
-A command's module is imported when it is the one asked for, so `--help` answers at once and
-`chat` does not load torch.
+A subcommand's module is imported only when it is called, so `--help` is fast and `chat` does not
+load torch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from session_server.foreign_flags import explain_unknown_flags
 
 _EPILOG: Final = """\
 first steps:
-  session-server demo                     many conversations at once, every answer checked
+  session-server demo                     run many conversations and check every answer
   session-server serve                    serve the embedded model on http://127.0.0.1:30000
-  session-server chat                     talk to it in the terminal
+  session-server chat                     chat with it in the terminal
   session-server serve --model-path DIR   serve a Hugging Face checkpoint
-  session-server inspect DIR              what that takes, before it is loaded
+  session-server inspect DIR              estimate its memory without loading it
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """One command: the module with `add_arguments(parser)` and `run(args) -> int`.
+    """Name the module of a subcommand, with `add_arguments(parser)` and `run(args) -> int`.
 
-    `positional`: what is given without a flag, as its usage shows it.
+    `positional`: its positional arguments, as the usage line shows them.
     """
 
     module: str
@@ -45,24 +45,28 @@ COMMANDS: Final[Mapping[str, Subcommand]] = MappingProxyType(
         "serve": Subcommand(
             "session_server.serve", "serve a model: REST, WebSocket, SGLang's routes"
         ),
-        "chat": Subcommand("session_server.chat", "talk to a server in the terminal"),
-        "demo": Subcommand("session_server.demo.command", "show and check what this server does"),
+        "chat": Subcommand("session_server.chat", "chat with a server in the terminal"),
+        "demo": Subcommand(
+            "session_server.demo.command", "run conversations and check the answers"
+        ),
         "bench": Subcommand(
-            "session_server.bench.command", "measure what a session costs", "BENCHMARK "
+            "session_server.bench.command", "measure what sessions cost", "BENCHMARK "
         ),
         "inspect": Subcommand(
             "session_server.inspector.command",
-            "what a checkpoint is, and what its sessions take",
+            "describe a checkpoint and the memory its sessions need",
             "[MODEL] ",
         ),
-        "audit": Subcommand("session_server.auditor", "sessions and memory of a running server"),
-        "doctor": Subcommand("session_server.doctor", "what this machine has, and what is wrong"),
+        "audit": Subcommand(
+            "session_server.auditor", "show sessions and memory of a running server"
+        ),
+        "doctor": Subcommand("session_server.doctor", "check whether this machine can serve"),
     }
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit status; 2 for arguments that make no sense."""
+    """Run one subcommand. Return its exit status; 2 for invalid arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["_engine"]:
         return _engine(arguments[1:])
@@ -101,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
             run = module.run
     args, surplus = parser.parse_known_args(arguments)
-    assert run is not None, "argparse refuses what names no command"
+    assert run is not None, "argparse rejects arguments without a command"
     if surplus:
         chosen = commands.choices[args.command]
         chosen.error(
@@ -114,13 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _engine(arguments: Sequence[str]) -> int:
-    """The engine process: started by the server alone, which passes an open socket."""
+    """Run the engine process. Only the server starts it, and passes an open socket."""
     engine_wiring = importlib.import_module("session_server.engine_wiring")
     return int(engine_wiring.run_engine_process(int(arguments[0])))
 
 
 def _template(arguments: Sequence[str]) -> int:
-    """The process that renders chat templates: started by the server alone, which passes an open
-    socket."""
+    """Run the chat template process. Only the server starts it, and passes an open socket."""
     template_child = importlib.import_module("session_server.text.template_child")
     return int(template_child.serve_template(int(arguments[0])))

@@ -1,9 +1,9 @@
-"""Settings: read once, frozen, passed in parts to whoever needs them.
+"""Define every setting: read once, frozen, passed in sections to the code that needs them.
 
-Every number has a unit, a bound on both sides and a `Bound` that says what happens there
-(docs/limits.md is generated from them). What is left open here (`auto`, none) is decided
-where the facts are: device, dtype and capacity by `runner.loader`. No module but `wiring` reads
-settings as a whole, and none reads the environment.
+Every number has a unit, a bound on both sides and a `Bound` that says what happens at the limit
+(docs/limits.md is generated from them). `runner.loader` decides what is left open here (`auto`,
+None): device, dtype and capacity. Only `wiring` reads all settings, and only it reads the
+environment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _JOURNAL_IS_SHORT: Final = (
 
 
 class EngineMode(StrEnum):
-    """Where the engine runs."""
+    """Choose where the engine runs."""
 
     PROCESS = "process"
     INLINE = "inline"
@@ -41,14 +41,15 @@ class _Section(BaseModel):
 
 
 class ModelOptions(_Section):
-    """Which model, and in what precision."""
+    """Choose the model and its precision."""
 
     path: Annotated[
         str | None,
-        Field(description="directory of a Hugging Face checkpoint, or a hub id; none: embedded"),
+        Field(description="directory or hub id of a checkpoint; the embedded model by default"),
     ] = None
     served_name: Annotated[
-        str | None, Field(max_length=256, description="name in /v1/models; none: from the path")
+        str | None,
+        Field(max_length=256, description="name in /v1/models; derived from the path by default"),
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -56,36 +57,46 @@ class ModelOptions(_Section):
     ] = "auto"
     kv_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Field(description="dtype that KV is stored in; auto: the one the model computes in"),
+        Field(description="dtype of the stored KV; auto: the dtype of the model"),
     ] = "auto"
     device: Annotated[
-        str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+        str,
+        Field(
+            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+            description="device to run on: auto, cpu, cuda or cuda:N",
+        ),
     ] = "auto"
     context_length: Annotated[
         int | None,
-        Field(ge=16, le=1 << 22, description="tokens a context may have; none: the model's own"),
+        Field(
+            ge=16,
+            le=1 << 22,
+            description="maximum context length in tokens; the model's by default",
+        ),
         Bound("tokens", "a turn whose context cannot fit is refused: `context_too_long`"),
     ] = None
     attention_backend: Annotated[
-        Literal["auto", "cpu", "torch"], Field(description="kernels that read the KV")
+        Literal["auto", "cpu", "torch"], Field(description="attention kernels")
     ] = "auto"
     threads: Annotated[
         int | None,
-        Field(ge=1, le=1024, description="CPU threads of a forward; none: all cores"),
+        Field(ge=1, le=1024, description="CPU threads of a forward; all cores by default"),
         Bound("threads", "a forward uses no more"),
     ] = None
     draft_path: Annotated[
-        str | None, Field(description="small model of the same vocabulary that proposes drafts")
+        str | None, Field(description="draft model: a small model with the same vocabulary")
     ] = None
     random_seed: Annotated[
         int | None,
-        Field(ge=0, le=(1 << 63) - 1, description="seed of turns that name none; none: random"),
+        Field(
+            ge=0, le=(1 << 63) - 1, description="seed for turns that set none; random by default"
+        ),
         Bound("", "limits nothing"),
     ] = None
 
 
 class CacheOptions(_Section):
-    """KV memory, per device."""
+    """Size the KV memory of each device."""
 
     page_size: Annotated[
         int,
@@ -97,24 +108,28 @@ class CacheOptions(_Section):
         Field(
             gt=0,
             lt=1,
-            description="share of free memory for KV; none: 0.85 on a GPU, 0.25 on a CPU",
+            description="share of free memory for KV; by default 0.85 on a GPU, 0.25 on a CPU",
         ),
         Bound("of free memory", _POOL_IS_FULL),
     ] = None
     max_total_tokens: Annotated[
         int | None,
-        Field(ge=16, le=1 << 31, description="KV tokens held at most; none: as many as fit"),
+        Field(ge=16, le=1 << 31, description="maximum KV tokens held; as many as fit by default"),
         Bound("tokens", _POOL_IS_FULL),
     ] = None
     window_ratio: Annotated[
         float | None,
-        Field(gt=0, le=1, description="window pages per page of full attention; none: as fit"),
+        Field(
+            gt=0,
+            le=1,
+            description="window pages per page of full attention; as many as fit by default",
+        ),
         Bound("pages per page", _POOL_IS_FULL),
     ] = None
     max_resident_sessions: Annotated[
         int,
-        Field(ge=1, le=1 << 20, description="sessions that hold KV at the same time"),
-        Bound("sessions", "the session idle for longest loses its KV (not its tokens)"),
+        Field(ge=1, le=1 << 20, description="maximum sessions that hold KV at the same time"),
+        Bound("sessions", "the session that has been idle longest loses its KV (not its tokens)"),
     ] = 1024
     pinned_fraction: Annotated[
         float,
@@ -126,10 +141,10 @@ class CacheOptions(_Section):
         Bound("of all pages", "a turn of a pinned session that would exceed it: `quota_exceeded`"),
     ] = 0.0
     share_prefixes: Annotated[
-        bool, Field(description="let sessions of one API key share the KV of equal beginnings")
+        bool, Field(description="let sessions of one API key share the KV of common prefixes")
     ] = True
     memory_check: Annotated[
-        MemoryCheck, Field(description="what a violated memory invariant does")
+        MemoryCheck, Field(description="reaction to a violated memory invariant")
     ] = MemoryCheck.WARN
     probe_interval_s: Annotated[
         float,
@@ -141,40 +156,41 @@ class CacheOptions(_Section):
 
 
 class EngineOptions(_Section):
-    """How turns share the device."""
+    """Schedule turns on the device."""
 
     mode: Annotated[
-        EngineMode, Field(description="own process (default), or a thread of the server")
+        EngineMode,
+        Field(description="run the engine in its own process, or inline in a thread of the server"),
     ] = EngineMode.PROCESS
     max_running_turns: Annotated[
         int,
-        Field(ge=1, le=4096, description="turns in one forward at most"),
+        Field(ge=1, le=4096, description="maximum turns in one forward"),
         Bound("turns", "further turns wait in order of arrival"),
     ] = 64
     chunked_prefill_size: Annotated[
         int,
-        Field(ge=1, le=1 << 17, description="tokens computed by one forward at most"),
+        Field(ge=1, le=1 << 17, description="maximum tokens computed by one forward"),
         Bound("tokens", "longer inputs take several forwards"),
     ] = 512
     overlap: Annotated[bool, Field(description="prepare the next forward while one runs")] = True
     speculation: Annotated[
         Literal["off", "ngram", "model"],
-        Field(description="what proposes drafts: nothing, the session's own text, a draft model"),
+        Field(description="source of draft tokens: none, n-grams of the session, a draft model"),
     ] = "off"
     num_draft_tokens: Annotated[
         int,
-        Field(ge=1, le=16, description="drafts per turn and forward at most"),
+        Field(ge=1, le=16, description="maximum draft tokens per turn and forward"),
         Bound("tokens", "no more are drafted"),
     ] = 4
     max_restarts: Annotated[
         int,
-        Field(ge=0, le=100, description="engine restarts in a row before giving up"),
-        Bound("restarts", "the server ends with exit status 1"),
+        Field(ge=0, le=100, description="maximum engine restarts in a row"),
+        Bound("restarts", "the server exits with status 1"),
     ] = 5
 
 
 class SessionOptions(_Section):
-    """Lives and limits of sessions."""
+    """Limit sessions and how long they live."""
 
     ttl_s: Annotated[
         float,
@@ -183,7 +199,7 @@ class SessionOptions(_Section):
     ] = 900.0
     max_sessions: Annotated[
         int,
-        Field(ge=1, le=1 << 20, description="open sessions"),
+        Field(ge=1, le=1 << 20, description="maximum open sessions"),
         Bound("sessions", "another one is refused: `server_busy`"),
     ] = 10_000
     memory_bytes: Annotated[
@@ -196,85 +212,106 @@ class SessionOptions(_Section):
         ),
         Bound(
             "bytes",
-            "further sessions and turns are refused: `server_busy`, or `quota_exceeded` where one"
-            " API key holds its share; of all journals the oldest entries are dropped",
+            "further sessions and turns are refused: `server_busy`, or `quota_exceeded` if the API"
+            " key holds its share; the oldest entries of all journals are dropped",
         ),
     ] = 4 << 30
     max_queued_turns: Annotated[
         int,
-        Field(ge=0, le=1024, description="turns of one session that wait behind a running one"),
+        Field(
+            ge=0, le=1024, description="maximum turns of one session that wait behind a running one"
+        ),
         Bound("turns", "another one is refused: `session_busy`"),
     ] = 4
     replay_bytes: Annotated[
         int,
-        Field(ge=4096, le=1 << 30, description="journal kept per session for resuming clients"),
+        Field(
+            ge=4096,
+            le=1 << 30,
+            description="size of the journal kept per session for clients that resume",
+        ),
         Bound("bytes", _JOURNAL_IS_SHORT),
     ] = 1 << 20
     replay_ttl_s: Annotated[
         float,
-        Field(gt=0, le=86400, description="age of the journal kept, seconds"),
+        Field(gt=0, le=86400, description="maximum age of journal entries, seconds"),
         Bound("seconds", _JOURNAL_IS_SHORT),
     ] = 300.0
 
 
 class HttpOptions(_Section):
-    """The sockets."""
+    """Configure the HTTP and WebSocket server."""
 
     host: Annotated[str, Field(max_length=255, description="address to bind")] = "127.0.0.1"
     port: Annotated[
         int,
-        Field(ge=0, le=65535, description="port to listen on; 0: any free one"),
+        Field(ge=0, le=65535, description="port to listen on; 0: any free port"),
         Bound("", "limits nothing"),
     ] = 30000
     api_key: Annotated[
         SecretStr | None,
-        Field(description="a key that clients must show; every user of this machine sees it in ps"),
+        Field(
+            description="API key that clients must send; every user of this machine sees it in ps"
+        ),
     ] = None
     api_key_file: Annotated[
         Path | None,
         Field(
-            description="keys that clients must show, one per line: [NAME] KEY, or [NAME] "
-            "sha256:HEX; keys of one name have one owner. Behind it max_priority=N and share=PART: "
-            "what the key may ask for"
+            description="file of API keys, one per line: [NAME] KEY or [NAME] sha256:HEX, then "
+            "optionally max_priority=N and share=PART, the limits of the key; keys with the same "
+            "name have one owner"
         ),
     ] = None
     max_priority: Annotated[
         int,
-        Field(ge=-100, le=100, description="highest priority of turns, unless a key has its own"),
+        Field(
+            ge=-100, le=100, description="highest priority of turns, unless their key sets its own"
+        ),
         Bound("", "a higher one is lowered to it"),
     ] = 0
     allow_open: Annotated[
-        bool, Field(description="serve everybody who can connect, from elsewhere and without a key")
+        bool, Field(description="serve other machines without requiring a key")
     ] = False
     allowed_hosts: Annotated[
         tuple[str, ...],
-        Field(max_length=64, description="names by which clients reach this server"),
+        Field(
+            max_length=64, description="host name that clients may use for this server; repeatable"
+        ),
     ] = ()
     allowed_origins: Annotated[
         tuple[str, ...],
-        Field(max_length=64, description="browser origins besides this host and loopback"),
+        Field(
+            max_length=64,
+            description="browser origin to allow besides this host and loopback; repeatable",
+        ),
     ] = ()
     max_message_bytes: Annotated[
         int,
-        Field(ge=1024, le=1 << 26, description="largest frame or request body"),
+        Field(ge=1024, le=1 << 26, description="maximum size of a frame or request body"),
         Bound("bytes", "a larger body is a 413, a larger frame closes with 1009"),
     ] = 1 << 20
     max_connections: Annotated[
         int,
         Field(
-            ge=1, le=1 << 20, description="open WebSockets, event streams and waiting HTTP turns"
+            ge=1,
+            le=1 << 20,
+            description="maximum open WebSockets, event streams and waiting HTTP turns",
         ),
         Bound(
             "connections",
-            "another one is refused: 503, `server_busy`; fewer where descriptors are not enough",
+            "another one is refused: 503, `server_busy`; lowered if descriptors are not enough",
         ),
     ] = 10_000
     max_connections_per_address: Annotated[
         int | None,
-        Field(ge=1, le=1 << 20, description="open connections of one address; none: half of all"),
+        Field(
+            ge=1,
+            le=1 << 20,
+            description="maximum open connections of one address; half of all by default",
+        ),
         Bound(
             "connections",
-            "the one of that address that has kept the server waiting for longest is closed, or "
+            "the connection of that address that has kept the server waiting longest is closed, or "
             "else the new one refused: 503, `server_busy`",
         ),
     ] = None
@@ -283,21 +320,23 @@ class HttpOptions(_Section):
         Field(
             ge=1 << 16,
             le=1 << 36,
-            description="unfinished frames and request bodies, of all connections together; one "
-            "address may have half of it",
+            description="maximum size of unfinished frames and request bodies, of all connections "
+            "together; half of it for one address",
         ),
         Bound("bytes", "the oldest unfinished one is refused: 503, or close code 1013"),
     ] = 64 << 20
     drain_s: Annotated[
         float,
-        Field(ge=0, le=3600, description="time running turns get at shutdown, seconds"),
-        Bound("seconds", "running turns are cancelled and keep what they have"),
+        Field(ge=0, le=3600, description="time for running turns to finish at shutdown, seconds"),
+        Bound("seconds", "running turns are canceled and keep their partial answers"),
     ] = 10.0
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Field(description="least severe line shown")
+        Literal["debug", "info", "warning", "error"],
+        Field(description="minimum severity of log lines"),
     ] = "info"
     log_format: Annotated[
-        Literal["text", "json"], Field(description="log lines as text, or a JSON object each")
+        Literal["text", "json"],
+        Field(description="format of log lines: text, or one JSON object each"),
     ] = "text"
     throughput_interval_s: Annotated[
         float,
@@ -311,17 +350,17 @@ class HttpOptions(_Section):
 
 
 class DebugOptions(_Section):
-    """Switches for tests; a server that serves people leaves them alone."""
+    """Configure debugging aids; leave them at their defaults in production."""
 
     retract_interval: Annotated[
         int,
-        Field(ge=0, le=1 << 20, description="launches between two forced retractions; 0: none"),
+        Field(ge=0, le=1 << 20, description="forwards between two forced retractions; 0: none"),
         Bound("launches", "the youngest of several running turns waits again, with its tokens"),
     ] = 0
 
 
 class Settings(_Section):
-    """All of them."""
+    """Hold all settings, one section each."""
 
     model: ModelOptions = ModelOptions()
     cache: CacheOptions = CacheOptions()
@@ -332,7 +371,7 @@ class Settings(_Section):
 
 
 def model_directory(model: ModelOptions) -> Path:
-    """Where the model's files are: the embedded one unless another was asked for.
+    """Return the directory of the model's files; the embedded model is the default.
 
     Raises:
         ModelNotFound: neither a directory nor something the hub gives.

@@ -1,10 +1,10 @@
-"""Show what this machine offers a server, what is wrong, and what to do.
+"""Check whether this machine can serve, and say how to fix what is wrong.
 
-The exit status is 1 when something would keep the server from serving.
+The exit status is 1 if a finding would keep the server from serving.
 
 examples:
   session-server doctor
-  session-server doctor --model-path DIR             with a checkpoint of yours
+  session-server doctor --model-path DIR             check your own checkpoint
   session-server doctor --port 8000 --json | jq .ok
 """
 
@@ -35,7 +35,7 @@ from session_server.models.registry import FAMILIES
 from session_server.served_model import checked_directory, open_model
 
 MIN_FREE_BYTES: Final = 1 << 30
-"""Below this, torch, a small model and its KV do not fit side by side."""
+"""Bytes that torch, a small model and its KV need together."""
 
 REQUIRED: Final = (
     "torch",
@@ -51,7 +51,7 @@ REQUIRED: Final = (
 
 
 class CheckStatus(StrEnum):
-    """How a finding bears on serving."""
+    """Rate how a finding affects serving."""
 
     GOOD = "good"
     WARNING = "warning"
@@ -60,7 +60,7 @@ class CheckStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. `advice` says what to do and is empty when nothing is."""
+    """Describe the result of one check. `advice` says how to fix it; empty if nothing is wrong."""
 
     topic: str
     verdict: CheckStatus
@@ -70,24 +70,28 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `doctor`."""
-    serving = parser.add_argument_group("serving", "What `serve` would be asked for.")
+    serving = parser.add_argument_group("serving", "Check what `serve` would use.")
     serving.add_argument(
-        "--model-path", metavar="DIR", help="a checkpoint (default: the embedded model)"
+        "--model-path", metavar="DIR", help="checkpoint directory (default: the embedded model)"
     )
-    serving.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
+    serving.add_argument(
+        "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
+    )
     serving.add_argument(
         "--port",
         type=whole_number(0, 65_535),
         metavar="N",
         default=30000,
-        help="(default: %(default)s)",
+        help="port to listen on (default: %(default)s)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="one JSON object, not a table")
+    output.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at everything. Returns 1 when something would keep the server from serving."""
+    """Run every check. Return 1 if a finding would keep the server from serving."""
     model_dir = Path(args.model_path) if args.model_path else embedded_model_dir()
     findings = list(run_checks(model_dir, args.host, args.port))
     is_wrong = any(finding.verdict is CheckStatus.WRONG for finding in findings)
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
-    """Every finding, cheap ones first. Never raises: what cannot be found out is a finding."""
+    """Yield every finding, cheap checks first. Never raises: a failed check is a finding."""
     yield check_python(sys.version_info[:2])
     yield from check_versions(importlib.metadata.version)
     yield check_device()
@@ -116,12 +120,12 @@ def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
 
 
 def embedded_model_dir() -> Path:
-    """Where the model that ships with the package lies."""
+    """Return the directory of the model that ships with the package."""
     return Path(__file__).parent / "demo" / "model"
 
 
 def check_python(version: tuple[int, int]) -> Finding:
-    """The interpreter."""
+    """Check the interpreter's version."""
     found = f"{version[0]}.{version[1]} on {platform.system()} {platform.machine()}"
     if version < (3, 11):
         return Finding("python", CheckStatus.WRONG, found, "use Python 3.11 or newer")
@@ -129,7 +133,7 @@ def check_python(version: tuple[int, int]) -> Finding:
 
 
 def check_versions(version_of: Callable[[str], str]) -> Iterator[Finding]:
-    """Installed packages; `version_of` raises `PackageNotFoundError` for an absent one."""
+    """Check installed packages; `version_of` raises PackageNotFoundError if one is absent."""
     versions, missing = [], []
     for name in REQUIRED:
         try:
@@ -144,7 +148,7 @@ def check_versions(version_of: Callable[[str], str]) -> Iterator[Finding]:
 
 
 def check_device() -> Finding:
-    """Where a forward would run, and what memory is left there for weights and KV."""
+    """Check the device that would run forwards, and its free memory for weights and KV."""
     try:
         from session_server.runner.capacity import free_bytes
         from session_server.runner.loader import choose_device
@@ -155,37 +159,37 @@ def check_device() -> Finding:
 
 
 def check_memory(device: str, num_bytes: int) -> Finding:
-    """Memory of the device that would be chosen."""
+    """Check the free memory of a device, in bytes."""
     found = f"{device}, {num_bytes / (1 << 30):.1f} GiB free"
     if num_bytes < MIN_FREE_BYTES:
-        advice = "free some, or serve with --max-total-tokens and a small --context-length"
+        advice = "free memory, or serve with --max-total-tokens and a small --context-length"
         return Finding("device", CheckStatus.WARNING, found, advice)
     return Finding("device", CheckStatus.GOOD, found)
 
 
 def check_model(directory: Path) -> Iterator[Finding]:
-    """Check a checkpoint with the code that `serve` starts with; no weights are read."""
+    """Check a checkpoint with the code that `serve` starts with; read no weights."""
     if not directory.is_dir():
-        advice = "give the directory of a Hugging Face checkpoint with --model-path"
+        advice = "pass the directory of a Hugging Face checkpoint with --model-path"
         yield Finding("model", CheckStatus.WRONG, f"no directory {directory}", advice)
         return
     settings = Settings(model=ModelOptions(path=str(directory)))
     try:
         checked_directory(settings)
     except (ModelError, ValueError) as error:
-        advice = f"give a checkpoint in safetensors of: {', '.join(FAMILIES)}"
+        advice = f"use a safetensors checkpoint of one of: {', '.join(FAMILIES)}"
         yield Finding("model", CheckStatus.WRONG, str(error), advice)
         return
     yield _check_weights(settings)
     try:
         yield asyncio.run(_check_tokenizer(settings))
     except ModelError as error:
-        advice = "fetch tokenizer.json and the files beside it again"
+        advice = "download tokenizer.json and the files next to it again"
         yield Finding("tokenizer", CheckStatus.WRONG, str(error), advice)
 
 
 def _check_weights(settings: Settings) -> Finding:
-    """Compare the tensors there are with those that the model must have, and plan its memory."""
+    """Compare the tensors in the files with those that the model needs, and plan its memory."""
     try:
         from session_server.engine_wiring import plan_service
 
@@ -193,7 +197,7 @@ def _check_weights(settings: Settings) -> Finding:
     except ImportError as error:
         return Finding("model", CheckStatus.WRONG, f"cannot load torch: {error}", "install torch")
     except ModelError as error:
-        advice = "fetch the weights again, as safetensors; other formats are not read"
+        advice = "download the weights again, as safetensors; other formats are not supported"
         return Finding("model", CheckStatus.WRONG, str(error), advice)
     except ValueError as error:
         advice = "free memory, or serve with --mem-fraction-static or a small --context-length"
@@ -204,7 +208,7 @@ def _check_weights(settings: Settings) -> Finding:
     )
     if plan.max_turn_len < config.max_position_embeddings:
         advice = "free memory, or serve with a larger --mem-fraction-static"
-        found += f" of {config.max_position_embeddings}: KV memory holds no more"
+        found += f" of {config.max_position_embeddings}: KV memory is too small for more"
         return Finding("model", CheckStatus.WARNING, found, advice)
     return Finding("model", CheckStatus.GOOD, found)
 
@@ -213,29 +217,33 @@ async def _check_tokenizer(settings: Settings) -> Finding:
     _, text = await open_model(settings)
     await text.close()
     if text.chat is None:
-        advice = "only raw text and token ids can be sent; messages need a chat template"
+        advice = "clients can only send raw text and token ids; messages need a chat template"
         return Finding("tokenizer", CheckStatus.WARNING, "no chat template", advice)
     if text.chat_error is not None:
-        advice = "only raw text and token ids can be sent; fetch the chat template again"
+        advice = "clients can only send raw text and token ids; download the chat template again"
         return Finding("tokenizer", CheckStatus.WARNING, text.chat_error, advice)
     return Finding("tokenizer", CheckStatus.GOOD, "with a chat template")
 
 
 def check_port(host: str, port: int) -> Finding:
-    """Whether the address can be bound now."""
+    """Check that the address can be bound now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            advice = "stop what listens there, or serve with another --port (0: any free one)"
+            advice = (
+                "stop the program that uses the port, or pass another --port (0: any free port)"
+            )
             return Finding("port", CheckStatus.WRONG, f"{host}:{port}: {error.strerror}", advice)
     return Finding("port", CheckStatus.GOOD, f"{host}:{port} is free")
 
 
 def check_disk(free_bytes: int) -> Finding:
-    """Room for checkpoints."""
+    """Check the free disk space for checkpoints, in bytes."""
     found = f"{free_bytes / (1 << 30):.1f} GiB free"
     if free_bytes < MIN_FREE_BYTES:
-        return Finding("disk", CheckStatus.WARNING, found, "free some before fetching a model")
+        return Finding(
+            "disk", CheckStatus.WARNING, found, "free disk space before downloading a model"
+        )
     return Finding("disk", CheckStatus.GOOD, found)

@@ -1,6 +1,6 @@
-"""Composition root of the engine's side: model, runner, cache and engine, from settings.
+"""Compose the engine's side: model, runner, cache and engine, from settings.
 
-Kept apart from `wiring` because it imports torch, which the server process does without.
+Separate from `wiring` because it imports torch, which the server process does not load.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _LOG: Final = logging.getLogger("session_server.engine")
 _PROGRESS_INTERVAL_S: Final = 2.0
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
-# A collection of the oldest generation walks every live object, those of idle sessions too, and
-# stops the step it happens in. Reference counts free what steps make; cycles are rare here.
+# A collection of the oldest generation walks every live object, also of idle sessions, and delays
+# the step it happens in. Reference counts free what steps allocate; cycles are rare here.
 _GC_THRESHOLDS: Final = (50_000, 50, 1_000)
 
 
 def build_engine(settings: Settings) -> EngineAssembly:
-    """Load the model, allocate its memory, put the engine together.
+    """Load the model, allocate its memory, and build the engine.
 
     Raises:
         ModelError: the checkpoint cannot be served.
@@ -94,9 +94,9 @@ def build_engine(settings: Settings) -> EngineAssembly:
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """What `build_engine` would make of the same settings.
+    """Describe what `build_engine` would build from the same settings.
 
-    `max_turn_len`: tokens that a context may have; `EngineReady` says the same.
+    `max_turn_len`: tokens that a context may have, as in `EngineReady`.
     """
 
     found: Survey
@@ -135,7 +135,7 @@ def _make_engine(
     eos_token_ids: tuple[int, ...],
     fingerprint: str,
 ) -> Engine:
-    """Put cache and engine together for a model; the device is not touched."""
+    """Build cache and engine for a model; the device is not touched."""
     quota = int(max(capacity.num_pages.values()) * settings.cache.pinned_fraction)
     return Engine(
         SessionAwareCache(spec, capacity, pinned_quota_pages=quota),
@@ -159,7 +159,7 @@ def _make_engine(
 def _warn_of_short_context(max_turn_len: int, context_len: int) -> None:
     if max_turn_len < context_len:
         _LOG.warning(
-            "KV memory holds less than one context: %d tokens are served instead of %d; raise "
+            "KV memory is smaller than one context: serving %d tokens instead of %d; raise "
             "--mem-fraction-static or --max-total-tokens, or lower --pinned-fraction",
             max_turn_len,
             context_len,
@@ -184,7 +184,7 @@ def _speculation(settings: Settings) -> Speculation:
 
 
 def run_engine_process(fd: int) -> int:
-    """Body of the engine's own process: serve the inherited socket `fd` until told to leave."""
+    """Run the engine process: serve the inherited socket `fd` until it is told to exit."""
     return serve_engine(fd, _build_from_frame)
 
 
@@ -200,8 +200,8 @@ def _build_from_frame(frame: bytes) -> EngineAssembly:
 def warm_up(runner: Runner, speculation: Speculation) -> None:
     """Run padding through the model, so that no client waits for kernels to be chosen.
 
-    Row 0 and page 0 are there to be written: shapes of a prefill, of a decode and of a batch, with
-    drafts and without.
+    The shapes are those of a prefill, a decode and a batch, with and without drafts. They only
+    write row 0 and page 0, which are padding.
     """
     start = SamplingStart(SamplingParams(temperature=0.0), 0, 0, _NO_TOKENS, _NO_TOKENS)
     shapes = [(1, 1, 0), (1, 8, 0), (2, 1, 0), (4, 1, 0), (8, 1, 0)]
@@ -227,7 +227,7 @@ def warm_up(runner: Runner, speculation: Speculation) -> None:
 
 
 def _progress_logger() -> Callable[[int, int], None]:
-    """Says how far loading has come, at most every `_PROGRESS_INTERVAL_S`."""
+    """Return a callback that logs loading progress, at most every `_PROGRESS_INTERVAL_S`."""
     logged_s = time.monotonic()
 
     def report(num_read: int, num_tensors: int) -> None:
@@ -240,11 +240,11 @@ def _progress_logger() -> Callable[[int, int], None]:
 
 
 def _draft_directory(settings: Settings, tokens: ModelTokens) -> Path | None:
-    """Where the draft model lies; None unless one is to propose drafts."""
+    """Return the directory of the draft model; None without speculation by a model."""
     if settings.engine.speculation != Drafter.MODEL.value:
         return None
     if settings.model.draft_path is None:
-        raise ValueError("speculation by a draft model needs --speculative-draft-model-path")
+        raise ValueError("speculation with a draft model needs --speculative-draft-model-path")
     directory = resolve_model(settings.model.draft_path)
     try:
         known = load_model_tokens(directory).tokenizer.vocabulary
@@ -259,7 +259,7 @@ def _draft_directory(settings: Settings, tokens: ModelTokens) -> Path | None:
 
 
 def runner_options(settings: Settings) -> RunnerOptions:
-    """What the settings say about running a model; what its files say is left open."""
+    """Return the runner's options that the settings decide; the rest is the checkpoint's."""
     model, cache = settings.model, settings.cache
     return RunnerOptions(
         page_size=cache.page_size,

@@ -1,7 +1,7 @@
-"""The flags of `session-server serve`, under the names SGLang users already type.
+"""Define the flags of `session-server serve`, under SGLang's names.
 
-A flag of SGLang's that means nothing here is accepted with one warning line, so that existing
-start scripts work; an unknown one is refused. Help texts and bounds come from `config`.
+A flag of SGLang that has no effect here is accepted with a warning, so that existing start scripts
+work; an unknown flag is refused. Help texts and bounds come from `config`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from session_server.config import Settings
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag: its spellings, and the setting it fills. `constant` makes it a switch."""
+    """Map the spellings of one flag to the setting it fills. `constant` makes it a switch."""
 
     names: tuple[str, ...]
     part: str
@@ -91,7 +91,7 @@ IGNORED_SWITCHES: Final = (
     "--skip-server-warmup",
     "--trust-remote-code",
 )
-"""Always on here (mixed chunks, streaming sessions, metrics), or without a counterpart."""
+"""Switches that are always on here, such as metrics, or have no counterpart."""
 
 IGNORED_VALUES: Final = (
     "--cuda-graph-max-bs",
@@ -130,10 +130,10 @@ def add_flags(parser: argparse.ArgumentParser, flags: Sequence[Flag]) -> None:
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """Settings from parsed flags.
+    """Return the settings that parsed flags give.
 
     Raises:
-        ValueError: a value is out of bounds; the text names the flag and the bound.
+        ValueError: a value is out of bounds; the message names the flag and the bound.
     """
     given: dict[str, dict[str, Any]] = {}
     for flag in FLAGS:
@@ -147,7 +147,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 
 def ignored_flags(args: argparse.Namespace) -> Sequence[str]:
-    """The accepted flags that change nothing here and were given."""
+    """Return the given flags that are accepted and have no effect."""
     names = (*IGNORED_SWITCHES, *IGNORED_VALUES)
     return [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
 
@@ -192,7 +192,7 @@ def _metavar(part: type[BaseModel], field: str) -> str:
 
 
 def _choices(part: type[BaseModel], field: str) -> str | None:
-    """`{a,b,c}` for a setting that takes one of a few words; its bounds are `config`'s."""
+    """Return `{a,b,c}` for a setting that takes one of several words; `config` checks it."""
     kind = part.model_fields[field].annotation
     words = get_args(kind)
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -1,6 +1,6 @@
-"""Flags that people know from SGLang and vLLM: what they are called here, or why they are not here.
+"""Explain flags of SGLang and vLLM that `serve` does not take.
 
-`flags` has those that are accepted, with or without effect.
+`flags` defines those that are accepted, with or without effect.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
-_ONE_DEVICE: Final = "a model runs on one device here"
+_ONE_DEVICE: Final = "a model runs on one device"
 _ONE_MACHINE: Final = "a server runs on one machine"
 _AS_STORED: Final = (
     "weights are served as the checkpoint has them; FP8 of deepseek_v3 and MXFP4 of gpt_oss are "
     "dequantized when they are loaded"
 )
 _NO_ADAPTERS: Final = "adapters are not implemented"
-_TEXT_ONLY: Final = "models take text and give text"
-_NOT_PARSED: Final = "answers are text, in which nothing is looked for"
-_NOT_CONSTRAINED: Final = "answers are not constrained by a grammar or schema"
-_NO_TIERS: Final = "KV that leaves the device is computed again, not stored elsewhere"
+_TEXT_ONLY: Final = "models read and write text only"
+_NOT_PARSED: Final = "tool calls and reasoning are not parsed out of answers"
+_NOT_CONSTRAINED: Final = "constrained decoding is not implemented"
+_NO_TIERS: Final = "KV that leaves the device is recomputed, not offloaded"
 _PLAIN_HTTP: Final = "the server speaks plain HTTP; put TLS in front of it"
-_OWN_FILES: Final = "it comes with the checkpoint; put the file into the checkpoint's directory"
+_OWN_FILES: Final = "it is part of the checkpoint; put the file into the checkpoint's directory"
 
 
 def _with_reason(text: str, names: str) -> dict[str, str]:
@@ -77,11 +77,11 @@ UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
         "--hf-overrides --generation-config --json-model-override-args",
     )
     | _with_reason(
-        "the hub's cache and its HF_HOME decide where a model lies",
+        "the Hugging Face cache (HF_HOME) decides where a model is stored",
         "--download-dir --revision --code-revision --tokenizer-revision --hf-token",
     )
 )
-"""Why a flag is not supported here."""
+"""Map each unsupported flag of SGLang or vLLM to the reason."""
 
 RENAMED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -104,16 +104,16 @@ RENAMED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
         "--num-speculative-tokens": "--speculative-num-draft-tokens",
     }
 )
-"""What a flag is called here."""
+"""Map flags of SGLang or vLLM to their names here."""
 
 
 def explain_unknown_flags(surplus: Iterable[str], known: Iterable[str], *, is_server: bool) -> str:
-    """Say what is wrong with arguments that a command does not take.
+    """Return the error message for arguments that a subcommand does not take.
 
     Args:
         surplus: the arguments, values of unknown flags among them.
-        known: the flags of the command, among which near matches are looked for.
-        is_server: whether flags of other servers have answers of their own.
+        known: the flags of the subcommand, to suggest near matches.
+        is_server: whether to explain flags of other servers.
     """
     words = list(surplus)
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]

@@ -1,7 +1,7 @@
-"""A server process of our own on this machine, for the demo, the chat client and the benchmarks.
+"""Start a server process on this machine, for the demo, the chat and the benchmarks.
 
-It is the ordinary `session-server serve` on a free port: a separate process, real sockets, and
-the same shut-down as in production.
+It is the ordinary `session-server serve` on a free port: a separate process, real sockets, and the
+same shutdown as in production.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SERVE: Final = (sys.executable, "-m", "session_server", "serve")
 
 
 class ServerFailed(Exception):
-    """The server process did not come up; the message ends with its last lines."""
+    """Report that the server process did not start; the message ends with its last lines."""
 
 
 class LocalServer:
-    """Context manager: `session-server serve --port 0` with further flags, or a program like it.
+    """Run `session-server serve --port 0` with further flags, as a context manager.
 
     `url` is where it listens, without a trailing slash. On exit it gets SIGTERM, drains, and is
-    killed only if it does not leave; `returncode` tells how it went.
+    killed only if it does not exit; `returncode` is its exit status.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class LocalServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
+        """Return the process id of the server."""
         assert self._process is not None, "the server was not started"
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, None while it runs."""
+        """Return the exit status; None while the process runs."""
         return None if self._process is None else self._process.poll()
 
     @property
     def last_lines(self) -> str:
-        """The last lines the server wrote."""
+        """Return the last lines that the server wrote."""
         return "\n".join(self._tail)
 
     def __enter__(self) -> Self:
@@ -101,14 +101,14 @@ class LocalServer:
         self.stop()
 
     def stop(self, *, timeout_s: float = 30.0) -> int:
-        """SIGTERM, wait, and at last SIGKILL. Returns the exit status; idempotent."""
+        """Send SIGTERM, wait, then SIGKILL. Return the exit status; idempotent."""
         assert self._process is not None, "the server was not started"
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         return self.wait(timeout_s=timeout_s)
 
     def wait(self, *, timeout_s: float = 30.0) -> int:
-        """Wait for it to leave by itself, and at last SIGKILL. Returns the exit status."""
+        """Wait for the process to exit, then SIGKILL. Return the exit status."""
         assert self._process is not None, "the server was not started"
         try:
             return self._process.wait(timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, a line now and then elsewhere."""
+"""Show the progress of long work: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rich.progress import (
 )
 
 LINE_INTERVAL_S: Final = 5.0
-"""Between two lines in a pipe or a file, at least."""
+"""Minimum seconds between two lines in a pipe or a file."""
 
 
 class StepProgress:
-    """Counts steps of tasks; a context manager, so that a bar is put away at the end."""
+    """Count steps of tasks, as a context manager that removes the bar at the end."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -46,7 +46,7 @@ class StepProgress:
             self._bars.stop()
 
     def add_task(self, description: str, *, total: float | None) -> TaskID:
-        """Begin to count something; `total` None where nobody knows how much there is."""
+        """Start counting a task; `total` is None if it is unknown."""
         task = self._bars.add_task(description, total=total)
         self._print_line(task)
         return task

@@ -1,6 +1,6 @@
-"""What a server makes of its model before anything is loaded: for `serve`, `inspect`, `doctor`.
+"""Check a model before anything is loaded, for `serve`, `inspect` and `doctor`.
 
-All three refuse the same checkpoints in the same words.
+All three refuse the same checkpoints with the same messages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from session_server.text.model_text import ModelText, load_model_text
 
 
 def checked_directory(settings: Settings) -> Path:
-    """Return where the model's files are, its configuration checked.
+    """Return the directory of the model's files after checking its configuration.
 
     Raises:
-        ModelError: there is no model, or its configuration cannot be served.
-        ValueError: more context is asked for than the model was made for.
+        ModelError: there is no model, or its configuration is not supported.
+        ValueError: the settings ask for more context than the model has.
     """
     directory = model_directory(settings.model)
     check_context_length(settings, load_config(directory).max_position_embeddings)
@@ -25,19 +25,19 @@ def checked_directory(settings: Settings) -> Path:
 
 
 async def open_model(settings: Settings) -> tuple[Path, ModelText]:
-    """Return where the model's files are, and its text side; to be closed.
+    """Return the model's directory and its text side, which the caller closes.
 
     Raises:
-        ModelError: there is no model, its configuration cannot be served, or a file that its
-            text needs is missing or malformed.
-        ValueError: more context is asked for than the model was made for.
+        ModelError: there is no model, its configuration is not supported, or a file of its
+            tokenizer or chat template is missing or malformed.
+        ValueError: the settings ask for more context than the model has.
     """
     directory = checked_directory(settings)
     return directory, await load_model_text(directory)
 
 
 def check_context_length(settings: Settings, model_context_len: int) -> None:
-    """Raise ValueError when more context is asked for than the model was made for, tokens."""
+    """Raise ValueError if the settings ask for more context tokens than the model has."""
     asked = settings.model.context_length
     if asked is not None and asked > model_context_len:
         raise ValueError(

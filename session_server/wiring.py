@@ -1,7 +1,7 @@
-"""Composition root of the server's side: everything is put together here and nowhere else.
+"""Compose the server's side: the one place where its parts are put together.
 
-The server process holds sockets, sessions and text; it does without torch. The engine is a child
-process by default, or a thread (`--engine inline`); both are composed in `engine_wiring`.
+The server process holds sockets, sessions and text; it does not load torch. The engine is a child
+process by default, or a thread (`--engine inline`); `engine_wiring` composes both.
 """
 
 from __future__ import annotations
@@ -64,18 +64,21 @@ EXIT_UNUSABLE: Final = 2
 _SECRET: Final = {"http": {"api_key", "api_key_file"}}
 
 _TOKEN_TEXTS_KEPT: Final = 1 << 16
-"""Texts of single tokens kept for logprobs."""
+"""Size of the cache of single tokens' texts, for logprobs."""
 
 _MAX_TURNS: Final = 16_384
-"""Turns that wait or run over all sessions."""
+"""Maximum turns that wait or run, over all sessions."""
 
 
 def serve(settings: Settings) -> int:
-    """Serve until a signal. Returns the exit status: 2 when the model or the keys cannot be used, 1
-    when the engine or the address failed, 0 after a clean shutdown."""
+    """Serve until a signal, and return the exit status.
+
+    0 after a clean shutdown, 1 if the engine or the address failed, 2 if the model or the keys
+    cannot be used.
+    """
     logger = configure_logging(settings.http.log_level, settings.http.log_format)
     try:
-        # Taken out, so that the processes we start do not have it.
+        # Remove the key from the environment, so that child processes do not inherit it.
         keys = load_keys(settings.http, environment=os.environ.pop(KEY_VARIABLE, None))
         check_exposure(settings.http, keys)
     except ValueError as error:
@@ -87,7 +90,7 @@ def serve(settings: Settings) -> int:
         print(f"session-server serve: the engine did not start: {error.message}", file=sys.stderr)
     except OSError as error:
         where = f"{settings.http.host}:{settings.http.port}"
-        advice = "; name another --port (0: any free one)" if error.errno == EADDRINUSE else ""
+        advice = "; pass another --port (0: any free port)" if error.errno == EADDRINUSE else ""
         print(f"session-server serve: cannot listen on {where}: {error}{advice}", file=sys.stderr)
     return EXIT_FAILED
 
@@ -107,7 +110,7 @@ def load_keys(http: HttpOptions, *, environment: str | None) -> KeyRing:
     )
     if given is not None:
         _logger.warning(
-            "every user of this machine can see --api-key with ps: better is --api-key-file, or %s",
+            "every user of this machine can see --api-key with ps: use --api-key-file or %s",
             KEY_VARIABLE,
         )
     if http.api_key_file is not None and is_readable_by_all(http.api_key_file):
@@ -116,24 +119,24 @@ def load_keys(http: HttpOptions, *, environment: str | None) -> KeyRing:
 
 
 def check_exposure(http: HttpOptions, keys: KeyRing) -> None:
-    """Raise ValueError where everybody in the network would be served, unasked."""
+    """Raise ValueError if the server would be open to the whole network without a key."""
     if keys.is_open and not http.allow_open and not is_loopback(http.host):
         raise ValueError(
-            f"--host {http.host} without a key would serve everybody who can connect: give "
-            f"--api-key-file FILE or {KEY_VARIABLE}, or say --allow-open"
+            f"--host {http.host} without a key would serve everybody who can connect: pass "
+            f"--api-key-file FILE, set {KEY_VARIABLE}, or pass --allow-open"
         )
 
 
 async def _serve(settings: Settings, keys: KeyRing, logger: logging.Logger) -> int:
-    # Before the engine: what it would refuse is refused at once, and an address in use should not
-    # take a model's loading time to find out.
+    # Before the engine starts: report a bad model or an address in use at once, not after the model
+    # has been loaded.
     try:
         directory, text = await open_model(settings)
     except (ModelError, ValueError) as error:
         print(f"session-server serve: {error}", file=sys.stderr)
         return EXIT_UNUSABLE
     if text.chat_error is not None:
-        logger.warning("no chat turn can be rendered: %s", text.chat_error)
+        logger.warning("chat turns cannot be rendered: %s", text.chat_error)
     try:
         listener = bind(settings.http.host, settings.http.port)
         with contextlib.closing(listener):
@@ -164,7 +167,7 @@ async def _serve_on(
             settings, manager, metrics, keys=keys, directory=directory, ready=ready
         )
         app = web_app.create_app(services)
-        # What is here now stays: the collector need not look at it again, which takes 50 ms.
+        # Objects that exist now stay: exclude them from collections, which saves 50 ms each.
         gc.collect()
         gc.freeze()
         serving = asyncio.create_task(web_server.serve(app, services, listener=listener))
@@ -172,7 +175,7 @@ async def _serve_on(
         ends: tuple[asyncio.Future[Any], ...] = (serving, engine.failed)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if engine.failed.done():
-            logger.error("the engine was given up: %s", engine.failed.result())
+            logger.error("the engine failed for good: %s", engine.failed.result())
             if not serving.done():
                 signal.raise_signal(signal.SIGTERM)
         await serving
@@ -191,14 +194,14 @@ def _observers(
 
 
 class ObservedEngine:
-    """An `EngineClient` whose events are shown to observers before the listener hears them."""
+    """Show the events of an `EngineClient` to observers before its listener gets them."""
 
     def __init__(self, engine: EngineClient, observers: Sequence[EventListener]) -> None:
         self._engine = engine
         self._observers = tuple(observers)
 
     async def start(self, listener: EventListener) -> EngineReady:
-        """See `EngineClient.start`."""
+        """Start the engine; every event goes to the observers, then to `listener`."""
 
         def dispatch(event: EngineEvent) -> None:
             for observer in self._observers:
@@ -211,21 +214,21 @@ class ObservedEngine:
         return ready
 
     def send(self, command: EngineCommand) -> None:
-        """See `EngineClient.send`."""
+        """Send a command to the engine."""
         self._engine.send(command)
 
     async def stop(self) -> None:
-        """See `EngineClient.stop`."""
+        """Stop the engine."""
         await self._engine.stop()
 
 
 def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
-    """The engine client that the settings ask for, not started."""
-    # Threads of a forward that wait for each other by spinning keep the one they wait for off its
-    # core as soon as anything else runs: measured, a 1 ms step then takes 50 to 400.
+    """Return the engine client that the settings ask for, not started."""
+    # Spinning threads of a forward keep the thread they wait for off its core as soon as anything
+    # else runs: a 1 ms step then took 50 to 400 ms in measurements.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if settings.engine.mode is EngineMode.INLINE:
-        # Only here does the server process load torch.
+        # Only with an inline engine does the server process load torch.
         from session_server.engine_wiring import build_engine
 
         return InlineEngine(lambda: build_engine(settings))
@@ -240,7 +243,7 @@ def make_engine(settings: Settings) -> EngineProcess | InlineEngine:
 
 
 def make_manager(settings: Settings, engine: EngineClient, text: ModelText) -> SessionManager:
-    """The session manager. Its secret lives as long as the process: so does the cache it salts."""
+    """Return the session manager. Its salt secret lives as long as the process and the cache."""
     sessions = settings.sessions
     return SessionManager(
         engine,
@@ -273,7 +276,7 @@ def make_services(
     ready: EngineReady,
     keys: KeyRing | None = None,
 ) -> AppServices:
-    """What the web layer is given."""
+    """Return what the web layer needs."""
     text = manager.text
     return AppServices(
         sessions=manager,
@@ -300,7 +303,7 @@ def _web_settings(settings: Settings, keys: KeyRing) -> WebSettings:
     max_readers = max_readers_for(http.max_connections, descriptors=descriptors)
     if max_readers < http.max_connections:
         _logger.warning(
-            "--max-connections %d needs more descriptors than the %d allowed: it is %d",
+            "--max-connections %d needs more than the %d descriptors allowed: limited to %d",
             http.max_connections,
             descriptors,
             max_readers,

@@ -63,7 +63,7 @@ def checks(violations: int) -> dict[str, Any]:
         (memory(free=9, quarantine=1), ["1 pages are quarantined"]),
         (
             memory(violations=2),
-            ["2 violations", "two holders", "two holders", "s_2, s_2", "begun again 2 times"],
+            ["2 violations", "two holders", "two holders", "s_2, s_2", "rebuilt 2 times"],
         ),
     ],
 )

@@ -189,7 +189,7 @@ def test_a_server_that_goes_away_is_told_and_so_is_its_return() -> None:
             process = await chat(server.url)
             assert process.stdin is not None
             process.stdin.write(b"are you there?\n")
-            await read_until(process, "the server is away")
+            await read_until(process, "connection lost")
             may_return.set()
             shown = await read_until(process, "you > ")
             assert "connected again" in shown
@@ -222,7 +222,7 @@ def test_a_session_that_is_gone_is_followed_by_a_new_one() -> None:
             process.stdin.write(b"hello\n")
             await read_until(process, "Aye.")
             shown = await finish(process, "hello?", "once more", "/quit")
-            assert "nothing of before is remembered" in shown
+            assert "earlier turns are lost" in shown
             assert "Again." in shown
 
     asyncio.run(test())
@@ -293,6 +293,6 @@ def test_a_server_that_asks_for_a_key_is_an_error_that_names_the_flag() -> None:
             out, err = await process.communicate(b"")
         assert (process.returncode, err) == (1, b"")
         assert b"A key is required." in out
-        assert b"give it with --api-key" in out
+        assert b"pass --api-key" in out
 
     asyncio.run(test())

@@ -53,12 +53,21 @@ def test_the_server_side_starts_without_torch() -> None:
         ("chat --urll=x", "unrecognized argument --urll; did you mean --url?"),
         ("chat extra", "unrecognized arguments: extra"),
         ("chat --tp 2", "unrecognized argument --tp"),
-        ("serve --tp 2", "--tp is not supported, because a model runs on one device here"),
+        ("serve --tp 2", "--tp is not supported, because a model runs on one device"),
         ("serve --max-model-len=8", "--max-model-len is called --context-length here"),
-        ("audit --limit -1", "argument --limit: a whole number, at least 0; got '-1'"),
-        ("bench mla --turns 3", "argument --turns: a whole number, between 22 and 10000; got '3'"),
-        ("demo --turns two", "argument --turns: a whole number, between 1 and 4096; got 'two'"),
-        ("doctor --port x", "argument --port: a whole number, between 0 and 65535; got 'x'"),
+        ("audit --limit -1", "argument --limit: expected a whole number at least 0, got '-1'"),
+        (
+            "bench mla --turns 3",
+            "argument --turns: expected a whole number between 22 and 10000, got '3'",
+        ),
+        (
+            "demo --turns two",
+            "argument --turns: expected a whole number between 1 and 4096, got 'two'",
+        ),
+        (
+            "doctor --port x",
+            "argument --port: expected a whole number between 0 and 65535, got 'x'",
+        ),
     ],
 )
 def test_what_a_command_does_not_take_is_answered_with_the_reason_first(
@@ -79,7 +88,7 @@ def test_every_unknown_flag_has_a_line_of_its_own(capsys: pytest.CaptureFixture[
         cli.main(["serve", "--quantization", "fp8", "--chat-template", "x", "--loud"])
     lines = capsys.readouterr().err.splitlines()
     assert "--quantization is not supported, because weights" in lines[0]
-    assert lines[1].startswith("  --chat-template is not supported, because it comes with")
+    assert lines[1].startswith("  --chat-template is not supported, because it is part of")
     assert lines[2] == "  unrecognized argument --loud"
 
 

@@ -126,6 +126,6 @@ def test_serve_warns_in_one_line_and_refuses_with_status_two() -> None:
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     lines = done.stderr.strip().splitlines()
-    assert lines[0] == "warning: --enable-mixed-chunk means nothing here and is ignored"
+    assert lines[0] == "warning: --enable-mixed-chunk has no effect here and is ignored"
     assert "no/such/directory/here" in lines[1]
     assert len(lines) == 2

@@ -1,1 +1,1 @@
-"""What the operator sees: Prometheus metrics and one-line logs."""
+"""Report to the operator: Prometheus metrics and one-line logs."""

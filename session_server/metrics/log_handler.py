@@ -1,7 +1,7 @@
-"""A log handler that waits for nobody: a thread writes the lines, and too many are dropped.
+"""Write log lines from a thread, so that a blocked log reader never blocks the server.
 
-Whoever reads the log may stop reading. A write to a full pipe then blocks, and with it the event
-loop of a server that writes its lines itself.
+The reader of the log may stop reading. A write to a full pipe then blocks the thread that writes,
+which must not be the event loop.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections import deque
 from typing import Final, TextIO
 
 MAX_WAITING_BYTES: Final = 1 << 20
-"""Lines that wait to be written; further ones are dropped and counted."""
+"""Maximum bytes of lines that wait to be written; further lines are dropped and counted."""
 
 MAX_REPEATS_PER_S: Final = 10
-"""Warnings and errors of one kind in a second; further ones are counted."""
+"""Maximum warnings and errors with the same text in a second; further ones are counted."""
 
 FLUSH_TIMEOUT_S: Final = 1.0
-"""How long the end of the process waits for lines that were not written yet."""
+"""Seconds that the process waits at its end for lines that are not written yet."""
 
 _KINDS_KEPT: Final = 256
 
 
 class NonBlockingHandler(logging.Handler):
-    """Writes formatted lines to a stream from a thread of its own."""
+    """Write formatted lines to a stream from a separate thread."""
 
     def __init__(self, stream: TextIO, *, max_bytes: int = MAX_WAITING_BYTES) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class NonBlockingHandler(logging.Handler):
         """Queue one line, or count it as dropped."""
         try:
             line = self.format(record) + "\n"
-        except Exception:  # noqa: BLE001 - a line that cannot be formatted must not stop its writer
+        except Exception:  # noqa: BLE001 - a line that cannot be formatted must not fail its caller
             self.handleError(record)
             return
         with self._changed:
@@ -56,7 +56,7 @@ class NonBlockingHandler(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait a little for the lines that are queued."""
+        """Wait up to `FLUSH_TIMEOUT_S` for the queued lines to be written."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_bytes == 0, FLUSH_TIMEOUT_S)
 
@@ -68,20 +68,22 @@ class NonBlockingHandler(logging.Handler):
                 num_dropped, self._num_dropped = self._num_dropped, 0
             text = "".join(lines)
             if num_dropped:
-                text += f"{num_dropped} log lines were dropped: nobody read them in time\n"
+                text += f"{num_dropped} log lines were dropped: they were not read in time\n"
             try:
                 self._stream.write(text)
                 self._stream.flush()
             except (OSError, ValueError):
-                return  # the stream is closed: there is nowhere to write to any more
+                return  # the stream is closed
             with self._changed:
                 self._num_bytes -= sum(map(len, lines))
                 self._changed.notify_all()
 
 
 class RepeatFilter(logging.Filter):
-    """Lets few warnings and errors of one kind pass in a second; the next one tells how many more
-    there were."""
+    """Limit warnings and errors with the same text to a few per second.
+
+    The next line that passes says how many were hidden.
+    """
 
     def __init__(self, *, max_per_s: int = MAX_REPEATS_PER_S) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ class RepeatFilter(logging.Filter):
         self._seen: dict[tuple[str, str], _Kind] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to show this record."""
+        """Return whether to show this record."""
         if record.levelno < logging.WARNING:
             return True
         if len(self._seen) > _KINDS_KEPT:
@@ -109,7 +111,7 @@ class RepeatFilter(logging.Filter):
 
 
 class _Kind:
-    """What was seen of one kind in the second that began at `since_s`."""
+    """Count the shown and hidden records of one text in the second that began at `since_s`."""
 
     __slots__ = ("num_hidden", "num_shown", "since_s")
 

@@ -1,8 +1,7 @@
-"""Log lines: one per event, `key=value` or JSON, never more than one line.
+"""Format log lines: one per event, `key=value` or JSON, never more than one line.
 
-Lines hold ids, lengths, counts and timings. Prompts, texts, tokens, keys and query strings are
-never passed in, and whatever is passed in loses its control characters, so that no client can
-forge a line or colour a terminal.
+Lines hold ids, lengths, counts and timings, never prompts, texts, tokens, keys or query strings.
+Control characters are removed, so that no client can forge a line or color a terminal.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from session_server.metrics.log_handler import NonBlockingHandler, RepeatFilter
 
 LOGGER_NAME: Final = "session_server"
 LOGGERS: Final = (LOGGER_NAME, "uvicorn", "asyncio")
-"""Whose lines are shown."""
+"""Loggers whose lines are shown."""
 
 MAX_LINE_CHARS: Final = 4096
 _FIELD: Final = re.compile(r" ?\b([a-z_]+)=%[-+0-9.]*[a-z]")
@@ -36,16 +35,18 @@ _CONTROL: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x1f\x7f-\x9f\u2028\u
 
 
 class OneLineFormatter(logging.Formatter):
-    """A formatter whose output is one bounded line, exceptions included."""
+    """Format a record as one bounded line, exceptions included."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
+        """Return the record as one line."""
         return strip_control(super().format(record))[:MAX_LINE_CHARS]
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter whose output is one JSON object: time, level, logger, message, and the fields
-    that a message of ours names as `key=value`."""
+    """Format a record as one JSON object.
+
+    It has time, level, logger, message, and the fields that our messages name as `key=value`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line."""
@@ -66,13 +67,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class EventLog:
-    """Writes what the engine tells to the log."""
+    """Log engine events."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
     def on_event(self, event: EngineEvent) -> None:
-        """Log one engine event, when it is worth a line."""
+        """Log one engine event if it deserves a line."""
         match event:
             case EngineReady():
                 self._logger.info(
@@ -125,9 +126,9 @@ class EventLog:
 
 
 def configure_logging(level: str, log_format: Literal["text", "json"] = "text") -> logging.Logger:
-    """Send our lines, and the warnings of uvicorn and asyncio, to stderr; returns our logger.
+    """Send our lines, and warnings of uvicorn and asyncio, to stderr; return our logger.
 
-    uvicorn's own lines below a warning stay off: one of them names the query string of each
+    uvicorn's lines below a warning are dropped: one of them shows the query string of every
     accepted WebSocket.
     """
     handler = NonBlockingHandler(sys.stderr)
@@ -149,5 +150,5 @@ def _plain(value: object) -> object:
 
 
 def strip_control(text: str) -> str:
-    """`text` on one line, without terminal escapes."""
+    """Return `text` on one line, without terminal escapes."""
     return _CONTROL.sub(" ", text)

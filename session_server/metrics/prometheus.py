@@ -1,7 +1,7 @@
-"""Counters, gauges and histograms of one server, in a registry of its own.
+"""Count and measure one server, in a Prometheus registry of its own.
 
-Everything is fed by engine events, on the event loop's thread; the engine itself counts nothing
-twice. Labels are from closed sets, so the number of series is bounded: no ids, no owners.
+Engine events update everything, on the event loop's thread. Labels are from closed sets, so the
+number of series is bounded: no ids, no owners.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FAILURE_CODES: Final = frozenset(form.code for form in WIRE_ERRORS.values())
 
 
 class ReaderKind(StrEnum):
-    """How a reader of a session is connected."""
+    """Name how a reader of a session is connected."""
 
     WEBSOCKET = "websocket"
     SSE = "sse"
@@ -53,7 +53,7 @@ class ReaderKind(StrEnum):
 
 
 class ServerMetrics:
-    """The metrics of one server. `now_s` is a monotonic clock in seconds."""
+    """Hold the metrics of one server. `now_s` is a monotonic clock in seconds."""
 
     def __init__(self, *, now_s: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
@@ -87,7 +87,7 @@ class ServerMetrics:
                 pass
 
     def set_live_gauges(self, *, sessions: Callable[[], int], tasks: Callable[[], int]) -> None:
-        """Show the number of open sessions and of asyncio tasks, asked for at each scrape."""
+        """Set the callbacks that each scrape reads open sessions and asyncio tasks from."""
         self._sockets.sessions.set_function(sessions)
         self._sockets.tasks.set_function(tasks)
 
@@ -101,15 +101,15 @@ class ServerMetrics:
         self._sockets.connections.labels(kind).dec()
 
     def count_refusal(self, code: str) -> None:
-        """A request was refused with this wire code."""
+        """Count a request that was refused with this wire code."""
         self._sockets.refusals.labels(code if code in _FAILURE_CODES else "other").inc()
 
     def observe_loop_lag(self, lag_s: float) -> None:
-        """The event loop came back this much later than asked."""
+        """Record how much later than asked the event loop woke up, in seconds."""
         self._sockets.loop_lag.observe(lag_s)
 
     def exposition(self) -> bytes:
-        """Everything in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def _count_tokens(self, event: TokensProduced) -> None:
@@ -126,17 +126,17 @@ class _Turns:
             "session_server_turns", "Turns ended by the engine.", ["outcome"], registry=registry
         )
         self.failures = Counter(
-            "session_server_turn_failures", "Turns a fault ended.", ["code"], registry=registry
+            "session_server_turn_failures", "Turns that failed.", ["code"], registry=registry
         )
         self.tokens = Counter(
             "session_server_tokens",
-            "Tokens of ended turns: context, of it cached, and generated.",
+            "Tokens of ended turns: prompt, cached part of it, and generated.",
             ["kind"],
             registry=registry,
         )
         self.ttft = Histogram(
             "session_server_time_to_first_token_seconds",
-            "Submit to first token, as the engine saw it.",
+            "Time from submission to the first token, in the engine.",
             buckets=_SLOW_S,
             registry=registry,
         )
@@ -148,13 +148,13 @@ class _Turns:
         )
         self.seconds = Histogram(
             "session_server_turn_seconds",
-            "Submit to end, as the engine saw it.",
+            "Time from submission to the end, in the engine.",
             buckets=_SLOW_S,
             registry=registry,
         )
         self.queued = Histogram(
             "session_server_queue_seconds",
-            "Submit to first admission.",
+            "Time from submission to the first admission.",
             buckets=_SLOW_S,
             registry=registry,
         )
@@ -187,7 +187,7 @@ class _Engine:
         )
         self.totals = Gauge(
             "session_server_engine_total",
-            "The engine's own totals since it started.",
+            "Totals of the engine since it started.",
             ["what"],
             registry=registry,
         )
@@ -209,7 +209,7 @@ class _Engine:
         )
         self.stalls = Counter(
             "session_server_engine_stalls",
-            "Times the engine completed no step for longer than steps take.",
+            "Times the engine completed no step for too long.",
             registry=registry,
         )
 
@@ -244,7 +244,10 @@ class _Sockets:
             "session_server_connections", "Readers connected now.", ["kind"], registry=registry
         )
         self.connections_total = Counter(
-            "session_server_connections_opened", "Readers that came.", ["kind"], registry=registry
+            "session_server_connections_opened",
+            "Readers that connected.",
+            ["kind"],
+            registry=registry,
         )
         self.refusals = Counter(
             "session_server_refusals", "Requests refused, by code.", ["code"], registry=registry
@@ -254,7 +257,7 @@ class _Sockets:
         )
         self.loop_lag = Histogram(
             "session_server_event_loop_lag_seconds",
-            "How much later than asked the event loop came back.",
+            "How much later than asked the event loop woke up.",
             buckets=_FAST_S,
             registry=registry,
         )

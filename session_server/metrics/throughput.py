@@ -1,4 +1,4 @@
-"""A log line about throughput every few seconds of work, and none while nothing runs."""
+"""Log throughput every few seconds of work, and nothing while no turn runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from session_server.core.events import EngineDied, EngineEvent, EngineStats
 
 
 class ThroughputLog:
-    """Compares samples of the engine's totals. `interval_s`: seconds of work per line; 0 for none.
+    """Compare samples of the engine's totals. `interval_s`: seconds of work per line; 0: none.
 
-    Time in which no turn ran or waited does not count.
+    Time in which no turn runs or waits does not count.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class ThroughputLog:
         self._worked_s = 0.0
 
     def on_event(self, event: EngineEvent) -> None:
-        """Take in a sample; other events are ignored."""
+        """Add a sample; ignore other events."""
         if isinstance(event, EngineDied):
             self._first = self._last = None
         elif isinstance(event, EngineStats) and self._interval_s > 0:

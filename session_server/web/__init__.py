@@ -1,1 +1,1 @@
-"""The sockets: HTTP and WebSocket over the sans-IO protocols, and the only importer of FastAPI."""
+"""Serve HTTP and WebSockets over the sans-IO protocols; the only package that imports FastAPI."""

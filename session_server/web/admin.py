@@ -1,4 +1,4 @@
-"""Probes, metrics and what an operator looks at."""
+"""Serve probes, metrics and views for operators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCRAPE_TIMEOUT_S = 1.0
 Switch = Annotated[int, Query(ge=0, le=1)]
 
 
-@router.get("/", responses=answers(IndexBody, "Where everything is."))
+@router.get("/", responses=answers(IndexBody, "Links to the API."))
 async def index() -> Response:
     """List the paths that a person may want to open next."""
     return JsonResponse(IndexBody())
@@ -40,14 +40,14 @@ async def index() -> Response:
 
 @router.get("/health", responses=answers(StatusBody, "The server works."))
 async def health(request: Request) -> Response:
-    """Liveness: 503 once a memory invariant has failed, which a restart cures."""
+    """Report liveness: 503 once a memory invariant has failed, until a restart."""
     is_sound = is_healthy(services_of(request))
     return _status("ok" if is_sound else "memory_invariant_failed", is_good=is_sound)
 
 
 @router.get("/ready", responses=answers(StatusBody, "The server takes sessions and turns."))
 async def ready(request: Request) -> Response:
-    """Readiness: 503 while the server drains, and while the engine is away or completes no step."""
+    """Report readiness: 503 while the server drains, or the engine is down or completes no step."""
     sessions = services_of(request).sessions
     if sessions.is_draining:
         return _status("draining", is_good=False)
@@ -61,9 +61,9 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics", responses=answers(None, "Prometheus text format."))
 async def metrics(caller: Caller) -> Response:
-    """Everything counted, the memory accounts as of now."""
+    """Return all metrics, with the memory accounts as of now."""
     with contextlib.suppress(TimeoutError, EngineUnavailable):
-        # The report reaches the gauges as an event; a scrape never waits long for a busy engine.
+        # The report updates the gauges as an event; a scrape does not wait long for a busy engine.
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             await caller.sessions.memory()
     return Response(caller.services.metrics.exposition(), media_type=CONTENT_TYPE)
@@ -83,11 +83,11 @@ async def list_models(caller: Caller) -> Response:
     return JsonResponse(ModelList(object="list", data=[model]))
 
 
-@router.get("/v1/admin/memory", responses=answers(MemoryBody, "Who holds which page."))
+@router.get("/v1/admin/memory", responses=answers(MemoryBody, "The memory accounts."))
 async def memory(caller: Caller, full: Switch = 0, trace: Switch = 0) -> Response:
-    """The ledger, per pool and session, and what the memory checker found.
+    """Return the page accounts per pool and session, and what the memory checker found.
 
-    `full=1` recounts every page between two steps first; `trace=1` adds what the engine did before
+    `full=1` first recounts every page between two steps; `trace=1` adds the engine's steps before
     the first violation: ids, lengths and decisions.
     """
     report = await caller.sessions.memory(full=bool(full), trace=bool(trace))
@@ -95,7 +95,7 @@ async def memory(caller: Caller, full: Switch = 0, trace: Switch = 0) -> Respons
 
 
 def is_healthy(services: AppServices) -> bool:
-    """Whether no memory invariant has failed since the engine started."""
+    """Return whether no memory invariant has failed since the engine started."""
     sample = services.sessions.stats().engine
     return sample is None or sample.check_violations == 0
 

@@ -1,4 +1,4 @@
-"""The application: every route, guarded, authorised by default, with one form of error."""
+"""Build the application: every route guarded and authorized, with one form of error."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _PATHS: Final = sorted(
         if isinstance(route, Route) and route.path.startswith("/v1/") and "{" not in route.path
     }
 )
-"""What a client that has the right version can call as it stands."""
+"""Paths without parameters under /v1, for the hint of a 404."""
 
 _logger: Final = logging.getLogger("session_server.web")
 
 
 def create_app(services: AppServices) -> FastAPI:
-    """The application over `services`, which the caller has started and will stop."""
+    """Return the application over `services`, which the caller starts and stops."""
     app = FastAPI(
         title="session-server",
         version=metadata.version("session-server"),
@@ -87,26 +87,24 @@ def create_app(services: AppServices) -> FastAPI:
 
 
 async def _openapi(request: Request) -> Response:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     return JsonResponse(_document(request, "openapi"))
 
 
 async def _asyncapi(request: Request) -> Response:
-    """The AsyncAPI document of the WebSocket."""
+    """Return the AsyncAPI document of the WebSocket."""
     return JsonResponse(_document(request, "asyncapi"))
 
 
 async def _no_such_path(request: Request, _: Exception) -> Response:
-    """Answer any other path with what there is."""
+    """Answer an unknown path with a list of the known ones."""
     is_under_v1 = request.scope["path"].startswith("/v1/")
-    hint = (
-        f"Under /v1 there are {', '.join(_PATHS)}." if is_under_v1 else "GET / lists what there is."
-    )
+    hint = f"Under /v1 there are {', '.join(_PATHS)}." if is_under_v1 else "GET / lists the paths."
     return error_response(HttpRefusal(404, f"There is no such path. {hint}"))
 
 
 async def _no_such_socket(websocket: WebSocket) -> None:
-    """Any other path; left to the framework it would be a 403 without a word."""
+    """Refuse a WebSocket on an unknown path; the framework would send a bare 403."""
     text = "There is no such path. Sockets are at /v1/sessions/new/ws and /v1/sessions/{id}/ws."
     await websocket.send_denial_response(error_response(HttpRefusal(404, text)))
 
@@ -146,7 +144,7 @@ async def _tick(services: AppServices) -> None:
         try:
             services.sessions.tick()
         except Exception:
-            # Sessions must not live for ever because one of them could not be closed.
+            # One session that cannot be closed must not keep the others from expiring.
             _logger.exception("tick failed")
 
 

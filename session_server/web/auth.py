@@ -1,7 +1,7 @@
-"""Who asks: an API key becomes the owner of sessions, and without one nothing is shown.
+"""Authenticate callers: an API key identifies the owner of sessions.
 
-The check is a dependency of the whole application, so that a route is closed unless it is named in
-`PUBLIC_ROUTES`; it looks at the route that was matched, never at the path.
+The check is a dependency of the whole application: a route needs a key unless `PUBLIC_ROUTES` names
+it. It looks at the matched route, never at the path.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ BEARER_PROTOCOL: Final = "bearer."
 
 
 def services_of(connection: HTTPConnection) -> AppServices:
-    """What the routes work on."""
+    """Return the services that the routes work on."""
     services = connection.app.state.services
     assert isinstance(services, AppServices), "create_app set it"
     return services
 
 
 def header_key(connection: HTTPConnection) -> str | None:
-    """The key of an Authorization header, if there is one."""
+    """Return the key of the Authorization header; None without one."""
     scheme, _, key = connection.headers.get(AUTHORIZATION, "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else None
 
 
 async def authorize(connection: HTTPConnection) -> Owner | None:
-    """The owner who asks; None on the few routes that are open.
+    """Return the owner who calls; None on the few public routes.
 
     Raises:
-        Unauthorized: no or a wrong key.
+        Unauthorized: the key is missing or wrong.
     """
     route = connection.scope.get("route")
     if getattr(route, "name", None) in PUBLIC_ROUTES:

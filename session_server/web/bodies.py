@@ -1,6 +1,6 @@
-"""Request bodies: decoded by the wire schemas and by nothing else.
+"""Read request bodies and decode them with the wire schemas.
 
-The connection bounds their size and the time they take: see `GuardedHttp`.
+`GuardedHttp` bounds their size and how long they may take to arrive.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ BodyT = TypeVar("BodyT")
 
 
 async def read_body(request: Request, kind: type[BodyT], *, media_type: str | None = JSON) -> BodyT:
-    """Read and decode one JSON body; an empty one counts as `{}`. `media_type` None takes any.
+    """Read and decode one JSON body; an empty one counts as `{}`. `media_type` None accepts any.
 
     Raises:
-        HttpRefusal: incomplete, or not JSON by its media type.
-        InvalidRequest: it does not decode.
+        HttpRefusal: the body is incomplete, or its media type is not JSON.
+        InvalidRequest: the body does not match the schema.
     """
     try:
         payload = await request.body()

@@ -1,4 +1,4 @@
-"""Who calls a route, and what the route works on: the one dependency of every route."""
+"""Provide the one dependency of every route: who calls, and the services to use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from session_server.web.services import AppServices
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request's owner and what it may use."""
+    """Hold the owner of one request and the services it may use."""
 
     owner: Owner
     services: AppServices
@@ -25,20 +25,20 @@ class Call:
 
     @property
     def sessions(self) -> SessionManager:
-        """The sessions of the server."""
+        """Return the session manager."""
         return self.services.sessions
 
 
 async def call_of(
     connection: HTTPConnection, owner: Annotated[Owner | None, Depends(authorize)]
 ) -> Call:
-    """The call behind a connection that was authorised."""
+    """Return the call of a connection that `authorize` admitted."""
     assert owner is not None, "only public routes have no owner"
     return make_call(connection, owner)
 
 
 def make_call(connection: HTTPConnection, owner: Owner) -> Call:
-    """The call of an owner who was authorised in another way."""
+    """Return the call of an owner who was authorized in another way."""
     readers = connection.app.state.readers
     assert isinstance(readers, Readers), "create_app set it"
     return Call(owner=owner, services=services_of(connection), readers=readers)

@@ -1,9 +1,8 @@
-"""Which connections are open, and how many bytes of unfinished messages they hold.
+"""Count open connections and the bytes of their unfinished messages.
 
-Two scopes are bounded: all connections together, and those of one address. Where a scope is full,
-the connection that has kept the server waiting for longest is closed, so that peers who say nothing
-or never finish a message cannot keep others out. A connection that is being served is never closed
-for another one.
+Two scopes are bounded: all connections, and those of one address. If a scope is full, the
+connection that has kept the server waiting longest is evicted, so that silent peers and unfinished
+messages cannot keep others out. A connection that is being served is never evicted.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from typing import Protocol
 
 
 class Connection(Protocol):
-    """A connection as the table sees it; hashable by identity."""
+    """Describe a connection as the table sees it; hashable by identity."""
 
     @property
     def address(self) -> str:
-        """Where the peer connects from, without its port."""
+        """Return the peer's address, without its port."""
         ...
 
     def evict(self) -> None:
-        """Close now: another connection needs the room."""
+        """Close now, to make room for another connection."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Bounds over all connections and per address. `input_bytes` counts unfinished messages."""
+    """Bound connections and bytes of unfinished messages, in all and per address."""
 
     connections: int = 10_256
     connections_per_address: int = 5_128
@@ -37,10 +36,10 @@ class ConnectionLimits:
 
 @dataclass(slots=True)
 class _Scope:
-    """The connections of one address, or all of them.
+    """Track the connections of one address, or all of them.
 
-    `silent` and `unfinished` are ordered by when each began to keep the server waiting;
-    `unfinished` holds the bytes of the message that has not arrived completely.
+    `silent` and `unfinished` are ordered by when each connection began to keep the server waiting;
+    `unfinished` maps to the bytes that have arrived of the message.
     """
 
     max_connections: int
@@ -52,7 +51,7 @@ class _Scope:
 
 
 class ConnectionTable:
-    """All connections of one server."""
+    """Track all connections of one server."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
@@ -62,25 +61,25 @@ class ConnectionTable:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open, without those that were shed."""
+        """Return the number of open connections, without evicted ones."""
         return self._all.num_connections
 
     @property
     def num_input_bytes(self) -> int:
-        """Bytes of messages that have not arrived completely."""
+        """Return the bytes of messages that have not arrived completely."""
         return self._all.num_bytes
 
     @property
     def num_addresses(self) -> int:
-        """Addresses that have a connection open."""
+        """Return the number of addresses with an open connection."""
         return len(self._by_address)
 
     def add(self, connection: Connection) -> bool:
-        """Count a new connection, which has said nothing yet.
+        """Count a new connection that has sent nothing yet.
 
-        Returns False where there is no room and nobody to close for it: tell the newcomer so once
-        it has asked. It is counted all the same, and is the next one to be closed, so that at most
-        one is open beyond each bound.
+        Return False if there is no room and no waiting connection to evict. The caller then refuses
+        the new one after reading its request. It is counted all the same, and is the next one to be
+        evicted, so that at most one connection is open beyond each bound.
         """
         scopes = self._scopes_of(connection)
         has_room = True
@@ -100,15 +99,15 @@ class ConnectionTable:
             self._discard(connection)
 
     def mark_served(self, connection: Connection) -> None:
-        """Note that the server waits for nothing from this connection."""
+        """Mark that the server waits for nothing from this connection."""
         if connection not in self._closing:
             self._remove_from_waiting(connection)
 
     def await_input(self, connection: Connection, *, num_bytes: int) -> None:
-        """Note that the server waits for this connection, `num_bytes` of whose message are here.
+        """Mark that the server waits for the rest of a message of which `num_bytes` are here.
 
-        A connection keeps its place in line from call to call until `serve`. Sheds connections, if
-        need be this one, while there are too many bytes.
+        A connection keeps its place in the eviction order until `mark_served`. While there are too
+        many bytes, the connections that have waited longest are evicted, this one included.
         """
         if connection in self._closing:
             return
@@ -125,7 +124,7 @@ class ConnectionTable:
                 self._evict(next(iter(scope.unfinished)))
 
     def _make_room(self, scope: _Scope) -> bool:
-        """Shed who has kept the server waiting for longest if the scope is full."""
+        """Evict the connection that has kept the server waiting longest if the scope is full."""
         waiting = scope.silent or scope.unfinished
         if scope.num_connections >= scope.max_connections and waiting:
             self._evict(next(iter(waiting)))

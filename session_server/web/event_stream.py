@@ -1,4 +1,4 @@
-"""Server-sent events from a journal: replay, then live, with `id:` lines to resume from."""
+"""Stream a journal as server-sent events: replay, then live, with `id:` lines to resume from."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from session_server.sessions.journal import Journal
 
 HEARTBEAT = b": ping\n\n"
 PIECE_BYTES: Final = 1 << 18
-"""What is written to a socket at a time; the next piece waits until this one is taken."""
+"""Bytes written to a socket at a time; the next piece waits until this one is sent."""
 
 
 class EventStream(Response):
-    """Sends chunks as they come; ends with the client.
+    """Send chunks as they come, until they or the client end.
 
-    `context` is entered while it sends, whatever becomes of the chunks.
+    `context` is entered before the first chunk and exited after the last, whatever happens.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class EventStream(Response):
                 task.cancel()
             results = await asyncio.gather(sender, listener, return_exceptions=True)
         for result in results:
-            # A client that left is not a fault of ours.
+            # A client that disconnected is not a server error.
             if isinstance(result, Exception) and not isinstance(result, OSError):
                 raise result
 
@@ -70,13 +70,13 @@ class EventStream(Response):
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client of a request has gone."""
+    """Return when the client of a request has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def event_chunk(frame: ServerFrame, *, seq: int | None) -> bytes:
-    """One event: its frame as data, its type as name, its sequence number as id."""
+    """Encode one event: its frame as data, its type as name, its sequence number as id."""
     payload = msgspec.json.encode(frame)
     name = str(type(frame).__struct_config__.tag)
     head = f"event: {name}\n" if seq is None else f"id: {seq}\nevent: {name}\n"
@@ -86,7 +86,8 @@ def event_chunk(frame: ServerFrame, *, seq: int | None) -> bytes:
 async def read_batches(
     journal: Journal, after_seq: int, *, heartbeat_s: float
 ) -> AsyncGenerator[list[tuple[int, SessionEntry]], None]:
-    """Entries after `after_seq` as they come, adjacent deltas merged; empty after silence.
+    """Yield entries after `after_seq` as they come, adjacent deltas merged; [] after each
+    heartbeat interval without any.
 
     Raises:
         OffsetLost: the journal no longer reaches back so far.

@@ -1,4 +1,4 @@
-"""One `/generate` of SGLang's contract, from its submission to its last byte."""
+"""Run one `/generate` of SGLang's API, from its submission to its last byte."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _DONE: Final = b"data: [DONE]\n\n"
 
 
 class SGLangState:
-    """What this surface knows beyond the sessions: rids that run, and sessions that branch."""
+    """Track running request ids and the sessions that branch."""
 
     def __init__(self, sessions: SessionManager) -> None:
         self.requests = RunningRequests()
@@ -59,17 +59,17 @@ class SGLangState:
         self._branching: WeakSet[Journal] = WeakSet()
 
     def mark_branching(self, journal: Journal) -> None:
-        """The session of this journal was opened without `streaming`."""
+        """Mark the session of this journal as opened without `streaming`."""
         self._branching.add(journal)
 
     def is_branching(self, journal: Journal) -> bool:
-        """Whether requests of the session of this journal form a tree."""
+        """Return whether requests of the session of this journal form a tree."""
         return journal in self._branching
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRun:
-    """One `/generate` under way."""
+    """Hold the state of one running `/generate`."""
 
     call: Call
     requests: RunningRequests
@@ -81,7 +81,7 @@ class GenerationRun:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Abortable by its rid, and aborted when its client goes."""
+        """Let the turn be aborted by its rid inside the block, and when the client disconnects."""
         try:
             with self.reader:
                 yield
@@ -89,7 +89,7 @@ class GenerationRun:
             self.requests.remove(self.call.owner, self.job.rid, self.turn)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The cumulative answer, each time as an event without a name, then `[DONE]`."""
+        """Yield the cumulative answer as events without a name, then `[DONE]`."""
         try:
             async for item in self.reader.entries():
                 if item is None:
@@ -103,11 +103,11 @@ class GenerationRun:
         yield _DONE
 
     async def body(self, receive: Receive) -> dict[str, Any] | TurnFailedEntry:
-        """Wait for the turn's end, as long as the client is there, and return the answer.
+        """Wait for the turn's end and return the answer.
 
         Raises:
-            HttpRefusal: it went before.
-            SessionClosing: the session went before the turn's end was read.
+            HttpRefusal: the client disconnected before.
+            SessionClosing: the session closed before the turn's end was read.
         """
         end = await self.reader.end(receive, on_entry=self.add_entry)
         if isinstance(end, TurnFailedEntry):
@@ -116,11 +116,11 @@ class GenerationRun:
         return self.answer.end(end, latency_s=self.latency_s())
 
     async def add_entry(self, entry: SessionEntry) -> None:
-        """Add an entry to the answer, in slices between which others are served."""
+        """Add an entry to the answer, in slices so that other requests are served in between."""
         await run_in_slices(self.answer.add(entry))
 
     def _content(self, entry: SessionEntry) -> dict[str, Any]:
-        """What an entry says to a client; empty when it changes nothing."""
+        """Return the event that an entry gives; empty if it changes nothing for the client."""
         if isinstance(entry, TurnFailedEntry):
             return {"error": msgspec.to_builtins(failure_body(entry))}
         if isinstance(entry, TurnEnd):
@@ -128,17 +128,17 @@ class GenerationRun:
         return self.answer.current_body() if isinstance(entry, TurnDelta) else {}
 
     def latency_s(self) -> float:
-        """Seconds since the request arrived."""
+        """Return the seconds since the request arrived."""
         return self.call.services.now_s() - self.arrived_s
 
 
 async def start_generation(
     call: Call, state: SGLangState, job: Generation, *, arrived_s: float
 ) -> GenerationRun:
-    """Submit the turn: in its session, at its point of a tree, or in a session of its own.
+    """Submit the turn: to its session, at its branch point, or to a session of its own.
 
     Raises:
-        SessionServerError: refused, in the words and with the status that clients match.
+        SessionServerError: refused, with the text and status that SGLang's clients match.
     """
     turn_id = job.request.turn_id
     with _sglang_errors(job.session):
@@ -166,7 +166,7 @@ async def start_generation(
 
 
 async def _submit(call: Call, state: SGLangState, job: Generation, session_id: str) -> TurnView:
-    """Submit, abortable by its rid from before it is accepted."""
+    """Submit the turn; its rid can be aborted even before it is accepted."""
     turn = (session_id, job.request.turn_id)
     state.requests.add(call.owner, job.rid, turn)
     try:
@@ -218,7 +218,7 @@ def _check_session_params(params: SessionParamsBody, request: TurnRequest) -> No
 
 @contextlib.contextmanager
 def _sglang_errors(params: SessionParamsBody | None) -> Iterator[None]:
-    """Refusals in the words and with the status (400) that SGLang's clients match."""
+    """Raise refusals with the text and status (400) that SGLang's clients match."""
     name = sanitize(params.id or "") if params is not None else ""
     try:
         yield

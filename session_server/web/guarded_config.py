@@ -1,4 +1,4 @@
-"""uvicorn's configuration, and what the guards of its connections share."""
+"""Configure uvicorn, and give its connection guards what they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from session_server.web.services import WebSettings
 
 
 class GuardedConfig(uvicorn.Config):
-    """A configuration whose protocols bound what a peer can make the server keep or wait for."""
+    """Configure uvicorn with protocols that bound what a peer makes the server keep."""
 
     def __init__(
         self, app: FastAPI, *, settings: WebSettings, table: ConnectionTable, **options: Any
@@ -23,6 +23,6 @@ class GuardedConfig(uvicorn.Config):
 
 
 def guarded(config: uvicorn.Config) -> GuardedConfig:
-    """Return the configuration that a guard was made with."""
+    """Return the configuration that a guard was created with."""
     assert isinstance(config, GuardedConfig), "guards run under a GuardedConfig"
     return config

@@ -1,4 +1,4 @@
-"""The request headers that routes read: a page of another origin may send these and no others."""
+"""Name the request headers that routes read; pages of other origins may send only these."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ LAST_EVENT_ID: Final = "last-event-id"
 
 READ_BY_ROUTES: Final = (ACCEPT, AUTHORIZATION, CONTENT_TYPE, IDEMPOTENCY_KEY, LAST_EVENT_ID)
 SHOWN_TO_PAGES: Final = ("location", "retry-after")
-"""Headers of answers that a page of another origin may read."""
+"""Response headers that a page of another origin may read."""

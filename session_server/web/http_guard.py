@@ -1,9 +1,9 @@
-"""uvicorn's HTTP protocol with a bound on all that a peer can make the server keep or wait for.
+"""Bound everything that a peer can make uvicorn's HTTP protocol keep or wait for.
 
-A request is parsed in small pieces. What follows a complete request is held back, unparsed and
-unread, until its answer is out: so a connection never has more than a few requests in memory,
-however many its peer sends ahead. Heads, bodies and readers have deadlines, and what has arrived of
-an unfinished request is counted in the table of connections.
+Requests are parsed in small pieces. Bytes behind a complete request are held back, unparsed, until
+its answer is sent, so a connection keeps only a few requests in memory however many its peer sends
+ahead. Heads, bodies and reading peers have deadlines, and the bytes of an unfinished request count
+in the connection table.
 
 uvicorn's fast parser alone accepts 10,000 headers, a header of a megabyte, HTTP/1.1 without a Host,
 and endless chunk extensions.
@@ -29,26 +29,26 @@ MAX_HEADER_BYTES: Final = 16_384
 MAX_HEADERS: Final = 100
 MAX_URL_BYTES: Final = 8_192
 MAX_FRAMING_PER_BODY_BYTE: Final = 16
-"""Chunks of one byte need five; extensions of chunks have no use."""
+"""Chunks of one byte need five bytes of framing; chunk extensions are not needed."""
 
 PARSE_BYTES: Final = 4_096
 """Bytes given to the parser at a time."""
 
 QUEUED_REQUEST_BYTES: Final = 4_096
-"""What a parsed request that waits for the answer to another one counts for."""
+"""Bytes that a parsed request counts while it waits for an earlier answer."""
 
 HEADER_TIMEOUT_S: Final = 10.0
 STALL_S: Final = 10.0
-"""An HTTP peer that takes nothing of what it is owed for so long is cut, bytes and all."""
+"""Seconds until a peer that reads nothing of its answer is aborted."""
 
 REFUSAL_LINGER_S: Final = 2.0
-"""How long a refused peer may go on sending: to close earlier could destroy the answer."""
+"""Seconds a refused peer may go on sending: closing earlier could destroy the answer (RST)."""
 
 _HTTP_VERSIONS: Final = ("1.0", "1.1")
 
 
 class RequestPhase(enum.Enum):
-    """How much of the newest request has arrived."""
+    """Name how much of the newest request has arrived."""
 
     HEAD = "head"
     BODY = "body"
@@ -57,7 +57,7 @@ class RequestPhase(enum.Enum):
 
 @dataclass(slots=True)
 class RequestSize:
-    """Sizes of the newest request. `num_bytes` counts whole pieces, `head_bytes` headers only."""
+    """Count the newest request. `num_bytes` counts whole pieces, `head_bytes` headers only."""
 
     num_bytes: int = 0
     head_bytes: int = 0
@@ -66,7 +66,7 @@ class RequestSize:
 
 
 class GatedFlow(FlowControl):
-    """uvicorn's flow control, in which reading stays paused while bytes wait to be parsed."""
+    """Control flow like uvicorn, and keep reading paused while bytes wait to be parsed."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__(transport)
@@ -88,11 +88,10 @@ class GatedFlow(FlowControl):
 
 
 class GuardedHttp(HttpToolsProtocol):
-    """One HTTP connection.
+    """Serve one HTTP connection within bounds.
 
-    uvicorn closes connections in order, and a closing transport waits for its last byte to be
-    taken. Where the peer does not read, the socket would be its own for as long as it likes: such
-    connections are aborted instead.
+    A closing transport waits until its peer has read the last byte. A peer that stops reading would
+    hold the socket forever, so such connections are aborted instead.
     """
 
     flow: GatedFlow
@@ -119,10 +118,10 @@ class GuardedHttp(HttpToolsProtocol):
         return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count the connection, and give its peer a bounded time to send a first head."""
+        """Count the connection, and bound the time until its first request head."""
         super().connection_made(transport)
         self.flow = GatedFlow(transport)
-        # Whatever the kernel does not take at once counts as owed: `pause_writing` is told.
+        # Call `pause_writing` as soon as the kernel does not take all bytes at once.
         transport.set_write_buffer_limits(high=0)
         self._is_admitted = self._table.add(self)
         self._update()
@@ -134,17 +133,17 @@ class GuardedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Expect the peer to take something soon."""
+        """Start the stall timer: the peer has not read everything."""
         super().pause_writing()
         self._start_stall_timer(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Note that the peer has taken everything."""
+        """Stop the stall timer: the peer has read everything."""
         super().resume_writing()
         self._stop_stall_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse as much as may be parsed now, and hold back the rest."""
+        """Parse the bytes that may be parsed now, and hold back the rest."""
         if self._is_over:
             return
         self._unset_keepalive_if_required()
@@ -155,7 +154,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._update()
 
     def evict(self) -> None:
-        """Close at once, with a 503 where the peer is in the middle of a request."""
+        """Close at once, with a 503 if the peer is in the middle of a request."""
         is_mid_request = self._size.num_bytes > 0 and self._phase is not RequestPhase.COMPLETE
         has_unsent_answer = self._is_over or self.transport.get_write_buffer_size() > 0
         if is_mid_request and self._is_refusable() and not has_unsent_answer:
@@ -167,7 +166,7 @@ class GuardedHttp(HttpToolsProtocol):
             self.transport.abort()
 
     def shutdown(self) -> None:
-        """Close when the running request is answered, at once when it has not arrived."""
+        """Close after answering the running request, or at once if it has not fully arrived."""
         if self._is_over or self._awaited_phase is RequestPhase.BODY:
             self.transport.abort()
         else:
@@ -176,18 +175,18 @@ class GuardedHttp(HttpToolsProtocol):
     # -- what the parser calls
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
+        """Start a request."""
         super().on_message_begin()
         self._phase, self._size = RequestPhase.HEAD, RequestSize()
 
     def on_url(self, url: bytes) -> None:
-        """Bound the request target."""
+        """Limit the length of the request target."""
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
             self._refuse(431, "The request target is too long.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Bound headers and trailers, in number and together."""
+        """Limit headers and trailers, in number and in total size."""
         super().on_header(name, value)
         self._size.head_bytes += len(name) + len(value) + 4
         self._size.num_headers += 1
@@ -195,7 +194,7 @@ class GuardedHttp(HttpToolsProtocol):
             self._refuse(431, "The request headers are too large.")
 
     def on_headers_complete(self) -> None:
-        """Check the head, and serve the request unless it is an upgrade."""
+        """Check the head, and start the request unless it is an upgrade."""
         self._check_head()
         is_upgrade = self.parser.should_upgrade() and self._should_upgrade()
         if is_upgrade:
@@ -205,11 +204,11 @@ class GuardedHttp(HttpToolsProtocol):
         if not is_upgrade:
             self._num_unanswered += 1
             if self.parser.should_upgrade():
-                # An upgrade that is not offered: the parser reads nothing behind its request.
+                # The upgrade is not supported, and the parser reads nothing behind its request.
                 self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """Bound the body."""
+        """Limit the size of the body."""
         self._size.body_bytes += len(body)
         if self._size.body_bytes > self._settings.max_message_bytes:
             most = self._settings.max_message_bytes
@@ -217,12 +216,12 @@ class GuardedHttp(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the request is here."""
+        """Record that the request has arrived."""
         self._phase = RequestPhase.COMPLETE
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Go on with what was held back; close if the answered request has not arrived."""
+        """Parse what was held back; close if the answered request has not arrived."""
         self._num_unanswered -= 1
         is_early = self._num_unanswered == 0 and self._phase is RequestPhase.BODY
         if is_early and not self.transport.is_closing():
@@ -235,7 +234,7 @@ class GuardedHttp(HttpToolsProtocol):
             self._update()
 
     def handle_websocket_upgrade(self) -> None:
-        """Hand the connection over."""
+        """Hand the connection over to the WebSocket protocol."""
         self._stop_reading()
         self._table.remove(self)
         super().handle_websocket_upgrade()
@@ -251,7 +250,7 @@ class GuardedHttp(HttpToolsProtocol):
         self._held_back = b"" if self._is_over else held_back[start:]
 
     def _is_parsing(self) -> bool:
-        """Whether the next bytes belong to a request that may be read now."""
+        """Return whether the next bytes belong to a request that may be parsed now."""
         if self._is_over or self._refusal is not None:
             return False
         is_reading_body = self._num_unanswered == 1 and self._phase is RequestPhase.BODY
@@ -269,19 +268,19 @@ class GuardedHttp(HttpToolsProtocol):
             self._refusal = self._refusal or HttpRefusal(400, "The request is not valid HTTP.")
 
     def _check_size(self) -> None:
-        """Refuse what the parser has swallowed without a callback: endless heads and framing."""
-        # The first piece may begin with the end of the request before.
+        """Refuse endless heads and chunk framing, for which the parser calls nothing."""
+        # The first piece may begin with the end of the previous request.
         size, head_bytes = self._size, MAX_HEADER_BYTES + MAX_URL_BYTES + PARSE_BYTES
         if self._phase is RequestPhase.HEAD and size.num_bytes > head_bytes:
             self._refuse(431, "The request head is too large.")
         if self._phase is RequestPhase.BODY:
             framing_bytes = size.num_bytes - size.body_bytes - head_bytes
             if framing_bytes > MAX_FRAMING_PER_BODY_BYTE * max(1, size.body_bytes):
-                self._refuse(400, "The chunks of the body have too large extensions.")
+                self._refuse(400, "The chunk extensions of the body are too large.")
 
     def _check_head(self) -> None:
         if not self._is_admitted:
-            self._refusal = ServerBusy("As many connections as allowed are open.")
+            self._refusal = ServerBusy("The maximum number of connections is open.")
             raise self._refusal
         version = self.parser.get_http_version()
         if version not in _HTTP_VERSIONS:
@@ -296,14 +295,14 @@ class GuardedHttp(HttpToolsProtocol):
     def _check_upgrade(self) -> None:
         # uvicorn hands the head over as HTTP/1.1, whatever it was. A body is refused by websockets.
         if self.parser.get_http_version() != "1.1":
-            self._refuse(400, "A WebSocket handshake is made in HTTP/1.1.")
+            self._refuse(400, "A WebSocket handshake requires HTTP/1.1.")
         if self._num_unanswered:
-            self._refuse(400, "A WebSocket handshake does not follow an unanswered request.")
+            self._refuse(400, "A WebSocket handshake cannot follow an unanswered request.")
 
-    # -- what is owed, by the peer and by us
+    # -- deadlines and answers
 
     def _update(self) -> None:
-        """Tell the table, the flow and the deadline whom we wait for."""
+        """Update the connection table, the flow and the deadline with what is awaited now."""
         if self._refusal is not None and self._is_refusable():
             self._refuse_and_linger(self._refusal)
         if self._is_over:
@@ -320,7 +319,7 @@ class GuardedHttp(HttpToolsProtocol):
             self._table.mark_served(self)
 
     def _phase_to_await(self) -> RequestPhase | None:
-        """Return the part of a request that the peer owes; None while it is owed an answer."""
+        """Return the phase whose end is awaited; None while the peer awaits an answer."""
         match self._phase:
             case RequestPhase.HEAD:
                 return self._phase if self._num_unanswered == 0 else None
@@ -330,7 +329,7 @@ class GuardedHttp(HttpToolsProtocol):
                 return None
 
     def _set_deadline(self, phase: RequestPhase | None) -> None:
-        """Give the peer a bounded time for what it owes, from when it began to owe it."""
+        """Start the deadline of an awaited phase; one that is running goes on."""
         if phase is self._awaited_phase:
             return
         self._stop_deadline()
@@ -346,17 +345,17 @@ class GuardedHttp(HttpToolsProtocol):
         )
 
     def _is_refusable(self) -> bool:
-        """Whether the next answer that the peer expects is the one to the newest request."""
+        """Return whether the peer's next expected answer is the one to the newest request."""
         is_newest = self._num_unanswered == 1 and self._phase is RequestPhase.BODY
         return self._num_unanswered == 0 or is_newest
 
     def _refuse(self, status: int, message: str) -> None:
-        """Stop parsing. The refusal is sent when older requests are answered."""
+        """Stop parsing. The refusal is sent once older requests are answered."""
         self._refusal = HttpRefusal(status, message)
         raise self._refusal
 
     def _refuse_and_linger(self, refusal: Exception) -> None:
-        """Answer the newest request, which is not served, and close."""
+        """Answer the newest request with a refusal, and close."""
         if self._num_unanswered and self.cycle.response_started:
             self._stop_reading()
             self.transport.abort()
@@ -366,13 +365,13 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _write_refusal(self, refusal: Exception) -> None:
         if self._num_unanswered:
-            # The route gets nothing more of its request, and what it says is dropped.
+            # The route reads nothing more of its request, and its answer is dropped.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.write(refusal_bytes(refusal))
 
     def _linger(self) -> None:
-        """Say that nothing follows, and let the peer stop sending before the socket is closed."""
+        """Send EOF, and let the peer stop sending before the socket is closed."""
         self._stop_reading()
         self._table.mark_served(self)
         self._table.await_input(self, num_bytes=0)

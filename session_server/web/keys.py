@@ -1,4 +1,4 @@
-"""API keys: kept and compared as digests, each with the owner whose sessions it opens."""
+"""Keep and compare API keys as digests, each with the owner whose sessions it opens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_KEYS: Final = 10_000
 _DIGEST_PREFIX: Final = "sha256:"
 _DIGEST: Final = re.compile(r"sha256:([0-9a-f]{64})")
 SHARE_OF_MANY: Final = 0.5
-"""Part of all sessions, turns and bytes that one owner may hold where there are several."""
+"""Share of all sessions, turns and bytes that one owner may hold if there are several."""
 
 _OPTION: Final = re.compile(r"(max_priority|share)=(\S*)")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,3}")
@@ -30,24 +30,24 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 
 class InvalidKeys(ValueError):
-    """Keys that cannot be used. The message names their place and never a key."""
+    """Report keys that cannot be used. The message gives their place and never a key."""
 
 
 def digest_of(key: str) -> str:
-    """Return what is kept of an API key."""
+    """Return the digest that is kept of an API key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 class KeyRing:
-    """Map the keys that open this server to their owners. Without keys it is open to everybody.
+    """Map API keys to their owners. Without keys the server is open to everybody.
 
-    Only digests are kept. A key belongs to one `Owner`, whose share and priority it has.
+    Only digests are kept. A key belongs to one `Owner`, which holds its share and priority.
     """
 
     def __init__(
         self, owners: Mapping[str, Owner] = MappingProxyType({}), *, anonymous: Owner = ANONYMOUS
     ) -> None:
-        """`owners`: by the digest of their key. `anonymous`: the owner where there is no key."""
+        """Take `owners` by the digest of their key, and the owner of callers without keys."""
         self._anonymous = anonymous
         self._buckets: dict[str, list[tuple[str, Owner]]] = {}
         for digest, owner in owners.items():
@@ -55,25 +55,25 @@ class KeyRing:
 
     @classmethod
     def of(cls, *keys: str) -> KeyRing:
-        """Return a ring of keys without names: each has an owner of its own."""
+        """Return a key ring of unnamed keys: each has an owner of its own."""
         return cls({digest_of(key): Owner(digest_of(key)) for key in keys})
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is asked for."""
+        """Return whether no key is required."""
         return not self._buckets
 
     def owner_of(self, key: str | None) -> Owner:
         """Return the owner that a key belongs to.
 
         Raises:
-            Unauthorized: keys are required, and this is none of them.
+            Unauthorized: keys are required, and this is not one of them.
         """
         if self.is_open:
             return self._anonymous
         if key is not None and len(key) <= MAX_KEY_CHARS:
             digest = digest_of(key)
-            # The bucket depends on a hash of the key: how long this takes tells nothing of a key.
+            # Buckets are chosen by a hash, so the time this takes reveals nothing about a key.
             for known, owner in self._buckets.get(_bucket_of(digest), ()):
                 if hmac.compare_digest(digest, known):
                     return owner
@@ -82,7 +82,7 @@ class KeyRing:
 
 @dataclass(frozen=True, slots=True)
 class _Grant:
-    """What a key opens and may ask for; None: what is the default of all keys."""
+    """Describe the owner and options of a key; None: the default of all keys."""
 
     owner_id: str
     max_priority: int | None = None
@@ -94,7 +94,7 @@ def key_ring(
 ) -> KeyRing:
     """Return all keys: one from the command line, one from the environment, those of a file.
 
-    `max_priority`: the ceiling of keys whose line names none, and of everybody without keys.
+    `max_priority`: the highest priority of keys whose line sets none, and of callers without keys.
 
     Raises:
         InvalidKeys: one is empty or malformed, or the file cannot be read or holds none.
@@ -123,7 +123,7 @@ def key_ring(
 
 
 def is_readable_by_all(path: Path) -> bool:
-    """Whether every user of this machine may read a file."""
+    """Return whether every user of this machine may read a file."""
     return bool(path.stat().st_mode & stat.S_IROTH)
 
 
@@ -142,7 +142,7 @@ def _grants_in(text: str, where: str) -> dict[str, _Grant]:
         options = _take_options(words)
         *names, key = words
         if len(names) > 1 or not all(map(_NAME.fullmatch, names)):
-            raise InvalidKeys(f"{place}: a line is [NAME] KEY [max_priority=N] [share=PART]")
+            raise InvalidKeys(f"{place}: expected [NAME] KEY [max_priority=N] [share=PART]")
         digest = _digest(key, place)
         grant = _Grant(
             f"name:{names[0]}" if names else digest,
@@ -154,7 +154,7 @@ def _grants_in(text: str, where: str) -> dict[str, _Grant]:
         if len(grants) > MAX_KEYS:
             raise InvalidKeys(f"{where}: more than {MAX_KEYS} keys")
     if not grants:
-        raise InvalidKeys(f"{where}: no key in it")
+        raise InvalidKeys(f"{where}: it contains no key")
     return grants
 
 
@@ -173,7 +173,7 @@ def _max_priority(options: Mapping[str, str], place: str) -> int | None:
         return None
     if _INTEGER.fullmatch(text) is None or abs(int(text)) > MAX_PRIORITY:
         limits = f"[-{MAX_PRIORITY}, {MAX_PRIORITY}]"
-        raise InvalidKeys(f"{place}: max_priority is an integer in {limits}")
+        raise InvalidKeys(f"{place}: max_priority must be an integer in {limits}")
     return int(text)
 
 
@@ -182,7 +182,7 @@ def _share(options: Mapping[str, str], place: str) -> float | None:
     if text is None:
         return None
     if _DECIMAL.fullmatch(text) is None or not 0.0 < float(text) <= 1.0:
-        raise InvalidKeys(f"{place}: share is a part above 0 and up to 1")
+        raise InvalidKeys(f"{place}: share must be above 0 and at most 1")
     return float(text)
 
 
@@ -194,11 +194,11 @@ def _digest(key: str, where: str) -> str:
     if key.startswith(_DIGEST_PREFIX):
         found = _DIGEST.fullmatch(key)
         if found is None:
-            raise InvalidKeys(f"{where}: sha256: is followed by 64 digits of 0-9a-f")
+            raise InvalidKeys(f"{where}: sha256: must be followed by 64 hex digits, lowercase")
         return found[1]
     if not key.strip():
         raise InvalidKeys(f"{where}: the key is empty")
-    # A header carries nothing else unchanged.
+    # An HTTP header carries only these characters unchanged.
     is_sendable = key.isascii() and key.isprintable() and key == key.strip()
     if not is_sendable or len(key) > MAX_KEY_CHARS:
         raise InvalidKeys(f"{where}: a key has 1 to {MAX_KEY_CHARS} printable ASCII characters")

@@ -1,4 +1,4 @@
-"""The listening socket, and how many connections the descriptors of the process are enough for."""
+"""Bind the listening socket, and derive connection limits from the descriptor limit."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any, Final
 from session_server.web.connection_table import ConnectionLimits
 
 BACKLOG: Final = 4096
-"""Connections that the kernel holds until they are accepted."""
+"""Connections that the kernel queues until they are accepted."""
 
 ACCEPTS_AT_ONCE: Final = 32
-"""Connections accepted before the event loop does anything else: so many may be open before the
-table of connections has seen them."""
+"""Connections accepted in one iteration of the event loop: so many may be open before the
+connection table counts them."""
 
 RESERVED_DESCRIPTORS: Final = 128
-"""Descriptors for everything but connections, and for those that are being closed."""
+"""Descriptors for everything but connections, and for connections that are closing."""
 
 REQUEST_CONNECTIONS: Final = 256
-"""Connections beyond those of readers, so that plain requests are answered when all readers are
-there."""
+"""Connections beyond those of readers, so that plain requests are answered while all readers are
+connected."""
 
 EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Why `accept` fails when the system has nothing left."""
+"""Errors of `accept` when the process or the system has no descriptor or memory left."""
 
 _QUIET_S: Final = 0.5
-"""asyncio tries again a second after it found no descriptor."""
+"""Seconds without calling `accept` after a failure; asyncio itself tries again after one second."""
 
 
 class Listener(socket.socket):
-    """A listening socket whose `accept` fails once, not thousands of times, without descriptors.
+    """Fail `accept` once, not thousands of times, while the process has no descriptors left.
 
-    asyncio calls `accept` as often as its backlog is long whenever somebody connects, and logs a
-    stack trace for each failure.
+    asyncio calls `accept` once per backlog entry for every new connection, and logs a stack trace
+    for each failure.
     """
 
     _exhausted_s = -1.0
@@ -48,7 +48,7 @@ class Listener(socket.socket):
         """Accept one connection.
 
         Raises:
-            BlockingIOError: nobody waits, or the failure before is too recent to try again.
+            BlockingIOError: no connection waits, or the last failure is too recent to try again.
             OSError: the system has no descriptor or memory left.
         """
         if time.monotonic() - self._exhausted_s < _QUIET_S:
@@ -68,8 +68,8 @@ def bind(host: str, port: int) -> Listener:
         OSError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only for sockets that say they are TCP. With it on, a
-    # frame waits for the client's delayed acknowledgement of the one before: 40 ms a turn.
+    # asyncio turns Nagle's algorithm off only for sockets whose protocol is IPPROTO_TCP. With it
+    # on, a frame waits for the client's delayed acknowledgment of the previous one: 40 ms a turn.
     listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,7 +82,7 @@ def bind(host: str, port: int) -> Listener:
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
-    """Raise the soft limit of descriptors to what so many readers need, or as far as it goes.
+    """Raise the soft limit of descriptors to what the readers need, if allowed.
 
     Returns the soft limit in force.
     """
@@ -97,7 +97,7 @@ def raise_descriptor_limit(max_connections: int) -> int:
 
 
 def max_readers_for(max_connections: int, *, descriptors: int) -> int:
-    """Return how many readers there may be, with room for plain requests beside them."""
+    """Return how many readers there may be, leaving room for plain requests."""
     room = max(4, descriptors - RESERVED_DESCRIPTORS)
     return min(max_connections, max(room - REQUEST_CONNECTIONS, room * 3 // 4))
 
@@ -110,13 +110,13 @@ def connection_limits_for(
     input_bytes: int,
     max_message_bytes: int,
 ) -> ConnectionLimits:
-    """Return the bounds of all connections.
+    """Return the limits of all connections.
 
-    One address has half of each by default, and room for one message always.
+    One address gets half of each by default, and always room for one message.
     """
     room = max(4, descriptors - RESERVED_DESCRIPTORS)
     connections = min(max_readers + REQUEST_CONNECTIONS, room)
-    # Frames and heads come on top of the largest message.
+    # Frame headers and request heads count in addition to the largest message.
     least_bytes = 2 * max_message_bytes
     return ConnectionLimits(
         connections=connections,

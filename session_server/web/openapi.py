@@ -1,6 +1,6 @@
-"""The published contract: OpenAPI with every body and answer, and AsyncAPI for the sockets.
+"""Publish the API: OpenAPI for the routes, AsyncAPI for the WebSocket.
 
-Schemas come from the structs that decode and encode the wire, so they cannot drift from it.
+Schemas come from the structs that encode and decode the wire format, so they always match it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TEMPLATE: Final = "#/components/schemas/{name}"
 
 
 def body_of(kind: type[msgspec.Struct], *, required: bool = True) -> dict[str, Any]:
-    """OpenAPI's words for a body of this kind, for `openapi_extra`."""
+    """Return OpenAPI's description of a body of this kind, for `openapi_extra`."""
     content = {JSON: {"schema": {"$ref": _TEMPLATE.format(name=kind.__name__)}}}
     return {"requestBody": {"required": required, "content": content}}
 
@@ -48,7 +48,7 @@ def body_of(kind: type[msgspec.Struct], *, required: bool = True) -> dict[str, A
 def answers(
     kind: type[msgspec.Struct] | None, text: str, *, status: int = 200
 ) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI's words for the answers of a route, for `responses`."""
+    """Return OpenAPI's description of the answers of a route, for `responses`."""
     success: dict[str, Any] = {"description": text}
     if kind is not None:
         success["content"] = {JSON: {"schema": {"$ref": _TEMPLATE.format(name=kind.__name__)}}}
@@ -58,7 +58,7 @@ def answers(
 
 
 def openapi_of(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
@@ -66,7 +66,7 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
     document.setdefault("components", {})["schemas"] = schemas
     for path in document["paths"].values():
         for operation in path.values():
-            # FastAPI adds its own 422; ours are the ones of the table.
+            # FastAPI adds a 422 that this server never sends.
             operation["responses"].pop("422", None)
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
@@ -74,7 +74,7 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
 
 
 def asyncapi_of(app: FastAPI) -> dict[str, Any]:
-    """The AsyncAPI 3 document of `kvsession.v1`."""
+    """Return the AsyncAPI 3 document of `kvsession.v1`."""
     _, schemas = msgspec.json.schema_components(
         (messages.ClientMessage, frames.AnyServerFrame), ref_template=_TEMPLATE
     )

@@ -1,4 +1,4 @@
-"""Probe the engine with a turn of one token that no quota refuses."""
+"""Probe the engine with a turn of one token that is exempt from quotas."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from session_server.core.owner import Owner
 from session_server.protocol.messages import MAX_PRIORITY
 
 PROBER: Final = Owner("server:probe", max_priority=MAX_PRIORITY, is_exempt=True)
-"""The owner of probes. Keys are digests or named otherwise, so no client is this owner."""
+"""The owner of probes. Ids of keys' owners are digests or start with `name:`: no client is this."""
 
 
 class SharedProbe:
-    """Run one probe at a time. Callers that come meanwhile wait for the same result, so that
-    probes outside all quotas are no way around them."""
+    """Run one probe at a time, and give its result to every caller that waits meanwhile.
+
+    Otherwise callers could run any number of turns outside all quotas.
+    """
 
     def __init__(self) -> None:
         self._running: asyncio.Task[bool] | None = None

@@ -1,7 +1,7 @@
-"""Who reads which session, so that a turn can end when its last reader goes.
+"""Count the readers of each session, so that a turn can end when its last reader leaves.
 
-A turn's life is its journal's, not its socket's. A turn that asked for `on_disconnect: cancel` is
-cancelled when nobody reads its session any more; every other turn runs on.
+A turn does not end with its socket. A turn with `on_disconnect: cancel` is canceled when no reader
+of its session is left; every other turn runs on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from session_server.metrics.prometheus import ReaderKind
 from session_server.web.services import AppServices
 
 MAX_BOUND_TURNS: Final = 64
-"""Turns of one session bound to its readers; live ones are bounded by the session's queue."""
+"""Maximum turns of one session bound to its readers; the session's queue bounds the live ones."""
 
 
 @dataclass(slots=True)
@@ -31,18 +31,18 @@ class SessionReaders:
     bound_turns: dict[str, bool] = field(default_factory=dict)
 
     def bind_turn(self, turn_id: str, *, keep_partial: bool) -> None:
-        """Cancel this turn when the last reader goes."""
+        """Cancel this turn when the last reader disconnects."""
         self.bound_turns[turn_id] = keep_partial
         while len(self.bound_turns) > MAX_BOUND_TURNS:
             del self.bound_turns[next(iter(self.bound_turns))]
 
     def unbind_turn(self, turn_id: str) -> None:
-        """The turn has ended."""
+        """Forget a turn that has ended."""
         self.bound_turns.pop(turn_id, None)
 
 
 class Readers:
-    """All readers of the server."""
+    """Track all readers of the server."""
 
     def __init__(self, services: AppServices) -> None:
         self._sessions = services.sessions
@@ -52,10 +52,10 @@ class Readers:
         self._by_session: dict[tuple[Owner, str], SessionReaders] = {}
 
     def check_capacity(self) -> None:
-        """Refuse a reader too many; asked before a turn is submitted for it.
+        """Refuse a reader too many, before a turn is submitted for it.
 
         Raises:
-            ServerBusy: as many as allowed are reading.
+            ServerBusy: the maximum number of readers is connected.
         """
         if self._num_readers >= self._max_readers:
             raise ServerBusy(f"{self._num_readers} readers are connected, the maximum.")
@@ -65,7 +65,7 @@ class Readers:
         self, *, owner: Owner, session_id: str, kind: ReaderKind
     ) -> Iterator[SessionReaders]:
         """Count one reader of a session inside the block."""
-        # Owners may choose equal ids.
+        # Two owners may choose the same session id.
         session_readers = self._by_session.setdefault((owner, session_id), SessionReaders())
         session_readers.num_readers += 1
         self._num_readers += 1
@@ -82,7 +82,7 @@ class Readers:
 
     def _cancel_bound(self, owner: Owner, session_id: str, session_readers: SessionReaders) -> None:
         for turn_id, keep_partial in session_readers.bound_turns.items():
-            # The turn or its session may have ended meanwhile, which is what was wanted.
+            # The turn or its session may have ended in the meantime.
             with contextlib.suppress(SessionServerError):
                 self._sessions.cancel(
                     owner, session_id, turn_id, keep_partial=keep_partial, reason="disconnected"

@@ -1,4 +1,4 @@
-"""Refusals of the HTTP layer itself, and how every refusal becomes a response."""
+"""Define refusals of the HTTP layer, and turn every refusal into a response."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CODES: Final[Mapping[int, str]] = {
 
 
 class HttpRefusal(Exception):
-    """A request refused before it reaches a verb: framing, size, host, origin, media type."""
+    """Refuse a request before any route: framing, size, host, origin, media type."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -53,22 +53,22 @@ class HttpRefusal(Exception):
 
 
 class JsonResponse(Response):
-    """A response whose content is encoded by msgspec: structs, dicts, plain values."""
+    """Encode a response with msgspec: structs, dicts, plain values."""
 
     media_type = JSON
 
     def render(self, content: Any) -> bytes:
-        """JSON bytes of `content`."""
+        """Return the JSON bytes of `content`."""
         return msgspec.json.encode(content)
 
 
 def status_of_code(code: str) -> int:
-    """The HTTP status of a wire code; 500 for one that is not in the table."""
+    """Return the HTTP status of a wire code; 500 for an unknown one."""
     return next((form.status for form in WIRE_ERRORS.values() if form.code == code), 500)
 
 
 def error_response(error: Exception) -> Response:
-    """The response for anything that was raised; what is not a refusal shows no detail."""
+    """Return the response for an exception; an unexpected one shows no detail."""
     if isinstance(error, SessionServerError):
         form = wire_error(error)
         headers = {"retry-after": _RETRY_AFTER_S} if form.status in (429, 503) else {}
@@ -87,7 +87,7 @@ def error_response(error: Exception) -> Response:
 
 
 def refusal_bytes(error: Exception) -> bytes:
-    """The response for a request that no application sees, after which the connection closes."""
+    """Return the raw response of a request that no route sees; the connection then closes."""
     response = error_response(error)
     headers = [*response.raw_headers, (b"connection", b"close")]
     head = [b"HTTP/1.1 %d Refused" % response.status_code]
@@ -96,7 +96,7 @@ def refusal_bytes(error: Exception) -> bytes:
 
 
 async def answer_error(_: Request, error: Exception) -> Response:
-    """`error_response` as an exception handler."""
+    """Handle an exception with `error_response`."""
     return error_response(error)
 
 

@@ -1,9 +1,9 @@
-"""Checks of every request before a route sees it: its Host, its origin, its length.
+"""Check the host, origin and length of every request before a route sees it.
 
-Browsers send what any page tells them to. One rule holds for `fetch`, WebSockets and everything
-else that a page can do: it must come from this server's own host, from this machine where the
-server is bound to it alone, or from an `--allowed-origin`. Programs that are no browsers send
-neither an Origin nor Sec-Fetch-Site, and are not concerned.
+A browser sends whatever requests a web page asks for. One rule covers `fetch`, WebSockets and all
+other requests of pages: the page must come from this server's own host, from this machine if the
+server is bound to loopback, or from an `--allowed-origin`. Programs that are not browsers send
+neither Origin nor Sec-Fetch-Site, and the rule does not apply to them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _FOREIGN_SITES: Final = ("cross-site", "same-site")
 
 
 def is_browser(headers: Headers) -> bool:
-    """Whether a page may have sent this request. A page cannot hide that it is in a browser."""
+    """Return whether a web page may have sent this request; a page cannot hide that."""
     return "sec-fetch-site" in headers or headers.get("user-agent", "").startswith("Mozilla/")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name to bind is this machine's alone."""
+    """Return whether a host or address to bind is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -45,7 +45,7 @@ def is_loopback(host: str) -> bool:
 
 
 def guards(settings: WebSettings) -> list[Middleware]:
-    """Return the middleware that every request passes, outermost first."""
+    """Return the middleware of every request, outermost first."""
     cors = Middleware(
         CORSMiddleware,
         allow_origins=[origin.rstrip("/").lower() for origin in settings.allowed_origins],
@@ -58,7 +58,7 @@ def guards(settings: WebSettings) -> list[Middleware]:
 
 
 class RequestGuard:
-    """ASGI middleware that refuses what no route should see."""
+    """Refuse requests that no route should see, as ASGI middleware."""
 
     def __init__(self, app: ASGIApp, *, settings: WebSettings) -> None:
         self._app = app
@@ -66,12 +66,12 @@ class RequestGuard:
         self._is_local = is_loopback(settings.host)
         self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.allowed_origins)
         self._hosts = frozenset(host.lower() for host in (settings.host, *settings.hosts))
-        # A page that reaches us under a name of its own (DNS rebinding) has no key. Where one is
-        # asked for, unlisted names are as good as any.
+        # The host check stops DNS rebinding, by which a page reaches the server under its own name.
+        # Such a page has no key, so a server with keys may accept unlisted names.
         self._is_any_host = not self._is_local and not settings.hosts and not settings.keys.is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, then hand on."""
+        """Check the request, then pass it on."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -89,11 +89,11 @@ class RequestGuard:
         if origins:
             self._check_origin(origins, host)
         elif headers.get("sec-fetch-site") in _FOREIGN_SITES and not _is_navigation(scope, headers):
-            # Images, forms, scripts and frames of another page send no Origin with a GET.
+            # Images, forms, scripts and frames of another site send GETs without an Origin.
             raise HttpRefusal(403, "This origin is not allowed.")
         lengths = headers.getlist("content-length")
         if len(lengths) > 1 or (lengths and headers.getlist("transfer-encoding")):
-            raise HttpRefusal(400, "A request has one length: Content-Length or chunks.")
+            raise HttpRefusal(400, "A request must have one length: Content-Length or chunks.")
         if lengths and not re.fullmatch(r"[0-9]{1,18}", lengths[0]):
             raise HttpRefusal(400, "Content-Length is not a number.")
         if lengths and int(lengths[0]) > self._max_body_bytes:
@@ -102,7 +102,7 @@ class RequestGuard:
     def _check_host(self, hosts: Sequence[str]) -> str:
         match = _HOST.match(hosts[0]) if len(hosts) == 1 else None
         if match is None:
-            raise HttpRefusal(400, "A request names exactly one host.")
+            raise HttpRefusal(400, "A request must have exactly one valid Host header.")
         name = match["name"].strip("[]").lower()
         if not (self._is_any_host or name in self._hosts or self._is_address_or_loopback(name)):
             raise HttpRefusal(
@@ -111,7 +111,7 @@ class RequestGuard:
         return hosts[0].lower()
 
     def _is_address_or_loopback(self, name: str) -> bool:
-        """Whether a Host cannot be a name that somebody made resolve to us."""
+        """Return whether a Host cannot be a DNS name that an attacker controls."""
         if name in _LOOPBACK_NAMES:
             return True
         return not self._is_local and _is_address(name)
@@ -127,9 +127,9 @@ class RequestGuard:
 
 
 def _is_navigation(scope: Scope, headers: Headers) -> bool:
-    """Whether somebody follows a link to us in a window of its own.
+    """Return whether the user follows a link to this server in a top-level window.
 
-    A page can do that to its visitors too, so that a GET must not change anything in a browser.
+    A page can navigate its visitors too, so a GET from a browser must not change anything.
     """
     return (
         scope.get("method") == "GET"

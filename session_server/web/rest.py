@@ -1,4 +1,4 @@
-"""The native REST surface: sessions and their turns as resources."""
+"""Serve sessions and their turns as REST resources."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ async def read_events(
 
 
 def wants_events(request: Request) -> bool:
-    """Whether the client asked for server-sent events."""
+    """Return whether the client asked for server-sent events."""
     return "text/event-stream" in request.headers.get(ACCEPT, "")
 
 

@@ -1,9 +1,9 @@
-"""Running the application: our own signals, our own drain, uvicorn for the rest.
+"""Run the application under uvicorn, with our own signal handling and drain.
 
-uvicorn alone closes every WebSocket with 1012 the moment it is told to stop. Here the first
-SIGTERM or SIGINT drains: no new work, `session.draining` to every reader, running turns get
-`drain_s`, then sockets close with 1012. A second signal leaves running turns no more time: they are
-cut short, and everybody is told. A third leaves at once.
+uvicorn alone closes every WebSocket with 1012 as soon as it is told to stop. Here the first SIGTERM
+or SIGINT drains: no new work, `session.draining` to every reader, running turns get `drain_s`, then
+sockets close with 1012. A second signal ends running turns at once, and their readers are told. A
+third exits immediately.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers, telling when it listens."""
+    """Run uvicorn's server without its signal handlers, and report when it listens."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
@@ -49,7 +49,7 @@ class DrainingServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then say so."""
+        """Start, then call `on_listening`."""
         await super().startup(sockets=sockets)
         if self.started:
             self._on_listening()
@@ -64,8 +64,8 @@ async def serve(
 ) -> None:
     """Listen until a signal, then drain and return.
 
-    `listener` is a bound socket of the caller's; None binds the address of the settings. Once it
-    listens it says so on `ready`, with the real port: see `announce`.
+    `listener` is a bound socket of the caller's; None binds the address of the settings. Once the
+    server listens, `announce` prints its URL with the real port to `ready`.
 
     Raises:
         OSError: the address cannot be bound.
@@ -95,7 +95,7 @@ async def serve(
 
 
 def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
-    """Say where the server listens; on a terminal also what to do next."""
+    """Print where the server listens; on a terminal also what to do next."""
     lines = [f"listening on {url}"]
     if ready.isatty():
         flag, header = (
@@ -103,8 +103,8 @@ def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
         )
         body = '{"text": "Hello", "sampling_params": {"max_new_tokens": 16}}'
         lines += [
-            f"  talk to it     session-server chat --url {url}{flag}",
-            f"  look inside    session-server audit --url {url}{flag}",
+            f"  chat           session-server chat --url {url}{flag}",
+            f"  inspect        session-server audit --url {url}{flag}",
             f"  over HTTP      curl {url}/generate{header} -d '{body}'",
             "  protocols      docs/protocol.md, and /openapi.json of this server",
             "  Ctrl-C drains and stops it",
@@ -113,7 +113,7 @@ def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
 
 
 def config_for(app: FastAPI, services: AppServices) -> GuardedConfig:
-    """How uvicorn runs the application."""
+    """Return uvicorn's configuration of the application."""
     settings = services.settings
     return GuardedConfig(
         app,
@@ -140,7 +140,7 @@ def config_for(app: FastAPI, services: AppServices) -> GuardedConfig:
 async def drain_on_signal(
     stop: asyncio.Event, app: FastAPI, services: AppServices, server: uvicorn.Server
 ) -> None:
-    """Wait for `stop`; finish what runs, close the sockets, end the server."""
+    """Wait for `stop`, finish running turns, close the sockets, and stop the server."""
     await stop.wait()
     sockets = app.state.sockets
     assert isinstance(sockets, Sockets), "create_app set it"
@@ -164,9 +164,9 @@ async def drain_on_signal(
 
 
 async def cut_drain_short(second_signal: asyncio.Event, services: AppServices) -> None:
-    """Wait for `second_signal`; end the turns that a drain waits for."""
+    """Wait for `second_signal`, then end the turns that the drain waits for."""
     await second_signal.wait()
-    _logger.info("second signal: running turns are cut short")
+    _logger.info("second signal: ending running turns")
     await services.sessions.drain(0.0)
 
 
@@ -193,7 +193,7 @@ def _signals(
 
 
 def _log_unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log a fault that nobody awaits; one of `accept` without its stack."""
+    """Log an exception that nobody awaits; failures of `accept` without a stack."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in EXHAUSTED:
         _logger.warning("no new connections for a second: %s", error.strerror)

@@ -1,4 +1,4 @@
-"""What the web layer is given; `wiring` makes it."""
+"""Define what the web layer is given; `wiring` creates it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from session_server.web.keys import KeyRing
 
 @dataclass(frozen=True, slots=True)
 class WebSettings:
-    """Bounds of the sockets. Times in seconds, sizes in bytes.
+    """Bound the sockets. Times in seconds, sizes in bytes.
 
-    `send_timeout_s`: a socket that takes nothing for so long is dropped and may resume.
-    `idle_s`: a socket that hears and says nothing for so long is closed. `hosts`: names under
-    which the server answers, besides the one it is bound to and loopback.
+    `send_timeout_s`: a socket whose peer reads nothing for this long is dropped and may resume.
+    `idle_s`: a socket without traffic for this long is closed. `hosts`: names that the server
+    answers to, besides the one it is bound to and loopback.
     """
 
     host: str = "127.0.0.1"
@@ -43,9 +43,11 @@ class WebSettings:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The one model served. `max_context`: tokens that a context may have, by the engine that
-    started first; ask `AppServices.max_context`. `token_text` gives the text of one token id, for
-    logprobs."""
+    """Describe the served model.
+
+    `max_context`: tokens that a context may have when the engine first started; prefer
+    `AppServices.max_context`. `token_text` returns the text of one token id, for logprobs.
+    """
 
     name: str
     path: str
@@ -58,7 +60,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class AppServices:
-    """Everything behind the routes. `server_args` is shown by `/server_info`; no secrets in it."""
+    """Hold everything behind the routes. `/server_info` shows `server_args`: no secrets."""
 
     sessions: SessionManager
     metrics: ServerMetrics
@@ -69,6 +71,6 @@ class AppServices:
 
     @property
     def max_context(self) -> int:
-        """Tokens that a context may have, by the engine that runs; a restart may change it."""
+        """Return the tokens that a context may have now; an engine restart may change it."""
         ready = self.sessions.engine_ready
         return self.model.max_context if ready is None else ready.max_turn_len

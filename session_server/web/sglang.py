@@ -1,10 +1,10 @@
-"""SGLang's HTTP contract over the same sessions, so that its clients and tests run unchanged.
+"""Serve SGLang's HTTP API over the same sessions, so that its clients run unchanged.
 
-What differs on purpose: `abort_request` matches the rid exactly and only the caller's own requests,
-and a session belongs to the key that opened it. Sessions are opened and closed by POST alone, for
-any page can make a browser send a GET; the GET that flushes the cache, which SGLang's own clients
-send, is refused to browsers. An aborted turn rolls its session back, and so does
-one whose client hung up.
+Deliberate differences: `abort_request` matches the exact rid and only the caller's requests, and a
+session belongs to the key that opened it. Sessions are opened and closed by POST only, because any
+web page can make a browser send a GET; the GET that flushes the cache, which SGLang's clients send,
+is refused for browsers. An aborted turn rolls its session back, and so does one whose client
+disconnected.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def open_session(request: Request, caller: Caller) -> Response:
     responses=answers(None, "Closed, or unknown: the answer is the same."),
 )
 async def close_session(request: Request, caller: Caller) -> Response:
-    """Close a session; while a turn runs it closes with the turn."""
+    """Close a session; one with a running turn closes when the turn ends."""
     body = await read_body(request, CloseSessionBody, media_type=None)
     with contextlib.suppress(SessionNotFound):
         caller.sessions.close(caller.owner, body.session_id)
@@ -145,7 +145,7 @@ async def abort_request(request: Request, caller: Caller) -> Response:
 @router.get("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
 @router.post("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
 async def flush_cache(request: Request, caller: Caller) -> Response:
-    """Empty the tree and every session's KV; histories stay."""
+    """Empty the radix tree and the KV of all sessions; histories stay."""
     if request.method == "GET" and is_browser(request.headers):
         raise HttpRefusal(403, "From a browser, flush the cache with POST.")
     if await caller.sessions.flush():
@@ -155,7 +155,7 @@ async def flush_cache(request: Request, caller: Caller) -> Response:
 
 @router.get("/health_generate", responses=answers(None, "One token was generated."))
 async def health_generate(request: Request, caller: Caller) -> Response:
-    """Generate one token in a session of its own; 503 when that does not work in time."""
+    """Generate one token in a session of its own; 503 if that fails or times out."""
     state, probing = _state_of(request), replace(caller, owner=PROBER)
     is_good = await state.probe.run(partial(_generate_one, probing, state))
     return Response(status_code=200 if is_good else 503)
@@ -189,7 +189,7 @@ async def _generate_one(caller: Call, state: SGLangState) -> bool:
 @router.get("/get_model_info", responses=answers(None, "The model."))
 @router.get("/model_info", responses=answers(None, "The model."))
 async def model_info(caller: Caller) -> Response:
-    """What is served."""
+    """Describe the served model."""
     card = caller.services.model
     return JsonResponse(
         {
@@ -208,7 +208,7 @@ async def model_info(caller: Caller) -> Response:
 @router.get("/get_server_info", responses=answers(None, "The server's settings and state."))
 @router.get("/server_info", responses=answers(None, "The server's settings and state."))
 async def server_info(caller: Caller) -> Response:
-    """How the server was started, and what it does now."""
+    """Return the server's settings and current state."""
     stats = caller.sessions.stats()
     sample = stats.engine
     internal = {
@@ -233,7 +233,7 @@ async def server_info(caller: Caller) -> Response:
 
 
 def _num_tokens(ready: EngineReady) -> int:
-    """What the largest pool holds; its first page is padding."""
+    """Return the token capacity of the largest pool; its first page is padding."""
     return (ready.num_pages - 1) * ready.page_size
 
 

@@ -1,6 +1,6 @@
-"""Small counterparts of asyncio's `Event` and `Queue`, for the two that every socket has.
+"""Replace asyncio's `Event` and `Queue` with smaller ones, for the two of every socket.
 
-Each deque in asyncio's own takes 760 bytes, and a `Queue` has four.
+Each deque in asyncio's classes takes 760 bytes, and a `Queue` has four.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Signal:
-    """An event for one waiter."""
+    """Signal an event to one waiter."""
 
     __slots__ = ("_is_set", "_waiter")
 
@@ -19,17 +19,17 @@ class Signal:
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """Let the waiter go on, now or when it comes."""
+        """Wake the waiter, now or when it starts to wait."""
         self._is_set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def clear(self) -> None:
-        """Let the next waiter wait."""
+        """Reset the signal."""
         self._is_set = False
 
     async def wait(self) -> None:
-        """Return when the signal is set."""
+        """Return once the signal is set."""
         while not self._is_set:
             assert self._waiter is None, "a second waiter"
             self._waiter = asyncio.get_running_loop().create_future()
@@ -40,7 +40,7 @@ class Signal:
 
 
 class MessageQueue:
-    """A queue for one reader, with what uvicorn uses of `asyncio.Queue`."""
+    """Queue messages for one reader, with the methods that uvicorn uses of `asyncio.Queue`."""
 
     __slots__ = ("_messages", "_signal")
 
@@ -54,7 +54,7 @@ class MessageQueue:
         self._signal.set()
 
     def empty(self) -> bool:
-        """Whether there is no message."""
+        """Return whether there is no message."""
         return not self._messages
 
     def qsize(self) -> int:
@@ -62,7 +62,7 @@ class MessageQueue:
         return len(self._messages)
 
     async def get(self) -> Any:
-        """Take the oldest message out, when there is one."""
+        """Remove and return the oldest message; wait for one if there is none."""
         while not self._messages:
             self._signal.clear()
             await self._signal.wait()

@@ -1,4 +1,4 @@
-"""Long work on the event loop in slices, so that nobody waits for all of it."""
+"""Run long work on the event loop in slices, so that other requests are served in between."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 async def run_in_slices(steps: Iterator[None]) -> None:
-    """Iterate to the end, and let others go on between two steps."""
+    """Iterate to the end, and yield to the event loop between two steps."""
     for _ in steps:
         await asyncio.sleep(0)
 
 
 async def encode_scores(entry: SessionEntry | None) -> EncodedScores | None:
-    """Encode the logprobs of a turn's end where they are many; None where they need no care."""
+    """Encode the logprobs of a turn's end if there are many; None if they need no slicing."""
     if not isinstance(entry, TurnCompleted | TurnCancelled | TurnFailedEntry):
         return None
     if not EncodedScores.is_needed(entry.outcome):
@@ -36,7 +36,7 @@ async def encode_scores(entry: SessionEntry | None) -> EncodedScores | None:
 
 
 async def encode_list(values: Sequence[T], body_of: Callable[[T], Any]) -> Any:
-    """Encode a list that may be long; what is returned stands for the list of bodies."""
+    """Encode a list that may be long; the result stands for the list of bodies."""
     array = GrowingArray()
     await run_in_slices(array.extend_in_slices(values, body_of))
     return array.value()

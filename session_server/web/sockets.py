@@ -1,4 +1,4 @@
-"""The live WebSockets: bounded in number, and at most one per session."""
+"""Track live WebSockets: bounded in number, and at most one per session."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from session_server.core.owner import Owner
 from session_server.protocol.session_protocol import CloseCode
 
 UNAUTHENTICATED_SHARE: Final = 10
-"""One connection in so many may be waiting for its client to prove who it is: strangers who say
-nothing must not keep others out."""
+"""Of so many connections one may be unauthenticated, so that clients without a key cannot keep
+others out."""
 
 
 class ClosableSocket(Protocol):
-    """A connection that can be told to end."""
+    """Describe a connection that can be told to close."""
 
     def end(self, code: CloseCode) -> None:
         """Close soon with this code."""
@@ -24,7 +24,7 @@ class ClosableSocket(Protocol):
 
 
 class Sockets:
-    """All WebSockets of one server."""
+    """Track all WebSockets of one server."""
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
@@ -37,7 +37,7 @@ class Sockets:
         """Count one connection inside the block.
 
         Raises:
-            ServerBusy: as many as allowed are open.
+            ServerBusy: the maximum number is open.
         """
         if self._num_connections >= self._max_connections:
             raise ServerBusy(f"{self._num_connections} connections are open, the maximum.")
@@ -49,10 +49,10 @@ class Sockets:
 
     @contextlib.contextmanager
     def admit_unauthenticated(self) -> Iterator[None]:
-        """Count one connection as a stranger's inside the block.
+        """Count one connection without a key inside the block.
 
         Raises:
-            ServerBusy: as many as allowed have not shown a key yet.
+            ServerBusy: the maximum number of connections has not shown a key yet.
         """
         if self._num_unauthenticated >= max(1, self._max_connections // UNAUTHENTICATED_SHARE):
             raise ServerBusy(
@@ -66,8 +66,8 @@ class Sockets:
 
     @contextlib.contextmanager
     def attach(self, owner: Owner, session_id: str, socket: ClosableSocket) -> Iterator[None]:
-        """Be the session's connection inside the block; the one before is ended with 4409."""
-        # Owners may choose equal ids.
+        """Be the session's connection inside the block; close the previous one with 4409."""
+        # Two owners may choose the same session id.
         key = (owner, session_id)
         before = self._by_session.get(key)
         self._by_session[key] = socket
@@ -80,11 +80,11 @@ class Sockets:
                 del self._by_session[key]
 
     def end_all(self, code: CloseCode) -> None:
-        """End every connection."""
+        """Close every connection with this code."""
         for socket in list(self._by_session.values()):
             socket.end(code)
 
     @property
     def num_attached(self) -> int:
-        """Connections that serve a session now."""
+        """Return the number of connections that serve a session now."""
         return len(self._by_session)

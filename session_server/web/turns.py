@@ -1,4 +1,4 @@
-"""Reading one turn, or a whole session, over plain HTTP."""
+"""Read one turn, or a whole session, over plain HTTP."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ OnEntry = Callable[[SessionEntry], Awaitable[object]]
 
 
 class TurnReader:
-    """One reader of one turn, as a context manager; iterate or wait inside it, once.
+    """Read one turn, as a context manager; iterate or wait inside it, once.
 
-    `keep_partial` None leaves the turn alone when the last reader of the session goes; else the
-    turn is cancelled then, keeping its partial answer or not.
+    `keep_partial` None lets the turn run on when the last reader of the session disconnects.
+    Otherwise the turn is canceled then, and keeps its partial answer or not.
     """
 
     def __init__(
@@ -69,20 +69,18 @@ class TurnReader:
         self._scope.close()
 
     async def end(self, receive: Receive, *, on_entry: OnEntry | None = None) -> TurnEnd:
-        """Wait for the end of the turn, as long as the client is there.
-
-        `on_entry` is shown the turn's entries before it.
+        """Wait for the end of the turn. `on_entry` gets the turn's entries before it.
 
         Raises:
-            HttpRefusal: it went before.
-            SessionClosing: the session went before the turn's end was read.
+            HttpRefusal: the client disconnected before.
+            SessionClosing: the session closed before the turn's end was read.
         """
         waiter = asyncio.create_task(self.wait(on_entry=on_entry))
         listener = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await asyncio.wait((waiter, listener), return_when=asyncio.FIRST_COMPLETED)
             if not waiter.done():
-                raise HttpRefusal(499, "The client has gone.")
+                raise HttpRefusal(499, "The client disconnected.")
             return waiter.result()
         finally:
             for task in (waiter, listener):
@@ -93,7 +91,7 @@ class TurnReader:
         """Wait for the end of the turn.
 
         Raises:
-            SessionClosing: the session went before the turn's end was read.
+            SessionClosing: the session closed before the turn's end was read.
         """
         async for item in self.entries():
             if item is not None and isinstance(item[1], TurnEnd):
@@ -103,13 +101,13 @@ class TurnReader:
         raise AssertionError("entries come up to the turn's end")
 
     async def entries(self) -> AsyncGenerator[tuple[int, SessionEntry] | None, None]:
-        """The turn's entries up to and with its end; None after each silence of a heartbeat.
+        """Yield the turn's entries up to its end; None after each silent heartbeat interval.
 
-        A reader whom the journal overtook goes on at its newest entry: deltas are missing then,
-        the end is not, and it holds the whole text.
+        A reader that falls behind the journal goes on at its newest entry: it may miss
+        deltas but not the end, which holds the whole text.
 
         Raises:
-            SessionClosing: the end is among what was lost, and the session is gone.
+            SessionClosing: the end was among the lost entries, and the session is gone.
         """
         position = self._view.created_seq - 1
         turn_id = self._view.turn_id
@@ -137,7 +135,7 @@ class TurnReader:
                     return
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The turn as server-sent events, the last of which is its end or an `error`."""
+        """Yield the turn as server-sent events; the last one is its end or an `error`."""
         try:
             async for item in self.entries():
                 yield HEARTBEAT if item is None else await _event(*item)
@@ -154,7 +152,7 @@ class TurnReader:
 
 
 async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGenerator[bytes, None]:
-    """A whole session as server-sent events; what is lost is replaced by a snapshot."""
+    """Yield a whole session as server-sent events; a snapshot replaces lost ones."""
     position = after
     heartbeat_s = call.services.settings.heartbeat_s
     journal = call.sessions.journal(call.owner, session_id)
@@ -172,7 +170,7 @@ async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGen
             try:
                 snapshot = await snapshot_frame(call.sessions.snapshot(call.owner, session_id))
             except SessionNotFound:
-                position = lost.last_seq - 1  # nothing is left to tell but the end
+                position = lost.last_seq - 1  # only the end is left to send
                 continue
             yield event_chunk(snapshot, seq=snapshot.seq)
             position = snapshot.seq
@@ -183,5 +181,5 @@ async def _event(seq: int, entry: SessionEntry) -> bytes:
 
 
 def belongs_to(entry: SessionEntry, turn_id: str) -> bool:
-    """Whether an entry tells of this turn."""
+    """Return whether an entry is about this turn."""
     return getattr(entry, "turn_id", None) == turn_id

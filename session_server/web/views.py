@@ -1,4 +1,4 @@
-"""The manager's views as wire bodies."""
+"""Convert the session manager's views to wire bodies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from session_server.web.slices import encode_list, encode_scores
 
 
 def session_body(view: SessionView, model: ModelCard) -> SessionBody:
-    """A session as REST shows it."""
+    """Return the REST body of a session."""
     return SessionBody(
         id=view.session_id,
         object="session",
@@ -53,7 +53,7 @@ def session_body(view: SessionView, model: ModelCard) -> SessionBody:
 
 
 async def turn_body(view: TurnView) -> TurnResultBody:
-    """A turn as REST shows it, ended or not."""
+    """Return the REST body of a turn, ended or not."""
     if view.end is not None:
         return await turn_result(view.session_id, view.end)
     return TurnResultBody(
@@ -66,7 +66,7 @@ async def turn_body(view: TurnView) -> TurnResultBody:
 
 
 async def turn_result(session_id: str, end: TurnEnd) -> TurnResultBody:
-    """A turn that has ended."""
+    """Return the REST body of a turn that has ended."""
     scores = await encode_scores(end)
     completed = end if isinstance(end, TurnCompleted) else None
     return TurnResultBody(
@@ -88,7 +88,7 @@ async def turn_result(session_id: str, end: TurnEnd) -> TurnResultBody:
 def hello_frame(
     view: SessionView, services: AppServices, *, seq: int, resumed: bool
 ) -> OpenedFrame:
-    """The hello of a socket that stands at `seq`."""
+    """Return the first frame of a socket that reads on from `seq`."""
     settings = services.settings
     return OpenedFrame(
         seq=seq,
@@ -110,7 +110,7 @@ def hello_frame(
 
 
 async def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
-    """The state of a session, for a reader who lost its place."""
+    """Return the state of a session, for a reader that lost its position."""
     running = snapshot.running
     turn = None if running is None else SnapshotTurn(turn_id=running.turn_id, text=running.text)
     return SnapshotFrame(
@@ -124,7 +124,7 @@ async def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
 
 
 def item_view_body(item: ItemView) -> ConversationItem:
-    """One item of a conversation."""
+    """Return the wire body of one item of a conversation."""
     return ConversationItem(
         id=item.item_id,
         turn_id=item.turn_id,

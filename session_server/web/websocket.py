@@ -1,8 +1,8 @@
-"""`kvsession.v1` over a WebSocket: one reader task, one writer task, one session.
+"""Serve `kvsession.v1` over a WebSocket: one reader task, one writer task, one session.
 
 The reader turns frames into commands and never waits for a turn; the writer follows the session's
-journal and waits for nobody else. A client that takes nothing for `send_timeout_s` is let go with
-1013 and may resume; its turn does not notice. The newest connection to a session wins.
+journal. A client that reads nothing for `send_timeout_s` is disconnected with 1013 and may resume;
+its turn runs on. The newest connection to a session replaces the previous one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _logger: Final = logging.getLogger("session_server.web")
 
 
 async def session_endpoint(websocket: WebSocket) -> None:
-    """The route `/v1/sessions/{session_id}/ws`."""
+    """Serve the route `/v1/sessions/{session_id}/ws`."""
     sockets = websocket.app.state.sockets
     assert isinstance(sockets, Sockets), "create_app set it"
     try:
@@ -70,7 +70,7 @@ async def session_endpoint(websocket: WebSocket) -> None:
 
 
 class SessionSocket:
-    """One connection, from handshake to close."""
+    """Serve one connection, from handshake to close."""
 
     def __init__(self, websocket: WebSocket, sockets: Sockets) -> None:
         self._websocket = websocket
@@ -84,7 +84,7 @@ class SessionSocket:
         self._position = 0
 
     def end(self, code: CloseCode) -> None:
-        """Close soon, after what is already there was sent."""
+        """Close soon, after sending what is already queued."""
         if self._end_code is None:
             self._end_code = code
         self._wake.set()
@@ -122,7 +122,7 @@ class SessionSocket:
             await self._serve(call, view, readers)
 
     def _offered_key(self) -> str | None:
-        """The key of the Authorization header, else of a `bearer.<key>` subprotocol."""
+        """Return the key of the Authorization header, else of a `bearer.<key>` subprotocol."""
         for offered in self._websocket.scope["subprotocols"]:
             if offered.startswith(BEARER_PROTOCOL):
                 return header_key(self._websocket) or offered.removeprefix(BEARER_PROTOCOL)
@@ -131,13 +131,13 @@ class SessionSocket:
     async def _accept(self) -> None:
         if self._is_accepted:
             return
-        # A subprotocol that holds a key must never be echoed.
+        # Never echo a subprotocol that holds a key.
         offered = self._websocket.scope["subprotocols"]
         await self._websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         self._is_accepted = True
 
     async def _first_message_owner(self) -> Owner:
-        """The owner named by a first message `session.auth`.
+        """Return the owner whose key a first message `session.auth` holds.
 
         Raises:
             Unauthorized: it did not come in time, was another message, or holds a wrong key.
@@ -161,7 +161,7 @@ class SessionSocket:
         return owner
 
     def _open(self, call: Call) -> SessionView:
-        """The session this connection is for; the id `new` opens one."""
+        """Return the session this connection is for; the id `new` opens one."""
         if call.sessions.is_draining:
             raise ServerDraining("The server is shutting down.")
         self._after, self._epoch = self._resume_point()
@@ -170,7 +170,7 @@ class SessionSocket:
             view = call.sessions.open(call.owner, OpenRequest())
         else:
             view = call.sessions.get(call.owner, session_id)
-        # Whatever happens to the session from here on, its journal can be read to its end.
+        # The journal stays readable to its end even if the session closes now.
         self._journal = call.sessions.journal(call.owner, view.session_id)
         return view
 
@@ -184,7 +184,7 @@ class SessionSocket:
         return (None if after is None else min(int(after), MAX_SEQ)), epoch
 
     async def _refuse(self, error: SessionServerError) -> None:
-        """Refuse with HTTP where the client can see it; scripts in browsers only see closes."""
+        """Refuse with HTTP if the client can see it; scripts in browsers only see close codes."""
         is_browser = "origin" in self._websocket.headers
         if not self._is_accepted and not is_browser:
             await self._websocket.send_denial_response(error_response(error))
@@ -199,7 +199,7 @@ class SessionSocket:
         session_id = view.session_id
         await self._queue_hello(call, view)
         self._last_received_s = asyncio.get_running_loop().time()
-        self._websocket.scope["headers"].clear()  # 1 kB that nobody asks for again
+        self._websocket.scope["headers"].clear()  # 1 kB that is not needed again
         self._journal.add_listener(self._wake.set)
         reader = asyncio.create_task(self._read(call, session_id, readers), name="read socket")
         code: CloseCode | None = CloseCode.INTERNAL
@@ -217,7 +217,7 @@ class SessionSocket:
                 await self._close(code)
 
     async def _queue_hello(self, call: Call, view: SessionView) -> None:
-        """Owe the hello, and stand where the client wants to go on."""
+        """Queue the hello, and set the position that the client wants to resume from."""
         journal = self._journal
         wanted = self._after
         lost: ResumeFailedFrame | None = None
@@ -237,13 +237,13 @@ class SessionSocket:
             snapshot = await snapshot_frame(call.sessions.snapshot(call.owner, session_id))
         except SessionNotFound:
             self._protocol.on_resume_failed(lost, None)
-            self._position = self._journal.last_seq - 1  # nothing is left to tell but the end
+            self._position = self._journal.last_seq - 1  # only the end is left to send
             return
         self._protocol.on_resume_failed(lost, snapshot)
         self._position = snapshot.seq
 
     async def _read(self, call: Call, session_id: str, readers: SessionReaders) -> None:
-        """Obey frames until the client goes, or has said something that ends the connection."""
+        """Handle frames until the client disconnects, or one ends the connection."""
         try:
             while not self._is_disconnected and self._protocol.close_code is None:
                 message = await self._websocket.receive()
@@ -309,7 +309,9 @@ class SessionSocket:
     async def _write(
         self, call: Call, session_id: str, readers: SessionReaders
     ) -> CloseCode | None:
-        """Send what is owed and what the journal brings; returns why to close."""
+        """Send queued frames and the journal's entries. Return the close code; None if the peer
+        left.
+        """
         idle_s = self._services.settings.idle_s
         while True:
             self._wake.clear()
@@ -333,7 +335,7 @@ class SessionSocket:
         try:
             entries = self._journal.read(self._position)
         except OffsetLost:
-            # The client was slower than the journal is long: never skip in silence.
+            # The client fell behind the journal: tell it, instead of skipping entries silently.
             await self._queue_snapshot(call, session_id, ResumeFailedFrame(reason="offset_lost"))
             return
         if not entries:
@@ -353,7 +355,7 @@ class SessionSocket:
                 await self._websocket.send_text(frame)
 
     async def _close(self, code: CloseCode) -> None:
-        # A stalled peer may wake up and read why; if it does not, GuardedWebSocket cuts it.
+        # A stalled peer may still read the code; if it does not, GuardedWebSocket aborts.
         with contextlib.suppress(WebSocketDisconnect, TimeoutError, RuntimeError):
             async with asyncio.timeout(1.0):
                 await self._websocket.close(int(code), code.name.lower())

@@ -1,9 +1,9 @@
-"""uvicorn's WebSocket protocol, with a bound on all that a peer makes the server keep or wait for.
+"""Bound everything that a peer can make uvicorn's WebSocket protocol keep or wait for.
 
-Frames are parsed in small pieces, and nothing is parsed while a message waits to be handled: so a
-connection has few messages in memory, however many its peer sends. A message that has not arrived
-completely has a deadline and a number of fragments, and its bytes are counted in the table of
-connections. A peer that does not read is not waited for.
+Frames are parsed in small pieces, and nothing is parsed while a message waits to be handled, so a
+connection keeps few messages in memory however many its peer sends. An unfinished message has a
+deadline and a maximum number of fragments, and its bytes count in the connection table. The server
+does not wait for a peer that does not read.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from session_server.web.refusals import HttpRefusal, refusal_bytes
 from session_server.web.signal import MessageQueue
 
 MAX_FRAGMENTS: Final = 1_024
-"""Fragments of one message."""
+"""Maximum fragments of one message."""
 
 PARSE_BYTES: Final = 4_096
 """Bytes given to the parser at a time."""
 
 LINGER_S: Final = 5.0
-"""A WebSocket whose peer reads nothing is cut this long after its handler has returned, or after a
-ping has found no answer."""
+"""Seconds until a WebSocket whose peer reads nothing is aborted, after its handler has returned or
+a ping has timed out."""
 
 FRAGMENT_BYTES: Final = 64
-"""What a fragment takes beside its bytes."""
+"""Bytes that a fragment counts in addition to its content."""
 
 
 class GuardedWebSocket(WebSocketsSansIOProtocol):
-    """One WebSocket connection, from the head of its handshake on."""
+    """Serve one WebSocket connection within bounds, from its handshake on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,7 +66,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse as much as may be parsed now, and hold back the rest.
+        """Parse the bytes that may be parsed now, and hold back the rest.
 
         The first call brings the whole head of the handshake.
         """
@@ -76,9 +76,9 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self._refuse_handshake()
 
     async def receive(self) -> Any:
-        """Return the next message. Parse what was held back for it before anything more is read."""
+        """Return the next message; parse held-back bytes before reading more."""
         if self._held_back:
-            # A peer that sends ahead gets its turn like everybody else.
+            # Yield to other connections: this peer has sent ahead.
             await asyncio.sleep(0)
         message = await self.queue.get()
         if self.read_paused and self.queue.empty():
@@ -89,7 +89,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         return message
 
     def evict(self) -> None:
-        """Close at once: the peer is in the middle of a message, and others need the room."""
+        """Close at once, to make room: the peer is in the middle of a message."""
         self._fail(CloseCode.OVERLOADED, "too many unfinished messages")
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -108,7 +108,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     # -- what the parser calls
 
     def handle_cont(self, event: Frame) -> None:
-        """Bound the fragments of a message."""
+        """Limit the number of fragments of a message."""
         self._num_fragments += 1
         if self._num_fragments >= MAX_FRAGMENTS:
             self._fail(CloseCode.TOO_BIG, "too many fragments")
@@ -116,16 +116,16 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             super().handle_cont(event)
 
     def handle_ping(self) -> None:
-        """Answer a ping unless the peer does not read its answers."""
+        """Answer a ping unless the peer does not read the answers."""
         if self.writable.is_set():
             super().handle_ping()
         else:
             self.conn.data_to_send()
 
     def send_receive_event_to_app(self) -> None:
-        """Hand a message on; one that is not UTF-8 closes with 1007.
+        """Pass a message on to the application; one that is not UTF-8 closes with 1007.
 
-        uvicorn does the same, and writes an error with a stack into the log: any client could.
+        uvicorn does the same, but logs an error with a stack, which any client could trigger.
         """
         self._num_fragments = 0
         self._stop_deadline()
@@ -148,7 +148,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._update()
 
     def _update(self) -> None:
-        """Tell the table and the deadline whether the peer is in the middle of a message."""
+        """Update the connection table and the deadline: is the peer in the middle of a message?"""
         has_begun = self.conn.current_size is not None
         num_bytes = len(self._held_back) + len(self.conn.reader.buffer)
         if self.close_sent or not (has_begun or num_bytes):
@@ -156,7 +156,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self._table.mark_served(self)
             return
         if self.read_paused:
-            self._stop_deadline()  # it waits for us
+            self._stop_deadline()  # the peer waits for the server
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self._message_timeout_s, self._fail_timeout)
         num_bytes += (self.conn.current_size or 0) + FRAGMENT_BYTES * self._num_fragments
@@ -178,7 +178,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self.transport.close()
 
     def _refuse_handshake(self) -> None:
-        """Answer a head that is no handshake, which uvicorn leaves without an answer."""
+        """Answer a head that is not a handshake; uvicorn would not answer it."""
         self.handshake_initiated = self.handshake_complete = self.close_sent = True
         refusal = HttpRefusal(400, "The request is not a valid WebSocket handshake.")
         self.transport.write(refusal_bytes(refusal))
@@ -192,32 +192,31 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     # -- what the application calls
 
     async def send(self, message: Any) -> None:
-        """Send to a peer that is still there; a handshake refused with a whole response is
-        complete too.
+        """Send if the peer is still connected, and mark a handshake refused by a response complete.
 
-        uvicorn thinks otherwise, and would log an error whenever a client asks for a session that
-        is gone; it also goes on writing to a socket that has failed, until it is told.
+        uvicorn does not, and would log an error whenever a client asks for a session that is gone.
+        It also goes on writing to a closing transport.
         """
         if self.transport.is_closing():
             raise ClientDisconnected
         if message["type"] == "websocket.close":
-            # Waiting for a peer that takes nothing would mean to go without a word: the code is
-            # owed behind the rest, to one that wakes up before it is cut.
+            # A peer that does not read would block `send` here. Queue the close frame behind the
+            # rest, for a peer that reads again before the connection is aborted.
             self.writable.set()
         await super().send(message)
         if self.initial_response is not None and self.close_sent:
             self.handshake_complete = True
         if message["type"] == "websocket.accept":
-            # Nobody asks for the handshake again, and it takes 4 kB. The parser keeps the request.
+            # The handshake takes 4 kB and is not needed again. The parser keeps the request.
             self.request.headers.clear()
             del self.request, self.response
 
     def keepalive_timeout(self) -> None:
-        """The peer answers no ping: nothing it is still owed is waited for."""
+        """Abort soon after a ping timed out, whatever the peer has not read."""
         super().keepalive_timeout()
         self.loop.call_later(LINGER_S, self.transport.abort)
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
-        """The handler is done; what the peer has not taken soon is dropped."""
+        """Abort soon after the handler is done, whatever the peer has not read."""
         super().on_task_complete(task)
         self.loop.call_later(LINGER_S, self.transport.abort)

@@ -64,7 +64,7 @@ def test_lines_beyond_the_bound_are_dropped_and_counted() -> None:
         "123456789",
         "123456789",
         "12345678",
-        "2 log lines were dropped: nobody read them in time",
+        "2 log lines were dropped: they were not read in time",
         "later",
     ]
 

@@ -142,7 +142,7 @@ async def test_the_asyncapi_document_describes_every_frame(this: Served) -> None
 @served()
 async def test_an_unknown_path_is_answered_with_what_there_is(this: Served) -> None:
     for path, told in (
-        ("/nope", "GET / lists what there is."),
+        ("/nope", "GET / lists the paths."),
         ("/v1/chat/completions", "/v1/admin/memory, /v1/models, /v1/sessions."),
         ("/v1/v1/sessions", "/v1/sessions."),
     ):

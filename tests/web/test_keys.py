@@ -92,13 +92,13 @@ def test_the_longest_key_is_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "no key in it"),
-        ("# none\n\n", "no key in it"),
-        ("good\na b secret\n", "line 2: a line is"),
-        ("b@d secret\n", "line 1: a line is"),
+        ("", "it contains no key"),
+        ("# none\n\n", "it contains no key"),
+        ("good\na b secret\n", "line 2: expected"),
+        ("b@d secret\n", "line 1: expected"),
         ("alice \x01secret\n", "line 1: a key has"),
         ("secr\u00e9t-secret\n", "line 1: a key has"),
-        ("sha256:secret\n", "line 1: sha256: is followed by"),
+        ("sha256:secret\n", "line 1: sha256: must be followed by"),
         ("alice secret\nbob secret\n", "line 2: this key already has another owner"),
     ],
 )

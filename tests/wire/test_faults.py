@@ -171,7 +171,7 @@ def test_an_address_in_use_is_one_line_and_exit_status_one(server: LocalServer) 
     assert done.returncode == 1
     assert "cannot listen" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "name another --port" in done.stderr
+    assert "pass another --port" in done.stderr
 
 
 @pytest.mark.parametrize(
