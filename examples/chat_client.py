@@ -1,13 +1,13 @@
-"""A chat over `kvsession.v1` in about a hundred lines, with nothing but `websockets`.
+"""Chat over `kvsession.v1` in about a hundred lines, with nothing but `websockets`.
 
     pip install websockets
     python examples/chat_client.py                  # what you type goes to the server
     python examples/chat_client.py --session s_...  # come back to a session, also after a crash
 
 The protocol in short: connect to /v1/sessions/new/ws, wait for `session.opened`, send
-`turn.create`, read `turn.delta` until `turn.completed`. Frames have a `seq`; whoever loses the
-connection comes back with the last one and gets what was missed. `turn_id` is chosen here, so
-sending a turn twice runs it once.
+`turn.create`, read `turn.delta` until `turn.completed`. Frames have a `seq`; a client that loses
+the connection reconnects with the last one and gets the missed frames. The client chooses
+`turn_id`, so sending a turn twice runs it once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_ATTEMPTS = 10
 
 
 class Session:
-    """One session: where it is, what was seen of it last, and the socket to it."""
+    """Hold one session: its id, the last sequence number seen, and the socket."""
 
     def __init__(self, url: str, session_id: str) -> None:
         self.url = url.replace("http", "ws", 1)
@@ -75,7 +75,7 @@ class Session:
             self.socket = None
 
     async def ask(self, text: str) -> None:
-        """One turn, printed as it comes, with what it cost."""
+        """Run one turn, print it as it comes, and print its usage."""
         turn = {
             "type": "turn.create",
             "turn_id": uuid.uuid4().hex,
@@ -93,7 +93,7 @@ class Session:
 
 
 async def main() -> None:
-    """Read lines, ask them, until the input ends."""
+    """Read lines and run each as a turn, until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--session", default="new", help="come back to this session")

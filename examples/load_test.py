@@ -1,4 +1,4 @@
-"""Load a running server with conversations, and judge what comes back.
+"""Put a load of conversations on a running server, and check the answers.
 
 Start a server in one terminal and the load in another:
 
@@ -55,7 +55,7 @@ LEDGER_PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """One turn as its user saw it. Times in milliseconds; `at_s` is when the turn was due."""
+    """Record one turn as its user saw it. Times in milliseconds; `at_s`: when it was due."""
 
     session: int
     turn: int
@@ -74,7 +74,7 @@ class TurnRecord:
 
 @dataclass(slots=True)
 class Load:
-    """What all sessions share: the plan, and what has happened so far."""
+    """Share the plan and the results of all sessions."""
 
     args: argparse.Namespace
     progress: Progress
@@ -86,17 +86,17 @@ class Load:
     num_reconnects: int = 0
 
     def add(self, record: TurnRecord) -> None:
-        """One turn is over."""
+        """Record a turn that has ended."""
         self.turns.append(record)
         self.progress.advance(self.task)
 
     def fail(self, what: str) -> None:
-        """Something went wrong that was not injected."""
+        """Count an error that was not injected."""
         self.errors[what] += 1
 
 
 class Talk:
-    """One session from open to close."""
+    """Run one session from open to close."""
 
     def __init__(self, load: Load, number: int) -> None:
         self.load = load
@@ -125,7 +125,7 @@ class Talk:
         self.load.progress.advance(self.load.task, args.turns - done)
 
     def due_times(self) -> Iterator[float]:
-        """When each turn is due (loop time): known ahead in an open loop, after thinking else."""
+        """Yield when each turn is due (loop time): fixed in an open loop, else after thinking."""
         clock = asyncio.get_running_loop().time
         due_s = clock() + self.random.random() * self.load.args.ramp_s
         while True:
@@ -160,7 +160,7 @@ class Talk:
     async def follow(
         self, session: SessionClient, turn: TurnHandle, arrivals: list[tuple[float, int]]
     ) -> TurnResult:
-        """Read the answer, and on the way be as impatient and as badly connected as asked for."""
+        """Read the answer; cancel the turn or cut the socket at the configured rates."""
         args = self.load.args
         aborts = self.random.random() < args.abort_rate
         loses = self.random.random() < args.disconnect_rate
@@ -182,8 +182,11 @@ class Talk:
     def record(
         self, number: int, exchange: Exchange, result: TurnResult, times: _Times
     ) -> TurnRecord:
-        """What the turn was like. A turn is warm when all its history was cached; after a cancel
-        that cannot be told, since input that was cancelled early may not be computed yet."""
+        """Return the record of a turn.
+
+        A turn is warm if all its history was cached. That is unknown after a cancel,
+        because input that was canceled early may not be computed yet.
+        """
         usage = result.usage
         completed = result.status == "completed"
         warm = None
@@ -213,14 +216,14 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """When a turn was due, when it ended, and when its pieces of how many tokens came (s)."""
+    """Hold when a turn was due, when it ended, and when each piece of n tokens came (s)."""
 
     due_s: float
     end_s: float
     arrivals: Sequence[tuple[float, int]]
 
     def gaps_ms(self) -> Iterator[float]:
-        """Time per token between pieces: a piece of n tokens counts n times."""
+        """Yield the time per token between pieces: a piece of n tokens counts n times."""
         for (before_s, _), (now_s, num_tokens) in zip(
             self.arrivals, self.arrivals[1:], strict=False
         ):
@@ -251,19 +254,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:30000", help="the server (default: %(default)s)")
-    add("--api-key", help="shown to the server, where it wants one")
+    add("--api-key", help="API key for the server")
     add("--sessions", type=int, default=16, help="conversations at once (default: 16)")
     add("--turns", type=int, default=10, help="turns of each (default: 10)")
     add("--loop", choices=("closed", "open"), default="closed", help="(default: closed)")
     add("--think-s", type=float, default=0.5, help="mean time between turns (default: 0.5)")
     add("--ramp-s", type=float, default=1.0, help="spread of the first turns (default: 1.0)")
-    add("--abort-rate", type=float, default=0.0, help="share of turns cancelled (default: 0)")
+    add("--abort-rate", type=float, default=0.0, help="share of turns canceled (default: 0)")
     add("--disconnect-rate", type=float, default=0.0, help="share of sockets cut mid-turn")
     add("--max-tokens", type=int, default=48, help="of one answer (default: 48)")
     add("--timeout-s", type=float, default=120.0, help="longest wait for a turn (default: 120)")
@@ -294,7 +297,7 @@ async def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 async def ledger(http: httpx.AsyncClient) -> dict[str, int]:
-    """The server's books: pages held by anyone, and what its checker found."""
+    """Return the server's accounts: pages held, and what its checker found."""
     answer = await http.get("/v1/admin/memory", params={"full": 1})
     answer.raise_for_status()
     memory = answer.json()
@@ -309,7 +312,7 @@ async def ledger(http: httpx.AsyncClient) -> dict[str, int]:
 
 
 async def settled_ledger(http: httpx.AsyncClient, before: dict[str, int]) -> dict[str, int]:
-    """The books once the closes have reached the engine."""
+    """Return the accounts once the engine has handled the closes."""
     deadline_s = asyncio.get_running_loop().time() + LEDGER_PATIENCE_S
     while True:
         after = await ledger(http)
@@ -321,7 +324,7 @@ async def settled_ledger(http: httpx.AsyncClient, before: dict[str, int]) -> dic
 def summarize(
     load: Load, elapsed_s: float, before: dict[str, int], after: dict[str, int]
 ) -> dict[str, Any]:
-    """Everything the load found, as one JSON object."""
+    """Return everything the load found, as one JSON object."""
     turns = load.turns
     later = [turn for turn in turns if turn.turn > 1]
     judged = [turn for turn in turns if turn.is_right is not None]
@@ -356,7 +359,7 @@ def summarize(
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p95, p99 by nearest rank; empty without values."""
+    """Return p50, p95, p99 by nearest rank; empty without values."""
     ranked = sorted(values)
     if not ranked:
         return {}
@@ -364,17 +367,17 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def share(part: float, whole: float) -> float | None:
-    """`part` of `whole`; None of nothing."""
+    """Return `part` / `whole`; None if `whole` is 0."""
     return part / whole if whole else None
 
 
 def right_share(turns: Sequence[TurnRecord]) -> float | None:
-    """Right answers among those judged; None of none."""
+    """Return the share of right answers among those checked; None without any."""
     return share(sum(turn.is_right is True for turn in turns), len(turns))
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The report for people."""
+    """Print the report."""
     table = Table("", "p50", "p95", "p99", title=f"{report['turns']} turns, milliseconds")
     for name in ("ttft_ms", "inter_token_ms", "turn_ms"):
         figures = report[name].values() or ("-", "-", "-")
@@ -391,16 +394,16 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
     if report["right_share"] is not None and report["right_share"] < 1.0:
         console.print(
-            "a wrong answer is the model's, and no error: a cancelled answer stays in the history "
-            f"as far as it went, and the model reads it ({percent('right_share_behind_cancel')} "
+            "a wrong answer is the model's and not an error: a canceled answer stays partly in the "
+            f"history that the model reads ({percent('right_share_behind_cancel')} "
             f"right behind one, {percent('right_share_undisturbed')} elsewhere)"
         )
     injected = ", ".join(f"{count} {name}" for name, count in report["injected"].items())
     console.print(f"injected: {injected}")
     books, after = report["ledger"], report["ledger"]["after"]
-    colour = "green" if books["balanced"] else "red"
+    color = "green" if books["balanced"] else "red"
     console.print(
-        f"[{colour}]ledger: {after['held']} of {after['pages']} pages held after closing "
+        f"[{color}]ledger: {after['held']} of {after['pages']} pages held after closing "
         f"({books['before']['held']} before), {after['violations']} violations in "
         f"{after['check_runs']} checks[/]"
     )
@@ -410,7 +413,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Time to first token: over the run, by turn number, and as a distribution."""
+    """Plot the time to first token: over the run, by turn number, and as a distribution."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""Sessions over plain HTTP, with nothing but `httpx`: open, ask, stream, look, close.
+"""Use sessions over plain HTTP, with nothing but `httpx`: open, ask, stream, close.
 
     pip install httpx
     python examples/rest_client.py
@@ -18,7 +18,7 @@ import httpx
 
 
 def main() -> None:
-    """A conversation of three turns."""
+    """Run a conversation of three turns."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--api-key")
@@ -38,14 +38,14 @@ def main() -> None:
 
 
 def opened(http: httpx.Client) -> str:
-    """The id of a new session, which lives for ten idle minutes."""
+    """Open a session that expires after ten idle minutes, and return its id."""
     answer = http.post("/v1/sessions", json={"ttl_s": 600})
     answer.raise_for_status()
     return str(answer.json()["id"])
 
 
 def ask(http: httpx.Client, session: str, text: str) -> dict[str, Any]:
-    """One turn, waited for. The body has `item`, `usage` and `timings`."""
+    """Run one turn and wait for it. The body has `item`, `usage` and `timings`."""
     answer = http.post(f"/v1/sessions/{session}/turns", json=turn_body(text))
     answer.raise_for_status()
     body: dict[str, Any] = answer.json()
@@ -53,7 +53,7 @@ def ask(http: httpx.Client, session: str, text: str) -> dict[str, Any]:
 
 
 def stream(http: httpx.Client, session: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One turn as server-sent events: pairs of the event's type and its body."""
+    """Run one turn and yield its server-sent events as (type, body)."""
     with http.stream(
         "POST",
         f"/v1/sessions/{session}/turns",
@@ -68,7 +68,7 @@ def stream(http: httpx.Client, session: str, text: str) -> Iterator[tuple[str, d
 
 
 def turn_body(text: str) -> dict[str, Any]:
-    """A greedy turn of one user message."""
+    """Return the body of a greedy turn with one user message."""
     return {
         "input": [{"role": "user", "content": text}],
         "sampling": {"temperature": 0, "max_tokens": 64},
@@ -76,7 +76,7 @@ def turn_body(text: str) -> dict[str, Any]:
 
 
 def print_turn(text: str, body: dict[str, Any]) -> None:
-    """What was asked, what was answered, and what it cost."""
+    """Print the question, the answer and the usage."""
     usage = body["usage"]
     print(f"> {text}\n{body['item']['content']}")
     print(f"  [{usage['input_tokens']} in, {usage['cached_tokens']} of them cached]")

@@ -1,4 +1,4 @@
-"""Training rows: dialogues as token ids of one length, with a loss on the answers only."""
+"""Make training rows: dialogues as token ids of one length, with a loss on answers only."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -22,7 +22,7 @@ _SYSTEM_TEXTS: Final = (
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one length, without padding.
+    """Hold rows of one length, without padding.
 
     Attributes:
         token_ids: [rows, length].
@@ -39,7 +39,7 @@ class Batch:
     is_ask: Tensor
 
     def shares_right(self, logits: Tensor) -> tuple[float, float]:
-        """Share of answers with every token the most likely one: to questions, and of all."""
+        """Return the share of answers with only most likely tokens: to questions, and of all."""
         wrong_tokens = torch.zeros(len(self.is_ask))
         wrong_tokens.index_add_(0, self.answer_of, (logits.argmax(-1) != self.labels).float())
         is_right = (wrong_tokens == 0).float()
@@ -47,7 +47,7 @@ class Batch:
 
 
 class BatchMaker:
-    """Turns seeds into batches; every row is a dialogue of its own."""
+    """Make batches from seeds; every row is a dialogue of its own."""
 
     def __init__(self, encoder: tokenizer.ContentEncoder, first_row: int) -> None:
         """Begin with row number `first_row`, so that a resumed run sees new rows."""
@@ -76,7 +76,7 @@ class BatchMaker:
         )
 
     def _row(self, length: int, is_ask: list[bool]) -> tuple[list[int], list[int]]:
-        """Ids and, per id, the number of the answer it belongs to or -1.
+        """Return ids and, per id, the number of the answer it belongs to or -1.
 
         Appends to `is_ask` for every answer it numbers.
         """

@@ -1,4 +1,4 @@
-"""What the model is trained on, and the questions that measure what it remembers."""
+"""Define what the model is trained on, and the questions that measure its recall."""
 
 from collections.abc import Callable
 from random import Random
@@ -11,7 +11,7 @@ TRAINING: Final = corpus.Mixture(overwrite=0.2, unknown=0.14, pseudo_word=0.2, p
 
 
 class Probe(NamedTuple):
-    """A history, and a question about one of the facts told in it."""
+    """Hold a history, and a question about one of the facts told in it."""
 
     history: tuple[corpus.Exchange, ...]
     question: corpus.Exchange
@@ -43,5 +43,5 @@ def recall_probe(seed: int, history_tokens: int, count_tokens: Callable[[str], i
 
 
 def exchange_len(exchange: corpus.Exchange, count_tokens: Callable[[str], int]) -> int:
-    """Tokens an exchange adds to a history: both texts, two roles, two ends."""
+    """Return the tokens an exchange adds to a history: both texts, two roles, two ends."""
     return count_tokens(exchange.user) + count_tokens(exchange.assistant) + 4

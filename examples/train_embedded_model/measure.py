@@ -1,4 +1,4 @@
-"""Measure what the model remembers.
+"""Measure what the model recalls.
 
 Greedy answers on seeds that training never saw. Three tables: recall at the end of a true
 history of a given length; recall along long dialogues whose history holds the model's own
@@ -23,19 +23,19 @@ MAX_ANSWER_LEN: Final = 96
 
 
 class Spoken(NamedTuple):
-    """A turn as the model answered it, after `history_len` tokens."""
+    """Record a turn as the model answered it, after `history_len` tokens."""
 
     exchange: corpus.Exchange
     answer: str
     history_len: int
 
     def is_right(self) -> bool:
-        """Tell whether the answer is the one that the exchange asks for."""
+        """Return whether the answer is the one that the exchange asks for."""
         return corpus.is_right(self.answer, self.exchange.assistant)
 
 
 class Respondent:
-    """The model as a partner that answers greedily and keeps what it said."""
+    """Answer greedily with the model, and keep what it said as history."""
 
     def __init__(self, model_dir: Path) -> None:
         self.encoder = tokenizer.ContentEncoder.load(model_dir)
@@ -77,11 +77,11 @@ class Respondent:
         return spoken
 
     def _asked(self, exchange: corpus.Exchange) -> list[int]:
-        """The user's message and the prompt for an answer."""
+        """Return the user's message and the prompt for an answer."""
         return [*self.encoder.message(tokenizer.USER_ID, exchange.user), tokenizer.ASSISTANT_ID]
 
     def _draft(self, exchange: corpus.Exchange) -> list[int]:
-        """The right answer and its end."""
+        """Return the right answer and its end."""
         return [*self.encoder.encode(exchange.assistant), tokenizer.END_ID]
 
     def _ids(self, exchange: corpus.Exchange) -> list[int]:
@@ -97,7 +97,7 @@ class Respondent:
         return self.encoder.decode(extended[len(ids) :])
 
     def _predictions(self, ids: Sequence[int], *, last_only: bool = False) -> Tensor:
-        """The most likely next token after every id, or after the last: [positions]."""
+        """Return the most likely next token after every id, or after the last: [positions]."""
         token_ids = torch.tensor([ids])
         chosen = torch.ones_like(token_ids, dtype=torch.bool)
         if last_only:
@@ -132,7 +132,7 @@ def short_dialogue(seed: int) -> tuple[corpus.Exchange, ...]:
 
 
 def long_dialogue(respondent: Respondent, seed: int, max_len: int) -> tuple[corpus.Exchange, ...]:
-    """The turns of a seed's dialogue that fit into `max_len` tokens."""
+    """Return the turns of a seed's dialogue that fit into `max_len` tokens."""
     turns = corpus.dialogue(seed, max_len // 8).turns
     total = 0
     for index, exchange in enumerate(turns):

@@ -19,7 +19,7 @@ NUM_ITERATIONS: Final = 5
 
 
 class Muon:
-    """Optimiser of matrices only; embeddings and gains belong to another one."""
+    """Optimize matrices only; embeddings and gains need another optimizer."""
 
     def __init__(self, matrices: Iterable[Tensor], momentum: float = 0.95) -> None:
         groups: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
@@ -36,7 +36,7 @@ class Muon:
         for group, velocity in zip(self._groups, self._velocities, strict=True):
             gradient = torch.stack([_wide(_gradient_of(matrix)) for matrix in group])
             velocity.lerp_(gradient, 1 - self._momentum)
-            updates = orthogonalised(gradient.lerp(velocity, self._momentum))
+            updates = orthogonalized(gradient.lerp(velocity, self._momentum))
             for matrix, update in zip(group, updates, strict=True):
                 rows, columns = matrix.shape
                 scale = max(1.0, rows / columns) ** 0.5
@@ -45,16 +45,16 @@ class Muon:
                 matrix.grad = None
 
     def state(self) -> list[Tensor]:
-        """What `restore` takes to go on."""
+        """Return the state that `restore` takes."""
         return self._velocities
 
     def restore(self, state: list[Tensor]) -> None:
-        """Go on from a state taken from an optimiser of the same matrices."""
+        """Resume from a state taken from an optimizer of the same matrices."""
         for velocity, saved in zip(self._velocities, state, strict=True):
             velocity.copy_(saved)
 
 
-def orthogonalised(stack: Tensor) -> Tensor:
+def orthogonalized(stack: Tensor) -> Tensor:
     """Bring all singular values of each wide matrix near one: [n, rows, columns]."""
     linear, cubic, quintic = _COEFFICIENTS
     norms = torch.linalg.matrix_norm(stack, keepdim=True)

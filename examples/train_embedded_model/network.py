@@ -1,4 +1,4 @@
-"""The training-side twin of Hugging Face's `Qwen3ForCausalLM`.
+"""Define the training-side twin of Hugging Face's `Qwen3ForCausalLM`.
 
 Small and fast: whole sequences without a cache, and logits only where there is a loss.
 Parameter names equal those of the checkpoint, so exporting is saving the state dict.
@@ -16,7 +16,7 @@ INITIAL_QK_GAIN: Final = 1.5
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network; the defaults are the shipped model, 1.87 M parameters."""
+    """Size the network; the defaults are the shipped model, 1.87 M parameters."""
 
     vocab_size: int = 1536
     hidden_size: int = 192
@@ -30,7 +30,7 @@ class Shape:
 
 
 class Network(nn.Module):
-    """Token ids in, logits at chosen positions out."""
+    """Compute logits at chosen positions from token ids."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Network(nn.Module):
         self.model = Decoder(shape)
 
     def forward(self, token_ids: Tensor, chosen: Tensor) -> Tensor:
-        """Compute logits where `chosen` says so.
+        """Compute logits where `chosen` is true.
 
         Args:
             token_ids: [rows, length], int64.
@@ -52,7 +52,7 @@ class Network(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: [rows, length] -> [rows, length, hidden_size]."""
+    """Apply embedding, layers and final norm: [rows, length] -> [rows, length, hidden_size]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and SwiGLU, each added to the residual stream."""
+    """Add pre-norm attention and SwiGLU to the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with RMS-normed queries and keys.
+    """Attend causally over grouped queries, with RMS-normed queries and keys.
 
     Normed queries and keys bound a score by gain_q * gain_k * sqrt(head_dim). Finding one
     token among 2,048 needs scores well above ln 2048 = 7.6, so the gains start above one.
@@ -126,7 +126,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """Apply SwiGLU."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class FeedForward(nn.Module):
 
 
 class Rotation:
-    """Cosines and sines of rotary positions (Su et al. 2021), kept per length."""
+    """Compute cosines and sines of rotary positions (Su et al. 2021), cached per length."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -150,7 +150,7 @@ class Rotation:
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """Tables [length, 1, head_dim]; the second half of a head repeats the first."""
+        """Return tables [length, 1, head_dim]; the second half of a head repeats the first."""
         if length not in self._tables:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self._frequencies)
             doubled = torch.cat((angles, angles), dim=-1).unsqueeze(1)

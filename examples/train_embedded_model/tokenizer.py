@@ -1,8 +1,8 @@
-"""The chat format of the embedded model as token ids, and the tokenizer that is trained for it.
+"""Encode the embedded model's chat format, and train its tokenizer.
 
 A message is `<|role|>` + content + `<|end|>` with nothing between or before. Contents are
 encoded one by one with special tokens switched off, exactly as the server does: the tokens
-of a message do not depend on its neighbours, and user text cannot become control tokens.
+of a message do not depend on its neighbors, and user text cannot become control tokens.
 """
 
 import json
@@ -70,7 +70,7 @@ class ContentEncoder:
         return cls(Tokenizer.from_file(str(model_dir / "tokenizer.json")))
 
     def encode(self, content: str) -> list[int]:
-        """Token ids of one content; the caller must not change the list."""
+        """Return the token ids of one content; the caller must not change the list."""
         ids = self._remembered.get(content)
         if ids is None:
             if len(self._remembered) >= self.MAX_REMEMBERED:
@@ -80,15 +80,15 @@ class ContentEncoder:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, without special tokens."""
+        """Return the text of the ids, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def count(self, content: str) -> int:
-        """Number of tokens of one content."""
+        """Return the number of tokens of one content."""
         return len(self.encode(content))
 
     def message(self, role_id: int, content: str) -> list[int]:
-        """Token ids of one whole message."""
+        """Return the token ids of one whole message."""
         return [role_id, *self.encode(content), END_ID]
 
 

@@ -40,7 +40,7 @@ MEAN_RATE: Final = 0.01
 
 @dataclass
 class Progress:
-    """Where a run stands; saved with its state."""
+    """Track where a run stands; saved with its state."""
 
     step: int = 0
     num_rows: int = 0
@@ -49,7 +49,7 @@ class Progress:
 
 
 class Run:
-    """A network, the running mean of its weights, two optimisers and a place in the corpus."""
+    """Hold a network, the running mean of its weights, two optimizers and a place in the corpus."""
 
     def __init__(self, encoder: tokenizer.ContentEncoder, batch_tokens: int) -> None:
         self.network = Network(Shape())
@@ -133,7 +133,7 @@ class Run:
         unfinished.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Go on from a saved state."""
+        """Resume from a saved state."""
         parts: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - the file is no mapping
@@ -167,7 +167,7 @@ class Run:
 
 
 class Meter:
-    """Means since the last report."""
+    """Average results since the last report."""
 
     def __init__(self) -> None:
         self._sums = [0.0, 0.0, 0.0]
@@ -180,19 +180,19 @@ class Meter:
             self._sums[index] += value
 
     def take(self) -> str:
-        """The means as text; starts anew."""
+        """Return the means as text, and reset them."""
         loss, recall, right = (total / max(1, self._count) for total in self._sums)
         self._sums, self._count = [0.0, 0.0, 0.0], 0
         return f"loss {loss:.4f}  recall {recall:.4f}  all right {right:.4f}"
 
 
 def length_at(share: float) -> int:
-    """Row length at an elapsed share of the budget."""
+    """Return the row length at an elapsed share of the budget."""
     return max(length for start, length in STAGES if share >= start)
 
 
 def rate_at(step: int, share: float) -> float:
-    """Learning rate relative to its peak: warm-up, flat, linear decay."""
+    """Return the learning rate relative to its peak: warm-up, flat, linear decay."""
     decay = max(0.0, min(1.0, (share - FLAT_SHARE) / (1 - FLAT_SHARE)))
     return min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - (1 - FINAL_RATE) * decay)
 
@@ -213,7 +213,7 @@ def export(network: Network, model_dir: Path) -> None:
 
 
 def model_config(shape: Shape) -> dict[str, Any]:
-    """The shape as config.json says it."""
+    """Return the shape as the content of config.json."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -114,7 +114,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     @property
     def address(self) -> str:
-        """Where the peer connects from, without its port."""
+        """Return the peer's address, without its port."""
         return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

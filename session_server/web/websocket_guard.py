@@ -50,7 +50,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
 
     @property
     def address(self) -> str:
-        """Where the peer connects from, without its port."""
+        """Return the peer's address, without its port."""
         return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

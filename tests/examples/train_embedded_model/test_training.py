@@ -10,7 +10,7 @@ from examples.train_embedded_model import tokenizer, train
 from examples.train_embedded_model.__main__ import main
 from examples.train_embedded_model.batches import BatchMaker
 from examples.train_embedded_model.measure import Respondent
-from examples.train_embedded_model.muon import Muon, orthogonalised
+from examples.train_embedded_model.muon import Muon, orthogonalized
 from examples.train_embedded_model.tokenizer import ContentEncoder
 from session_server.demo import MODEL_DIR
 
@@ -55,9 +55,9 @@ def test_lengths_and_rates_follow_the_elapsed_share() -> None:
     assert train.rate_at(1000, 1.0) == pytest.approx(train.FINAL_RATE)
 
 
-def test_orthogonalised_brings_singular_values_near_one() -> None:
+def test_orthogonalized_brings_singular_values_near_one() -> None:
     torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonalised(torch.randn(3, 16, 48)))
+    values = torch.linalg.svdvals(orthogonalized(torch.randn(3, 16, 48)))
     assert values.min() > 0.6
     assert values.max() < 1.3
 
