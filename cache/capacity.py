@@ -1,8 +1,8 @@
-"""How a budget of memory is split between pools: a pure function.
+"""`plan_capacity`: split a budget of memory between pools. A pure function.
 
-A session holds a page of every position where all of them are read, and of the last ones only where
-a window passes. So a pool of windows has a size at which it is never short, however long sessions
-are, and what lies beyond buys nothing: it goes to the pools that keep everything.
+A session holds pages of every position in a full-attention pool, but only those of the last window
+in a window pool. So there is a size at which a window pool always suffices, however long sessions
+are. Memory beyond that is of no use there and goes to the pools that keep every position.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cache.types import pages_for
 
 @dataclass(frozen=True, slots=True)
 class BoundedPools:
-    """What pools of windows and of states have to hold.
+    """Configure the sizes of window pools and recurrent pools.
 
     `num_ahead`: positions that all turns together may have launched and not settled; `num_drafts`:
-    guesses that a turn may have launched. `window_ratio`: pages of a window pool per page of a pool
-    that keeps everything, where somebody has decided on it.
+    drafts that a turn may have launched. `window_ratio`: pages of a window pool per page of a pool
+    that keeps every position, if the operator has set it.
     """
 
     num_ahead: int = 0
@@ -30,22 +30,22 @@ class BoundedPools:
 
     @property
     def states_per_row(self) -> int:
-        """The most states that one row holds. Where two launches leave two each, one that verifies
-        guesses is alone, and leaves its own and one for each of them."""
+        """Return the most states that one row holds. Two launches in flight write two each, but
+        one that verifies drafts is alone, and writes its own and one per draft."""
         in_flight = max(STATES_IN_FLIGHT, 1 + self.num_drafts)
         return STATES_PER_ROW - STATES_IN_FLIGHT + in_flight
 
     def turn_pages(self, component: Component, row_pages: int) -> int:
-        """What one turn needs of a window pool, however long it is."""
+        """Return the pages of a window pool that one turn needs, however long it is."""
         running = component.running_pages(row_pages, self.num_ahead)
         return min(row_pages, component.parked_pages(row_pages) + running)
 
     def pages(self, component: Component, num_rows: int, row_pages: int, share_pages: int) -> int:
-        """How large a window pool has to be, padding aside.
+        """Return the pages that a window pool needs, without padding.
 
-        It is short for nobody with the most that the session of every row holds at rest and a turn
-        in it besides. Of the three windows that this makes a parked session holds one, so the
-        others are for published beginnings. `share_pages` bound it, but not below one turn.
+        It suffices if the session of every row has what it holds while parked plus what a turn
+        adds. That is three windows per row, of which a parked session holds one; the others keep
+        published prefixes. `share_pages` is an upper bound, but never below one turn.
         """
         one_turn = self.turn_pages(component, row_pages)
         per_row = component.parked_pages(row_pages) + component.running_pages(row_pages, 1)
@@ -62,13 +62,13 @@ def plan_capacity(
     max_total_tokens: int | None = None,
     bounded: BoundedPools = BoundedPools(),
 ) -> Capacity:
-    """Spend `budget_bytes` on pages and states.
+    """Return how many rows, states and pages per pool `budget_bytes` buys.
 
-    Rows come with all the states they may hold: as many as half of the budget has states for.
-    Pools that keep everything are equally large, and get what windows leave. A pool of windows has
-    as many pages as all rows may need of it (`BoundedPools.pages`), but no more than half of the
-    budget buys, for a short session is not worth a long one, and never more than the pools that
-    keep everything. With a `window_ratio` it has that part of their pages.
+    Every row comes with all the states it may hold, so half of the budget limits the rows. Window
+    pools have the pages that all rows may need (`BoundedPools.pages`), but no more than half of the
+    budget buys, so that they do not displace the pages of long sessions, and never more than the
+    other pools. The other pools are equally large and get the rest. `window_ratio` replaces this
+    rule by a fixed ratio.
 
     Args:
         spec: what a page costs.
@@ -76,7 +76,7 @@ def plan_capacity(
         num_rows: sessions that can hold KV at the same time, at most.
         max_context_len: tokens one row can address.
         max_total_tokens: an upper bound on the tokens held, whatever the budget allows.
-        bounded: what bounded pools have to hold.
+        bounded: sizes of bounded pools.
 
     Raises:
         ValueError: the budget buys less than one page beside the padding page, or no row's states.
@@ -112,7 +112,7 @@ def plan_capacity(
 
 
 def _rows_with_states(spec: CacheSpec, per_row: int, budget: int, num_rows: int) -> tuple[int, int]:
-    """Rows, and the states they come with, padding included."""
+    """Return the number of rows, and of the states they come with, including padding."""
     if not spec.bytes_per_state:
         return num_rows, 0
     num_bytes = per_row * spec.bytes_per_state

@@ -1,8 +1,8 @@
 """The memory checker: recount every page from the structures that hold it, and compare.
 
-Nothing here trusts the ledger, a cached count or a flag. A violation is always a bug of ours; it
-names the session whose pages are in doubt where one can be named, so that service can quarantine
-that session and go on, while tests raise.
+No check trusts the ledger, a cached count or a flag. A violation is always a bug of the server. It
+names the session whose pages are in doubt if there is one, so that a server can quarantine that
+session and continue, while tests raise.
 
 level 0   every step        O(pools)       accounts sum to the pool
 level 1   end of a turn     O(that turn)   the pair check: lock path + private pages = row
@@ -21,11 +21,11 @@ from cache.types import SessionId
 __all__ = ["Recount", "Violation", "audit", "find_violations"]
 
 _EVERYTHING = 1 << 60
-"""Units of a recount that is made in one go."""
+"""Enough units to make a recount in one call."""
 
 
 def audit(cache: SessionAwareCache, level: int = 2, session_id: SessionId | None = None) -> None:
-    """Raise on any violation; the form for tests and strict mode.
+    """Raise an error on any violation, for tests and strict mode.
 
     Raises:
         AuditFailed: with every violation found.
@@ -38,10 +38,10 @@ def audit(cache: SessionAwareCache, level: int = 2, session_id: SessionId | None
 def find_violations(
     cache: SessionAwareCache, level: int = 2, session_id: SessionId | None = None
 ) -> list[Violation]:
-    """Check at a level, in one go; with `session_id`, level 1 looks at that slot only (if it still
-    exists). Changes nothing.
+    """Return all violations at a level of the memory check. Changes nothing.
 
-    What a recount costs in one go grows with what the cache holds: `Recount` makes it in slices.
+    With `session_id`, level 1 checks only that slot, if it still exists. Level 2 costs O(pages) in
+    this one call; `Recount` makes it in slices.
     """
     stores, slots = cache.inspect()
     found = [

@@ -1,7 +1,6 @@
-"""`IntBuffer`: an int32 array that grows at its end and is cut at its end.
+"""`IntBuffer`: hold an int32 array that grows and is cut at its end.
 
-Token histories, tree edges, page lists and lock counts all do exactly that, so each costs what it
-appends.
+Token histories, tree edges and lock counts are such arrays. Appending costs O(new values).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _MIN_CAPACITY = 8
 
 
 class IntBuffer:
-    """Growable int32 array, amortised O(new) appends."""
+    """Hold a growable int32 array with amortized O(new) appends."""
 
     __slots__ = ("_data", "_length", "_readable")
 
@@ -27,7 +26,7 @@ class IntBuffer:
         return self._length
 
     def append(self, values: Sequence[int] | NDArray[np.int32]) -> None:
-        """Copy `values` to the end."""
+        """Append a copy of `values`."""
         end = self._length + len(values)
         if end > len(self._data):
             data = np.empty(max(end, 2 * len(self._data), _MIN_CAPACITY), dtype=np.int32)
@@ -37,7 +36,7 @@ class IntBuffer:
         self._length = end
 
     def truncate(self, length: int) -> None:
-        """Drop everything from `length` on."""
+        """Remove all values from index `length` on."""
         assert 0 <= length <= self._length, "a cut lies inside the buffer"
         self._length = length
 
@@ -47,17 +46,17 @@ class IntBuffer:
         self._data[index] = value
 
     def add(self, start: int, end: int, amount: int) -> None:
-        """Add to every value of [start, end)."""
+        """Add `amount` to every value of [start, end)."""
         values = self._data[start : min(end, self._length)]
         values += amount
 
     def exclusive_or(self, start: int, end: int, value: int) -> None:
-        """Combine every value of [start, end) with this one."""
+        """Replace every value of [start, end) by its exclusive or with `value`."""
         values = self._data[start : min(end, self._length)]
         values ^= value
 
     def view(self, start: int = 0, end: int | None = None) -> NDArray[np.int32]:
-        """[start, end) without a copy, read-only.
+        """Return [start, end) as a read-only view.
 
         Valid until the next `append` or `truncate`; copy what must live longer.
         """

@@ -1,8 +1,8 @@
-"""Double-entry page accounts of one pool.
+"""`Ledger`: keep double-entry page accounts of one pool.
 
-Every page is in exactly one account, so the accounts always sum to the pool. `transfer` is the
-only way a page changes hands, and it fails at the call that is wrong instead of in a later audit.
-The TREE account is split by what eviction may take: `protect` and `expose` follow the locks.
+Every page is in exactly one account, so the accounts always sum to the pool. `transfer` is the only
+way to move a page, and it fails at the call that is wrong instead of in a later audit. The TREE
+account is split into protected and evictable pages; `protect` and `unprotect` follow the locks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cache.types import Holder, PoolName
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """One pool at one moment, in pages. The fields after `pages` sum to it."""
+    """Describe one pool at one moment, in pages. The fields after `pages` sum to it."""
 
     pool: PoolName
     pages: int
@@ -31,7 +31,7 @@ class Accounts:
 
 
 class Ledger:
-    """The accounts of one pool; page 0 is RESERVED from the start, the others FREE."""
+    """Hold the accounts of one pool. At first page 0 is RESERVED and all others are FREE."""
 
     __slots__ = ("_accounts", "_num_protected", "num_pages", "pool")
 
@@ -48,7 +48,7 @@ class Ledger:
     def transfer(self, num_pages: int, source: Holder, target: Holder) -> None:
         """Move pages from one account to another.
 
-        Pages leave and enter TREE on its evictable side: what is locked is exposed first.
+        Pages leave and enter TREE as evictable ones: unprotect locked pages first.
 
         Raises:
             AuditFailed: `source` does not hold that many; nothing was moved.
@@ -63,29 +63,38 @@ class Ledger:
         self._accounts[target] += num_pages
 
     def protect(self, num_pages: int) -> None:
-        """A first lock covers `num_pages` tree pages."""
+        """Mark `num_pages` TREE pages as protected, when their first lock is taken.
+
+        Raises:
+            AuditFailed: fewer are evictable.
+        """
         if not 0 <= num_pages <= self.num_evictable:
             raise AuditFailed(f"{self.pool}: protecting {num_pages} of {self.num_evictable}")
         self._num_protected += num_pages
 
     def unprotect(self, num_pages: int) -> None:
-        """The last lock left `num_pages` tree pages."""
+        """Mark `num_pages` TREE pages as evictable, when their last lock is released.
+
+        Raises:
+            AuditFailed: fewer are protected.
+        """
         if not 0 <= num_pages <= self._num_protected:
             raise AuditFailed(f"{self.pool}: exposing {num_pages} of {self._num_protected}")
         self._num_protected -= num_pages
 
     @property
     def num_evictable(self) -> int:
-        """Tree pages no lock covers."""
+        """Return the TREE pages that no lock covers."""
         return self._accounts[Holder.TREE] - self._num_protected
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds."""
+        """Return the free pages."""
         return self._accounts[Holder.FREE]
 
     def is_balanced(self) -> bool:
-        """Level 0: the accounts sum to the pool and none is negative. O(1)."""
+        """Return whether the accounts sum to the pool and none is negative: level 0 of the memory
+        check. O(1)."""
         return (
             sum(self._accounts) == self.num_pages
             and min(self._accounts) >= 0
@@ -93,7 +102,7 @@ class Ledger:
         )
 
     def snapshot(self) -> Accounts:
-        """The accounts now; the one source of every report and plan."""
+        """Return the accounts as they are now, for reports and plans."""
         held = self._accounts
         return Accounts(
             pool=self.pool,

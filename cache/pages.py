@@ -1,10 +1,10 @@
-"""`PageAllocator`: which pages of one pool are free, and which of them to hand out next.
+"""`PageAllocator`: allocate and free the pages of one pool.
 
-Pages are handed out from *extents*: a session's pages continue each other where they can, because
-attention over consecutive pages reads a strided view and over scattered pages gathers (on CPUs 6 to
-12 times slower). Free pages form a coalesced map of extents; a session that grows takes the page
-after its last one, and a fresh run starts in the middle of the largest extent, so that whoever ends
-before it and the newcomer both have room to grow. Every call costs O(pages named + log extents).
+Pages are allocated from *extents*, so that a session's pages are consecutive where possible:
+attention over consecutive pages reads a strided view, over scattered pages it gathers (on CPUs 6 to
+12 times slower). Free pages form a coalesced map of extents. A session that grows takes the page
+after its last one. A new run starts in the middle of the largest extent, so that the session before
+it and the new one both have room to grow. Every call costs O(pages named + log extents).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from cache.types import NULL_PAGE, Holder, PageId, Pages
 
 
 class FreePages(Protocol):
-    """Choose which free page of a pool goes next."""
+    """Choose which free page of a pool is allocated next."""
 
     def take(self, num_pages: int, after: int | None) -> list[int]:
-        """Remove pages that are free, continuing page `after` where possible."""
+        """Remove and return free pages, consecutive to page `after` where possible."""
         ...
 
     def put_back(self, pages: list[int]) -> None:
-        """Add pages, in ascending order."""
+        """Add pages, given in ascending order."""
         ...
 
     def runs(self) -> tuple[Pages, Pages]:
@@ -39,11 +39,11 @@ class FreePages(Protocol):
 
 
 FreeList = Callable[[int], FreePages]
-"""Make the free list of an empty pool from its number of pages, the padding page included."""
+"""Create the free list of an empty pool from its number of pages, including the padding page."""
 
 
 class PageAllocator:
-    """Free pages of one pool. Each call books the change in the pool's ledger."""
+    """Hold the free pages of one pool. Each call books the change in the pool's ledger."""
 
     __slots__ = ("_free", "_is_free", "ledger")
 
@@ -56,20 +56,20 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that `acquire` can hand out now."""
+        """Return how many pages `acquire` can allocate now."""
         return self.ledger.num_free
 
     def acquire(self, num_pages: int, holder: Holder, after: PageId | None = None) -> list[int]:
-        """Take pages for writing.
+        """Allocate pages.
 
         Args:
             num_pages: count of pages, not tokens; see `pages_for`.
             holder: the account they move to.
-            after: the page they should continue, if they can.
+            after: the page that they should follow, if possible.
 
         Returns:
-            Page ids, [num_pages]; consecutive where free pages allow. Contents are whatever the
-            previous holder left: the caller must write before it reads.
+            Page ids, [num_pages]; consecutive where possible. They hold what the previous holder
+            wrote: the caller must write before it reads.
 
         Raises:
             OutOfPages: fewer than `num_pages` are free; nothing was taken.
@@ -86,7 +86,7 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Iterable[int], holder: Holder) -> None:
-        """Give pages back that `holder` held.
+        """Free pages that `holder` held.
 
         Raises:
             AuditFailed: one of them is free already, named twice, or the padding page.
@@ -130,20 +130,20 @@ class Extents:
         self._add(NULL_PAGE + 1, num_pages - NULL_PAGE - 1)
 
     def take(self, num_pages: int, after: int | None) -> list[int]:
-        """See `FreePages.take`."""
+        """Remove and return free pages, see `FreePages.take`."""
         taken: list[int] = []
         if after is not None and after + 1 in self._length_at:
             self._cut(after + 1, 0, min(num_pages, self._length_at[after + 1]), taken)
         while len(taken) < num_pages:
             start, length = self._find_largest()
             count = min(num_pages - len(taken), length)
-            # Nobody ends before the first page, so nobody needs room to grow into it.
+            # No session ends before the first page, so none needs room to grow there.
             offset = 0 if start == NULL_PAGE + 1 else (length - count) // 2
             self._cut(start, offset, count, taken)
         return taken
 
     def put_back(self, pages: list[int]) -> None:
-        """See `FreePages.put_back`."""
+        """Add pages in ascending order, merged with the extents they touch."""
         start = end = pages[0]
         for page in pages:
             if page != end:
@@ -153,7 +153,7 @@ class Extents:
         self._join(start, end)
 
     def runs(self) -> tuple[Pages, Pages]:
-        """See `FreePages.runs`."""
+        """Return the starts and the lengths of all extents, int32 [num_runs] each."""
         num_runs = len(self._length_at)
         starts = np.fromiter(self._length_at.keys(), np.int32, num_runs)
         return starts, np.fromiter(self._length_at.values(), np.int32, num_runs)

@@ -1,8 +1,8 @@
-"""Level 1 of the memory check: what one session holds, from its own structures.
+"""Level 1 of the memory check: check what one session holds against its own structures.
 
-The pair check: the path of a lease's lock and its private pages are what its row names, which is
-what attention reads. It reads the part of the row that changed since the session's turn began, so
-its cost grows with the turn and not with the history. A whole recount reads all of the row.
+The pair check: the row, which attention reads, must name exactly the pages of the lease's lock path
+and its private pages. It reads the part of the row that changed since the session's turn began, so
+its cost grows with the turn and not with the history. A recount reads the whole row.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from cache.stores import KVStores
 from cache.types import NULL_PAGE, Holder, SessionId, SlotState, pages_for
 
 MAX_SETTLED_STATES: Final = 3
-"""At a turn's mark, at its computed length, and at the last whole page before that."""
+"""States at a turn's mark, at its computed length, and at the last whole page before that."""
 
 _SHORT: Final = 4096
-"""Entries up to which copying them costs less than a numpy comparison."""
+"""Up to so many entries a copy costs less than a numpy comparison."""
 
 _LEASED_AND_LENT: Final[Mapping[SlotState, tuple[bool, bool]]] = MappingProxyType(
     {
@@ -40,19 +40,19 @@ _LEASED_AND_LENT: Final[Mapping[SlotState, tuple[bool, bool]]] = MappingProxyTyp
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One disagreement. `session_id` is None when no single session is to blame."""
+    """Describe one violation. `session_id` is None when it names no single session."""
 
     text: str
     session_id: SessionId | None = None
 
 
 def slot_violations(slot: SessionSlot, stores: KVStores, *, whole: bool) -> list[Violation]:
-    """Check one session.
+    """Return the violations of one session.
 
     Args:
         slot: the session.
         stores: where its pages are.
-        whole: read all of its row and path, not only what changed since its turn began.
+        whole: read its whole row and path, not only what changed since its turn began.
     """
     name = slot.session_id
     return [Violation(f"{name}: {text}", name) for text in _check(slot, stores, whole=whole)]
@@ -82,7 +82,7 @@ def _check(slot: SessionSlot, stores: KVStores, *, whole: bool) -> Iterator[str]
 
 
 class _Part(NamedTuple):
-    """The entries [start, end) of a row that are compared, and the edges of the lock path that
+    """Hold the range [start, end) of row entries to compare, and the edges of the lock path that
     reach beyond `start`."""
 
     start: int
@@ -91,12 +91,12 @@ class _Part(NamedTuple):
 
 
 def _part(lease: KVLease, stores: KVStores, *, whole: bool) -> _Part:
-    """Return the entries that changed and private ones; if `whole`, all that were ever named."""
+    """Return the changed and the private entries; if `whole`, all that were ever written."""
     if whole:
         start, end = 0, max(lease.num_pages, stores.rows.written_end(lease.row))
     else:
         start, end = stores.rows.changed(lease.row)
-        # Where pools are bounded, the row may name pages of the window before what has changed.
+        # In bounded pools the row may name pages of the window before the changed entries.
         start = max(0, min(start, lease.protected_len // stores.page_size, lease.first_entry))
         end = max(end, lease.num_pages)
     return _Part(start, end, stores.tree.path(lease.receipt, start * stores.page_size))
@@ -119,7 +119,7 @@ def _lengths(slot: SessionSlot, lease: KVLease, page_size: int) -> Iterator[str]
 
 
 def _content(slot: SessionSlot, path: Sequence[RadixNode], start: int) -> Iterator[str]:
-    """The end of a lock path holds the tokens of the history, from position `start` on at least."""
+    """Check that the lock path holds the tokens of the history, from position `start` on."""
     at = slot.cache_protected_len - sum(len(node.tokens) for node in path)
     if at > start or at < 0:
         yield f"the lock path begins at {at}, the receipt says {slot.cache_protected_len} tokens"
@@ -133,7 +133,7 @@ def _content(slot: SessionSlot, path: Sequence[RadixNode], start: int) -> Iterat
 
 
 def _pair(lease: KVLease, component: Component, stores: KVStores, part: _Part) -> Iterator[str]:
-    """The row names the pages of the path and the private ones, and null pages behind them."""
+    """Check that the row names the pages of the path, then the private ones, then null pages."""
     pool = component.pool
     row = stores.rows.entries(pool, lease.row)[part.start : part.end]
     locked = [node.pages[pool].view() for node in part.path]
@@ -142,8 +142,8 @@ def _pair(lease: KVLease, component: Component, stores: KVStores, part: _Part) -
     if component.is_bounded:
         is_held = _is_held(lease, component, part.start, len(protected))
         num_unread = min(max(0, lease.first_needed(component) - part.start), len(protected))
-        # One that is locked and not read may be missing in the row: somebody else has published it
-        # since.
+        # A locked page that is not read may be missing in the row: it was a tombstone when the row
+        # was written, and another session has filled it since.
         is_held[:num_unread] &= row[:num_unread] != NULL_PAGE
         protected = np.where(is_held, protected, np.int32(NULL_PAGE))
     held = np.concatenate([protected, np.array(lease.private_entries(pool), np.int32)])
@@ -153,14 +153,14 @@ def _pair(lease: KVLease, component: Component, stores: KVStores, part: _Part) -
 
 
 def _is_equal(left: NDArray[np.int32], right: NDArray[np.int32]) -> bool:
-    """Whether two arrays are equal; for short ones several times faster than numpy."""
+    """Return whether two arrays are equal; for short ones several times faster than numpy."""
     if len(left) < _SHORT:
         return left.tobytes() == right.tobytes()
     return np.array_equal(left, right)
 
 
 def _is_held(lease: KVLease, component: Component, start: int, num_pages: int) -> NDArray[np.bool_]:
-    """Which of the `num_pages` pages of the lock path from page `start` on the lease has locked."""
+    """Return which of the pages [start, start + num_pages) of its path the lease has locked."""
     is_held = np.zeros(num_pages, np.bool_)
     for first, end in lease.locked_spans(component):
         is_held[max(0, first - start) : max(0, end - start)] = True
@@ -180,7 +180,8 @@ def _closed_form(
 
 
 def _states(slot: SessionSlot, lease: KVLease, component: Component) -> Iterator[str]:
-    """A parked session keeps its last state, if no snapshot is one; a running turn few more."""
+    """Check that a parked session keeps its last state, unless that is a snapshot, and that a
+    running turn keeps few more."""
     lengths, committed_len = lease.states.lengths, slot.kv_committed_len
     is_published = committed_len == slot.cache_protected_len
     if slot.state is SlotState.PARKED and lengths != ([] if is_published else [committed_len]):

@@ -1,11 +1,10 @@
-"""`ReqToTokenPool`: rows, and the host page table that attention reads through.
+"""`ReqToTokenPool`: allocate rows, and hold the page table that attention reads.
 
 A row belongs to one lease. Per pool, entry i of a row is the page that holds positions
 [i * page_size, (i + 1) * page_size) of that session; entries past the row's pages are `NULL_PAGE`.
-The host table is the truth; each change is also returned as a `TableWrite`, to be applied to the
-device's mirror in launch order. The mirror is told what a row gains, never what it loses: a
-forward reads entries below its own length only, and each of those was written since the row was
-handed out, so what a former holder left further on is never read.
+The host table is authoritative; each added entry is also returned as a `TableWrite`, to be applied
+to the device's copy in launch order. Cleared entries are not sent: a forward reads only entries
+below its own length, all of which were written since the row was allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from cache.types import NULL_PAGE, NULL_ROW, Pages, PoolName, RowId, TableWrite
 
 
 class ReqToTokenPool:
-    """`num_rows` rows of `row_pages` entries per pool, and the padding row 0."""
+    """Hold `num_rows` rows of `row_pages` entries per pool, and the padding row 0."""
 
     __slots__ = (
         "_changed",
@@ -44,17 +43,17 @@ class ReqToTokenPool:
         self._is_held = np.zeros(num_rows + 1, dtype=np.bool_)
         self._free_rows = list(range(num_rows, NULL_ROW, -1))
         # Per row: the range of entries that changed since `begin_changes`, and one past the last
-        # entry that was ever written. Whoever checks a row reads these and not all of it.
+        # entry that was ever written, so that a check need not read the whole row.
         self._changed = [(row_pages, 0)] * (num_rows + 1)
         self._written_end = [0] * (num_rows + 1)
 
     @property
     def num_free(self) -> int:
-        """Rows that `alloc` can hand out now."""
+        """Return how many rows `alloc` can allocate now."""
         return len(self._free_rows)
 
     def alloc(self) -> RowId:
-        """Take an empty row.
+        """Allocate an empty row.
 
         Raises:
             OutOfRows: all are held; nothing was taken.
@@ -69,7 +68,7 @@ class ReqToTokenPool:
         return RowId(row)
 
     def free(self, row: RowId) -> None:
-        """Give a row back. Its entries must have been cleared by their owner.
+        """Free a row. Its owner must have cleared its entries.
 
         Raises:
             AuditFailed: the row is not held, or still names pages.
@@ -116,7 +115,7 @@ class ReqToTokenPool:
             self._entries(pool, row, start, end - start)[:] = NULL_PAGE
 
     def begin_changes(self, row: RowId) -> None:
-        """Start `changed` of a row anew."""
+        """Reset the range that `changed` returns for a row."""
         self._changed[row] = (self.row_pages, 0)
 
     def changed(self, row: RowId) -> tuple[int, int]:
@@ -125,24 +124,24 @@ class ReqToTokenPool:
         return self._changed[row]
 
     def written_end(self, row: RowId) -> int:
-        """Return the end of the entries that were ever written: all behind it are `NULL_PAGE`."""
+        """Return the end of the entries that were ever written; all after it are `NULL_PAGE`."""
         return self._written_end[row]
 
     def entries(self, pool: PoolName, row: RowId) -> Pages:
-        """All entries of one row, int32 [row_pages], a read-only view."""
+        """Return all entries of one row, int32 [row_pages], as a read-only view."""
         view: Pages = self._readable[pool][row]
         return view
 
     def is_held(self, row: RowId) -> bool:
-        """Whether a row is handed out."""
+        """Return whether a row is allocated."""
         return bool(self._is_held[row])
 
     def held_rows(self) -> list[int]:
-        """Rows that are handed out, ascending."""
+        """Return the allocated rows, ascending."""
         return [int(row) for row in np.flatnonzero(self._is_held)]
 
     def free_rows(self) -> list[int]:
-        """The free list as it is: what an audit compares."""
+        """Return a copy of the free list, for audits."""
         return list(self._free_rows)
 
     def _entries(self, pool: PoolName, row: RowId, start: int, count: int) -> Pages:
