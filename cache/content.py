@@ -82,7 +82,7 @@ class PageScrubber:
                     return None
                 has_begun = True
                 self._round += 1
-                self._left.extend(cache.idle.session_ids())
+                self._left.extend(cache.parked.session_ids())
             if self._left and (content := self._page_of(cache, self._left.popleft())) is not None:
                 return content
         return None

@@ -183,7 +183,7 @@ class KVLease:
         """
         page = self._state_page(length)
         if (page == NULL_PAGE) != (length == 0):
-            raise AuditFailed(f"row {self.row}: the state after {length} tokens was let go")
+            raise AuditFailed(f"row {self.row}: the state after {length} tokens is not kept")
         return page
 
     def _state_page(self, length: int) -> int:

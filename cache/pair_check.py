@@ -78,7 +78,7 @@ def _check(slot: SessionSlot, stores: KVStores, *, whole: bool) -> Iterator[str]
         else:
             yield from _closed_form(slot, lease, component, stores)
     if stores.bounded and lease.rewound_len(slot.kv_committed_len) != slot.kv_committed_len:
-        yield "what the next forward reads was let go"
+        yield "a page that the next forward reads is not kept"
 
 
 class _Part(NamedTuple):

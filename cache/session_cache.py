@@ -6,7 +6,7 @@ logs or reads a clock. A verb costs O(new tokens) per turn and O(1) per step, wh
 the history and the number of idle sessions; only the match of a cold session reads the history.
 
 Under pressure `grow` evicts unlocked published pages. Cooling a session or retracting a turn is the
-caller's decision: see `headroom` and `idle`.
+caller's decision: see `headroom` and `parked`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from cache.errors import (
     SlotExists,
     UnknownSession,
 )
-from cache.idle_line import IdleLine
 from cache.lease import KVLease
 from cache.ledger import Accounts
+from cache.parked_queue import ParkedQueue
 from cache.pinned_quota import PinnedQuota
 from cache.radix_node import MatchResult
 from cache.session_slot import SessionSlot
@@ -97,7 +97,7 @@ class SessionAwareCache:
         self._pinned = self._empty_quota(self._stores)
         self._slots: dict[SessionId, SessionSlot] = {}
         self._turns: dict[TurnId, _Turn] = {}
-        self.idle = IdleLine(self._stores, self._pinned)
+        self.parked = ParkedQueue(self._stores, self._pinned)
 
     # Sessions
 
@@ -158,7 +158,7 @@ class SessionAwareCache:
         self._stores.changes.record_session(session_id)
         if slot.lease is not None:
             self._stores.changes.version += 1  # `kept_len` of this session changes
-            with self.idle.changing(slot):
+            with self.parked.changing(slot):
                 slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
         self._update_pinned(slot)
@@ -179,7 +179,7 @@ class SessionAwareCache:
             "a parked lease has published its whole pages"
         )
         self._stores.changes.record_session(session_id)
-        self.idle.remove(slot)
+        self.parked.remove(slot)
         slot.lease.release()
         slot.lease = None
         slot.move_to(SlotState.COLD)
@@ -244,7 +244,7 @@ class SessionAwareCache:
         if slot.lease is None:
             slot.lease = KVLease(self._stores, slot.namespace)
         else:
-            self.idle.remove(slot)
+            self.parked.remove(slot)
         lease = slot.restore_to_req(turn_id)
         # A forward needs a query, so the last token is never reused.
         reuse_len = min(context_len - 1, context_len if max_reuse_len is None else max_reuse_len)
@@ -368,7 +368,7 @@ class SessionAwareCache:
         if slot.lease is None:
             return
         self._stores.changes.record_session(session_id)
-        self.idle.remove(slot)
+        self.parked.remove(slot)
         slot.lease.quarantine()
         slot.lease = None
         if slot.borrower is not None:
@@ -397,7 +397,7 @@ class SessionAwareCache:
             slot.reset()
         self._stores = self._empty_stores(quarantined=self._stores.quarantined)
         self._pinned = self._empty_quota(self._stores)
-        self.idle = IdleLine(self._stores, self._pinned)
+        self.parked = ParkedQueue(self._stores, self._pinned)
         return resident
 
     # Answers
@@ -517,13 +517,13 @@ class SessionAwareCache:
             slot.lease = None
         slot.end_loan()
         if slot.lease is not None:
-            self.idle.add(slot)
+            self.parked.add(slot)
         self._update_pinned(slot)
 
     def _remove(self, slot: SessionSlot) -> None:
         self._stores.changes.record_session(slot.session_id)
         if slot.lease is not None:
-            self.idle.remove(slot)
+            self.parked.remove(slot)
             slot.lease.release()
             slot.lease = None
         self._update_pinned(slot)

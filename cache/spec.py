@@ -47,7 +47,7 @@ class LayerGroup:
     `layers` are indices into the model. `num_kv_heads`, `head_dim` describe one layer.
     `dtype_bytes`: size of one stored element. `window`: the last positions that kind WINDOW reads,
     the newest included; 0 for the others. A latent group has one head: the latent and, as its last
-    `qk_rope_head_dim` elements, the rotary key. `stored_as`: the dtype of stored elements where it
+    `qk_rope_head_dim` elements, the rotary key. `kv_dtype`: the dtype of stored elements where it
     differs from the activations'. `state_shapes`: the parts of one recurrent layer's state, in
     elements of 4 bytes; such a group has neither heads nor positions.
     """
@@ -60,7 +60,7 @@ class LayerGroup:
     dtype_bytes: int
     window: int = 0
     qk_rope_head_dim: int = 0
-    stored_as: str | None = None
+    kv_dtype: str | None = None
     state_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -85,9 +85,9 @@ class CacheSpec:
     page_size: int
 
     @property
-    def stored_as(self) -> str | None:
+    def kv_dtype(self) -> str | None:
         """Return the storage dtype, if a group stores another one than the model computes in."""
-        return next((group.stored_as for group in self.groups if group.stored_as), None)
+        return next((group.kv_dtype for group in self.groups if group.kv_dtype), None)
 
     @property
     def bytes_per_state(self) -> int:

@@ -114,7 +114,7 @@ class Quotes:
         if match is not None:
             # Pages that its match locks cannot be evicted for anybody any more.
             pages = add_pages(pages, [tuple([match.evictable_pages[p] for p in cache.paged_pools])])
-        own = cache.idle.reclaimable(turn.request.session_id)
+        own = cache.parked.reclaimable(turn.request.session_id)
         return AdmissionQuote(
             num_uncomputed=turn.known_len - reuse_len,
             context_pages=pages,

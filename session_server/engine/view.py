@@ -57,7 +57,7 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def supply(self) -> Supply:
         """Return what admission may take now. O(pools)."""
-        num_sessions, freed_pages = self.cache.idle.count()
+        num_sessions, freed_pages = self.cache.parked.count()
         headroom = self.cache.headroom()
         pages = add_pages(headroom.pages, [tuple(freed_pages.values())])
         return Supply(pages, headroom.num_rows + num_sessions)
@@ -65,13 +65,13 @@ class LiveView(msgspec.Struct, frozen=True, gc=False):
     @property
     def idle(self) -> Iterator[LiveReclaimable]:
         """Yield reclaimable sessions, least recently used first."""
-        for session in self.cache.idle:
+        for session in self.cache.parked:
             yield LiveReclaimable(session.session_id, tuple(session.freed_pages.values()))
 
     @property
     def idle_total(self) -> ReclaimableTotal:
         """Return what all reclaimable sessions would free. O(pools)."""
-        num_sessions, freed_pages = self.cache.idle.count()
+        num_sessions, freed_pages = self.cache.parked.count()
         return ReclaimableTotal(num_sessions, tuple(freed_pages.values()))
 
     @property

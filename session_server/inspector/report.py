@@ -242,7 +242,7 @@ def _pools(survey: Survey) -> tuple[PoolFigures, ...]:
             name=str(group.pool),
             kind=group.kind.value,
             window=group.window,
-            dtype="float32" if group.state_shapes else group.stored_as or survey.dtype,
+            dtype="float32" if group.state_shapes else group.kv_dtype or survey.dtype,
             num_layers=len(group.layers),
             bytes_per_token=group.bytes_per_token,
             page_size=page_size,

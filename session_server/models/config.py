@@ -474,7 +474,7 @@ class ModelConfig:
             groups = (
                 group
                 if group.kind is LayerKind.RECURRENT
-                else replace(group, dtype_bytes=DTYPE_BYTES[kv_dtype], stored_as=kv_dtype)
+                else replace(group, dtype_bytes=DTYPE_BYTES[kv_dtype], kv_dtype=kv_dtype)
                 for group in groups
             )
         return CacheSpec(tuple(groups), page_size)

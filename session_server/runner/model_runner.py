@@ -85,8 +85,8 @@ class ModelRunner:
         self._draft: DraftModel | None = None
         if draft is not None:
             assert draft.config.vocab_size == decoder.config.vocab_size, "one sampler for both"
-            stored_as = cast(DTypeName | None, spec.stored_as)
-            draft_spec = draft.config.cache_spec(page_size, draft.dtype_name, stored_as)
+            kv_dtype = cast(DTypeName | None, spec.kv_dtype)
+            draft_spec = draft.config.cache_spec(page_size, draft.dtype_name, kv_dtype)
             model = PagedDecoder(draft, draft_spec, capacity, tables=self._tables, backend=backend)
             self._draft = DraftModel(model, self._tables, self._sampler, num_rows=num_rows)
 

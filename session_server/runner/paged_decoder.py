@@ -82,7 +82,7 @@ class PagedDecoder:
                     PageFormat(
                         num_pages=capacity.num_pages[group.pool],
                         page_size=spec.page_size,
-                        dtype=TORCH_DTYPES[group.stored_as or decoder.dtype_name],
+                        dtype=TORCH_DTYPES[group.kv_dtype or decoder.dtype_name],
                         read_dtype=decoder.dtype,
                         device=device,
                     ),

@@ -384,7 +384,7 @@ class World:
                     self._mark("tombstone", self._has_tombstone(WINDOW_POOL))
                 self._mark("snapshot gone", self._num_snapshots() < num_snapshots)
                 return True
-            idle = next(iter(self.cache.idle), None)
+            idle = next(iter(self.cache.parked), None)
             if idle is not None:
                 self._cool_for_pages(idle.session_id, dict(idle.freed_pages))
                 continue
@@ -398,7 +398,7 @@ class World:
     def check(self) -> None:
         """The full audit, the histories, and the content of every cell anybody may read."""
         audit(self.cache)
-        self._check_idle_line()
+        self._check_parked_queue()
         for session_id, history in self.histories.items():
             turn = self.turns.get(session_id)
             expected = turn.tokens if turn else history
@@ -485,10 +485,10 @@ class World:
                 namespace = self.namespaces[slot.session_id]
                 self._check_cells(component.pool, row, chain(namespace, tokens))
 
-    def _check_idle_line(self) -> None:
+    def _check_parked_queue(self) -> None:
         """Sums that are kept are those of what each session reports."""
-        idle = list(self.cache.idle)
-        num_sessions, freed = self.cache.idle.count()
+        idle = list(self.cache.parked)
+        num_sessions, freed = self.cache.parked.count()
         assert num_sessions == len(idle)
         assert freed == {pool: sum(each.freed_pages[pool] for each in idle) for pool in freed}
 

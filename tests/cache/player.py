@@ -206,7 +206,7 @@ class Player:
         if len(self.world.turns) == self.world.cache.inspect().stores.rows.num_rows:
             return
         while headroom(self.world.cache).free_rows == 0:
-            idle = next(iter(self.world.cache.idle), None)
+            idle = next(iter(self.world.cache.parked), None)
             if idle is None:
                 return
             self.world.cool(idle.session_id)

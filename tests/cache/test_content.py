@@ -74,7 +74,7 @@ def test_one_choice_looks_at_a_few_sessions_and_the_next_goes_on_from_there() ->
     last = SessionId(f"s{2 * MAX_SKIPPED + 2}")
     world.cache.close(SessionId("s0"))
     assert look(scrubber, world).session_id == "s1"
-    for session_id in list(world.cache.idle.session_ids()):
+    for session_id in list(world.cache.parked.session_ids()):
         if session_id != last:
             world.begin(session_id, [1])
     assert scrubber.next(world.cache) is None

@@ -185,7 +185,7 @@ def test_a_pool_of_locked_pages_is_out_of_pages_until_someone_cools() -> None:
     turn_id = world.turns[B].turn_id
     with pytest.raises(OutOfPages):
         world.cache.grow(turn_id, 16)
-    (idle,) = world.cache.idle
+    (idle,) = world.cache.parked
     assert (idle.session_id, dict(idle.freed_pages)) == (A, {POOL: 3})
     world.cool(A)
     world.step(B, 64)

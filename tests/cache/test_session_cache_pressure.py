@@ -29,14 +29,14 @@ def test_idle_sessions_come_least_recently_used_first() -> None:
     world.open(C, ALICE)
     for session_id in (A, B, C, A):
         run_turn(world, session_id, [len(session_id)] * 5)
-    assert [idle.session_id for idle in world.cache.idle] == [B, C, A]
+    assert [idle.session_id for idle in world.cache.parked] == [B, C, A]
 
 
 def test_cooling_is_worth_only_what_nobody_else_has_locked(world: World) -> None:
     run_turn(world, A, PROMPT[:8], num_outputs=1)
     world.begin(B, PROMPT[:8])
     world.step(B, 64)
-    (idle,) = world.cache.idle
+    (idle,) = world.cache.parked
     assert idle.freed_pages == {POOL: 0}
 
 
@@ -65,7 +65,7 @@ def test_pinned_sessions_are_not_offered_for_cooling() -> None:
     world = pinned_world()
     run_turn(world, A, PROMPT)
     run_turn(world, B, PROMPT)
-    assert [idle.session_id for idle in world.cache.idle] == [B]
+    assert [idle.session_id for idle in world.cache.parked] == [B]
 
 
 def test_a_turn_that_would_exceed_the_pinned_quota_is_refused_before_anything_changes() -> None:
@@ -81,7 +81,7 @@ def test_a_turn_that_would_exceed_the_pinned_quota_is_refused_before_anything_ch
 def test_what_pinned_sessions_grow_past_the_quota_can_be_cooled() -> None:
     world = pinned_world()
     run_turn(world, A, PROMPT, num_outputs=20)
-    assert [idle.session_id for idle in world.cache.idle] == [A]
+    assert [idle.session_id for idle in world.cache.parked] == [A]
 
 
 def test_pinning_is_refused_when_the_quota_is_used_up() -> None:

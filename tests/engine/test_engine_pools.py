@@ -100,7 +100,7 @@ def test_a_session_with_no_full_page_of_its_own_is_not_cooled_for_full_pages() -
     for name, tokens in (("short", beginning), ("long", beginning + prompt(2, 20))):
         command = bench.submit_command(bench.open(name), name, tokens, max_tokens=0)
         bench.run(command)
-    freed = {idle.session_id: dict(idle.freed_pages) for idle in bench.cache.idle}
+    freed = {idle.session_id: dict(idle.freed_pages) for idle in bench.cache.parked}
     assert freed["short"] == {FULL: 0, WINDOWED: 2}
     bench.run(bench.submit_command(bench.open("new"), "new", prompt(50, 90)))
     cooled = [e.session_id for e in bench.events if isinstance(e, SessionCooled)]

@@ -194,7 +194,7 @@ IDLE_KV_IS_PINNED = Mutant(
     "sglang#27024 (X1)",
     Edit(
         "session_server.engine.view:LiveView.idle",
-        "for session in self.cache.idle:",
+        "for session in self.cache.parked:",
         "for session in ():",
     ),
 )
@@ -204,9 +204,9 @@ WAITING_KEEPS_KV = Mutant(
     "vllm#49439 (X3)",
     Edit(
         "session_server.engine.view:LiveView.idle",
-        "for session in self.cache.idle:",
+        "for session in self.cache.parked:",
         "waiting = {turn.request.session_id for turn in self.queue}\n"
-        "        for session in (s for s in self.cache.idle "
+        "        for session in (s for s in self.cache.parked "
         "if s.session_id not in waiting):",
     ),
 )

@@ -199,7 +199,7 @@ BUSY_SESSION_IS_IDLE = Mutant(
     "tt-inference-server#2907 (R5)",
     Edit(
         "cache.session_cache:SessionAwareCache.begin_turn",
-        "self.idle.remove(slot)",
+        "self.parked.remove(slot)",
         "pass",
     ),
 )
@@ -209,7 +209,7 @@ IDLE_SESSION_IS_NOT_OFFERED = Mutant(
     "sglang#27024 (X1)",
     Edit(
         "cache.session_cache:SessionAwareCache._finish",
-        "self.idle.add(slot)",
+        "self.parked.add(slot)",
         "pass",
     ),
 )

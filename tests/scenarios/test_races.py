@@ -117,7 +117,7 @@ def test_r5_a_session_that_got_busy_after_it_was_chosen_is_not_cooled() -> None:
     session_id = bench.open("s")
     bench.run(bench.submit_command(session_id, "a", PROMPT))
     history = (*PROMPT, *bench.tokens("a"))
-    chosen = [idle.session_id for idle in bench.cache.idle]
+    chosen = [idle.session_id for idle in bench.cache.parked]
     bench.step(bench.submit_command(session_id, "b", (7,), base_len=len(history)))
     for victim in chosen:
         with pytest.raises(SlotBusy):

@@ -1,4 +1,4 @@
-"""`IdleLine`: order the parked sessions that pressure may cool, least recently used first."""
+"""`ParkedQueue`: order the parked sessions that pressure may cool, least recently used first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cache.types import PoolName, Retention, SessionId
 from cache.views import ParkedSession
 
 
-class _Part:
+class _RetentionQueue:
     """Hold the parked sessions of one retention, and the sum of the pages cooling would free."""
 
     __slots__ = ("_num_private", "_stores", "_tally", "slots")
@@ -43,7 +43,7 @@ class _Part:
         return {pool: published[pool] + self._num_private[pool] for pool in self._stores.paged}
 
 
-class IdleLine:
+class ParkedQueue:
     """Queue sessions from the end of a turn to the start of the next, or until their KV is dropped.
 
     RECLAIMABLE sessions come first. PINNED sessions follow, and only while together they hold more
@@ -54,28 +54,28 @@ class IdleLine:
 
     def __init__(self, stores: KVStores, quota: PinnedQuota) -> None:
         self._quota = quota
-        self._reclaimable = _Part(stores)
-        self._pinned = _Part(stores)
+        self._reclaimable = _RetentionQueue(stores)
+        self._pinned = _RetentionQueue(stores)
 
     def add(self, slot: SessionSlot) -> None:
         """Append a session."""
-        part = self._part(slot)
-        part.slots[slot.session_id] = slot
-        part.count(slot)
+        queue = self._queue(slot)
+        queue.slots[slot.session_id] = slot
+        queue.count(slot)
 
     def remove(self, slot: SessionSlot) -> None:
         """Remove a session, if it is queued."""
-        part = self._part(slot)
-        if part.slots.pop(slot.session_id, None) is not None:
-            part.uncount(slot)
+        queue = self._queue(slot)
+        if queue.slots.pop(slot.session_id, None) is not None:
+            queue.uncount(slot)
 
     @contextmanager
     def changing(self, slot: SessionSlot) -> Iterator[None]:
         """Let the block change the lease of a queued session, which keeps its place."""
-        part = self._part(slot)
-        part.uncount(slot)
+        queue = self._queue(slot)
+        queue.uncount(slot)
         yield
-        part.count(slot)
+        queue.count(slot)
 
     def __iter__(self) -> Iterator[ParkedSession]:
         """Yield the sessions to cool, in order. Do not change the cache while iterating."""
@@ -113,7 +113,7 @@ class IdleLine:
             excess = tuple(a - b for a, b in zip(excess, held, strict=True))
             yield slot
 
-    def _part(self, slot: SessionSlot) -> _Part:
+    def _queue(self, slot: SessionSlot) -> _RetentionQueue:
         return self._pinned if slot.retention is Retention.PINNED else self._reclaimable
 
 
