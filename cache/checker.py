@@ -1,4 +1,4 @@
-"""The memory checker: recount every page from the structures that hold it, and compare.
+"""Memory checker: recount every page from the structures that hold it, and compare.
 
 No check trusts the ledger, a cached count or a flag. A violation is always a bug of the server. It
 names the session whose pages are in doubt if there is one, so that a server can quarantine that

@@ -1,4 +1,4 @@
-"""Errors of `cache`. A call that raises one of them has changed nothing.
+"""Define the errors of `cache`. A call that raises one of them has changed nothing.
 
 CacheError
 ├── OutOfPages       a pool has fewer free and evictable pages than asked for

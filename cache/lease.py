@@ -36,7 +36,7 @@ class KVLease:
 
         0                   protected_len            computed_len   capacity_len     (tokens)
         |---------|---------|---------|---------|----+----|---------|     (| = page boundary)
-        | tree pages, locked| private pages: KV valid| private: room, no KV yet
+        | tree pages, locked| private pages: KV valid| private: room|
         | Holder.TREE       | Holder.ACTIVE while lent, SESSION_HELD while parked (`holder`)
         | shared by content | named by no other row; whole ones go to the tree at `publish`
 
@@ -74,8 +74,8 @@ class KVLease:
         self._first_entry = dict.fromkeys(stores.bounded, 0)
         self._len_at_start = 0
         self._mark_len = 0
-        # The private page that the mark cuts, once the tree's copy has replaced it in the row: only
-        # this copy brings an exact rollback if another session locks the tree's.
+        # The private page that the mark cuts, once the tree's copy has replaced it in the row. A
+        # rollback needs it if another session has locked the tree's copy by then.
         self._rollback_pages: PagesByPool = {}
         self.computed_len = 0
         self.holder = Holder.ACTIVE
@@ -239,7 +239,7 @@ class KVLease:
         if self.protected_len + match.matched_len <= self.computed_len:
             return []
         if self._page_at_mark() == self._protected_pages:
-            # The turn began inside the first private page: a rollback must find its first tokens.
+            # The turn began inside the first private page: a rollback to there needs that page.
             self._keep_for_rollback({pool: pages[:1] for pool, pages in self._private.items()})
             for pages in self._private.values():
                 pages[0] = NULL_PAGE  # so that the next line does not free it

@@ -44,7 +44,7 @@ class PageLocks:
         changes: Changes,
         owners: LockOwners,
     ) -> None:
-        """`components`: the bounded ones. `changes`: records which edges change."""
+        """Lock nothing. `components`: the bounded ones. `changes`: records which edges change."""
         self._changes = changes
         self._owners = owners
         self._page_size = page_size

@@ -182,7 +182,7 @@ class Extents:
         self._start_before[start + length] = start
         heapq.heappush(self._largest, (-length, start))
         # Removed extents leave their heap entries behind; rebuilding at a fixed ratio keeps the
-        # heap proportional to what is alive at O(1) amortised.
+        # heap proportional to what is alive at O(1) amortized.
         if len(self._largest) > 4 * len(self._length_at) + 64:
             self._largest = [(-length, start) for start, length in self._length_at.items()]
             heapq.heapify(self._largest)

@@ -19,7 +19,8 @@ class PinnedQuota:
     __slots__ = ("_components", "_held", "_num_rows", "_row_pages", "quota_pages")
 
     def __init__(self, num_pages: int, stores: KVStores) -> None:
-        """
+        """Set the quota; no session is pinned yet.
+
         Args:
             num_pages: quota in pages of the largest pool; the same fraction of every other pool.
             stores: the pools.

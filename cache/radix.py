@@ -64,7 +64,8 @@ class RadixCache:
         components: Sequence[Component] = (),
         changes: Changes | None = None,
     ) -> None:
-        """
+        """Create an empty tree.
+
         Args:
             page_size: tokens per page.
             ledgers: the accounts of every pool.
@@ -136,7 +137,7 @@ class RadixCache:
             receipt: where to insert; afterwards it covers `tokens` as well.
             tokens: what the pages hold, a multiple of the page size.
             pages: one ACTIVE page of the caller per page of tokens, per pool; `NULL_PAGE` where it
-                was let go.
+                was freed.
 
         Returns:
             The tree's pages of the tokens it knew before, in order: its own, which replace the
@@ -319,7 +320,7 @@ class RadixCache:
             nodes.append(node)
             matched += common
             if common < len(node.tokens):
-                break
+                break  # the tokens differ, or end, inside this edge
         return nodes, matched
 
     def _match(
@@ -337,12 +338,13 @@ class RadixCache:
     def _match_result(self, receipt: LockReceipt | None, walk: Walk, matched: int) -> MatchResult:
         start = receipt.length if receipt is not None else 0
         if self._locks and walk.nodes:
+            # Cut the match to where no page that the next forward reads is a tombstone.
             matched = max(0, self._locks.continuable(receipt, walk.nodes, start + matched) - start)
         used: list[RadixNode] = []
         evictable = at = 0
         for node in walk.nodes:
             if at >= matched:
-                break
+                break  # edges past the cut stay in `walk`: a change there may extend the match
             used.append(node)
             common = min(len(node.tokens), matched - at)
             evictable += 0 if node.lock_ref else common // self._page_size
@@ -377,7 +379,7 @@ class RadixCache:
     def _fill_tombstones(
         self, nodes: Sequence[RadixNode], pages: Mapping[PoolName, Sequence[int]]
     ) -> None:
-        """Fill tombstones with pages of whoever computed the same tokens."""
+        """Fill tombstones with the caller's pages, which hold the same tokens."""
         for pool in self._locks.pools:
             at = 0
             for node in nodes:

@@ -79,7 +79,8 @@ class SessionAwareCache:
         pinned_quota_pages: int = 0,
         parts: StoreParts = PARTS,
     ) -> None:
-        """
+        """Create a cache without sessions.
+
         Args:
             spec: what layers store; decides page size and pools.
             capacity: pages per pool and rows.

@@ -1,4 +1,4 @@
-"""Values that `SessionAwareCache` returns. Each is made per call and owned by the caller."""
+"""Define the values that `SessionAwareCache` returns: made per call, owned by the caller."""
 
 from __future__ import annotations
 
