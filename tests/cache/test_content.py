@@ -1,4 +1,4 @@
-"""Which pages are looked at, in which order, and who is blamed."""
+"""Which pages are looked at, in which order, and which sessions are named."""
 
 from __future__ import annotations
 

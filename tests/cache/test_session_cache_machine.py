@@ -139,7 +139,7 @@ OF_MIXTURE: Mapping[Mixture, frozenset[str]] = {
     "window": FORGETTING,
     "full + recurrent": STATEFUL,
 }
-"""What happens where some layers forget, beside what happens everywhere."""
+"""What happens only in bounded pools."""
 
 
 PAGED = list(zip(OF_MIXTURE, (16, 1, 16, 4, 4), strict=True))

@@ -1,4 +1,4 @@
-"""Layers that forget: what a session holds, where a turn leads back to, and what is a match."""
+"""Bounded pools: what a session holds, where a turn leads back to, and what is a match."""
 
 from __future__ import annotations
 

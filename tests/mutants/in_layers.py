@@ -1,4 +1,4 @@
-"""Bugs in what layers that forget keep: windows, their locks, tombstones, pages by the pool."""
+"""Bugs in bounded pools: windows, their locks, tombstones, pages by the pool."""
 
 from __future__ import annotations
 

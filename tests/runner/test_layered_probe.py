@@ -1,4 +1,4 @@
-"""Probes of a model that keeps its KV in two pools, one of which forgets."""
+"""Probes of a model that keeps its KV in two pools, one of which is bounded."""
 
 from __future__ import annotations
 
