@@ -130,13 +130,13 @@ class SessionCacheMachine(RuleBasedStateMachine):
         type(self).reached.update(self.player.world.marks)
 
 
-FORGETTING = frozenset({"rollback to a window", "tombstone", "window slid"})
+IN_BOUNDED_POOLS = frozenset({"rollback to a window", "tombstone", "window slid"})
 STATEFUL = frozenset({"match cut back", "snapshot gone"})
 OF_MIXTURE: Mapping[Mixture, frozenset[str]] = {
     "full": frozenset(),
-    "full + window": FORGETTING,
+    "full + window": IN_BOUNDED_POOLS,
     "latent": frozenset(),
-    "window": FORGETTING,
+    "window": IN_BOUNDED_POOLS,
     "full + recurrent": STATEFUL,
 }
 """What happens only in bounded pools."""
@@ -174,7 +174,7 @@ def test_no_program_of_verbs_loses_a_page_or_misreads_a_history(
 def test_long_walks_over_layers_that_forget_end_with_every_page_back(
     page_size: int, mixture: Mixture
 ) -> None:
-    walk(page_size, mixture, INTERESTING | FORGETTING)
+    walk(page_size, mixture, INTERESTING | IN_BOUNDED_POOLS)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

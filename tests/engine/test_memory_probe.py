@@ -1,4 +1,4 @@
-"""Level 3 in a running engine: when pages are looked at, what is found, and which sessions are named."""
+"""Level 3 in a running engine: when pages are verified, what is found, and who is named."""
 
 from __future__ import annotations
 
