@@ -192,7 +192,9 @@ class _Chat:
                     break
                 self._run_line(line)
         except KeyboardInterrupt:
-            self._loop.call(self._session.close(timeout_s=1.0))
+            # Whoever interrupts leaves, whether the server still answers or not.
+            with suppress(ClientError):
+                self._loop.call(self._session.close(timeout_s=1.0))
             return 130
         if line == "/keep":
             self._loop.call(self._session.leave())
