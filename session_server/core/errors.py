@@ -162,7 +162,7 @@ WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = MappingProxyT
 )
 
 INTERNAL_ERROR: Final = WireError("internal_error", 500, retryable=False, kind=_SERVER)
-"""What a bug of ours looks like from outside: no detail."""
+"""The wire form of a bug in the server: it gives no detail."""
 
 
 def wire_error(error: SessionServerError) -> WireError:

@@ -52,7 +52,7 @@ class EngineReady(Event, frozen=True, tag=True, kw_only=True):
     epoch: int
     max_turn_len: int
     """Tokens that a context may have: the model's or the configured length, or what the pools hold
-    if that is less. The one number that clients are told."""
+    if that is less. Clients are told this number alone."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size: int
@@ -206,7 +206,7 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ACCOUNTS: Final = PoolReport.__struct_fields__[PoolReport.__struct_fields__.index("free") :]
-"""Names of the accounts: every page of a pool is in exactly one."""
+"""Names of the accounts. Every page of a pool is in exactly one."""
 
 
 class SessionPages(msgspec.Struct, frozen=True, kw_only=True):

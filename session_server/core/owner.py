@@ -27,7 +27,7 @@ class Owner:
 
 
 ANONYMOUS: Final = Owner("anonymous")
-"""Everybody, where no key is asked for."""
+"""The owner of all requests where no key is required."""
 
 KEY_VARIABLE: Final = "SESSION_SERVER_API_KEY"
-"""Environment variable of a key: the one that clients show, and one that `serve` asks for."""
+"""Environment variable with a key: clients send it, and `serve` requires it."""

@@ -43,7 +43,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     prompt_logprobs_from: Annotated[int, Meta(ge=0)] | None = None
-    """First position of the context whose own logprob is wanted; None for none."""
+    """First position of the context whose own logprob is requested; None for none."""
 
     @property
     def is_greedy(self) -> bool:

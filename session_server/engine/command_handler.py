@@ -131,7 +131,7 @@ class CommandHandler:
 
     def _submit(self, command: SubmitTurn, now_s: float) -> None:
         if self._scheduler.find(command.turn_id) is not None:
-            return  # sent twice: the first goes on
+            return  # sent twice; the first one counts
         if (error := self._refusal(command)) is not None:
             self._refuse(command, error)
             return
@@ -201,14 +201,14 @@ class CommandHandler:
         self, turn_id: TurnId, reason: FinishReason, num_outputs: int | None, now_s: float
     ) -> None:
         turn = self._scheduler.find(turn_id)
-        if turn is not None:  # one that has ended already is not disturbed by a late command
+        if turn is not None:  # else it has ended, and the command comes too late
             self._settler.finish(turn, reason, now_s, num_outputs=num_outputs)
 
     def _close(self, session_id: SessionId, now_s: float) -> None:
         turn = self._scheduler.turn_of(session_id)
         is_gone = self._cache.close(session_id)
         if turn is not None:
-            # A lent slot goes in the `end_turn` of its turn; a waiting turn lends nothing.
+            # The slot of a running turn goes in its `end_turn`; a waiting turn holds no slot.
             self._settler.finish(turn, FinishReason.CANCELLED, now_s, num_outputs=None)
             is_gone = session_id not in self._cache
         assert is_gone, "only a running turn can defer a close"

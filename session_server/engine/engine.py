@@ -207,6 +207,7 @@ class Engine:
             self._command_handler.handle(command, now_s)
         except AuditFailed as error:
             self._guard.recover(error)
+            # It was carried out in part at most, and a command that comes twice changes nothing.
             self._command_handler.handle(command, now_s)
 
     # Planning
@@ -216,20 +217,22 @@ class Engine:
         retry_alone = self._settler.retry_alone
         if self._command_handler.is_shutting_down or self._in_flight.is_full:
             return None, None
+        # A turn that is retried alone starts once no other forward is in flight.
         if retry_alone and self._in_flight:
             return None, None
         if not retry_alone and (probe := self._next_probe(now_s)) is not None:
             return None, self._in_flight.push((), self._outbox.take_writes(), probe)
         if not self._scheduler:
             return None, None
-        # It is retried alone: no other turn runs, is admitted or gives up pages for it.
+        # For such a turn the planner sees no other: none runs, is admitted or gives up pages.
         running = retry_alone[:1] if retry_alone else self._scheduler.running
         max_new_pages = self._scheduler.turn_capacity.max_new_pages
         queue = WaitingQueue(self._cache, max_new_pages) if retry_alone else self._scheduler.waiting
         self._drafting.propose(running)
         if any(turn.is_held_back for turn in running):
-            # The next forward takes everybody: one that is split costs nearly as much twice, and
-            # those held back would take part in every second one only.
+            # Wait for the result, so that the next forward has all turns. Two forwards with half
+            # of the turns each take nearly twice as long, and those held back would be in every
+            # second one only.
             return None, None
         view = LiveView(self._cache, running, queue, self.is_in_flight, max_new_pages)
         plan = plan_step(view, self._limits)
@@ -268,10 +271,10 @@ class Engine:
         turn = self._scheduler.find(turn_id)
         assert turn is not None
         if turn in self._settler.retry_alone:
-            # Alone it cannot take pages of other turns, so let it run with them again.
+            # Alone it cannot take pages of other turns, so it runs with them again.
             self._settler.retry_alone.remove(turn)
             return
         if turn.admission is not None and self._cache.release_rollback_page(turn_id):
-            return  # that page, kept for a rollback alone, may be the one that it lacked
+            return  # the page was kept for a rollback only; it may be the one that is missing
         error = ServerBusy("the memory left does not hold this turn")
         self._settler.fail(turn, error)

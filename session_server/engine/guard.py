@@ -39,8 +39,7 @@ from session_server.engine.stats import Counters
 from session_server.engine.turn import TurnState
 
 MAX_REBUILDS: Final = 8
-"""Books that go wrong more often are not mended by beginning them again: the engine ends, and its
-supervisor decides."""
+"""After as many rebuilds the next violation ends the engine, and its supervisor decides."""
 
 
 class MemoryGuard:
@@ -200,7 +199,7 @@ class MemoryGuard:
             self.num_dropped_tokens += slot.committed_len
             if slot.borrower is None or not are_turns_whole:
                 self._outbox.emit(SessionCooled(session_id=slot.session_id))
-        self._outbox.take_writes()  # they are of rows that nobody holds any more
+        self._outbox.take_writes()  # their rows are free now
         self._settler.retry_alone.clear()
         for turn in tuple(self._scheduler.running):
             if are_turns_whole:

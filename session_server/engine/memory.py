@@ -23,16 +23,16 @@ from session_server.engine.config import MemoryCheck, MemoryPolicy
 from session_server.engine.trace import StepTrace
 
 MAX_REMEMBERED: Final = 32
-"""Texts of violations kept for reports; the count goes on."""
+"""Texts of violations kept for reports. All are counted."""
 
 NUM_LOGGED_STEPS: Final = 8
-"""Steps before the first violation that go to the log; a report has all that are remembered."""
+"""Steps before the first violation that are logged; a report has all that are kept."""
 
 NUM_LEVELS: Final = 4
 
 SLICE_UNITS: Final = 16
 """Sessions, edges of the tree or rows that one slice of a recount visits, besides those that
-changed since the slice before: 0.2 to 0.5 ms, less than a step with a forward takes."""
+changed since the slice before. A slice takes 0.2 to 0.5 ms, less than a step with a forward."""
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class MemoryWatch:
         self.runs[3] += 1
         self._note(violations)
         if any(violation.session_id is None for violation in violations):
-            # The page is somewhere in the tree, where no recount shows what it holds.
+            # The page is in the tree; a recount counts pages and does not see their content.
             self._require_rebuild()
 
     def note_failure(self, error: AuditFailed) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 from cache.types import Tokens
 
 WINDOW: Final = 16_384
-"""Tokens looked back at: reading them takes microseconds, and older text repeats less."""
+"""Last tokens that are searched. That takes microseconds, and older text repeats less."""
 
 MIN_MATCH: Final = 2
-"""A single token recurs by chance."""
+"""Shortest match, in tokens. A single token recurs by chance."""
 
 MAX_MATCH: Final = 8
 

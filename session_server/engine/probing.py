@@ -72,7 +72,7 @@ class Prober:
         assert content is not None, "a verdict follows a probe"
         self.forward_s += result.forward_s
         if result.error is not None:
-            # Whether the device works is for turns to find out; the page was not looked at.
+            # The page was not checked. If the device is broken, the forwards of turns show it.
             _LOG.warning("memory check: the device refused a probe: %s", result.error)
             return
         self.num_probes += 1

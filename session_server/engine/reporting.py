@@ -16,7 +16,7 @@ from session_server.engine.scheduler import Scheduler
 from session_server.engine.stats import Counters
 
 STATS_INTERVAL_S: Final = 1.0
-"""Time between two samples of the counters, while there is work."""
+"""Seconds between two samples of the counters, while there is work."""
 
 
 class Reporter:

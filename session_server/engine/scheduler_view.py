@@ -23,7 +23,7 @@ class BlockReason(enum.Enum):
     TOKENS = "tokens"
     PAGES = "pages"
     SHORTAGE = "shortage"
-    """Of pages, for turns that run already."""
+    """Turns that run already are short of pages."""
 
 
 class Limits(msgspec.Struct, frozen=True, gc=False):

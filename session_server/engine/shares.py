@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 MAX_SHARES: Final = 8
-"""Long needs that share one forward; more would make every first token late."""
+"""Long needs that share one forward. With more of them every first token would be late."""
 
 
 def share_len(budget: int) -> int:

@@ -20,10 +20,10 @@ from session_server.core.events import TracedRow, TracedStep
 from session_server.engine.plan import StepPlan
 
 NUM_STEPS: Final = 1000
-"""Steps remembered."""
+"""Steps kept."""
 
-# One call into C for all rows: between two forwards every line of Python is cold, and costs several
-# times what a benchmark of it alone says.
+# One call into C for all rows: between two forwards Python code is cold, and costs several times
+# what a benchmark of it alone says.
 _STEP: Final = attrgetter("step")
 _ROW: Final = attrgetter("turn_id", "row", "start", "num_tokens")
 

@@ -107,12 +107,12 @@ class Quotes:
 
     def _quote(self, turn: Turn, reuse_len: int, match: MatchResult | None) -> AdmissionQuote:
         cache, page_size = self._cache, self._cache.spec.page_size
-        # One page beyond the context, so that it is not retracted over its first tokens.
+        # One page beyond the context, so that its first tokens do not cause a retraction.
         soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.max_computed_len))
         num_pages = pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)
         pages = tuple([min(num_pages, most) for most in self._max_new_pages])
         if match is not None:
-            # Pages that its match locks cannot be evicted for anybody any more.
+            # Pages that its match locks cannot be evicted for other turns.
             pages = add_pages(pages, [tuple([match.evictable_pages[p] for p in cache.paged_pools])])
         own = cache.parked.reclaimable(turn.request.session_id)
         return AdmissionQuote(

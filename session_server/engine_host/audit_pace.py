@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Final
 
 REST_DELAY_S: Final = 0.5
-"""Rest before an audit begins; a prompt next turn is not kept waiting by its first slice."""
+"""Seconds of rest before an audit begins, so that its first slice does not delay a quick turn."""
 
 MAX_AUDIT_DELAY_S: Final = 30.0
-"""An engine that never rests begins an audit this long after the last one ended."""
+"""Seconds after an audit when the next one begins even if the engine never rests."""
 
 REST_PAUSE_RATIO: Final = 1.0
 BUSY_PAUSE_RATIO: Final = 20.0
-"""Between two slices passes this many times as long as a slice took: an engine that works spends at
+"""Pause between two slices, as a multiple of the time that a slice took. A busy engine spends at
 most a twentieth of its thread's time on an audit."""
 
 AUDIT_PAUSE_RATIO: Final = 50.0
-"""Between two audits passes this many times as long as the slices of the last one took."""
+"""Pause between two audits, as a multiple of the time that the slices of the last one took."""
 
 
 class AuditPace:

@@ -28,7 +28,7 @@ from session_server.engine_host.watchdog import PULSE_INTERVAL_S
 READ_BYTES: Final = 1 << 18
 
 ORPHAN_GRACE_S: Final = 5.0
-"""How long the step in flight may take to finish once the server is gone."""
+"""Seconds that the forwards in flight may take to finish once the server is gone."""
 
 EXIT_OK: Final = 0
 EXIT_UNUSABLE: Final = 2
@@ -41,17 +41,17 @@ class CannotStart(Exception):
 
 
 EngineFactory = Callable[[bytes], EngineAssembly]
-"""Builds an engine from the settings frame.
+"""Build an engine from the settings frame.
 
 Raises:
-    CannotStart: with these settings there is none.
+    CannotStart: these settings allow no engine.
 """
 
 
 def serve_engine(fd: int, build: EngineFactory) -> int:
     """Serve the socket `fd` until `Shutdown` or its peer is gone, and return the exit code."""
-    # A supervisor that finds no progress aborts: then every thread's stack goes to stderr, which
-    # needs neither the interpreter lock nor a thread that still runs.
+    # A supervisor that sees no progress sends SIGABRT. Then every thread's stack goes to stderr,
+    # which needs neither the interpreter lock nor a running thread.
     faulthandler.enable()
     # Ctrl-C and a service manager's SIGTERM reach the whole group; only the server decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -88,7 +88,7 @@ class _Child:
             self._report_death(str(error))
             return EXIT_UNUSABLE
         except BaseException as error:  # noqa: BLE001 - reported to the server, then the end
-            # In this order: stderr may be a pipe that is full.
+            # Report first: stderr may be a full pipe, and printing would block.
             self._report_death(f"{type(error).__name__}: {error}")
             traceback.print_exc()
             return EXIT_BUG
@@ -106,13 +106,13 @@ class _Child:
             while data := self._socket.recv(READ_BYTES):
                 for payload in self._buffer.feed(data):
                     self._post(self._codec.command(payload))
-        except BaseException:  # noqa: BLE001 - whatever it was, nothing more is heard
+        except BaseException:  # noqa: BLE001 - no command can be read any more
             traceback.print_exc()
         if self._loop is not None:
             with contextlib.suppress(queue.Full):
                 self._loop.post(Shutdown(), block=False)
             time.sleep(ORPHAN_GRACE_S)
-        # Nobody is left to hear why; a half-built or stuck engine is not worth waiting for.
+        # No server is left, so do not wait for an engine that is half built or stuck.
         os._exit(EXIT_ORPHANED)
 
     def _post(self, command: EngineCommand) -> None:
@@ -130,7 +130,7 @@ class _Child:
                 self._emit([loop.pulse()])
         except OSError:
             return  # the server is gone; the other threads end the process
-        except BaseException:  # noqa: BLE001 - an engine that works on in silence counts as stalled
+        except BaseException:  # noqa: BLE001 - without pulses the engine would count as stalled
             traceback.print_exc()
             os._exit(EXIT_BUG)
 

@@ -20,7 +20,7 @@ from session_server.engine_host.loop import EngineAssembly, EngineLoop
 from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
 
 STOP_TIMEOUT_S: Final = 10.0
-"""How long the step in flight may take to finish at the end."""
+"""Seconds that the forwards in flight may take to finish when the engine stops."""
 
 _T = TypeVar("_T")
 
@@ -86,7 +86,7 @@ class InlineEngine:
             self._watch.cancel()
         with contextlib.suppress(queue.Full):
             self._loop.post(Shutdown(), block=False)
-        # A step that hangs is not waited for: the thread is a daemon and ends with the process.
+        # Do not wait for a step that hangs: the thread is a daemon and ends with the process.
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -109,7 +109,7 @@ class InlineEngine:
             for event in events:
                 self._watchdog.note_event(event)
                 self._listener(event)
-        except Exception as error:  # noqa: BLE001 - the rest was not heard and would be waited for
+        except Exception as error:  # noqa: BLE001 - the remaining events are lost, so end the engine
             _LOG.exception("what the engine said was not understood")
             self._die(f"{type(error).__name__}: {error}")
 

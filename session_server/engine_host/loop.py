@@ -24,7 +24,7 @@ MAX_INBOX: Final = 1 << 16
 """Commands that may wait for the next step."""
 
 MAX_ITEMS_PER_STEP: Final = 512
-"""Inbox items one step takes, so that a storm of commands cannot stop those who stream."""
+"""Inbox items that one step takes, so that many commands at once do not stop running turns."""
 
 
 @dataclass(frozen=True, slots=True)

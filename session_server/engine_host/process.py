@@ -27,13 +27,13 @@ from session_server.engine_host.transport import Codec, FrameBuffer, TransportEr
 from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
 
 MAX_UNSENT_BYTES: Final = 256 << 20
-"""Commands an engine may leave unread before it counts as unavailable."""
+"""Bytes of commands that an engine may leave unread before it counts as unavailable."""
 
 READ_BYTES: Final = 1 << 16
 """Bytes of events handled before the event loop does anything else."""
 
 DEATH_PATIENCE_S: Final = 1.0
-"""How long a child that let go of its socket may take to end; its clients wait to be told."""
+"""Seconds that a child may take to exit after it closed its socket; clients wait for the news."""
 
 
 _LOG: Final = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class _ChildConnection(asyncio.BufferedProtocol):
         self._listener = listener
         self._codec = Codec()
         self._buffer = FrameBuffer()
-        # A small one: sockets wait for no more events than fit into it.
+        # Small, so that other sockets wait for no more events than fit into it.
         self._received = memoryview(bytearray(READ_BYTES))
         self._transport: asyncio.WriteTransport | None = None
         self._watchdog = Watchdog(listener)
@@ -226,7 +226,7 @@ class _ChildConnection(asyncio.BufferedProtocol):
         self._death_message = f"the engine moved no turn for {hang_limit_s:g} s"
         self.process.send_signal(signal.SIGABRT)
         await asyncio.sleep(DEATH_PATIENCE_S)
-        self.process.kill()  # one that is stopped hears nothing else
+        self.process.kill()  # a stopped process reacts to no other signal
 
     async def end(self, patience_s: float) -> None:
         """Wait for the child to exit by itself, then kill it, and close its socket."""
@@ -254,7 +254,7 @@ class _ChildConnection(asyncio.BufferedProtocol):
                 for event in self._codec.events(payload):
                     match event:
                         case EngineReady():
-                            if not self.ready.done():  # it may be given up already
+                            if not self.ready.done():  # else the start has timed out
                                 self.ready.set_result(event)
                         case EngineDied(message=message):
                             self._death_message = message

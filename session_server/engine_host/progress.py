@@ -13,19 +13,19 @@ from session_server.core.batch import Batch, StepResult
 from session_server.core.events import EnginePulse
 
 STEP_LIMIT_S: Final = 1.5
-"""A step may take this long whatever others took."""
+"""Seconds that any step may take, whatever others took."""
 
 STALL_RATIO: Final = 4.0
-"""A step may take this many times as long as recent ones of its size took."""
+"""How many times as long as recent steps of its size a step may take."""
 
 FIRST_FORWARD_LIMIT_S: Final = 60.0
-"""The first forward may take this long, because there is nothing to compare it with."""
+"""Seconds that the first forward may take: there is nothing to compare it with."""
 
 RECOUNT_LIMIT_S: Final = 60.0
-"""A step that recounts all memory on demand may take this long."""
+"""Seconds that a step may take if it recounts all memory on demand."""
 
 _DECAY: Final = 0.9
-"""Each later step of its size shrinks the remembered time of a slow one by this factor."""
+"""Each later step of its size multiplies the remembered time of a slow one by this."""
 
 
 class ForwardSize(NamedTuple):
@@ -63,7 +63,7 @@ class ForwardTimes:
 
         Returns None before the first forward.
         """
-        seen = list(self._slowest.values())  # in one go: another thread may be writing
+        seen = list(self._slowest.values())  # one atomic copy: another thread may write
         ratios = (
             (took_s, max(1.0, size.num_computed / of.num_computed, size.num_read / of.num_read))
             for of, took_s in seen
@@ -97,7 +97,7 @@ class Progress:
         if result.error is None:
             self._times.note(size, result.forward_s)
         if self._in_flight:
-            # The next forward could not begin before this one had ended.
+            # The device could not begin the next forward before this one ended.
             self._in_flight[0] = (self._in_flight[0][0], now_s)
         self._oldest = self._in_flight[0] if self._in_flight else None
 

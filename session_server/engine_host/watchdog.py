@@ -23,13 +23,14 @@ from session_server.core.events import (
 from session_server.core.ids import TurnId
 
 PULSE_INTERVAL_S: Final = 0.25
-"""Time between two pulses of an engine, and between two ticks of its watchdog."""
+"""Seconds between two pulses of an engine, and between two ticks of its watchdog."""
 
 SILENCE_LIMIT_S: Final = 1.5
-"""An engine that sends nothing for so long was stopped, or something holds its interpreter."""
+"""Seconds of silence after which an engine counts as stalled: its process was stopped, or something
+holds its interpreter."""
 
 HANG_LIMIT_S: Final = 300.0
-"""An engine that has turns and moves none of them for so long is ended."""
+"""Seconds after which an engine is ended if it has turns and none of them progresses."""
 
 
 class Watchdog:
