@@ -355,7 +355,7 @@ class DebugOptions(_Section):
     retract_interval: Annotated[
         int,
         Field(ge=0, le=1 << 20, description="forwards between two forced retractions; 0: none"),
-        Bound("launches", "the youngest of several running turns waits again, with its tokens"),
+        Bound("forwards", "the youngest of several running turns waits again, with its tokens"),
     ] = 0
 
 

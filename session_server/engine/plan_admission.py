@@ -79,7 +79,7 @@ class AdmissionPass:
     def _num_free_places(self) -> int:
         return self._limits.num_turns - len(self._claims.running) - len(self.work)
 
-    def _is_anybody_running(self) -> bool:
+    def _has_running(self) -> bool:
         return bool(self._claims.running or self.work)
 
     def _may_bypass(self, candidate: Candidate) -> bool:
@@ -98,7 +98,7 @@ class AdmissionPass:
         match reason:
             case BlockReason.TOKENS:
                 return num_candidates  # no bound: the next forwards bring it tokens
-            case BlockReason.PAGES if self._is_anybody_running():
+            case BlockReason.PAGES if self._has_running():
                 # Bounded, since whoever bypasses it may take the pages that it waits for.
                 return max(0, MAX_BYPASSES - turn.times_bypassed)
             case BlockReason.PAGES | BlockReason.TURNS | BlockReason.SHORTAGE:
@@ -151,7 +151,7 @@ class AdmissionPass:
         """
         quote, budget = candidate.quote, self._budget
         shortage = Shortage(budget.pages, needed, quote.needs_row - budget.num_rows)
-        if shortage and self._is_anybody_running():
+        if shortage and self._has_running():
             # Compare with the totals first: asking every session in vain, in every step, would cost
             # a step O(idle sessions).
             idle = budget.idle.remaining()
@@ -170,7 +170,7 @@ class AdmissionPass:
             # A turn that rewinds its session needs less than the session holds. Once that is cold,
             # the next plan prices the turn without the pages that the rewind drops.
             asked.append(own_session)
-        if self._is_anybody_running():
+        if self._has_running():
             budget.idle.put_back(asked)
         else:
             # No running turn will give pages back. Sessions that share pages report none of them,

@@ -187,7 +187,7 @@ def test_a_fork_shares_the_snapshot_and_leaves_it_as_it_is() -> None:
     world.close_everything()
 
 
-def test_a_launch_reads_one_state_and_writes_others() -> None:
+def test_a_forward_reads_one_state_and_writes_others() -> None:
     world = make_world(16)
     loan = world.begin(SESSION, [1] * 60)
     cache, turn_id = world.cache, world.turns[SESSION].turn_id
@@ -207,7 +207,7 @@ def test_a_launch_reads_one_state_and_writes_others() -> None:
         loan.state_moves(7, 20)
 
 
-def test_a_launch_that_failed_is_launched_again_from_the_same_state() -> None:
+def test_a_forward_that_failed_is_launched_again_from_the_same_state() -> None:
     world = make_world(16)
     say(world, [1] * 5)
     loan = world.begin(SESSION, [2] * 50)
@@ -259,7 +259,7 @@ def test_the_checker_misses_no_state() -> None:
 
 
 @pytest.mark.parametrize("num_right", range(4))
-def test_a_launch_with_guesses_leaves_a_state_after_each_of_them(num_right: int) -> None:
+def test_a_forward_with_guesses_leaves_a_state_after_each_of_them(num_right: int) -> None:
     """Over the end of a page, as it happens: what wrong ones left is overwritten, or goes."""
     world = make_world(4)
     say(world, [1] * 6)

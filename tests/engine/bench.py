@@ -42,7 +42,7 @@ class Seen:
 
 
 class Bench:
-    """Sends commands, executes launches when told, checks the order of events as it hears them."""
+    """Sends commands, executes forwards when told, checks the order of events as it hears them."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Bench:
         return outcome
 
     def settle(self) -> StepOutcome:
-        """Execute the oldest launch and let the engine settle it."""
+        """Execute the oldest forward and let the engine settle it."""
         return self.step(results=(self.runner.execute(),))
 
     def run(self, *commands: EngineCommand, max_steps: int = 2000) -> None:

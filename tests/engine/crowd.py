@@ -24,7 +24,7 @@ class Coming:
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """A turn of the crowd. `ahead`: who was live when it came; `since`: launches before it."""
+    """A turn of the crowd. `ahead`: who was live when it came; `since`: forwards before it."""
 
     prompt_len: int
     max_new: int
@@ -47,7 +47,7 @@ class Given:
 class Crowd:
     """Turns of sessions that share nothing, so that a turn lacks its whole prompt at first.
 
-    `forwards`: per launch, what it gave to each live turn.
+    `forwards`: per forward, what it gave to each live turn.
     """
 
     def __init__(self, stage: Sizes) -> None:

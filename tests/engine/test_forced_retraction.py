@@ -1,4 +1,4 @@
-"""The switch that retracts the youngest running turn every so many launches."""
+"""The switch that retracts the youngest running turn every so many forwards."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_turn_that_runs_alone_is_not_retracted() -> None:
 
 
 def test_the_switch_works_once_in_every_interval() -> None:
-    """Two of four turns run at a time. After launch 8 the younger one is only just admitted."""
+    """Two of four turns run at a time. After forward 8 the younger one is only just admitted."""
     bench = crowd(Sizes(retract_interval=4, num_in_flight=1, max_running=2, chunk_tokens=64), 7)
     together = [batch.step for batch in bench.batches if len(batch.rows) == 2]
     alone = [batch.step for batch in bench.batches if len(batch.rows) == 1]

@@ -39,7 +39,7 @@ def park(bench: Bench, name: str, prompt: tuple[int, ...], *, salt: str | None =
 
 
 def work(bench: Bench, num_steps: int) -> list[Batch]:
-    """So many steps of a turn that goes on and on; gives the launches."""
+    """So many steps of a turn that goes on and on; gives the forwards."""
     if TurnId("work") not in bench.turns:
         session_id = bench.open("worker", salt="worker")
         bench.step(bench.submit_command(session_id, "work", (7, 8, 9), max_tokens=200))
@@ -144,7 +144,7 @@ def test_no_probe_comes_between_a_failed_forward_and_its_retry() -> None:
         ahead = bench.engine.inspect().in_flight.num_forwards + 1
         bench.runner.faults.fail_steps.add(ahead)
         work(bench, 1)
-        while (oldest := bench.runner.next_launch()) is not None and oldest.step < ahead:
+        while (oldest := bench.runner.next_batch()) is not None and oldest.step < ahead:
             work(bench, 1)
         if oldest is not None and oldest.rows:
             failed.append(ahead)
@@ -257,7 +257,7 @@ def test_a_fault_behind_a_shared_beginning_has_that_looked_at_next() -> None:
     probes = [batch.probe for batch in bench.batches[found:] if batch.probe]
     # The first of the three may have been launched by the step that took in the verdict.
     assert [probe.start for probe in probes][-2:] == [4, 8]
-    assert len(bench.batches) - found < 8, "a probe that waits its time comes after 20 launches"
+    assert len(bench.batches) - found < 8, "a probe that waits its time comes after 20 forwards"
     assert checks(bench).quarantined_sessions == (a,)
     assert bench.cache.slot(b).state is SlotState.PARKED
 

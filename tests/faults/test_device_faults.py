@@ -1,4 +1,4 @@
-"""The device refuses a forward, or computes nonsense: at every launch, in every row."""
+"""The device refuses a forward, or computes nonsense: at every forward, in every row."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def play(rig: Rig) -> None:
 
 @contextlib.contextmanager
 def struck(rig: Rig, numbers: Collection[int], row: int | None = None) -> Iterator[None]:
-    """Launches `numbers` of what is played inside are refused, or row `row` of them is NaN."""
+    """Forwards `numbers` of what is played inside are refused, or row `row` of them is NaN."""
     runner = rig.engine.hand.device
     first = len(rig.engine.hand.batches) + 1
     execute = runner.execute
 
     def execute_struck() -> StepResult:
-        batch = runner.next_launch()
+        batch = runner.next_batch()
         if batch.step - first in numbers:
             if row is None:
                 runner.faults.fail_steps.add(batch.step)
@@ -51,7 +51,7 @@ def struck(rig: Rig, numbers: Collection[int], row: int | None = None) -> Iterat
         yield
 
 
-@injects("NaN or Inf in the logits", "every row of every launch", points=100)
+@injects("NaN or Inf in the logits", "every row of every forward", points=100)
 def test_a_row_of_nonsense_fails_its_turn_and_no_other(points: Points) -> None:
     for sizes in SIZES:
         with Rig(sizes) as rig:
@@ -71,7 +71,7 @@ def test_a_row_of_nonsense_fails_its_turn_and_no_other(points: Points) -> None:
                     points.strike()
 
 
-@injects("device error", "every launch is refused once", points=50)
+@injects("device error", "every forward is refused once", points=50)
 def test_a_refused_launch_is_tried_again_and_loses_nothing(points: Points) -> None:
     for sizes in SIZES:
         with Rig(sizes) as rig:
@@ -84,7 +84,7 @@ def test_a_refused_launch_is_tried_again_and_loses_nothing(points: Points) -> No
                 points.strike()
 
 
-@injects("device error", "every launch is refused, and the four behind it", points=50)
+@injects("device error", "every forward is refused, and the four behind it", points=50)
 def test_a_device_that_keeps_refusing_fails_turns_clearly_and_then_works_again(
     points: Points,
 ) -> None:

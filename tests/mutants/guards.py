@@ -28,7 +28,7 @@ CANCEL_BY_PREFIX = Mutant(
 )
 
 LAUNCH_SHARES_HISTORY = Mutant(
-    "A launch holds a view of the history instead of a copy.",
+    "A forward holds a view of the history instead of a copy.",
     "sglang#8056 (R10)",
     Edit(
         "cache.session_slot:TokenLog.copy",

@@ -71,7 +71,7 @@ WRITES_GO_LOST = Mutant(
 )
 
 WRITES_ARE_REVERSED = Mutant(
-    "Page table deltas of one launch reach the device newest first.",
+    "Page table deltas of one forward reach the device newest first.",
     "systematic",
     Edit(
         "session_server.engine.outbox:Outbox.take_writes",

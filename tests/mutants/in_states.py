@@ -27,7 +27,7 @@ OLD_STATES_STAY = Mutant(
 )
 
 STATES_AHEAD_ARE_GIVEN_BACK = Mutant(
-    "With a result, the states that later launches will leave are given back too.",
+    "With a result, the states that later forwards will leave are given back too.",
     "systematic",
     Edit("cache.lease_states:LeaseStates.release_superseded", "n <= computed_len and ", ""),
 )
@@ -51,7 +51,7 @@ LAST_STATE_IS_NOT_LONG_ENOUGH = Mutant(
 )
 
 NO_STATE_ON_THE_WAY = Mutant(
-    "A launch over the end of a page leaves no state there.",
+    "A forward over the end of a page leaves no state there.",
     "systematic",
     Edit(
         "cache.lease_states:LeaseStates._written_lengths",
@@ -61,7 +61,7 @@ NO_STATE_ON_THE_WAY = Mutant(
 )
 
 STATE_IS_OVERWRITTEN = Mutant(
-    "A launch that begins at the end of a page writes the state there anew, which it reads.",
+    "A forward that begins at the end of a page writes the state there anew, which it reads.",
     "systematic",
     Edit(
         "cache.lease_states:LeaseStates._written_lengths",
@@ -143,7 +143,7 @@ SNAPSHOT_OF_THE_NEXT_PAGE = Mutant(
 )
 
 LAUNCH_AHEAD_BEGINS_WHERE_IT_IS_SETTLED = Mutant(
-    "A launch ahead of results goes on from the last state that is settled.",
+    "A forward ahead of results goes on from the last state that is settled.",
     "systematic",
     Edit(
         "cache.lease:KVLease.state_moves",
@@ -179,7 +179,7 @@ STATES_ARE_NOT_LENT = Mutant(
 )
 
 STATES_ARE_NOT_COUNTED = Mutant(
-    "What a launch leaves is bought without asking whether as many states are free.",
+    "What a forward leaves is bought without asking whether as many states are free.",
     "systematic",
     Edit(
         "cache.lease:KVLease.missing_pages",
@@ -245,7 +245,7 @@ ROW_COMES_WITH_TOO_FEW_STATES = Mutant(
 )
 
 GUESSES_LEAVE_ONE_STATE = Mutant(
-    "A launch that verifies drafts leaves one state, after all of them.",
+    "A forward that verifies drafts leaves one state, after all of them.",
     "mlx-lm#1109 (A10)",
     Edit(
         "cache.lease_states:LeaseStates._written_lengths",
@@ -255,7 +255,7 @@ GUESSES_LEAVE_ONE_STATE = Mutant(
 )
 
 LAST_GUESS_LEAVES_NO_STATE = Mutant(
-    "A launch that verifies drafts leaves no state after the last of them.",
+    "A forward that verifies drafts leaves no state after the last of them.",
     "systematic",
     Edit(
         "cache.lease_states:LeaseStates._written_lengths",

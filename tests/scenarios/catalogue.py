@@ -29,7 +29,7 @@ CATALOGUE = MappingProxyType(
         "D5": "an error path frees what a transfer frees again when it completes",
         "D6": "a page is published twice under different keys",
         "D7": "the pages of a running turn are counted as its session's too",
-        "A1": "a row is freed and taken while a launch that reads it is still under way",
+        "A1": "a row is freed and taken while a forward that reads it is still under way",
         "A2": "a close in mid-decode hands the pages to whoever comes next",
         "A3": "a cancel frees pages that a copy still writes to",
         "A4": "padded rows of a batch read and write the row of a live session",

@@ -40,7 +40,7 @@ from tests.sim.layers import Layers, Mixture
 
 
 @scenario("A1", DELTA_IS_A_VIEW)
-def test_a1_a_row_freed_and_taken_while_an_older_launch_reads_it_is_not_disturbed() -> None:
+def test_a1_a_row_freed_and_taken_while_an_older_forward_reads_it_is_not_disturbed() -> None:
     bench = Bench(Sizes(num_rows=2, num_pages=8, chunk_tokens=64))
     doomed, other = bench.open("doomed"), bench.open("other")
     bench.step(bench.submit_command(doomed, "a", distinct(1, 12), max_tokens=20))
@@ -174,7 +174,7 @@ def test_a8_a_token_that_lands_after_its_turn_was_retracted_is_not_applied() -> 
 
 
 @scenario("A8", LATE_RESULT_IS_APPLIED)
-def test_a8_a_token_that_lands_behind_a_launch_that_failed_is_not_applied() -> None:
+def test_a8_a_token_that_lands_behind_a_forward_that_failed_is_not_applied() -> None:
     for failing in range(1, 9):
         bench = Bench(Sizes(chunk_tokens=8, num_in_flight=2))
         bench.runner.faults.fail_steps.add(failing)

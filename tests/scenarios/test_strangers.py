@@ -53,7 +53,7 @@ def test_c1_a_fresh_session_is_given_kv_of_its_own_tokens_only() -> None:
 
 
 @scenario("C2", DELTA_IS_A_VIEW)
-def test_c2_what_a_launch_was_given_does_not_change_before_it_is_executed() -> None:
+def test_c2_what_a_forward_was_given_does_not_change_before_it_is_executed() -> None:
     bench = Bench(Sizes(page_size=1, num_pages=24, num_rows=2, chunk_tokens=64))
     doomed, other = bench.open("doomed"), bench.open("other")
     bench.step(bench.submit_command(doomed, "a", distinct(1, 20), max_tokens=3))

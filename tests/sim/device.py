@@ -10,7 +10,7 @@ Every pool holds the same tags, and each is read as far as its layers see: one t
 gives the text, and the others are compared with it. A recurrent state is the last tag of those it
 stands for.
 
-Nothing happens at launch: a launch is executed later, at a moment of the caller's choosing, from
+Nothing happens at launch: a forward is executed later, at a moment of the caller's choosing, from
 the frozen batch alone. Whatever the host does in between must not matter.
 """
 
@@ -130,7 +130,7 @@ class EchoMemory:
 
 
 class EchoRunner:
-    """Executes launches strictly in order, when told to.
+    """Executes forwards strictly in order, when told to.
 
     `states`: the recurrent pool, None where there is none. `salt_of`: the tenant's salt of a turn.
     `truth_of`: what a turn's cells must hold; without it the text alone tells. `draft_skill`: how
@@ -174,22 +174,22 @@ class EchoRunner:
         self._salt_of = lambda _: salt
 
     def launch(self, batch: Batch) -> None:
-        """Queue a launch; it has no effect yet."""
+        """Queue a forward; it has no effect yet."""
         assert all(row.row != 0 for row in batch.rows), "the padding row is nobody's"
         assert len({row.row for row in batch.rows}) == len(batch.rows), "a row appears once"
         assert not (batch.rows and batch.probe), "a probe goes alone"
         self._queue.append(batch)
 
-    def next_launch(self) -> Batch | None:
-        """The launch that `execute` will carry out."""
+    def next_batch(self) -> Batch | None:
+        """The batch that `execute` will carry out."""
         return self._queue[0] if self._queue else None
 
     def is_queued(self, turn_id: TurnId) -> bool:
-        """Whether a launch that was not carried out has a row of this turn."""
+        """Whether a forward that was not carried out has a row of this turn."""
         return any(row.turn_id == turn_id for batch in self._queue for row in batch.rows)
 
     def execute(self) -> StepResult:
-        """Carry out the oldest launch.
+        """Carry out the oldest forward.
 
         Raises:
             ContentMismatch: it read what does not belong to one of its turns.
@@ -355,7 +355,7 @@ class EchoRunner:
 
     def _scribble(self, row: BatchRow) -> None:
         """A forward that failed may have written anything where it was to write, and its row's
-        sampler remembers nothing of use to the launch behind it.
+        sampler remembers nothing of use to the forward behind it.
         """
         root = name_value(self._salt_of(row.turn_id))
         self._samplers[row.row] = Sampler(seed=GARBAGE, root=root, last_token=1)

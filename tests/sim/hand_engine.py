@@ -1,6 +1,6 @@
 """One engine stepped by hand: every test without a real device or a clock drives this one.
 
-A step plans and launches; a launch is carried out when its result is asked for, and nothing else
+A step plans and launches; a forward is carried out when its result is asked for, and nothing else
 moves. The device is the echo device (`device`), or any other that waits to be asked.
 """
 
@@ -106,23 +106,23 @@ class Sizes:
 
 
 class Device(Protocol):
-    """Carries out launches strictly in order, when told to."""
+    """Carries out forwards strictly in order, when told to."""
 
     def __len__(self) -> int: ...
 
     def launch(self, batch: Batch) -> None:
-        """Queue a launch."""
+        """Queue a forward."""
         ...
 
     def execute(self) -> StepResult:
-        """Carry out the oldest launch."""
+        """Carry out the oldest forward."""
         ...
 
 
 class LateDevice:
-    """A real runner as a device: it computes a launch when asked for its result.
+    """A real runner as a device: it computes a forward when asked for its result.
 
-    `batch` is the launch that it computes now, or computed last.
+    `batch` is the forward that it computes now, or computed last.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -190,15 +190,15 @@ class HandEngine:
 
     @property
     def num_launched(self) -> int:
-        """Launches that the engine has not been told the result of."""
+        """Forwards that the engine has not been told the result of."""
         return len(self.device) + len(self._results)
 
     def execute(self) -> None:
-        """Carry out the oldest launch; its result comes when it is asked for."""
+        """Carry out the oldest forward; its result comes when it is asked for."""
         self._results.append(self.device.execute())
 
     def take_results(self, num_results: int) -> list[StepResult]:
-        """Return results of the oldest launches, which are carried out now if need be."""
+        """Return results of the oldest forwards, which are carried out now if need be."""
         while len(self._results) < num_results and len(self.device):
             self.execute()
         count = min(num_results, len(self._results))

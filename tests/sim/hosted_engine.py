@@ -95,7 +95,7 @@ class HostedEngine(Generic[EngineT]):
 
     def step(self) -> None:
         """Take one step as a loop would, if it makes a difference: an engine that can do nothing
-        else waits for its oldest launch.
+        else waits for its oldest forward.
         """
         if self.is_busy:
             self.now_s += STEP_S

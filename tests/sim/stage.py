@@ -99,10 +99,10 @@ class Stage(HandEngine):
         return outcome
 
     def draw_fault(self) -> dict[str, Any]:
-        """What goes wrong with the launch that the device carries out next, if anything, as
+        """What goes wrong with the forward that the device carries out next, if anything, as
         fields of the operation that is to `inject` it."""
-        launch = self.device.next_launch()
-        if launch is None or not launch.rows:
+        batch = self.device.next_batch()
+        if batch is None or not batch.rows:
             return {}
         struck = [site for site in DEVICE_SITES if self._context.faults.strikes(site)]
         if not struck:
@@ -110,25 +110,25 @@ class Stage(HandEngine):
         return {"fault": struck[-1].value, "which": self._context.draws.below("which row", 8)}
 
     def inject(self, fault: str, which: int) -> None:
-        """Let the launch that the device carries out next go wrong: all of it ("device_raise"),
+        """Let the forward that the device carries out next go wrong: all of it ("device_raise"),
         or one of its rows, now ("device_nan") or until its turn ends ("device_poison").
         """
         device, turns = self.device, self.history.live
-        launch = device.next_launch()
-        if launch is None or not launch.rows:
+        batch = device.next_batch()
+        if batch is None or not batch.rows:
             return
         self.history.reached[f"fault {fault}"] += 1
-        turn_id = launch.rows[which % len(launch.rows)].turn_id
+        turn_id = batch.rows[which % len(batch.rows)].turn_id
         if fault == "device_nan":
             device.faults.nan_turns.add(turn_id)
             if turn_id in turns:
                 turns[turn_id].faults.add("numerical_error")
             return
         if fault == "device_raise":
-            device.faults.fail_steps.add(launch.step)
+            device.faults.fail_steps.add(batch.step)
         else:
             device.faults.poison_turns.add(turn_id)
-        # Who meets a failed launch twice fails; a poisonous turn may meet everybody.
+        # Who meets a failed forward twice fails; a poisonous turn may meet everybody.
         for turn in turns.values():
             turn.faults.add("device_failed")
 

@@ -35,10 +35,10 @@ from tests.sim.trace import Op
 
 LEGEND: Final = """\
   step  settled | told | launched | pages | said
-  settled   #7 t1:2 t3:nan     launch 7 came back: t1 got 2 tokens, t3 NaN; #7 error: all failed
+  settled   #7 t1:2 t3:nan     forward 7 came back: t1 got 2 tokens, t3 NaN; #7 error: all failed
   told      s1+6 new session of 6 tokens   t1=s1@6+3 turn: 6 tokens of s1, then 3 new
             t1x2 cancel, 2 outputs stay (x-: nothing)   t1.2 stop after 2   s1x close
-  launched  #9 t1@12+1 t3@4+8? launch 9: t1 one position from 12 on, t3 eight (? samples, d2 drafts)
+  launched  #9 t1@12+1 t3@4+8? forward 9: t1 one position from 12, t3 eight (? samples, d2 drafts)
   pages     f free  e evictable  p protected by a lock  h held by idle sessions  a active
   said      t1> started  t1+2 two tokens  t1! ended (what, history length)  s1- cooled  s1x gone
   >         what clients, the network or the clock did"""
@@ -98,12 +98,12 @@ class Story:
         return self._names[given]
 
     def _result(self, result: StepResult) -> str:
-        launch = self._launches.pop(result.step)
+        batch = self._launches.pop(result.step)
         if result.error is not None:
             return f"#{result.step} error"
-        if launch.probe is not None:
+        if batch.probe is not None:
             return f"#{result.step} probe {'holds' if result.probe_holds else 'fails'}"
-        pairs = zip(launch.rows, result.rows, strict=True)
+        pairs = zip(batch.rows, result.rows, strict=True)
         rows = (f"{self._name(row.turn_id)}:{_outcome(outcome)}" for row, outcome in pairs)
         return f"#{result.step} {' '.join(rows)}"
 

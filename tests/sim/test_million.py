@@ -148,7 +148,7 @@ RARE: Final = (
     "rolled back to a state",
     "snapshot",
     "snapshot evicted",
-    "state of a failed launch dropped",
+    "state of a failed forward dropped",
     "turn cancelled by disconnected, keeps",
     "turn cancelled by session_closed, keeps",
     "turn completed: stop string",

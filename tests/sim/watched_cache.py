@@ -297,7 +297,7 @@ class WatchedCache(SessionAwareCache):
         if num_missing > ledger.num_free + ledger.num_evictable:
             raise AuditFailed(f"{turn_id} lacks {num_missing} states: {ledger.snapshot()}")
         lengths = lease.states.lengths
-        self.reached["state of a failed launch dropped"] += bool(lengths) and lengths[-1] > to_len
+        self.reached["state of a failed forward dropped"] += bool(lengths) and lengths[-1] > to_len
 
     @contextmanager
     def _rolling_back(self, turn_id: TurnId) -> Iterator[None]:
