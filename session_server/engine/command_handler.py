@@ -173,12 +173,12 @@ class CommandHandler:
         if context_len == 0:
             return InvalidRequest("a turn needs a token to start from", param="input")
         if sampling.seed is None:
-            return InvalidRequest("a submitted turn has a seed", param="seed")
+            return InvalidRequest("a submitted turn needs a seed", param="seed")
         if not self._are_tokens(command.tokens):
             return InvalidRequest("a token id is outside the vocabulary", param="input")
         if context_len + min(1, sampling.max_tokens) > self.turn_capacity.max_turn_len:
             return ContextTooLong(
-                f"{context_len} tokens and an answer do not fit: a turn may reach "
+                f"{context_len} tokens leave no room for an answer: a context may have "
                 f"{self.turn_capacity.max_turn_len} tokens"
             )
         return None

@@ -276,5 +276,5 @@ class Engine:
             return
         if turn.admission is not None and self._cache.release_rollback_page(turn_id):
             return  # the page was kept for a rollback only; it may be the one that is missing
-        error = ServerBusy("the memory left does not hold this turn")
+        error = ServerBusy("the memory that is left cannot hold this turn")
         self._settler.fail(turn, error)

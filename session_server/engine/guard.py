@@ -205,8 +205,8 @@ class MemoryGuard:
             if are_turns_whole:
                 self._scheduler.requeue(turn)
             else:
-                error = InternalInconsistency("the books of the memory were found wrong")
+                error = InternalInconsistency("the memory accounts were found wrong and rebuilt")
                 self._settler.fail_dropped(turn, error)
         self.watch.audit_all()
         if self.watch.take_damage():
-            raise AuditFailed("the books are wrong although nobody holds anything")
+            raise AuditFailed("the books are wrong right after a rebuild")

@@ -80,7 +80,7 @@ class SlicedAudit:
         is_complete = recount.advance(SLICE_UNITS)
         self.has_violations = bool(recount.violations)
         if self.has_violations:
-            _LOG.warning("memory check: to be confirmed: %s", recount.violations[0].text)
+            _LOG.warning("memory check: unconfirmed: %s", recount.violations[0].text)
         if is_complete:
             self._stop()
         return is_complete

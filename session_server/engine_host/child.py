@@ -142,4 +142,4 @@ class _Child:
         try:
             self._emit([EngineDied(message=message, will_restart=False)])
         except OSError:
-            print("the server is gone and will not hear of it", file=sys.stderr)
+            print("the server is gone, so this error cannot be reported to it", file=sys.stderr)

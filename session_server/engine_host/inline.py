@@ -94,7 +94,7 @@ class InlineEngine:
         try:
             self._loop.run()
         except BaseException as error:  # noqa: BLE001 - the thread ends, and the server is told
-            _LOG.exception("the engine died of a bug")
+            _LOG.exception("the engine ended with an exception")
             self._call(self._die, f"{type(error).__name__}: {error}")
 
     def _emit(self, events: list[EngineEvent]) -> None:
@@ -110,7 +110,7 @@ class InlineEngine:
                 self._watchdog.note_event(event)
                 self._listener(event)
         except Exception as error:  # noqa: BLE001 - the remaining events are lost, so end the engine
-            _LOG.exception("what the engine said was not understood")
+            _LOG.exception("an event of the engine could not be handled")
             self._die(f"{type(error).__name__}: {error}")
 
     async def _give_up_when_hung(self, watchdog: Watchdog, loop: EngineLoop) -> None:

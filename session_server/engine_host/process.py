@@ -167,8 +167,8 @@ class EngineProcess:
         assert self.failed is not None
         error = None if supervisor.cancelled() else supervisor.exception()
         if error is not None and not self.failed.done():
-            _LOG.error("the engine's supervisor broke", exc_info=error)
-            self.failed.set_result(f"its supervisor broke: {type(error).__name__}: {error}")
+            _LOG.error("the engine's supervisor failed", exc_info=error)
+            self.failed.set_result(f"its supervisor failed: {type(error).__name__}: {error}")
 
 
 class _ChildConnection(asyncio.BufferedProtocol):
@@ -186,7 +186,7 @@ class _ChildConnection(asyncio.BufferedProtocol):
         self._received = memoryview(bytearray(READ_BYTES))
         self._transport: asyncio.WriteTransport | None = None
         self._watchdog = Watchdog(listener)
-        self._death_message = "the engine process ended without a word"
+        self._death_message = "the engine process ended without a message"
 
     @classmethod
     async def begin(cls, settings: ProcessSettings, listener: EventListener) -> _ChildConnection:
