@@ -1,4 +1,4 @@
-"""What a turn can count on beside others, in forwards and tokens: the bounds of docs/scheduling.md.
+"""What a turn gets beside other turns, in forwards and tokens: the bounds of docs/scheduling.md.
 
 The real engine on the echo device, driven step by step; nothing here is measured in seconds.
 """
