@@ -26,10 +26,11 @@ class ForwardInputs:
     """Hold the tensors of one forward, and which rows its results belong to.
 
     `token_ids`, `positions`: int64 [tokens]. `logits_indices`: int64 [n], the tokens whose hidden
-    state is returned: first the sampled positions, in the order of `sample_spans`; then the scored
-    positions of each row of `scored`, row after row; then the last token of each row of
-    `unsampled`, which shows whether the row's KV is finite. `sampled`, `scored`, `unsampled`:
-    indices into the rows of the batch. `sample_spans`: the positions each row of `sampled` samples.
+    state is returned: first the sampled positions, in the order of `sample_spans`; then those of
+    prompt logprobs, row after row of `prompt_rows`; then the last token of each row of `unsampled`,
+    which shows whether the row's KV is finite. `sampled`, `prompt_rows`, `unsampled`: indices into
+    the rows of the batch, the second of those that ask for prompt logprobs. `sample_spans`: the
+    positions each row of `sampled` samples.
     """
 
     token_ids: Tensor
@@ -37,7 +38,7 @@ class ForwardInputs:
     attention: AttentionMeta
     logits_indices: Tensor
     sampled: tuple[int, ...]
-    scored: tuple[int, ...]
+    prompt_rows: tuple[int, ...]
     unsampled: tuple[int, ...]
     sample_spans: tuple[SampleSpan, ...]
 
@@ -95,10 +96,10 @@ class InputBuilder:
                 host[0, first_draft:end] = 0 if row.drafts is None else row.drafts
             self._write_positions(span, host[1:, span.offset : end])
         sampled = tuple(i for i, row in enumerate(rows) if row.sample)
-        scored = tuple(i for i, row in enumerate(rows) if row.prompt_logprobs is not None)
+        prompt_rows = tuple(i for i, row in enumerate(rows) if row.prompt_logprobs is not None)
         unsampled = tuple(i for i, row in enumerate(rows) if not row.sample)
         logits_indices = _logits_indices(
-            rows, offsets, sampled=sampled, scored=scored, unsampled=unsampled
+            rows, offsets, sampled=sampled, prompt_rows=prompt_rows, unsampled=unsampled
         )
         host_ints = torch.from_numpy(np.concatenate((host.reshape(-1), logits_indices)))
         device_ints = host_ints.to(self._device)
@@ -118,7 +119,7 @@ class InputBuilder:
             ),
             logits_indices=device_ints[host.size :],
             sampled=sampled,
-            scored=scored,
+            prompt_rows=prompt_rows,
             unsampled=unsampled,
             sample_spans=tuple(_sample_span(rows[i]) for i in sampled),
         )
@@ -178,18 +179,18 @@ def _logits_indices(
     offsets: list[int],
     *,
     sampled: tuple[int, ...],
-    scored: tuple[int, ...],
+    prompt_rows: tuple[int, ...],
     unsampled: tuple[int, ...],
 ) -> NDArray[np.int64]:
     last = [offset + row.num_tokens - 1 for offset, row in zip(offsets, rows, strict=True)]
     choices = [last[i] - behind for i in sampled for behind in range(rows[i].num_drafts, -1, -1)]
     parts = [np.array(choices, dtype=np.int64)]
-    for index in scored:
-        row, score = rows[index], rows[index].prompt_logprobs
-        assert score is not None
-        first = score.start - row.start
-        assert 0 <= first <= row.num_tokens - len(score.targets), "scores lie inside the row"
-        parts.append(offsets[index] + first + np.arange(len(score.targets)))
+    for index in prompt_rows:
+        row, requested = rows[index], rows[index].prompt_logprobs
+        assert requested is not None
+        first = requested.start - row.start
+        assert 0 <= first <= row.num_tokens - len(requested.targets), "they lie inside the row"
+        parts.append(offsets[index] + first + np.arange(len(requested.targets)))
     if unsampled:
         parts.append(np.array([last[i] for i in unsampled], dtype=np.int64))
     return np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -35,7 +35,7 @@ from session_server.runner.probe import probe_holds
 from session_server.runner.sampler import Sampler
 from session_server.runner.verification import verify
 
-SCORE_BLOCK: Final = 128
+PROMPT_LOGPROB_BLOCK: Final = 128
 """Prompt positions whose logits are computed at a time: [128, vocab], not [prompt, vocab]."""
 
 
@@ -127,10 +127,11 @@ class ModelRunner:
         """Return the logits that `launch` of this batch computes, without sampling.
 
         Idempotent: it writes the KV that `launch` writes again. Rows with missing drafts must have
-        been started by an earlier launch.
+        been started by an earlier forward.
 
         Returns:
-            float32 [n, vocab]: sampled positions in the order of the batch, then scored positions.
+            float32 [n, vocab]: sampled positions in the order of the batch, then those of prompt
+                logprobs.
         """
         self._apply_table_writes(batch.table_writes)
         inputs, hidden = self._forward(batch)
@@ -151,11 +152,11 @@ class ModelRunner:
             return StepOutputs(())
         inputs, hidden = self._forward(batch)
         num_choices = inputs.num_choices
-        outputs = StepOutputs(batch.rows, inputs.sampled, inputs.scored, inputs.unsampled)
+        outputs = StepOutputs(batch.rows, inputs.sampled, inputs.prompt_rows, inputs.unsampled)
         if num_choices:
             outputs.sampled_rows = self._sample(inputs, hidden[:num_choices])
-        if inputs.scored:
-            outputs.scores = self._score(batch, inputs, hidden[num_choices:])
+        if inputs.prompt_rows:
+            outputs.prompt_logprobs = self._prompt_logprobs(batch, inputs, hidden[num_choices:])
         if inputs.unsampled:
             # The last position has read the row's whole KV, so NaN or Inf in it appears here.
             outputs.finite = hidden[-len(inputs.unsampled) :].sum(dim=-1).isfinite()
@@ -196,21 +197,21 @@ class ModelRunner:
         finite = logits.sum(dim=-1).isfinite()
         return SampledRows(spans, tokens, finite, wants, num_top, logprobs, num_accepted)
 
-    def _score(
+    def _prompt_logprobs(
         self, batch: Batch, inputs: ForwardInputs, hidden: Tensor
     ) -> list[list[DeviceLogprobs]]:
-        """Return the logprobs of each scored row, block by block."""
-        scores: list[list[DeviceLogprobs]] = []
+        """Return the prompt logprobs of each row that asks for them, block by block."""
+        prompt_logprobs: list[list[DeviceLogprobs]] = []
         offset = 0
-        for index in inputs.scored:
+        for index in inputs.prompt_rows:
             request = batch.rows[index].prompt_logprobs
             assert request is not None, "only rows with prompt logprobs are listed"
             targets = torch.from_numpy(request.targets).to(hidden.device, torch.int64)
             blocks = []
-            for first in range(0, len(targets), SCORE_BLOCK):
-                of_block = targets[first : first + SCORE_BLOCK]
+            for first in range(0, len(targets), PROMPT_LOGPROB_BLOCK):
+                of_block = targets[first : first + PROMPT_LOGPROB_BLOCK]
                 logits = self._model.decoder.logits(hidden[offset : offset + len(of_block)])
                 blocks.append(token_logprobs(logits, of_block, num_top=request.num_top))
                 offset += len(of_block)
-            scores.append(blocks)
-        return scores
+            prompt_logprobs.append(blocks)
+        return prompt_logprobs

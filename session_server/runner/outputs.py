@@ -35,18 +35,19 @@ class SampledRows:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """Hold the results of one forward; `sampled`, `scored`, `unsampled` are indices into `rows`.
+    """Hold the results of one forward; `sampled`, `prompt_rows`, `unsampled` are indices of `rows`.
 
-    `scores`: per scored row, its blocks in order. `finite`: bool [n], per unsampled row.
+    `prompt_logprobs`: per row of `prompt_rows`, its blocks in order. `finite`: bool [n], per row of
+    `unsampled`.
     `probe_holds`: bool scalar, for a batch with a probe.
     """
 
     rows: tuple[BatchRow, ...]
     sampled: tuple[int, ...] = ()
-    scored: tuple[int, ...] = ()
+    prompt_rows: tuple[int, ...] = ()
     unsampled: tuple[int, ...] = ()
     sampled_rows: SampledRows | None = None
-    scores: list[list[DeviceLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[list[DeviceLogprobs]] = field(default_factory=list)
     finite: Tensor | None = None
     probe_holds: Tensor | None = None
 
@@ -64,7 +65,7 @@ class StepOutputs:
                 logprobs=None if rows.logprobs is None else rows.logprobs.map(_pinned),
                 num_accepted=None if rows.num_accepted is None else _pinned(rows.num_accepted),
             )
-        self.scores = [[block.map(_pinned) for block in blocks] for blocks in self.scores]
+        self.prompt_logprobs = [[b.map(_pinned) for b in blocks] for blocks in self.prompt_logprobs]
         self.finite = None if self.finite is None else _pinned(self.finite)
         self.probe_holds = None if self.probe_holds is None else _pinned(self.probe_holds)
 
@@ -85,17 +86,17 @@ class StepOutputs:
                 self.sampled, _sampled_results(self.sampled_rows), strict=True
             ):
                 results[index] = result
-        for index, blocks in zip(self.scored, self.scores, strict=True):
+        for index, blocks in zip(self.prompt_rows, self.prompt_logprobs, strict=True):
             request = self.rows[index].prompt_logprobs
             assert request is not None, "only rows with prompt logprobs are listed"
-            scores: list[TokenLogprob] = []
+            logprobs: list[TokenLogprob] = []
             for block in blocks:
-                scores += block.to_host([request.num_top] * len(block.chosen))
-            is_finite = all(s.logprob is not None and math.isfinite(s.logprob) for s in scores)
+                logprobs += block.to_host([request.num_top] * len(block.chosen))
+            is_finite = all(s.logprob is not None and math.isfinite(s.logprob) for s in logprobs)
             results[index] = (
-                structs.replace(results[index], prompt_logprobs=tuple(scores))
+                structs.replace(results[index], prompt_logprobs=tuple(logprobs))
                 if is_finite
-                else RowResult((), (), tuple(scores), finite=False)
+                else RowResult((), (), tuple(logprobs), finite=False)
             )
         return tuple(results)
 

@@ -58,7 +58,7 @@ def probe_holds(probe: Probe, model: PagedDecoder, tables: Mapping[PoolName, Pag
         attention=AttentionMeta((span,), dict.fromkeys(model.pools, slot_mapping)),
         logits_indices=positions[:0],
         sampled=(),
-        scored=(),
+        prompt_rows=(),
         unsampled=(),
         sample_spans=(),
     )

@@ -41,7 +41,12 @@ SLICES = (
         "pages",
         "more pages are more units",
     ),
-    _constant("runner.model_runner:SCORE_BLOCK", "prompt positions scored", "positions", _NEXT),
+    _constant(
+        "runner.model_runner:PROMPT_LOGPROB_BLOCK",
+        "prompt logprobs computed at a time",
+        "positions",
+        _NEXT,
+    ),
     _constant(
         "runner.truncation:NUM_CANDIDATES",
         "tokens sorted for top-p on a CPU",

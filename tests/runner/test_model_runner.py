@@ -16,7 +16,7 @@ from session_server.core.batch import PendingStep, PromptLogprobRange, Runner
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.models.config import FULL_POOL, DTypeName
 from session_server.models.registry import load_config
-from session_server.runner.model_runner import SCORE_BLOCK, ModelRunner
+from session_server.runner.model_runner import PROMPT_LOGPROB_BLOCK, ModelRunner
 from session_server.runner.weights import load_decoder
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import reference_logits, write_checkpoint
@@ -262,19 +262,19 @@ def test_the_forward_has_a_duration(rows: Rows) -> None:
 
 
 def assert_prompt_logprobs(
-    scores: tuple[TokenLogprob, ...], expected: Tensor, targets: Tokens, num_top: int
+    logprobs: tuple[TokenLogprob, ...], expected: Tensor, targets: Tokens, num_top: int
 ) -> None:
-    assert len(scores) == len(targets)
-    for score, row, target in zip(scores, expected.log_softmax(-1), targets, strict=True):
-        assert score.token_id == target
-        assert score.logprob == pytest.approx(row[target].item(), abs=1e-4)
+    assert len(logprobs) == len(targets)
+    for logprob, row, target in zip(logprobs, expected.log_softmax(-1), targets, strict=True):
+        assert logprob.token_id == target
+        assert logprob.logprob == pytest.approx(row[target].item(), abs=1e-4)
         top = row.topk(num_top)
-        assert [i for i, _ in score.top] == top.indices.tolist()
-        assert [p for _, p in score.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+        assert [i for i, _ in logprob.top] == top.indices.tolist()
+        assert [p for _, p in logprob.top] == pytest.approx(top.values.tolist(), abs=1e-4)
 
 
 def test_prompt_logprobs_are_those_of_the_reference(rows: Rows, checkpoint: Path) -> None:
-    length = 2 * SCORE_BLOCK + 20
+    length = 2 * PROMPT_LOGPROB_BLOCK + 20
     tokens = prompt(length)
     expected = reference_logits(checkpoint, tokens)
     first, cut = 3, 150
@@ -303,12 +303,12 @@ def test_an_overflow_in_one_scored_position_makes_the_row_not_finite(tmp_path: P
     rows = rows_of(directory, "float32")
     tokens = prompt(10)
     tokens[6] = POISON
-    (unscored,) = rows.run(rows.row(1, tokens))
+    (plain,) = rows.run(rows.row(1, tokens))
     (beside,) = rows.run(rows.row(1, tokens, prompt_logprobs=PromptLogprobRange(0, tokens[1:7], 0)))
     (across,) = rows.run(rows.row(1, tokens, prompt_logprobs=PromptLogprobRange(0, tokens[1:], 0)))
-    assert unscored.finite
-    assert len(unscored.token_ids) == 1
-    assert (beside.finite, beside.token_ids) == (True, unscored.token_ids)
+    assert plain.finite
+    assert len(plain.token_ids) == 1
+    assert (beside.finite, beside.token_ids) == (True, plain.token_ids)
     assert (across.finite, across.token_ids) == (False, ())
 
 
