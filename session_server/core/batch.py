@@ -86,7 +86,7 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
         tokens: int32 [num_tokens - num_drafts], the certain input ids. None if there is exactly
             one, which the forward before sampled for this `row` and the host has not seen yet.
         sample: whether to choose tokens; always set on a row with drafts.
-        sampling: sampler state to start from; None to go on with the state of `row`.
+        sampling: sampler state to start from; None to continue with the state of `row`.
         prompt_logprobs: request for logprobs of prompt tokens, if any.
         num_drafts: drafts at the end of the row.
         drafts: int32 [num_drafts]. None without drafts, and when the runner's draft model makes

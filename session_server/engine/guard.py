@@ -175,7 +175,7 @@ class MemoryGuard:
             else:
                 self.watch.audit_all()
             if not self.watch.take_damage() and not damage.must_rebuild:
-                return
+                return  # the recount shows that the quarantine was enough
         self._rebuild(are_turns_whole=True)
 
     def _quarantine(self, session_id: SessionId) -> None:
@@ -207,6 +207,7 @@ class MemoryGuard:
             else:
                 error = InternalInconsistency("the memory accounts were found wrong and rebuilt")
                 self._settler.fail_dropped(turn, error)
+        # Nothing is held now, so a violation is a bug in the books themselves: end the engine.
         self.watch.audit_all()
         if self.watch.take_damage():
             raise AuditFailed("the books are wrong right after a rebuild")

@@ -102,7 +102,7 @@ def plan_step(view: SchedulerView, limits: Limits) -> StepPlan:
     pages of that pool.
 
     A turn that cannot get enough pages takes none, except the oldest, on whose progress all others
-    depend; what was taken for it goes to nobody else. Cooling sessions that share a prefix may free
+    depend; no other turn gets what was taken for it. Cooling sessions that share a prefix may free
     more than was counted, so the oldest turn may need a few steps to proceed.
     """
     running = view.running
@@ -178,7 +178,7 @@ def _top_up_admitted(
 def _offer_drafts(
     running: Sequence[RunningTurn], work: Mapping[TurnId, int], budget: Budget
 ) -> dict[TurnId, int]:
-    """Return the drafts of each turn. They use spare tokens and free pages, nobody else's."""
+    """Return the drafts of each turn. They only use spare tokens and free pages."""
     drafts: dict[TurnId, int] = {}
     for turn in running:
         if turn.num_drafts == 0 or turn.turn_id not in work:

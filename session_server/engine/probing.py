@@ -90,6 +90,6 @@ class Prober:
         if not is_working:
             return self._is_requested or self._scrubber.has_rechecks
         if num_forwards == self._num_forwards:
-            return False
+            return False  # the forward before this one was a probe
         interval_s = self._watch.probe_interval_s
         return self._worked_s >= interval_s or self._scrubber.has_rechecks

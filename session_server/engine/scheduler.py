@@ -114,11 +114,14 @@ class Scheduler:
             if turn.turn_id in admitted:
                 if not self._admit(turn, now_s, applied):
                     continue
+                # Its match may have grown since it was priced: another turn has published pages.
                 num_tokens = min(num_tokens, turn.num_uncomputed)
             end = turn.current_admission.launched_len + num_tokens
             if self._grow(turn, end + work.num_drafts, work.num_drafts):
                 applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))
             elif turn.turn_id in admitted:
+                # Without pages it would hold a row and lock its match for nothing. A turn that ran
+                # before keeps its lease and waits for the next plan.
                 self._retract(turn, applied)
         if plan.blocked is not None and plan.blocked[1] is BlockReason.PAGES:
             self._turns[plan.blocked[0]].clock.times_bypassed += plan.num_bypasses

@@ -61,7 +61,7 @@ class StepTrace:
     def end_step(self, plan: StepPlan | None, batch: Batch | None) -> None:
         """Complete the record with what the step decided and what it launches."""
         if self._begun is None:
-            return
+            return  # `freeze` has recorded this step
         now_s, commands, results = self._begun
         self._begun = None
         self._ring.append(
