@@ -38,7 +38,6 @@ from session_server.protocol.frames import (
 from session_server.protocol.messages import (
     Ack,
     ClientMessage,
-    OnDisconnect,
     Ping,
     SessionAuth,
     SessionClose,
@@ -83,41 +82,14 @@ class ProtocolState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Authenticate:
-    """Request to check this token and then open the session."""
-
-    token: str
-
-
-@dataclass(frozen=True, slots=True)
 class StartTurn:
     """Request to submit this turn."""
 
     request: TurnRequest
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
-    """Request to cancel a turn; None names the running one."""
-
-    turn_id: str | None
-    keep_partial: bool
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateRequest:
-    """Request to change settings; None keeps the present value."""
-
-    ttl_s: float | None
-    metadata: dict[str, str] | None
-
-
-@dataclass(frozen=True, slots=True)
-class CloseRequest:
-    """Request to close the session."""
-
-
-ClientRequest = Authenticate | StartTurn | CancelRequest | UpdateRequest | CloseRequest
+ClientRequest = SessionAuth | StartTurn | TurnCancel | SessionUpdate | SessionClose
+"""What a client asks for: its message itself, except that a turn is validated."""
 
 
 class SessionProtocol:
@@ -129,14 +101,11 @@ class SessionProtocol:
         defaults: SamplingParams,
         needs_auth: bool = False,
         max_message_bytes: int,
-        on_disconnect: OnDisconnect = "detach",
     ) -> None:
         self._defaults = defaults
         self._max_message_bytes = max_message_bytes
-        self._on_disconnect: OnDisconnect = on_disconnect
         self._outbox: list[str] = []
         self.state = ProtocolState.AWAITING_AUTH if needs_auth else ProtocolState.OPENING
-        self.acked_seq = 0
         self.close_code: CloseCode | None = None
         """Set once the connection must end; send the frames of `take_frames` first."""
 
@@ -231,7 +200,7 @@ class SessionProtocol:
 
     def _first_message(self, message: ClientMessage | None) -> ClientRequest | None:
         if isinstance(message, SessionAuth):
-            return Authenticate(message.token)
+            return message
         if message is not None:
             self.send_error(InvalidRequest("The first message must be session.auth.", param="type"))
         self.close_code = CloseCode.BAD_FIRST_MESSAGE
@@ -241,17 +210,11 @@ class SessionProtocol:
         match message:
             case TurnCreate():
                 return self._start_turn(message)
-            case TurnCancel():
-                return CancelRequest(turn_id=message.turn_id, keep_partial=message.keep_partial)
-            case SessionUpdate():
-                return UpdateRequest(ttl_s=message.ttl_s, metadata=message.metadata)
-            case SessionClose():
-                return CloseRequest()
+            case TurnCancel() | SessionUpdate() | SessionClose():
+                return message
             case Ping():
                 self._send(PongFrame(t=message.t, server_time=now_s))
-            case Ack():
-                self.acked_seq = max(self.acked_seq, message.seq)
-            case SessionAuth():
+            case SessionAuth() | Ack():
                 # Harmless: the connection was authenticated before, or needs no key.
                 pass
             case _:
@@ -260,9 +223,7 @@ class SessionProtocol:
 
     def _start_turn(self, message: TurnCreate) -> ClientRequest | None:
         try:
-            request = turn_request(
-                message, defaults=self._defaults, on_disconnect=self._on_disconnect
-            )
+            request = turn_request(message, defaults=self._defaults, on_disconnect="detach")
         except InvalidRequest as error:
             self.send_error(error, turn_id=message.turn_id)
             return None

@@ -28,18 +28,20 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import TurnEnd, TurnRequest
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import ResumeFailedFrame
-from session_server.protocol.messages import MAX_SEQ
+from session_server.protocol.messages import (
+    MAX_SEQ,
+    SessionAuth,
+    SessionClose,
+    SessionUpdate,
+    TurnCancel,
+)
 from session_server.protocol.scores import EncodedScores
 from session_server.protocol.session_protocol import (
     SUBPROTOCOL,
-    Authenticate,
-    CancelRequest,
     ClientRequest,
     CloseCode,
-    CloseRequest,
     SessionProtocol,
     StartTurn,
-    UpdateRequest,
 )
 from session_server.sessions.journal import OffsetLost
 from session_server.sessions.views import OpenRequest, SessionView
@@ -153,7 +155,7 @@ class SessionSocket:
             raise WebSocketDisconnect(message["code"])
         text = message.get("text")
         command = self._protocol.receive_frame(text or "", now_s=time.time())
-        if not isinstance(command, Authenticate):
+        if not isinstance(command, SessionAuth):
             self._protocol.take_frames()
             raise Unauthorized("The first message must be session.auth.", param="type")
         owner = self._services.settings.keys.owner_of(command.token)
@@ -272,13 +274,13 @@ class SessionSocket:
                 case StartTurn(request=request):
                     turn_id = request.turn_id
                     await self._start(request, call, session_id, readers)
-                case CancelRequest(turn_id=turn_id, keep_partial=keep_partial):
+                case TurnCancel(turn_id=turn_id, keep_partial=keep_partial):
                     sessions.cancel(owner, session_id, turn_id, keep_partial=keep_partial)
-                case UpdateRequest(ttl_s=ttl_s, metadata=metadata):
+                case SessionUpdate(ttl_s=ttl_s, metadata=metadata):
                     sessions.update(owner, session_id, ttl_s=ttl_s, metadata=metadata)
-                case CloseRequest():
+                case SessionClose():
                     sessions.close(owner, session_id)
-                case Authenticate():
+                case SessionAuth():
                     pass
                 case _:
                     assert_never(command)

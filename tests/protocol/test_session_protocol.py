@@ -36,16 +36,13 @@ from session_server.protocol.frames import (
     OpenedFrame,
     coalesce,
 )
+from session_server.protocol.messages import SessionAuth, SessionClose, SessionUpdate, TurnCancel
 from session_server.protocol.session_protocol import (
     MAX_OUTBOX_FRAMES,
-    Authenticate,
-    CancelRequest,
     CloseCode,
-    CloseRequest,
     ProtocolState,
     SessionProtocol,
     StartTurn,
-    UpdateRequest,
 )
 
 MAX_CHARS = 8
@@ -153,7 +150,7 @@ def test_whatever_arrives_nothing_is_raised_and_little_is_owed(
         for text in owed:
             msgspec.json.decode(text, type=AnyServerFrame)
         if needs_auth:
-            assert command is None or isinstance(command, Authenticate)
+            assert command is None or isinstance(command, SessionAuth)
 
 
 @pytest.mark.parametrize(
@@ -229,20 +226,19 @@ def test_a_turn_without_an_id_gets_one() -> None:
 def test_the_other_messages_become_commands() -> None:
     made = protocol()
     for frame, command in (
-        ({"type": "turn.cancel"}, CancelRequest(None, keep_partial=True)),
+        ({"type": "turn.cancel"}, TurnCancel()),
         (
             {"type": "turn.cancel", "turn_id": "t", "keep_partial": False},
-            CancelRequest("t", keep_partial=False),
+            TurnCancel(turn_id="t", keep_partial=False),
         ),
-        ({"type": "session.update", "ttl_s": 5}, UpdateRequest(5.0, None)),
-        ({"type": "session.update", "metadata": {"a": "b"}}, UpdateRequest(None, {"a": "b"})),
-        ({"type": "session.close"}, CloseRequest()),
+        ({"type": "session.update", "ttl_s": 5}, SessionUpdate(ttl_s=5.0)),
+        ({"type": "session.update", "metadata": {"a": "b"}}, SessionUpdate(metadata={"a": "b"})),
+        ({"type": "session.close"}, SessionClose()),
         ({"type": "session.auth", "token": "late"}, None),
         ({"type": "ack", "seq": 4}, None),
         ({"type": "ack", "seq": 2}, None),
     ):
         assert made.receive_frame(json.dumps(frame), now_s=0.0) == command
-    assert made.acked_seq == 4
     assert sent(made) == []
     assert made.receive_frame('{"type":"ping","t":7}', now_s=12.5) is None
     assert sent(made) == [{"type": "pong", "t": 7.0, "server_time": 12.5}]
@@ -259,7 +255,7 @@ def test_a_refused_turn_names_the_turn() -> None:
 def test_the_first_message_authenticates_or_ends_it() -> None:
     made = protocol(needs_auth=True)
     command = made.receive_frame('{"type":"session.auth","token":"k"}', now_s=0.0)
-    assert command == Authenticate("k")
+    assert command == SessionAuth(token="k")
     made.on_authenticated()
     assert made.state is ProtocolState.OPENING
 
