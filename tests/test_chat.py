@@ -9,10 +9,13 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 
+import msgspec
 import pytest
 
 from session_server.chat import describe
-from session_server.client import Timings, TurnResult, Usage
+from session_server.client import TurnResult
+from session_server.core.events import TurnTimings
+from session_server.core.session_events import TokenUsage
 from tests.client.scripted_server import Peer, playing
 
 USAGE = {"input_tokens": 640, "cached_tokens": 480, "cache_write_tokens": 160, "output_tokens": 32}
@@ -47,14 +50,19 @@ async def answer(peer: Peer, seq: int, text: str) -> dict[str, object]:
     return create
 
 
+def timings(ttft_ms: float, decode_ms: float = 0.0) -> TurnTimings:
+    fields: dict[str, float] = dict.fromkeys(TurnTimings.__struct_fields__, 0)
+    return msgspec.convert(fields | {"ttft_ms": ttft_ms, "decode_ms": decode_ms}, TurnTimings)
+
+
 def result(**changes: object) -> TurnResult:
     fields: dict[str, object] = {
         "turn_id": "t",
         "status": "completed",
         "text": "x",
         "finish_reason": "stop",
-        "usage": Usage(**USAGE),
-        "timings": Timings(ttft_ms=24.2, decode_ms=387.5),
+        "usage": msgspec.convert(USAGE, TokenUsage),
+        "timings": timings(24.2, 387.5),
     }
     return TurnResult(**(fields | changes))  # type: ignore[arg-type]
 
@@ -63,8 +71,8 @@ def result(**changes: object) -> TurnResult:
     ("turn", "line"),
     [
         (result(), "in 640 (480 cached, 160 new) · out 32 · ttft 24 ms · 80 tok/s"),
-        (result(timings=Timings(ttft_ms=3, decode_ms=0.5)), "ttft 3 ms · 62000 tok/s"),
-        (result(timings=Timings(ttft_ms=3)), "in 640 (480 cached, 160 new) · out 32 · ttft 3 ms"),
+        (result(timings=timings(3, 0.5)), "ttft 3 ms · 62000 tok/s"),
+        (result(timings=timings(3)), "in 640 (480 cached, 160 new) · out 32 · ttft 3 ms"),
         (result(status="cancelled", finish_reason=None), "80 tok/s · cancelled"),
         (result(finish_reason="length"), "80 tok/s · cut at max tokens"),
     ],

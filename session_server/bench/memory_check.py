@@ -101,7 +101,7 @@ def _measure(
     finally:
         gc.enable()
     after = benches["on"].checks()
-    num_steps = after.runs["0"] - before.runs["0"]
+    num_steps = after.levels["0"] - before.levels["0"]
     typical = {name: float(np.median(rounds[name], axis=0).mean()) * 1e6 for name in benches}
     check_us = (after.check_ms - before.check_ms) * 1e3 / num_steps
     probe_us = (after.probe_ms - before.probe_ms) * 1e3 / num_steps

@@ -18,14 +18,12 @@ from session_server.client.address import key_header, server_address
 from session_server.client.errors import BadAddress, ClientError, ConnectionLost, Refused
 from session_server.client.session import ClientOptions, ConnectionState, SessionClient, connect
 from session_server.client.turn import (
-    Timings,
     TurnEvent,
     TurnHandle,
     TurnPrefill,
     TurnReplaced,
     TurnResult,
     TurnText,
-    Usage,
     WireFailure,
 )
 
@@ -37,14 +35,12 @@ __all__ = [
     "ConnectionState",
     "Refused",
     "SessionClient",
-    "Timings",
     "TurnEvent",
     "TurnHandle",
     "TurnPrefill",
     "TurnReplaced",
     "TurnResult",
     "TurnText",
-    "Usage",
     "WireFailure",
     "connect",
     "key_header",

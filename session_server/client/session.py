@@ -20,16 +20,21 @@ from websockets.typing import Subprotocol
 from session_server.client.address import key_header, socket_address
 from session_server.client.errors import ClientError, ConnectionLost, Refused
 from session_server.client.turn import (
-    Timings,
     TurnHandle,
     TurnPrefill,
     TurnReplaced,
     TurnResult,
     TurnText,
-    Usage,
     WireFailure,
 )
-from session_server.core.session_events import ChatInput, TextInput, TokenInput, TurnInput
+from session_server.core.events import TurnTimings
+from session_server.core.session_events import (
+    ChatInput,
+    TextInput,
+    TokenInput,
+    TokenUsage,
+    TurnInput,
+)
 
 SUBPROTOCOL: Final = Subprotocol("kvsession.v1")
 _CLOSE: Final = b'{"type":"session.close"}'
@@ -388,14 +393,15 @@ class SessionClient:
             return
         status: Literal["completed", "cancelled", "failed"] = frame["type"].removeprefix("turn.")
         failure = frame.get("error")
+        timings = dict.fromkeys(TurnTimings.__struct_fields__, 0) | (frame.get("timings") or {})
         turn.handle.end(
             TurnResult(
                 turn_id=turn.handle.turn_id,
                 status=status,
                 text=frame["item"]["content"] if "item" in frame else "",
                 finish_reason=frame.get("finish_reason"),
-                usage=msgspec.convert(frame["usage"], Usage),
-                timings=msgspec.convert(frame.get("timings") or {}, Timings),
+                usage=msgspec.convert(frame["usage"], TokenUsage),
+                timings=msgspec.convert(timings, TurnTimings),
                 error=None if failure is None else msgspec.convert(failure, WireFailure),
             )
         )

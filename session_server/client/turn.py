@@ -11,6 +11,8 @@ from typing import Final, Literal
 import msgspec
 
 from session_server.client.errors import ClientError
+from session_server.core.events import TurnTimings
+from session_server.core.session_events import TokenUsage
 
 MAX_BUFFERED_EVENTS: Final = 65_536
 """Events of one turn waiting for its reader; beyond it, texts are merged into the last one."""
@@ -45,28 +47,6 @@ class TurnReplaced:
 TurnEvent = TurnText | TurnPrefill | TurnReplaced
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """Count tokens; `input_tokens` is the whole context, `cached_tokens` of it were not
-    recomputed."""
-
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    cache_write_tokens: int = 0
-    output_tokens: int = 0
-    total_tokens: int = 0
-
-
-class Timings(msgspec.Struct, frozen=True):
-    """Hold durations measured by the engine, in milliseconds; see `core.events.TurnTimings`."""
-
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    ttft_ms: float = 0.0
-    decode_ms: float = 0.0
-    forward_ms: float = 0.0
-    num_steps: int = 0
-
-
 class WireFailure(msgspec.Struct, frozen=True):
     """Hold the `error` object of a frame."""
 
@@ -86,8 +66,8 @@ class TurnResult:
     status: Literal["completed", "cancelled", "failed"]
     text: str
     finish_reason: str | None
-    usage: Usage
-    timings: Timings
+    usage: TokenUsage
+    timings: TurnTimings
     error: WireFailure | None = None
 
 

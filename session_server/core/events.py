@@ -252,14 +252,15 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
 class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Report what the memory checker has done since the engine started.
 
-    `runs` by level. `violations`: how many in all; `recent`: the texts of the latest.
+    `levels`: `runs` by level. `violations`: how many in all; `recent`: the texts of the latest.
     `quarantined_sessions`: the latest sessions that lost their KV to a violation. `rebuilds`: how
     often all sessions did. `reprefill_tokens`: tokens that both cost to compute again. `probes`:
     answered by the device, the last one `last_probe_ago_s` seconds ago (None: none yet). `check_ms`
     and `probe_ms`: time spent on checks and probes, which is `cost_share` of the engine's time.
     """
 
-    runs: dict[str, int]
+    runs: int
+    levels: dict[str, int]
     violations: int = 0
     recent: tuple[str, ...] = ()
     quarantined_sessions: tuple[SessionId, ...] = ()
@@ -270,11 +271,6 @@ class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
     check_ms: float = 0.0
     probe_ms: float = 0.0
     cost_share: float = 0.0
-
-    @property
-    def num_runs(self) -> int:
-        """Return the number of checks of all levels."""
-        return sum(self.runs.values())
 
 
 class MemoryReported(Event, frozen=True, tag=True, kw_only=True):

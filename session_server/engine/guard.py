@@ -151,7 +151,8 @@ class MemoryGuard:
         watch, prober, counters = self.watch, self.prober, self._counters
         engine_s = counters.host_s + counters.forward_s + prober.forward_s
         return CheckerReport(
-            runs={str(level): num_runs for level, num_runs in enumerate(watch.runs)},
+            runs=sum(watch.runs),
+            levels={str(level): num_runs for level, num_runs in enumerate(watch.runs)},
             violations=watch.num_violations,
             recent=tuple(watch.texts),
             quarantined_sessions=tuple(self.quarantined),

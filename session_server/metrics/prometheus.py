@@ -230,7 +230,7 @@ class _Engine:
             for account in ACCOUNTS:
                 self.pages.labels(pool, account).set(getattr(report, account))
         checks = event.checks
-        self.totals.labels("check_runs").set(checks.num_runs)
+        self.totals.labels("check_runs").set(checks.runs)
         for what in _CHECKER_TOTALS:
             self.totals.labels(what).set(getattr(checks, what))
         self.check_cost.set(checks.cost_share)

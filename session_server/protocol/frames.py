@@ -295,13 +295,7 @@ def frame_of(seq: int, entry: SessionEntry, *, scores: EncodedScores | None = No
 
 def usage_body(usage: TokenUsage) -> UsageBody:
     """Convert token counts to the body that every surface reports."""
-    return UsageBody(
-        input_tokens=usage.input_tokens,
-        cached_tokens=usage.cached_tokens,
-        cache_write_tokens=usage.cache_write_tokens,
-        output_tokens=usage.output_tokens,
-        total_tokens=usage.total_tokens,
-    )
+    return msgspec.convert(usage, UsageBody, from_attributes=True)
 
 
 def item_body(outcome: Outcome, *, complete: bool, scores: EncodedScores | None = None) -> ItemBody:

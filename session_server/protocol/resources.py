@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from session_server.core.events import (
-    MemoryReported,
+    CheckerReport,
     PoolReport,
     SessionPages,
     TracedStep,
@@ -90,23 +90,6 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ModelBody]
 
 
-class CheckCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How often the memory was checked (`levels`: by level), what was found wrong and what was done
-    about it. `cost_share` of the engine's time went to checks and probes.
-    """
-
-    runs: int
-    levels: dict[str, int]
-    violations: int
-    recent: tuple[str, ...]
-    quarantined_sessions: tuple[str, ...]
-    rebuilds: int
-    reprefill_tokens: int
-    probes: int
-    last_probe_ago_s: float | None
-    cost_share: float
-
-
 class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
     """Pages by account and pool, rows, and pages per session. A pool's accounts add up to `pages`.
     `trace`: the engine's steps before the first violation, if requested."""
@@ -115,7 +98,7 @@ class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     rows_free: int
     sessions: tuple[SessionPages, ...]
-    checks: CheckCounts
+    checks: CheckerReport
     trace: tuple[TracedStep, ...]
 
 
@@ -139,27 +122,3 @@ class IndexBody(msgspec.Struct, frozen=True, kw_only=True):
     ready: str = "/ready"
     metrics: str = "/metrics"
     memory: str = "/v1/admin/memory"
-
-
-def memory_body(report: MemoryReported) -> MemoryBody:
-    """Convert the engine's memory report to its body."""
-    checks = report.checks
-    return MemoryBody(
-        pools=report.pools,
-        rows=report.rows,
-        rows_free=report.rows_free,
-        sessions=report.sessions,
-        checks=CheckCounts(
-            runs=checks.num_runs,
-            levels=checks.runs,
-            violations=checks.violations,
-            recent=checks.recent,
-            quarantined_sessions=checks.quarantined_sessions,
-            rebuilds=checks.rebuilds,
-            reprefill_tokens=checks.reprefill_tokens,
-            probes=checks.probes,
-            last_probe_ago_s=checks.last_probe_ago_s,
-            cost_share=checks.cost_share,
-        ),
-        trace=report.trace,
-    )

@@ -162,7 +162,7 @@ class EngineLink:
         if self.stats is not None:
             self.stats = msgspec.structs.replace(
                 self.stats,
-                check_runs=report.checks.num_runs,
+                check_runs=report.checks.runs,
                 check_violations=report.checks.violations,
             )
 

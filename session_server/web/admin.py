@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +19,6 @@ from session_server.protocol.resources import (
     ModelBody,
     ModelList,
     StatusBody,
-    memory_body,
 )
 from session_server.web.auth import services_of
 from session_server.web.caller import Caller
@@ -91,7 +91,7 @@ async def memory(caller: Caller, full: Switch = 0, trace: Switch = 0) -> Respons
     the first violation: ids, lengths and decisions.
     """
     report = await caller.sessions.memory(full=bool(full), trace=bool(trace))
-    return JsonResponse(memory_body(report))
+    return JsonResponse(msgspec.convert(report, MemoryBody, from_attributes=True))
 
 
 def is_healthy(services: AppServices) -> bool:

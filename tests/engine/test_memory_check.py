@@ -83,7 +83,7 @@ def test_a_recount_is_made_in_slices_with_turns_between_them() -> None:
     assert not bench.engine.is_audit_due
     bench.run(ReportMemory(request_id=1))
     (report,) = [e for e in bench.events if isinstance(e, MemoryReported)]
-    assert report.checks.runs["2"] == 2
+    assert report.checks.levels["2"] == 2
     assert report.checks.violations == 0
 
 
@@ -134,7 +134,7 @@ def test_checks_are_counted_and_off_means_on_demand_only() -> None:
         bench.run(bench.submit_command(session_id, "t", PROMPT))
         bench.run(ReportMemory(request_id=1, full=True))
         report = next(e for e in bench.events if isinstance(e, MemoryReported))
-        counts[mode] = report.checks.num_runs
+        counts[mode] = report.checks.runs
         assert report.checks.violations == 0
         assert report.pools[PoolName("full")].pages == bench.sizes.num_pages + 1
         assert [s.session_id for s in report.sessions] == ["s"]

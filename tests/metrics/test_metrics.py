@@ -70,7 +70,12 @@ REPORT = MemoryReported(
     rows_free=4,
     sessions=(),
     checks=CheckerReport(
-        runs={"0": 3, "2": 2}, violations=1, recent=("x",), reprefill_tokens=70, cost_share=0.01
+        runs=5,
+        levels={"0": 3, "2": 2},
+        violations=1,
+        recent=("x",),
+        reprefill_tokens=70,
+        cost_share=0.01,
     ),
 )
 STATS = EngineStats(

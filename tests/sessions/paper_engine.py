@@ -231,7 +231,7 @@ class PaperEngine:
                         rows=1,
                         rows_free=1,
                         sessions=(),
-                        checks=CheckerReport(runs={"2": 1}),
+                        checks=CheckerReport(runs=1, levels={"2": 1}),
                     )
                 )
             case Shutdown():

@@ -111,7 +111,10 @@ class TestEngine:
                 rows_free=1,
                 sessions=(),
                 checks=CheckerReport(
-                    runs={"0": 5, "2": 1}, violations=2, recent=("a page has two holders",)
+                    runs=6,
+                    levels={"0": 5, "2": 1},
+                    violations=2,
+                    recent=("a page has two holders",),
                 ),
             )
         )

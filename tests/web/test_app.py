@@ -168,6 +168,8 @@ async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
         "reprefill_tokens": 0,
         "probes": 0,
         "last_probe_ago_s": None,
+        "check_ms": 0.0,
+        "probe_ms": 0.0,
         "cost_share": 0.0,
     }
     assert set(memory) == {"pools", "rows", "rows_free", "sessions", "checks", "trace"}
