@@ -93,9 +93,9 @@ class TokenUsage:
     `cache_write_tokens` were.
     """
 
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
 
     @property
     def cache_write_tokens(self) -> int:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from struct import Struct
-from typing import Final, Literal, assert_never
+from typing import Final, Literal, assert_never, get_args
 
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.core.session_events import (
+    CancelReason,
     Outcome,
     TokenUsage,
     TurnCancelled,
@@ -22,7 +23,7 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnFailedEntry,
 )
-from session_server.sessions.turn import CancelReason, SessionTurn
+from session_server.sessions.turn import SessionTurn
 
 RECORD_BYTES: Final = 192
 """Host memory of one record at most, its place in the table included."""
@@ -32,12 +33,7 @@ _RECORD: Final = Struct("<16sBBQIIIII")
 item, tokens of the context, of it cached, generated. Packed, because a session keeps every one."""
 
 _KINDS: Final = ("stop", "length", "kept", "dropped", "failed")
-_REASONS: Final[tuple[CancelReason, ...]] = (
-    "client_cancelled",
-    "disconnected",
-    "session_closed",
-    "draining",
-)
+_REASONS: Final[tuple[CancelReason, ...]] = get_args(CancelReason)
 _FORMS: Final = {wire.code: wire for wire in (*WIRE_ERRORS.values(), INTERNAL_ERROR)}
 _CODES: Final = tuple(sorted(_FORMS))
 _FAILED: Final = "The turn failed. What was said about it then is no longer kept."

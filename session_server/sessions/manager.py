@@ -35,6 +35,8 @@ from session_server.core.events import (
 )
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
+    CancelReason,
+    CloseReason,
     SessionClosed,
     SessionDraining,
     SessionUpdated,
@@ -50,9 +52,8 @@ from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
-from session_server.sessions.session import CloseReason, Session
+from session_server.sessions.session import Session
 from session_server.sessions.turn import (
-    CancelReason,
     SessionTurn,
     check_same_request,
     fingerprint,

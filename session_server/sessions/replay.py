@@ -9,8 +9,11 @@ sessions there are. A sweep removes void elements once they outnumber the others
 from __future__ import annotations
 
 from collections import deque
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 from weakref import ref
+
+if TYPE_CHECKING:
+    from session_server.sessions.journal import Journal
 
 OVERSIZE_GRACE_S: Final = 10.0
 """How long an entry larger than its journal's bound is kept for those who read now."""
@@ -19,28 +22,6 @@ ENTRIES_PER_SLICE: Final = 64
 """Entries dropped for their age per call: about a tenth of a millisecond."""
 
 _MIN_SWEEP: Final = 1024
-
-
-class Droppable(Protocol):
-    """Describe a journal as `Replay` sees it."""
-
-    @property
-    def first_seq(self) -> int:
-        """Return the sequence number of its oldest entry."""
-        ...
-
-    @property
-    def oldest_s(self) -> float | None:
-        """Return when its oldest entry was written; None if it has none that may be dropped."""
-        ...
-
-    def drop_oldest(self) -> None:
-        """Drop its oldest entry and report it to `Replay.remove`."""
-        ...
-
-    def trim(self) -> None:
-        """Drop what exceeds its own bounds, the newest entry included."""
-        ...
 
 
 class Replay:
@@ -53,16 +34,16 @@ class Replay:
         self._num_bytes = 0
         self._num_entries = 0
         # Two queues and not one of pairs: an element takes 16 bytes instead of 80.
-        self._journals: deque[ref[Droppable]] = deque()
+        self._journals: deque[ref[Journal]] = deque()
         self._seqs: deque[int] = deque()
-        self._oversize: deque[tuple[float, ref[Droppable]]] = deque()
+        self._oversize: deque[tuple[float, ref[Journal]]] = deque()
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all journals."""
         return self._num_bytes
 
-    def add(self, journal: Droppable, seq: int, num_bytes: int) -> None:
+    def add(self, journal: Journal, seq: int, num_bytes: int) -> None:
         """Count entry `seq` that `journal` has just written, and drop old entries to make room for
         it.
 
@@ -85,7 +66,7 @@ class Replay:
         self._num_bytes -= num_bytes
         self._num_entries -= num_entries
 
-    def trim_later(self, journal: Droppable, now_s: float) -> None:
+    def trim_later(self, journal: Journal, now_s: float) -> None:
         """Schedule the trim of a journal whose newest entry exceeds its bound, so that readers get
         it."""
         self._oversize.append((now_s + OVERSIZE_GRACE_S, ref(journal)))
@@ -113,7 +94,7 @@ class Replay:
                 first.drop_oldest()
         return True
 
-    def _first(self) -> Droppable | None:
+    def _first(self) -> Journal | None:
         """Return the journal with the oldest entry of all, or None if the first element is void."""
         journal = self._journals[0]()
         if journal is None or journal.first_seq != self._seqs[0] or journal.oldest_s is None:
@@ -126,7 +107,8 @@ class Replay:
 
     def _sweep(self) -> None:
         """Remove void elements."""
-        journals, seqs = deque[ref[Droppable]](), deque[int]()
+        journals: deque[ref[Journal]] = deque()
+        seqs: deque[int] = deque()
         for weak, seq in zip(self._journals, self._seqs, strict=True):
             journal = weak()
             if journal is not None and journal.first_seq <= seq:

@@ -10,15 +10,13 @@ from typing import Literal
 from session_server.core.errors import SessionClosing, TurnNotActive, TurnNotFound
 from session_server.core.ids import SessionId, new_session_id
 from session_server.core.owner import Owner
-from session_server.core.session_events import TurnEnd
+from session_server.core.session_events import CloseReason, SessionState, TurnEnd
 from session_server.sessions.ended_turns import EndedTurn, EndedTurns
 from session_server.sessions.footprint import SESSION_BYTES, metadata_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import CancelAccepted, SessionTurn, TurnPhase
-from session_server.sessions.views import SessionState, SessionView, TurnView
-
-CloseReason = Literal["client", "expired", "draining"]
+from session_server.sessions.views import SessionView, TurnView
 
 
 @dataclass(slots=True)

@@ -7,17 +7,14 @@ import enum
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from session_server.core.errors import SessionServerError, TurnConflict
 from session_server.core.ids import TurnId, new_turn_id
 from session_server.core.owner import Owner
 from session_server.core.sampling import TokenLogprob
-from session_server.core.session_events import TurnEnd, TurnRequest
+from session_server.core.session_events import CancelReason, TurnEnd, TurnRequest
 from session_server.sessions.answer import Answer
 from session_server.sessions.prompt import Prompt
-
-CancelReason = Literal["client_cancelled", "disconnected", "session_closed", "draining"]
 
 
 class TurnPhase(enum.Enum):

@@ -7,6 +7,7 @@ from typing import Final, assert_never
 from session_server.core.errors import WIRE_ERRORS
 from session_server.core.events import TurnTimings
 from session_server.core.session_events import (
+    CancelReason,
     Outcome,
     TokenUsage,
     TurnCancelled,
@@ -14,7 +15,7 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnFailedEntry,
 )
-from session_server.sessions.turn import CancelReason, SessionTurn
+from session_server.sessions.turn import SessionTurn
 
 _RETRYABLE: Final = frozenset(wire.code for wire in WIRE_ERRORS.values() if wire.retryable)
 
@@ -57,7 +58,7 @@ def is_kept(end: TurnEnd) -> bool:
 def _outcome(turn: SessionTurn, *, kept: bool, timings: TurnTimings | None) -> Outcome:
     submitted = turn.submitted
     if submitted is None:
-        return Outcome(turn.item_id, "", (), TokenUsage(0, 0, 0), timings)
+        return Outcome(turn.item_id, "", (), TokenUsage(), timings)
     answer = submitted.answer
     num_outputs = len(answer.token_ids) if kept else 0
     return Outcome(

@@ -34,6 +34,7 @@ from session_server.core.events import (
 from session_server.core.ids import TurnId
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
+    CancelReason,
     SessionStateChanged,
     StateReason,
     TurnCreated,
@@ -52,7 +53,6 @@ from session_server.sessions.session import Session
 from session_server.sessions.tokenizing import PromptBuilder, PromptOutcome
 from session_server.sessions.turn import (
     CancelAccepted,
-    CancelReason,
     SessionTurn,
     StopFound,
     SubmittedTurn,

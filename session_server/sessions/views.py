@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from session_server.core.events import EngineReady, EngineStats
-from session_server.core.session_events import Message, TurnEnd
+from session_server.core.session_events import Message, SessionState, TurnEnd
 
-SessionState = Literal["resident", "cold", "closing"]
 TurnStatus = Literal["queued", "running", "completed", "cancelled", "failed"]
 HistoryMode = Literal["append", "template"]
 
