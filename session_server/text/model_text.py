@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,13 +10,8 @@ from session_server.core.sampling import SamplingParams
 from session_server.text.chat_encoder import ChatEncoder
 from session_server.text.chat_template import TemplateSource
 from session_server.text.model_files import ModelFiles, read_model_files
-from session_server.text.rendering import (
-    LocalRenderer,
-    TemplateRenderer,
-    run_to_end,
-    run_to_end_async,
-)
-from session_server.text.template_worker import RenderLimits, TemplateWorker
+from session_server.text.rendering import TemplateRenderer, run_to_end
+from session_server.text.template_worker import TemplateWorker
 from session_server.text.tokenizer import Tokenizer
 
 
@@ -59,33 +55,31 @@ def load_model_tokens(model_dir: Path) -> ModelTokens:
     return _tokens_of(read_model_files(model_dir))
 
 
-def load_local_text(model_dir: Path) -> ModelText:
-    """Load everything, and run the chat template in this process; see `LocalRenderer`.
-
-    Raises:
-        ModelFilesError: a file is missing or malformed, or the template does not compile.
-    """
-    files = read_model_files(model_dir)
-    tokens, source = _tokens_of(files), _template_of(files)
-    if source is None:
-        return _text_of(files, tokens, None, None)
-    chat = ChatEncoder(tokens.tokenizer, LocalRenderer(source))
-    return _text_of(files, tokens, chat, run_to_end(chat.check_append(), chat.renderer))
-
-
-async def load_model_text(model_dir: Path, *, limits: RenderLimits | None = None) -> ModelText:
+async def load_model_text(
+    model_dir: Path,
+    *,
+    start_renderer: Callable[[TemplateSource], Awaitable[TemplateRenderer]] = TemplateWorker.start,
+) -> ModelText:
     """Load everything, and run the chat template in a process of its own; close the result.
 
     Raises:
         ModelFilesError: a file is missing or malformed, or the template does not compile.
     """
     files = read_model_files(model_dir)
-    tokens, source = _tokens_of(files), _template_of(files)
-    if source is None:
-        return _text_of(files, tokens, None, None)
-    renderer: TemplateRenderer = await TemplateWorker.start(source, limits)
-    chat = ChatEncoder(tokens.tokenizer, renderer)
-    return _text_of(files, tokens, chat, await run_to_end_async(chat.check_append(), renderer))
+    tokens = _tokens_of(files)
+    chat, chat_error = None, None
+    if files.chat_template is not None:
+        source = TemplateSource(files.chat_template, dict(files.named_tokens))
+        chat = ChatEncoder(tokens.tokenizer, await start_renderer(source))
+        chat_error = await run_to_end(chat.check_append(), chat.renderer)
+    return ModelText(
+        tokenizer=tokens.tokenizer,
+        eos_token_ids=tokens.eos_token_ids,
+        bos_token_id=tokens.bos_token_id,
+        chat=chat,
+        chat_error=chat_error,
+        default_sampling=files.default_sampling,
+    )
 
 
 def _tokens_of(files: ModelFiles) -> ModelTokens:
@@ -96,26 +90,4 @@ def _tokens_of(files: ModelFiles) -> ModelTokens:
         tokenizer=tokenizer,
         eos_token_ids=files.eos_token_ids | ({eos_id} if eos_id is not None else set()),
         bos_token_id=tokenizer.token_to_id(named["bos_token"]) if "bos_token" in named else None,
-    )
-
-
-def _template_of(files: ModelFiles) -> TemplateSource | None:
-    if files.chat_template is None:
-        return None
-    return TemplateSource(files.chat_template, dict(files.named_tokens))
-
-
-def _text_of(
-    files: ModelFiles,
-    tokens: ModelTokens,
-    chat: ChatEncoder | None,
-    chat_error: str | None,
-) -> ModelText:
-    return ModelText(
-        tokenizer=tokens.tokenizer,
-        eos_token_ids=tokens.eos_token_ids,
-        bos_token_id=tokens.bos_token_id,
-        chat=chat,
-        chat_error=chat_error,
-        default_sampling=files.default_sampling,
     )

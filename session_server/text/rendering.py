@@ -1,4 +1,4 @@
-"""Define how chat templates are rendered: the renderer's protocol, and a renderer in this process.
+"""Define how chat templates are rendered: the renderer's protocol, and the steps between renders.
 
 Code that needs rendered text is a generator that yields a `RenderJob` and receives the texts, so
 that the same code runs with a renderer that returns at once and with one that is awaited.
@@ -10,7 +10,7 @@ from collections.abc import Generator
 from typing import Protocol, TypeVar
 
 from session_server.core.errors import TokenizeFailed
-from session_server.text.chat_template import ChatTemplate, RenderJob, TemplateSource
+from session_server.text.chat_template import RenderJob
 
 _T = TypeVar("_T")
 
@@ -36,26 +36,6 @@ class TemplateRenderer(Protocol):
     async def close(self) -> None:
         """Release whatever renders."""
         ...
-
-
-class LocalRenderer:
-    """Render in this process, at once. A template that hangs blocks the process: use it only for
-    our own templates, tests and the simulator."""
-
-    def __init__(self, template: TemplateSource) -> None:
-        """Compile the template. Raises ModelFilesError."""
-        self._template = ChatTemplate(template)
-
-    def render_now(self, job: RenderJob) -> list[str]:
-        """Return the text of each conversation. Raises TokenizeFailed."""
-        return self._template.render(job)
-
-    async def render(self, job: RenderJob) -> list[str]:
-        """Return the text of each conversation. Raises TokenizeFailed."""
-        return self._template.render(job)
-
-    async def close(self) -> None:
-        """Do nothing."""
 
 
 def advance(
@@ -86,15 +66,8 @@ def advance(
         return result
 
 
-def run_to_end(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
-    """Run steps to their result with a renderer that returns at once."""
-    result = advance(steps, renderer)
-    assert not isinstance(result, RenderJob), "this renderer must be awaited"
-    return result
-
-
-async def run_to_end_async(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
-    """Run steps to their result with any renderer."""
+async def run_to_end(steps: Rendering[_T], renderer: TemplateRenderer) -> _T:
+    """Run steps to their result."""
     result = advance(steps, renderer)
     while isinstance(result, RenderJob):
         result = advance(steps, renderer, await render_or_error(renderer, result))

@@ -30,11 +30,12 @@ from session_server.core.session_events import (
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.tokenizing import MAX_THREADS
 from session_server.text import detokenizer
-from session_server.text.model_text import ModelText, load_local_text
+from session_server.text.model_text import ModelText
 from tests.faults.points import Points, injects
 from tests.rig.moments import OWNER, SEED, Rig
 from tests.sim.echo import EchoModel
 from tests.sim.hand_engine import Sizes
+from tests.text.local_text import load_local_text
 from tests.text.tiny_models import write_model
 
 SIZES = Sizes(num_pages=100, page_size=8, chunk_tokens=64, num_rows=8, max_context_len=512)

@@ -36,9 +36,9 @@ from session_server.engine.engine import Engine
 from session_server.models.config import DTypeName
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
-from session_server.text.model_text import load_local_text
 from tests.models.raw_configs import VOCAB_SIZE
 from tests.oracle.checkpoints import RECURRENT_FAMILIES
+from tests.text.local_text import load_local_text
 
 Text = tuple[int, ...]
 

@@ -20,8 +20,8 @@ from session_server.runner.model_runner import ModelRunner
 from session_server.runner.paged_decoder import BackendName
 from session_server.runner.probe import TOLERANCES, deviation
 from session_server.runner.weights import load_decoder
-from session_server.text.model_text import load_local_text
 from tests.runner.rows import PAGES_PER_ROW, Rows
+from tests.text.local_text import load_local_text
 
 PAGE_SIZE = 16
 LENGTH = 150

@@ -27,8 +27,8 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.text.chat_template import RenderFrame
-from session_server.text.rendering import run_to_end
 from tests.sessions.world import OWNER, World, completed, model_text, turn
+from tests.text.local_text import run_to_end
 
 
 class TestLife:

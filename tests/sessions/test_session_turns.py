@@ -39,9 +39,9 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.prompt import build_prompt, check_beginning
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.transcript import Transcript
-from session_server.text.rendering import run_to_end
 from session_server.text.tokenizer import Tokenizer
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, model_text, turn
+from tests.text.local_text import run_to_end
 
 
 def user(text: str, *, after: str = "") -> str:

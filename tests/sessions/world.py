@@ -30,8 +30,9 @@ from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.views import OpenRequest, TurnView
-from session_server.text.model_text import ModelText, load_local_text
+from session_server.text.model_text import ModelText
 from tests.sessions.paper_engine import PaperEngine
+from tests.text.local_text import load_local_text
 from tests.text.tiny_models import write_model
 
 T = TypeVar("T")

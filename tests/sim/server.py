@@ -16,7 +16,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.text.model_text import ModelText, load_local_text
+from session_server.text.model_text import ModelText
 from session_server.web.app import create_app
 from session_server.web.keys import KeyRing, digest_of
 from session_server.web.services import AppServices, ModelCard, WebSettings
@@ -30,6 +30,7 @@ from tests.sim.hosted_engine import HostedEngine
 from tests.sim.loop import VirtualLoop
 from tests.sim.network import Application, Socket
 from tests.sim.stage import Stage
+from tests.text.local_text import load_local_text
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDE"
 SEND_TIMEOUT_S: Final = 10.0

@@ -13,8 +13,8 @@ from session_server.core.session_events import Message
 from session_server.text.chat_encoder import ROLES, ChatEncoder
 from session_server.text.chat_template import RenderFrame, RenderJob, TemplateSource
 from session_server.text.model_files import ModelFilesError
-from session_server.text.model_text import ModelText, load_local_text
-from session_server.text.rendering import LocalRenderer, run_to_end
+from session_server.text.model_text import ModelText
+from tests.text.local_text import LocalRenderer, load_local_text, run_to_end
 from tests.text.tiny_models import SPECIALS, TEMPLATES, write_model
 
 FRAME = RenderFrame(datetime(2025, 3, 1, 10))

@@ -12,8 +12,8 @@ from session_server.text.model_files import (
     ModelFilesError,
     read_model_files,
 )
-from session_server.text.model_text import load_local_text
 from session_server.text.tokenizer import LONG_TEXT_CHARS, check_token_ids
+from tests.text.local_text import load_local_text
 from tests.text.tiny_models import CHATML, write_model
 
 

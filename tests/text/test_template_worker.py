@@ -19,9 +19,9 @@ from session_server.core.errors import TokenizeFailed
 from session_server.core.session_events import Message
 from session_server.text.chat_template import RenderFrame, RenderJob, TemplateSource
 from session_server.text.model_files import ModelFilesError
-from session_server.text.rendering import LocalRenderer
 from session_server.text.template_child import HEADER, ChildSettings
 from session_server.text.template_worker import RenderLimits, TemplateWorker
+from tests.text.local_text import LocalRenderer
 
 FRAME = RenderFrame(datetime(2025, 3, 1, 10, tzinfo=timezone(timedelta(hours=1), "CET")))
 LIMITS = RenderLimits(cpu_s=0.05, memory_bytes=256 << 20)

@@ -20,7 +20,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
-from session_server.text.model_text import ModelText, load_local_text
+from session_server.text.model_text import ModelText
 from session_server.web.app import create_app
 from session_server.web.listener import bind
 from session_server.web.server import DrainingServer, config_for
@@ -28,6 +28,7 @@ from session_server.web.services import AppServices, ModelCard, WebSettings
 from session_server.web.sockets import Sockets
 from session_server.wiring import make_manager, make_services
 from tests.sessions.paper_engine import PaperEngine
+from tests.text.local_text import load_local_text
 from tests.web.wire_client import SUBPROTOCOL, Wire, http_client, open_wire, turn
 
 WORD = 474

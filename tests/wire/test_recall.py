@@ -13,7 +13,7 @@ from session_server.core.session_events import ChatInput, Message
 from session_server.demo import MODEL_DIR
 from session_server.demo.corpus import is_right
 from session_server.local_server import LocalServer
-from session_server.text.model_text import load_local_text
+from tests.text.local_text import load_local_text
 
 NUM_PROBES = 150
 NUM_AT_ONCE = 8
