@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -31,7 +31,7 @@ ANSWER_DEADLINE_S: Final = 60.0
 STALLED_ANSWER_DEADLINE_S: Final = 1.0
 """An engine that completes no step may still answer; wait no longer than this."""
 
-_Report = TypeVar("_Report", MemoryReported, CacheFlushed)
+_Request = ReportMemory | FlushCache
 
 
 class EngineLink:
@@ -43,8 +43,7 @@ class EngineLink:
         self._client = client
         self._clock = clock
         self._request_ids = itertools.count(1)
-        self._memory: dict[int, asyncio.Future[MemoryReported]] = {}
-        self._flushes: dict[int, asyncio.Future[CacheFlushed]] = {}
+        self._waiting: dict[_Request, asyncio.Future[Any]] = {}
         # Bounded: at most a cancel or stop per live turn and a close per session.
         self._unsent: deque[EngineCommand] = deque()
         self.ready: EngineReady | None = None
@@ -112,24 +111,21 @@ class EngineLink:
 
     async def memory(self, *, full: bool, trace: bool = False) -> MemoryReported:
         """Request the memory accounts. Raises EngineUnavailable."""
-
-        def command(request_id: int) -> EngineCommand:
-            return ReportMemory(request_id=request_id, full=full, trace=trace)
-
-        return await self._request(self._memory, command)
+        request_id = next(self._request_ids)
+        report: MemoryReported = await self._request(
+            ReportMemory(request_id=request_id, full=full, trace=trace)
+        )
+        return report
 
     async def flush(self) -> bool:
         """Request an empty cache; return False if turns were live. Raises EngineUnavailable."""
-
-        def command(request_id: int) -> EngineCommand:
-            return FlushCache(request_id=request_id)
-
-        return (await self._request(self._flushes, command)).done
+        flushed: CacheFlushed = await self._request(FlushCache(request_id=next(self._request_ids)))
+        return flushed.done
 
     @property
     def is_flushing(self) -> bool:
         """Return whether a flush was requested and has not been answered yet."""
-        return bool(self._flushes)
+        return any(isinstance(request, FlushCache) for request in self._waiting)
 
     def on_event(self, event: EngineEvent) -> None:
         """Process events about the engine itself; ignore all others."""
@@ -148,11 +144,11 @@ class EngineLink:
                 self._stalled_since_s = None
             case EngineStats():
                 self.stats = event
-            case MemoryReported(request_id=request_id):
+            case MemoryReported():
                 self._update_checks(event)
-                _resolve(self._memory, request_id, event)
-            case CacheFlushed(request_id=request_id):
-                _resolve(self._flushes, request_id, event)
+                self._resolve(event)
+            case CacheFlushed():
+                self._resolve(event)
             case _:
                 return
 
@@ -166,23 +162,23 @@ class EngineLink:
                 check_violations=report.checks.violations,
             )
 
-    async def _request(
-        self,
-        waiting: dict[int, asyncio.Future[_Report]],
-        command: Callable[[int], EngineCommand],
-    ) -> _Report:
-        request_id = next(self._request_ids)
-        future: asyncio.Future[_Report] = asyncio.get_running_loop().create_future()
-        waiting[request_id] = future
+    async def _request(self, request: _Request) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[request] = future
         try:
-            self.send(command(request_id))
+            self.send(request)
             is_stalled = self._stalled_since_s is not None
             deadline_s = STALLED_ANSWER_DEADLINE_S if is_stalled else ANSWER_DEADLINE_S
             return await asyncio.wait_for(future, deadline_s)
         except TimeoutError as error:
             raise EngineUnavailable("the engine did not answer") from error
         finally:
-            del waiting[request_id]
+            del self._waiting[request]
+
+    def _resolve(self, event: MemoryReported | CacheFlushed) -> None:
+        for request, future in self._waiting.items():
+            if request.request_id == event.request_id and not future.done():
+                future.set_result(event)
 
     def _mark_down(self, message: str) -> None:
         self.is_up = False
@@ -193,18 +189,6 @@ class EngineLink:
         self._fail_requests(message)
 
     def _fail_requests(self, message: str) -> None:
-        for memory in self._memory.values():
-            _fail(memory, message)
-        for flush in self._flushes.values():
-            _fail(flush, message)
-
-
-def _resolve(waiting: dict[int, asyncio.Future[_Report]], request_id: int, event: _Report) -> None:
-    future = waiting.get(request_id)
-    if future is not None and not future.done():
-        future.set_result(event)
-
-
-def _fail(future: asyncio.Future[_Report], message: str) -> None:
-    if not future.done():
-        future.set_exception(EngineUnavailable(message))
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(message))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Generic, TypeVar, assert_never
+from typing import Final, TypeVar, assert_never
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
 from session_server.core.session_events import ChatInput, TextInput, TokenInput, TurnRequest
@@ -22,7 +22,7 @@ from session_server.sessions.prompt import (
 from session_server.sessions.quotas import SessionLimits
 from session_server.text.chat_template import RenderJob
 from session_server.text.model_text import ModelText
-from session_server.text.rendering import Rendering, TemplateRenderer, advance, render_or_error
+from session_server.text.rendering import Rendering, advance, render_or_error
 
 NUM_THREADS: Final = 2
 """Large inputs that are tokenized at the same time."""
@@ -41,23 +41,6 @@ _FAILED: Final = "the input could not be tokenized"
 _TOO_LONG: Final = "the input takes too long to tokenize"
 
 _logger: Final = logging.getLogger("session_server.sessions")
-
-
-class _StagedWork(Generic[_T]):
-    """Compute one result in steps. The first `advance` starts them, on whichever thread it runs."""
-
-    def __init__(
-        self, make_steps: Callable[[], Rendering[_T]], renderer: TemplateRenderer | None
-    ) -> None:
-        self._make_steps = make_steps
-        self._renderer = renderer
-        self._steps: Rendering[_T] | None = None
-
-    def advance(self, answer: list[str] | TokenizeFailed | None = None) -> RenderJob | _T:
-        """Continue with the rendered texts, up to the result or the next render job."""
-        if self._steps is None:
-            self._steps = self._make_steps()
-        return advance(self._steps, self._renderer, answer)
 
 
 class PromptBuilder:
@@ -89,17 +72,17 @@ class PromptBuilder:
         `max_len` bounds the context; an input far longer is not tokenized to its end.
         """
 
-        def make_steps() -> Rendering[Prompt]:
+        def steps() -> Rendering[Prompt]:
             check_beginning(self._text, state, request.input, max_len=max_len)
             generate = request.sampling.max_tokens > 0
-            return build_prompt(self._text, state, request.input, generate=generate)
+            return (yield from build_prompt(self._text, state, request.input, generate=generate))
 
-        staged = _StagedWork(make_steps, self._renderer)
+        resume = partial(advance, steps(), self._renderer)
         is_large = self._is_large(state, request)
-        stage = None if is_large else _outcome_of(staged.advance)
+        stage = None if is_large else _outcome_of(resume)
         if stage is not None and not isinstance(stage, RenderJob):
             return stage
-        coroutine = self._finish(staged, stage, on_built, is_large=is_large)
+        coroutine = self._finish(resume, stage, on_built, is_large=is_large)
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -130,14 +113,14 @@ class PromptBuilder:
         if num_chars * _BYTES_PER_CHAR <= max_len // 2:
             return
 
-        def make_steps() -> Rendering[int]:
+        def steps() -> Rendering[int]:
             check_beginning(self._text, state, None, max_len=max_len)
-            return opening_len(self._text, state)
+            return (yield from opening_len(self._text, state))
 
-        staged = _StagedWork(make_steps, self._renderer)
+        resume = partial(advance, steps(), self._renderer)
         is_large = num_chars > self._limits.inline_input_chars
-        stage = None if is_large else _outcome_of(staged.advance)
-        outcome = await self._complete(staged, stage, is_large=is_large)
+        stage = None if is_large else _outcome_of(resume)
+        outcome = await self._complete(resume, stage, is_large=is_large)
         if isinstance(outcome, SessionServerError):
             raise outcome
         # Every turn adds at least one token.
@@ -145,7 +128,7 @@ class PromptBuilder:
 
     async def _finish(
         self,
-        staged: _StagedWork[Prompt],
+        resume: Callable[..., RenderJob | Prompt],
         stage: RenderJob | PromptOutcome | None,
         on_built: Callable[[PromptOutcome], None],
         *,
@@ -153,13 +136,13 @@ class PromptBuilder:
     ) -> None:
         outcome: PromptOutcome = TokenizeFailed(_FAILED)
         try:
-            outcome = await self._complete(staged, stage, is_large=is_large)
+            outcome = await self._complete(resume, stage, is_large=is_large)
         finally:
             on_built(outcome)
 
     async def _complete(
         self,
-        staged: _StagedWork[_T],
+        resume: Callable[..., RenderJob | _T],
         stage: RenderJob | _T | SessionServerError | None,
         *,
         is_large: bool,
@@ -167,9 +150,9 @@ class PromptBuilder:
         """Run steps to their result, from a pending render job or from the beginning (`stage`
         None)."""
         if stage is None:
-            stage = await self._run_in_thread(staged.advance)
+            stage = await self._run_in_thread(resume)
         while isinstance(stage, RenderJob):
-            work = partial(staged.advance, await self._await_render(stage))
+            work = partial(resume, await self._await_render(stage))
             stage = await self._run_in_thread(work) if is_large else _outcome_of(work)
         return stage
 
