@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Final, Literal, assert_never
+from typing import Any, Final, Literal, assert_never
 
 import msgspec
 
@@ -277,8 +277,26 @@ def frame_of(seq: int, entry: SessionEntry, *, scores: EncodedScores | None = No
     """Return the frame of one journal entry. `scores`: those of a turn's end, if already
     encoded."""
     match entry:
-        case TurnCreated() | TurnProgress() | TurnDelta():
-            return _turn_step(seq, entry)
+        case TurnCreated():
+            return CreatedFrame(seq=seq, turn_id=entry.turn_id, position=entry.position)
+        case TurnProgress():
+            return ProgressFrame(
+                seq=seq,
+                turn_id=entry.turn_id,
+                phase="prefill",
+                processed=entry.processed,
+                cached=entry.cached,
+                total=entry.total,
+            )
+        case TurnDelta():
+            return DeltaFrame(
+                seq=seq,
+                turn_id=entry.turn_id,
+                item_id=entry.item_id,
+                text=entry.text,
+                n=len(entry.token_ids),
+                logprobs=logprob_bodies(entry.logprobs),
+            )
         case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
             return end_frame(seq, entry, scores=scores)
         case SessionStateChanged():
@@ -323,66 +341,28 @@ def failure_body(entry: TurnFailedEntry) -> ErrorBody:
     )
 
 
-def _turn_step(seq: int, entry: TurnCreated | TurnProgress | TurnDelta) -> TurnFrame:
-    match entry:
-        case TurnCreated():
-            return CreatedFrame(seq=seq, turn_id=entry.turn_id, position=entry.position)
-        case TurnProgress():
-            return ProgressFrame(
-                seq=seq,
-                turn_id=entry.turn_id,
-                phase="prefill",
-                processed=entry.processed,
-                cached=entry.cached,
-                total=entry.total,
-            )
-        case TurnDelta():
-            return DeltaFrame(
-                seq=seq,
-                turn_id=entry.turn_id,
-                item_id=entry.item_id,
-                text=entry.text,
-                n=len(entry.token_ids),
-                logprobs=logprob_bodies(entry.logprobs),
-            )
-        case _:
-            assert_never(entry)
-
-
 def end_frame(seq: int | None, entry: TurnEnd, *, scores: EncodedScores | None = None) -> TurnFrame:
     """Return the last frame of a turn; `seq` None repeats it outside the journal's order."""
     outcome = entry.outcome
-    usage = usage_body(outcome.usage)
+    shared: dict[str, Any] = {
+        "seq": seq,
+        "turn_id": entry.turn_id,
+        "usage": usage_body(outcome.usage),
+        "timings": outcome.timings,
+    }
     match entry:
         case TurnCompleted():
+            item = item_body(outcome, complete=True, scores=scores)
             return CompletedFrame(
-                seq=seq,
-                turn_id=entry.turn_id,
-                finish_reason=entry.reason,
-                matched=entry.matched,
-                item=item_body(outcome, complete=True, scores=scores),
-                usage=usage,
-                timings=outcome.timings,
+                finish_reason=entry.reason, matched=entry.matched, item=item, **shared
             )
         case TurnCancelled():
+            item = item_body(outcome, complete=False, scores=scores)
             return CancelledFrame(
-                seq=seq,
-                turn_id=entry.turn_id,
-                reason=entry.reason,
-                kept_partial=entry.kept_partial,
-                item=item_body(outcome, complete=False, scores=scores),
-                usage=usage,
-                timings=outcome.timings,
+                reason=entry.reason, kept_partial=entry.kept_partial, item=item, **shared
             )
         case TurnFailedEntry():
-            return FailedFrame(
-                seq=seq,
-                turn_id=entry.turn_id,
-                error=failure_body(entry),
-                retryable=entry.retryable,
-                usage=usage,
-                timings=outcome.timings,
-            )
+            return FailedFrame(error=failure_body(entry), retryable=entry.retryable, **shared)
         case _:
             assert_never(entry)
 
