@@ -83,7 +83,9 @@ def test_a_checkpoint_that_cannot_be_served_is_named(
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    return write_random_checkpoint(tmp_path, RandomModel(num_layers=1, context_len=64))
+    return write_random_checkpoint(
+        tmp_path, RandomModel(num_hidden_layers=1, max_position_embeddings=64)
+    )
 
 
 def test_a_missing_tensor_is_found_without_reading_any(checkpoint: Path) -> None:

@@ -17,7 +17,7 @@ from session_server.engine_host.loop import EngineAssembly
 from session_server.engine_wiring import build_engine
 from session_server.models.errors import DraftMismatch
 
-DRAFT_SHAPE = RandomModel(num_layers=1, context_len=4096)
+DRAFT_SHAPE = RandomModel(num_hidden_layers=1, max_position_embeddings=4096)
 
 
 def build(draft_path: Path | None, speculation: str = "model") -> EngineAssembly:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +17,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """Describe the shape of a random Qwen3 model."""
+    """Describe the shape of a random Qwen3 model, as its configuration does."""
 
     hidden_size: int = 128
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
     head_dim: int = 32
-    ffn_size: int = 256
-    context_len: int = 16_384
-    seed: int = 0
+    intermediate_size: int = 256
+    max_position_embeddings: int = 16_384
 
 
 def write_random_checkpoint(directory: Path, shape: RandomModel) -> Path:
@@ -41,13 +40,7 @@ def write_random_checkpoint(directory: Path, shape: RandomModel) -> Path:
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn_size,
-        "max_position_embeddings": shape.context_len,
+        **asdict(shape),
         "vocab_size": vocab_size,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -63,30 +56,28 @@ def write_random_checkpoint(directory: Path, shape: RandomModel) -> Path:
 
 
 def _random_weights(shape: RandomModel, vocab_size: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(shape.seed)
-
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        return rng.normal(0.0, 0.08, (rows, columns)).astype(np.float32)
-
-    hidden, query = shape.hidden_size, shape.num_heads * shape.head_dim
-    key = shape.num_kv_heads * shape.head_dim
-    weights = {
-        "model.embed_tokens.weight": matrix(vocab_size, hidden),
-        "model.norm.weight": np.ones(hidden, np.float32),
+    rng = np.random.default_rng(0)
+    hidden, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    key = shape.num_key_value_heads * shape.head_dim
+    layer_shapes = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "self_attn.q_norm": (shape.head_dim,),
+        "self_attn.k_norm": (shape.head_dim,),
+        "mlp.gate_proj": (shape.intermediate_size, hidden),
+        "mlp.up_proj": (shape.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, shape.intermediate_size),
     }
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
-        weights |= {
-            prefix + "input_layernorm.weight": np.ones(hidden, np.float32),
-            prefix + "post_attention_layernorm.weight": np.ones(hidden, np.float32),
-            prefix + "self_attn.q_proj.weight": matrix(query, hidden),
-            prefix + "self_attn.k_proj.weight": matrix(key, hidden),
-            prefix + "self_attn.v_proj.weight": matrix(key, hidden),
-            prefix + "self_attn.o_proj.weight": matrix(hidden, query),
-            prefix + "self_attn.q_norm.weight": np.ones(shape.head_dim, np.float32),
-            prefix + "self_attn.k_norm.weight": np.ones(shape.head_dim, np.float32),
-            prefix + "mlp.gate_proj.weight": matrix(shape.ffn_size, hidden),
-            prefix + "mlp.up_proj.weight": matrix(shape.ffn_size, hidden),
-            prefix + "mlp.down_proj.weight": matrix(hidden, shape.ffn_size),
-        }
-    return weights
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (vocab_size, hidden), "norm": (hidden,)}
+    for layer in range(shape.num_hidden_layers):
+        shapes |= {f"layers.{layer}.{name}": size for name, size in layer_shapes.items()}
+    return {
+        f"model.{name}.weight": np.ones(size, np.float32)
+        if len(size) == 1
+        else rng.normal(0.0, 0.08, size).astype(np.float32)
+        for name, size in shapes.items()
+    }

@@ -11,18 +11,21 @@ from __future__ import annotations
 import asyncio
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from session_server.bench import host
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
+from session_server.bench.sheet import Sheet
 from session_server.client import connect
 from session_server.core.session_events import TokenInput
 from session_server.local_server import LocalServer
 
 HEAD: Final = slice(1, 11)
 TAIL: Final = slice(-10, None)
+_TIMES: Final = ("overhead_ms", "forward_ms", "latency_ms")
 _FIRST_TOKEN_ID: Final = 300
 _TOKEN_ID_SPAN: Final = 1000
 
@@ -36,84 +39,109 @@ class GrowthWorkload:
     num_output: int = 8
 
     @property
-    def num_tokens(self) -> int:
-        """Return the length of the session at its end."""
-        return self.num_turns * (self.num_input + self.num_output)
+    def total_steps(self) -> int:
+        """Return the turns, plus the measurements without a model."""
+        return self.num_turns + host.TOTAL_STEPS
 
 
-@dataclass(frozen=True, slots=True)
-class TurnCost:
-    """Hold one turn: context tokens, cached tokens, the client's wait, and the forwards' share."""
-
-    context_tokens: int
-    cached_tokens: int
-    latency_ms: float
-    forward_ms: float
-    num_steps: int
-
-    @property
-    def overhead_ms(self) -> float:
-        """Return everything but forwards: sockets, scheduling, bookkeeping, text."""
-        return self.latency_ms - self.forward_ms
+def measure(load: GrowthWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
+    """Measure how a turn's costs grow with its session, with idle sessions, and with history."""
+    return {
+        "growth": measure_growth(load, on_step=on_step),
+        "idle_sessions": host.measure_idle_sessions(host.IDLE_COUNTS, on_step=on_step),
+        "admission": host.measure_admission(host.HISTORIES, on_step=on_step),
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Compare head (turns 2-11) with tail (the last 10), by medians in milliseconds."""
+def measure_growth(load: GrowthWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
+    """Run the workload on a server of its own and call `on_step` after each turn.
 
-    turns: tuple[TurnCost, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return figures, ratios and every turn."""
-        head, tail = self.turns[HEAD], self.turns[TAIL]
-        overhead = (_median(head, "overhead_ms"), _median(tail, "overhead_ms"))
-        latency = (_median(head, "latency_ms"), _median(tail, "latency_ms"))
-        forward = (_median(head, "forward_ms"), _median(tail, "forward_ms"))
-        grown = latency[1] - latency[0]
-        return {
-            "num_turns": len(self.turns),
-            "context_tokens": {"head": head[0].context_tokens, "tail": tail[-1].context_tokens},
-            "overhead_ms": {"head": overhead[0], "tail": overhead[1]},
-            "overhead_ratio": overhead[1] / overhead[0],
-            "latency_ms": {"head": latency[0], "tail": latency[1]},
-            "latency_ratio": latency[1] / latency[0],
-            "forward_ms": {"head": forward[0], "tail": forward[1]},
-            "growth_explained_by_forward": (forward[1] - forward[0]) / grown if grown > 0 else 1.0,
-            "turns": [asdict(turn) for turn in self.turns],
-        }
-
-
-def measure_growth(load: GrowthWorkload, *, on_turn: Callable[[], None]) -> Growth:
-    """Run the workload on a server of its own and call `on_turn` after each turn."""
-    context_len = max(16_384, load.num_tokens + 1)
+    Return figures of every turn, and medians of turns 2-11 (head) and of the last 10 (tail).
+    """
+    num_tokens = load.num_turns * (load.num_input + load.num_output)
+    context_len = max(16_384, num_tokens + 1)
     with tempfile.TemporaryDirectory() as directory:
-        model = write_random_checkpoint(Path(directory), RandomModel(context_len=context_len))
+        model = write_random_checkpoint(
+            Path(directory), RandomModel(max_position_embeddings=context_len)
+        )
         flags = ["--model-path", str(model), "--max-total-tokens", str(2 * context_len)]
         with LocalServer([*flags, "--log-level", "warning"]) as server:
-            return Growth(tuple(asyncio.run(_converse(server.url, load, on_turn))))
+            turns = asyncio.run(_converse(server.url, load, on_step))
+    medians = {name: _grown(turns, name) for name in _TIMES}
+    latency, forward = (medians[name] for name in ("latency_ms", "forward_ms"))
+    grown = latency["tail"] - latency["head"]
+    return {
+        "num_turns": len(turns),
+        "context_tokens": {
+            "head": turns[HEAD][0]["context_tokens"],
+            "tail": turns[-1]["context_tokens"],
+        },
+        **medians,
+        "overhead_ratio": medians["overhead_ms"]["ratio"],
+        "latency_ratio": latency["ratio"],
+        "growth_explained_by_forward": (
+            (forward["tail"] - forward["head"]) / grown if grown > 0 else 1.0
+        ),
+        "turns": turns,
+    }
 
 
-async def _converse(url: str, load: GrowthWorkload, on_turn: Callable[[], None]) -> list[TurnCost]:
+SHEETS: Final = (
+    Sheet(
+        "one session, {growth[num_turns]} turns of 16 in / 8 out (median ms)",
+        lambda report: {name: report["growth"][name] for name in _TIMES},
+        ("",),
+        {"turns 2-11": "{head:.2f}", "last 10": "{tail:.2f}", "ratio": "{ratio:.3f}"},
+    ),
+    *host.SHEETS,
+)
+
+
+def plot_growth(turns: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plot latency, forward and overhead of every turn over the length of its context.
+
+    Raises:
+        ImportError: matplotlib is not installed (`pip install session-server[dev]`).
+    """
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    context = [turn["context_tokens"] for turn in turns]
+    for name, label in (
+        ("latency_ms", "latency at the client"),
+        ("forward_ms", "forwards of the turn"),
+        ("overhead_ms", "overhead"),
+    ):
+        axes.plot(context, [turn[name] for turn in turns], label=label, linewidth=0.8)
+    axes.set(xlabel="context, tokens", ylabel="ms per turn", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+async def _converse(
+    url: str, load: GrowthWorkload, on_step: Callable[[], None]
+) -> list[dict[str, float]]:
     sampling = {"temperature": 0, "max_tokens": load.num_output, "ignore_eos": True}
-    costs = []
+    turns = []
     clock = asyncio.get_running_loop().time
     async with await connect(url) as session:
         for turn in range(load.num_turns):
             begin = clock()
             result = await session.ask(ordinary_tokens(turn, load.num_input), sampling=sampling)
             latency_ms = (clock() - begin) * 1e3
-            usage, timings = result.usage, result.timings
-            costs.append(
-                TurnCost(
-                    context_tokens=usage.input_tokens,
-                    cached_tokens=usage.cached_tokens,
-                    latency_ms=latency_ms,
-                    forward_ms=timings.forward_ms,
-                    num_steps=timings.num_steps,
-                )
-            )
-            on_turn()
-    return costs
+            figures = {
+                "context_tokens": result.usage.input_tokens,
+                "cached_tokens": result.usage.cached_tokens,
+                "latency_ms": latency_ms,
+                "forward_ms": result.timings.forward_ms,
+                # Everything but forwards: sockets, scheduling, bookkeeping, text.
+                "overhead_ms": latency_ms - result.timings.forward_ms,
+                "num_steps": result.timings.num_steps,
+            }
+            turns.append(figures)
+            on_step()
+    return turns
 
 
 def ordinary_tokens(turn: int, num_tokens: int) -> TokenInput:
@@ -123,5 +151,6 @@ def ordinary_tokens(turn: int, num_tokens: int) -> TokenInput:
     return TokenInput(tuple(ids))
 
 
-def _median(turns: Sequence[TurnCost], field: str) -> float:
-    return statistics.median(float(getattr(turn, field)) for turn in turns)
+def _grown(turns: Sequence[Mapping[str, float]], name: str) -> dict[str, float]:
+    head, tail = (statistics.median(turn[name] for turn in turns[part]) for part in (HEAD, TAIL))
+    return {"head": head, "tail": tail, "ratio": tail / head}

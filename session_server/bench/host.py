@@ -7,163 +7,104 @@ speed drifts affects them alike.
 
 from __future__ import annotations
 
+import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
-import numpy as np
-
-from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
 from cache.types import PoolName
+from session_server.bench.harness import SteppedEngine, take_turns
+from session_server.bench.sheet import Sheet
 from session_server.core.batch import Batch, RowResult, StepResult
-from session_server.core.commands import CancelTurn, EngineCommand, OpenSession, SubmitTurn
-from session_server.core.ids import SessionId, TurnId
-from session_server.core.sampling import SamplingParams
-from session_server.engine.config import EngineConfig
-from session_server.engine.engine import Engine
+from session_server.core.commands import CancelTurn
+from session_server.core.ids import SessionId
+from session_server.engine.config import MemoryPolicy
 
+IDLE_COUNTS: Final = (0, 1000, 5000)
+HISTORIES: Final = (0, 8192)
 NUM_RUNNING: Final = 8
 STEPS_PER_ROUND: Final = 100
 NUM_ROUNDS: Final = 40
 NUM_ADMISSIONS: Final = 300
+TOTAL_STEPS: Final = NUM_ROUNDS * len(IDLE_COUNTS) + NUM_ADMISSIONS * len(HISTORIES)
 _PAGE_SIZE: Final = 16
 _CONTEXT_LEN: Final = 16_384
-_VOCAB_SIZE: Final = 1000
 _IDLE_TOKENS: Final = 48
 _NEW_TOKENS: Final = 16
 _OUTPUT: Final = RowResult((7,), (), (), finite=True)
 _NOTHING: Final = RowResult((), (), (), finite=True)
+_ADMITTED: Final = SessionId("admitted")
 
 
-def measure_idle_sessions(
-    counts: Sequence[int], *, on_round: Callable[[], None]
-) -> Mapping[str, Any]:
+def measure_idle_sessions(counts: Sequence[int], *, on_step: Callable[[], None]) -> dict[str, Any]:
     """Measure host microseconds of a decode step of `NUM_RUNNING` turns beside idle sessions."""
-    benches = {count: _decoding_bench(count) for count in counts}
-    times: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(NUM_ROUNDS):
-        for count, bench in benches.items():
-            times[count].append(_median_step_us(bench))
-        on_round()
-    return _ratios(times)
+    measures = {count: partial(_median_step_us, _decoding_engine(count)) for count in counts}
+    return _ratios(take_turns(measures, NUM_ROUNDS, on_step))
 
 
-def measure_admission(
-    histories: Sequence[int], *, on_round: Callable[[], None]
-) -> Mapping[str, Any]:
+def measure_admission(histories: Sequence[int], *, on_step: Callable[[], None]) -> dict[str, Any]:
     """Measure host microseconds of the step that admits a turn, by length of the history."""
-    benches = {history: _parked_bench(history) for history in histories}
-    times: dict[int, list[float]] = {history: [] for history in histories}
-    for number in range(NUM_ADMISSIONS):
-        for history, bench in benches.items():
-            times[history].append(_admission_us(bench, history, number))
-        on_round()
-    return _ratios(times)
+    measures = {n: partial(_admission_us, _parked_engine(n), n) for n in histories}
+    return _ratios(take_turns(measures, NUM_ADMISSIONS, on_step))
 
 
-class HostBench:
-    """Run an engine in lockstep with a device that answers at once."""
-
-    def __init__(self, num_sessions: int, num_tokens: int) -> None:
-        group = LayerGroup(PoolName("full"), LayerKind.FULL, (0,), 1, 8, 4)
-        num_pages = num_tokens // _PAGE_SIZE + 2 * num_sessions + 64
-        capacity = Capacity(
-            MappingProxyType({group.pool: num_pages}), num_sessions + NUM_RUNNING, _CONTEXT_LEN
-        )
-        self.engine = Engine(
-            SessionAwareCache(CacheSpec((group,), _PAGE_SIZE), capacity),
-            EngineConfig(
-                model_fingerprint="bench",
-                vocab_size=_VOCAB_SIZE,
-                eos_token_ids=(),
-                chunk_tokens=_CONTEXT_LEN,
-                num_in_flight=1,
-            ),
-        )
-        self._results: list[StepResult] = []
-        self._rng = np.random.default_rng(0)
-
-    def step(self, commands: Sequence[EngineCommand] = ()) -> bool:
-        """Run one step and its forward. Return whether anything was launched."""
-        outcome = self.engine.step(0.0, commands, self._results)
-        self._results = [_answer(outcome.batch)] if outcome.batch is not None else []
-        return outcome.batch is not None
-
-    def settle(self) -> None:
-        """Step until nothing is launched."""
-        while self.step():
-            pass
-
-    def random_tokens(self, num_tokens: int) -> tuple[int, ...]:
-        """Return random tokens, which share no prefix with other sessions."""
-        return tuple(self._rng.integers(0, _VOCAB_SIZE, num_tokens).tolist())
+_COLUMNS: Final = {"us": "{median_us:.1f}", "ratio to the first": "{ratio:.3f}"}
+SHEETS: Final = (
+    Sheet(
+        "engine host time of a decode step, by idle sessions",
+        lambda report: report["idle_sessions"],
+        ("",),
+        _COLUMNS,
+    ),
+    Sheet(
+        "engine host time of admitting a turn, by history",
+        lambda report: report["admission"],
+        ("",),
+        _COLUMNS,
+    ),
+)
 
 
-def _decoding_bench(num_idle: int) -> HostBench:
-    bench = HostBench(num_idle + NUM_RUNNING, (num_idle + NUM_RUNNING) * 64 + (1 << 17))
-    for number in range(num_idle):
-        bench.step([*_open_and_submit(bench, f"idle{number}", _IDLE_TOKENS, max_tokens=1)])
-    bench.settle()
-    for number in range(NUM_RUNNING):
-        bench.step([*_open_and_submit(bench, f"run{number}", 64, max_tokens=_CONTEXT_LEN)])
-    return bench
+def _engine(num_sessions: int, num_tokens: int) -> SteppedEngine:
+    group = LayerGroup(PoolName("full"), LayerKind.FULL, (0,), 1, 8, 4)
+    num_pages = {group.pool: num_tokens // _PAGE_SIZE + 2 * num_sessions + 64}
+    num_rows = num_sessions + NUM_RUNNING
+    capacity = Capacity(MappingProxyType(num_pages), num_rows, _CONTEXT_LEN)
+    # There is no content that a probe could check.
+    memory = MemoryPolicy(probe_interval_s=math.inf)
+    spec = CacheSpec((group,), _PAGE_SIZE)
+    return SteppedEngine(spec, capacity, forward=_answer, chunk_tokens=_CONTEXT_LEN, memory=memory)
 
 
-def _parked_bench(history: int) -> HostBench:
-    bench = HostBench(1, history + 1024)
-    if history:
-        bench.step([*_open_and_submit(bench, "s", history, max_tokens=0)])
-    else:
-        bench.step([OpenSession(session_id=SessionId("s"), tenant_salt="t")])
-    bench.settle()
-    return bench
+def _decoding_engine(num_idle: int) -> SteppedEngine:
+    num_sessions = num_idle + NUM_RUNNING
+    engine = _engine(num_sessions, num_sessions * 64 + (1 << 17))
+    engine.park([SessionId(f"idle{number}") for number in range(num_idle)], _IDLE_TOKENS)
+    running = [SessionId(f"run{number}") for number in range(NUM_RUNNING)]
+    engine.park(running, 0)
+    for session_id in running:
+        engine.step([engine.turn(session_id, 0, 64, _CONTEXT_LEN)])
+    return engine
 
 
-def _open_and_submit(
-    bench: HostBench, name: str, num_tokens: int, *, max_tokens: int
-) -> tuple[EngineCommand, EngineCommand]:
-    session_id = SessionId(name)
-    return (
-        OpenSession(session_id=session_id, tenant_salt="t"),
-        SubmitTurn(
-            session_id=session_id,
-            turn_id=TurnId(name),
-            base_len=0,
-            tokens=bench.random_tokens(num_tokens),
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0),
-        ),
-    )
+def _parked_engine(history: int) -> SteppedEngine:
+    engine = _engine(1, history + 1024)
+    engine.park([_ADMITTED], history)
+    return engine
 
 
-def _median_step_us(bench: HostBench) -> float:
-    times = []
-    for _ in range(STEPS_PER_ROUND):
-        begin = time.perf_counter()
-        launched = bench.step()
-        times.append((time.perf_counter() - begin) * 1e6)
-        assert launched, "the running turns outlast the benchmark"
-    return statistics.median(times)
+def _median_step_us(engine: SteppedEngine) -> float:
+    return statistics.median(engine.timed_step_us() for _ in range(STEPS_PER_ROUND))
 
 
-def _admission_us(bench: HostBench, history: int, number: int) -> float:
+def _admission_us(engine: SteppedEngine, history: int) -> float:
     """Submit a turn, time the step that launches its first forward, and cancel it."""
-    turn_id = TurnId(f"t{number}")
-    command = SubmitTurn(
-        session_id=SessionId("s"),
-        turn_id=turn_id,
-        base_len=history,
-        tokens=bench.random_tokens(_NEW_TOKENS),
-        sampling=SamplingParams(max_tokens=64, temperature=0.0, seed=0),
-    )
-    begin = time.perf_counter()
-    launched = bench.step([command])
-    elapsed_us = (time.perf_counter() - begin) * 1e6
-    assert launched, "an idle engine admits at once"
-    bench.step([CancelTurn(turn_id=turn_id, num_outputs=None)])
-    bench.settle()
+    turn = engine.turn(_ADMITTED, history, _NEW_TOKENS, 64)
+    elapsed_us = engine.timed_step_us([turn])
+    engine.settle([CancelTurn(turn_id=turn.turn_id, num_outputs=None)])
     return elapsed_us
 
 
@@ -172,7 +113,7 @@ def _answer(batch: Batch) -> StepResult:
     return StepResult(batch.step, rows, forward_s=0.0)
 
 
-def _ratios(times: Mapping[int, Sequence[float]]) -> Mapping[str, Any]:
+def _ratios(times: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     medians = {size: statistics.median(values) for size, values in times.items()}
     first = next(iter(medians.values()))
     return {

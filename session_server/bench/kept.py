@@ -20,6 +20,7 @@ import httpx
 
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.growth import ordinary_tokens
+from session_server.bench.sheet import Sheet
 from session_server.client import connect
 from session_server.core.session_events import TokenInput
 from session_server.local_server import LocalServer
@@ -36,25 +37,47 @@ class KeptWorkload:
     num_new: int = 16
     num_rounds: int = 7
 
+    @property
+    def total_steps(self) -> int:
+        """Return the number of timed turns."""
+        return len(self.histories) * self.num_rounds * len(WAYS)
 
-def measure_kept(load: KeptWorkload, *, on_turn: Callable[[], None]) -> dict[str, Any]:
+
+def measure(load: KeptWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
     """Measure median milliseconds from sending a turn to its only token, by history and way."""
-    shape = RandomModel(hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=768)
+    shape = RandomModel(
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=768,
+    )
     with tempfile.TemporaryDirectory() as directory:
         model = write_random_checkpoint(Path(directory), shape)
         flags = ["--model-path", str(model), "--max-total-tokens", str(4 * max(load.histories))]
         with LocalServer([*flags, "--log-level", "warning"]) as server:
-            return asyncio.run(_measure(server.url, load, on_turn))
+            return asyncio.run(_time_turns(server.url, load, on_step))
 
 
-async def _measure(url: str, load: KeptWorkload, on_turn: Callable[[], None]) -> dict[str, Any]:
+SHEETS: Final = (
+    Sheet(
+        "next turn, {num_new} new tokens: time to first token, ms",
+        lambda report: report["histories"],
+        ("history",),
+        {way: f"{{median_ms[{way}]:.1f}}" for way in WAYS}
+        | {"resent / kept": "{resent_over_kept:.2f}", "cold / kept": "{cold_over_kept:.2f}"},
+    ),
+)
+
+
+async def _time_turns(url: str, load: KeptWorkload, on_step: Callable[[], None]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for history in load.histories:
         times: dict[str, list[float]] = {way: [] for way in WAYS}
         for number in range(load.num_rounds):
             for way in WAYS:
                 times[way].append(await _turn_ms(url, way, history, load.num_new, seed=number))
-                on_turn()
+                on_step()
         medians = {way: statistics.median(values) for way, values in times.items()}
         figures[str(history)] = {
             "median_ms": medians,

@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from session_server.client import SessionClient, TurnResult, connect
+from session_server.bench.sheet import Sheet
+from session_server.client import TurnResult, connect
 from session_server.core.session_events import TextInput, TurnInput
 from session_server.demo.corpus import dialogue
 from session_server.local_server import LocalServer
@@ -55,58 +56,31 @@ class SpeculationWorkload:
         return (0, *self.drafts)
 
     @property
-    def num_visits(self) -> int:
+    def total_steps(self) -> int:
         """Return how many times a workload runs on a server."""
         return len(WORKLOADS) * self.num_rounds * len(self.variants)
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """Add up the turns of one workload on one server.
+class Visit(NamedTuple):
+    """Add up the turns of one workload on one server."""
 
-    `num_decoded`: tokens after the first of each turn, which took `decode_s`.
-    """
-
+    tokens_per_forward: float
+    """The forwards of prompts are included."""
+    tokens_per_s: float
+    """From the first token of each turn on."""
     num_outputs: int
-    num_forwards: int
-    num_decoded: int
-    decode_s: float
     answers: tuple[str, ...]
 
-    @classmethod
-    def of(cls, turns: Sequence[TurnResult]) -> Visit:
-        """Add up turns that have all completed."""
-        assert all(turn.status == "completed" for turn in turns), "a turn failed"
-        return cls(
-            num_outputs=sum(turn.usage.output_tokens for turn in turns),
-            num_forwards=sum(turn.timings.num_steps for turn in turns),
-            num_decoded=sum(max(0, turn.usage.output_tokens - 1) for turn in turns),
-            decode_s=sum(turn.timings.decode_ms for turn in turns) / 1e3,
-            answers=tuple(turn.text for turn in turns),
-        )
 
-    @property
-    def tokens_per_forward(self) -> float:
-        """Return output tokens per forward, the forwards of prompts included."""
-        return self.num_outputs / self.num_forwards
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Return decoded tokens per second, counted from the first token of each turn."""
-        return self.num_decoded / self.decode_s
-
-
-def measure_speculation(
-    load: SpeculationWorkload, *, on_visit: Callable[[], None]
-) -> dict[str, Any]:
-    """Return medians over the rounds, by workload and drafts; call `on_visit` after each run."""
+def measure(load: SpeculationWorkload, *, on_step: Callable[[], None]) -> dict[str, Any]:
+    """Return medians over the rounds, by workload and drafts; call `on_step` after each run."""
     with contextlib.ExitStack() as stack:
         urls = {n: stack.enter_context(LocalServer(_flags(n))).url for n in load.variants}
-        return asyncio.run(_measure(urls, load, on_visit))
+        return asyncio.run(_visit_all(urls, load, on_step))
 
 
-async def _measure(
-    urls: Mapping[int, str], load: SpeculationWorkload, on_visit: Callable[[], None]
+async def _visit_all(
+    urls: Mapping[int, str], load: SpeculationWorkload, on_step: Callable[[], None]
 ) -> dict[str, Any]:
     visits: dict[str, dict[int, list[Visit]]] = {
         workload: {num_drafts: [] for num_drafts in urls} for workload in WORKLOADS
@@ -117,67 +91,88 @@ async def _measure(
             order = [load.variants[(number + i) % len(urls)] for i in range(len(urls))]
             for num_drafts in order:
                 turns = await _visit(urls[num_drafts], workload, load, number)
-                visits[workload][num_drafts].append(Visit.of(turns))
-                on_visit()
-    workloads = {workload: _figures(by_drafts) for workload, by_drafts in visits.items()}
+                visits[workload][num_drafts].append(_add_up(turns))
+                on_step()
     return {
         "num_rounds": load.num_rounds,
         "num_sessions": load.num_sessions,
-        "workloads": workloads,
+        "workloads": {
+            workload: {str(n): _figures(rounds, by_drafts[0]) for n, rounds in by_drafts.items()}
+            for workload, by_drafts in visits.items()
+        },
     }
 
 
-def _figures(visits: Mapping[int, Sequence[Visit]]) -> dict[str, Any]:
-    figures = {}
-    for num_drafts, rounds in visits.items():
-        pairs = list(zip(rounds, visits[0], strict=True))
-        ratios = [visit.tokens_per_s / plain.tokens_per_s for visit, plain in pairs]
-        figures[str(num_drafts)] = {
-            "tokens_per_forward": statistics.median(visit.tokens_per_forward for visit in rounds),
-            "tokens_per_s": statistics.median(visit.tokens_per_s for visit in rounds),
-            "speed_ratio": statistics.median(ratios),
-            "speed_ratio_range": [min(ratios), max(ratios)],
-            "num_outputs": sum(visit.num_outputs for visit in rounds),
-            "different_answers": sum(
-                one != other
-                for visit, plain in pairs
-                for one, other in zip(visit.answers, plain.answers, strict=True)
-            ),
-        }
-    return figures
+SHEETS: Final = (
+    Sheet(
+        "n-gram drafts, medians of {num_rounds} rounds",
+        lambda report: report["workloads"],
+        ("", "drafts"),
+        {
+            "tokens / forward": "{tokens_per_forward:.2f}",
+            "tokens / s": "{tokens_per_s:.0f}",
+            "speed ratio": "{speed_ratio:.2f}",
+            "range": "{speed_ratio_range[0]:.2f}-{speed_ratio_range[1]:.2f}",
+            "different": "{different_answers}",
+        },
+    ),
+)
+
+
+def _add_up(turns: Sequence[TurnResult]) -> Visit:
+    assert all(turn.status == "completed" for turn in turns), "a turn failed"
+    num_outputs = sum(turn.usage.output_tokens for turn in turns)
+    num_decoded = sum(max(0, turn.usage.output_tokens - 1) for turn in turns)
+    return Visit(
+        tokens_per_forward=num_outputs / sum(turn.timings.num_steps for turn in turns),
+        tokens_per_s=num_decoded / sum(turn.timings.decode_ms for turn in turns) * 1e3,
+        num_outputs=num_outputs,
+        answers=tuple(turn.text for turn in turns),
+    )
+
+
+def _figures(rounds: Sequence[Visit], plain: Sequence[Visit]) -> dict[str, Any]:
+    pairs = list(zip(rounds, plain, strict=True))
+    ratios = [visit.tokens_per_s / beside.tokens_per_s for visit, beside in pairs]
+    return {
+        "tokens_per_forward": statistics.median(visit.tokens_per_forward for visit in rounds),
+        "tokens_per_s": statistics.median(visit.tokens_per_s for visit in rounds),
+        "speed_ratio": statistics.median(ratios),
+        "speed_ratio_range": [min(ratios), max(ratios)],
+        "num_outputs": sum(visit.num_outputs for visit in rounds),
+        "different_answers": sum(
+            one != other
+            for visit, beside in pairs
+            for one, other in zip(visit.answers, beside.answers, strict=True)
+        ),
+    }
 
 
 async def _visit(
     url: str, workload: str, load: SpeculationWorkload, number: int
 ) -> list[TurnResult]:
     """Run the sessions of one workload and round; the same ones on every server."""
+    first_seed = _FIRST_SEED + number * load.num_sessions
+    seeds = range(first_seed, first_seed + load.num_sessions)
     if workload == "repeated text":
-        talks = [_continue(url, load) for _ in range(load.num_sessions)]
+        passages = [TextInput(_PASSAGE * _NUM_PASSAGES)]
+        lengths = {"max_tokens": load.num_repeated, "ignore_eos": True}
+        talks = [_converse(url, passages, lengths) for _ in seeds]
     else:
-        first_seed = _FIRST_SEED + number * load.num_sessions
-        seeds = range(first_seed, first_seed + load.num_sessions)
-        talks = [_converse(url, seed, load.num_turns) for seed in seeds]
+        lengths = {"max_tokens": MAX_ANSWER_TOKENS}
+        dialogues = (dialogue(seed, load.num_turns).turns for seed in seeds)
+        talks = [_converse(url, [turn.user for turn in turns], lengths) for turns in dialogues]
     if workload == "crowd":
         return [turn for turns in await asyncio.gather(*talks) for turn in turns]
     return [turn for talk in talks for turn in await talk]
 
 
-async def _converse(url: str, seed: int, num_turns: int) -> list[TurnResult]:
+async def _converse(
+    url: str, contents: Iterable[str | TurnInput], sampling: Mapping[str, object]
+) -> list[TurnResult]:
+    greedy = {"temperature": 0, **sampling}
     async with await connect(url) as session:
-        return [
-            await _ask(session, exchange.user, max_tokens=MAX_ANSWER_TOKENS)
-            for exchange in dialogue(seed, num_turns).turns
-        ]
-
-
-async def _continue(url: str, load: SpeculationWorkload) -> list[TurnResult]:
-    async with await connect(url) as session:
-        passages = TextInput(_PASSAGE * _NUM_PASSAGES)
-        return [await _ask(session, passages, max_tokens=load.num_repeated, ignore_eos=True)]
-
-
-async def _ask(session: SessionClient, content: str | TurnInput, **sampling: object) -> TurnResult:
-    return await session.ask(content, sampling={"temperature": 0, **sampling})
+        return [await session.ask(content, sampling=greedy) for content in contents]
 
 
 def _flags(num_drafts: int) -> list[str]:

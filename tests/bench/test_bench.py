@@ -6,22 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from session_server.bench import kept, kv_dtype, memory_check, mla, speculation
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
-from session_server.bench.growth import GrowthWorkload, measure_growth
+from session_server.bench.growth import GrowthWorkload, measure_growth, plot_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
-from session_server.bench.kept import WAYS, KeptWorkload, measure_kept
-from session_server.bench.kv_dtype import KvDtypeWorkload, measure_kv_dtypes
-from session_server.bench.latent_layers import WAYS as MLA_WAYS
-from session_server.bench.memory_check import MemoryCheckWorkload, measure_memory_check
-from session_server.bench.mla import MlaWorkload, measure_mla
-from session_server.bench.plots import plot_growth
-from session_server.bench.speculation import WORKLOADS, SpeculationWorkload, measure_speculation
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 
 
 def test_the_random_checkpoint_loads_through_the_real_path(tmp_path: Path) -> None:
-    write_random_checkpoint(tmp_path, RandomModel(context_len=4096))
+    write_random_checkpoint(tmp_path, RandomModel(max_position_embeddings=4096))
     loaded = load_runner(
         tmp_path,
         RunnerOptions(page_size=16, num_rows=2, memory=MemoryLimits(max_total_tokens=256)),
@@ -32,36 +26,35 @@ def test_the_random_checkpoint_loads_through_the_real_path(tmp_path: Path) -> No
 @pytest.mark.timeout(200)
 def test_growth_counts_every_turn_and_only_new_tokens(tmp_path: Path) -> None:
     done = []
-    growth = measure_growth(GrowthWorkload(num_turns=24), on_turn=lambda: done.append(1))
-    assert len(done) == len(growth.turns) == 24
-    for before, after in zip(growth.turns, growth.turns[1:], strict=False):
-        assert after.context_tokens - before.context_tokens == 16 + 8
-        assert after.context_tokens - after.cached_tokens in {16, 17}
-        assert 0 < after.forward_ms < after.latency_ms
-    figures = growth.as_json()
-    assert figures["context_tokens"]["tail"] > figures["context_tokens"]["head"]
-    plot_growth(figures["turns"], tmp_path / "growth.png")
+    growth = measure_growth(GrowthWorkload(num_turns=24), on_step=lambda: done.append(1))
+    assert len(done) == len(growth["turns"]) == 24
+    for before, after in zip(growth["turns"], growth["turns"][1:], strict=False):
+        assert after["context_tokens"] - before["context_tokens"] == 16 + 8
+        assert after["context_tokens"] - after["cached_tokens"] in {16, 17}
+        assert 0 < after["forward_ms"] < after["latency_ms"]
+    assert growth["context_tokens"]["tail"] > growth["context_tokens"]["head"]
+    plot_growth(growth["turns"], tmp_path / "growth.png")
     assert (tmp_path / "growth.png").stat().st_size > 1000
 
 
 @pytest.mark.timeout(200)
 def test_the_three_ways_to_send_a_next_turn_are_measured_in_turns() -> None:
     done = []
-    load = KeptWorkload(histories=(64,), num_rounds=1)
-    figures = measure_kept(load, on_turn=lambda: done.append(1))
-    assert len(done) == len(WAYS)
-    assert set(figures["histories"]["64"]["median_ms"]) == set(WAYS)
+    load = kept.KeptWorkload(histories=(64,), num_rounds=1)
+    figures = kept.measure(load, on_step=lambda: done.append(1))
+    assert len(done) == len(kept.WAYS)
+    assert set(figures["histories"]["64"]["median_ms"]) == set(kept.WAYS)
 
 
 @pytest.mark.timeout(200)
 def test_drafting_servers_give_the_answers_of_one_that_does_not() -> None:
     visits = []
-    load = SpeculationWorkload(
+    load = speculation.SpeculationWorkload(
         drafts=(4,), num_rounds=1, num_sessions=2, num_turns=4, num_repeated=48
     )
-    figures = measure_speculation(load, on_visit=lambda: visits.append(1))["workloads"]
-    assert len(visits) == load.num_visits
-    assert set(figures) == set(WORKLOADS)
+    figures = speculation.measure(load, on_step=lambda: visits.append(1))["workloads"]
+    assert len(visits) == load.total_steps
+    assert set(figures) == set(speculation.WORKLOADS)
     for by_drafts in figures.values():
         plain, guessed = by_drafts["0"], by_drafts["4"]
         assert plain["tokens_per_forward"] <= 1.0 < guessed["tokens_per_forward"]
@@ -73,9 +66,11 @@ def test_drafting_servers_give_the_answers_of_one_that_does_not() -> None:
 @pytest.mark.timeout(200)
 def test_the_memory_checker_is_timed_against_its_absence() -> None:
     rounds = []
-    load = MemoryCheckWorkload(idle_counts=(0, 20), running_counts=(1, 2), num_rounds=2)
-    figures = measure_memory_check(load, on_round=lambda: rounds.append(1))
-    assert len(rounds) == load.total_rounds == 8
+    load = memory_check.MemoryCheckWorkload(
+        idle_counts=(0, 20), running_counts=(1, 2), num_rounds=2
+    )
+    figures = memory_check.measure(load, on_step=lambda: rounds.append(1))
+    assert len(rounds) == load.total_steps == 8
     assert figures["violations"] == 0
     assert len(figures["variants"]) == 4
     for figure in figures["variants"].values():
@@ -87,8 +82,8 @@ def test_the_memory_checker_is_timed_against_its_absence() -> None:
 
 def test_host_benchmarks_time_the_real_engine() -> None:
     rounds = []
-    idle = measure_idle_sessions((0, 20), on_round=lambda: rounds.append(1))
-    admission = measure_admission((0, 512), on_round=lambda: rounds.append(1))
+    idle = measure_idle_sessions((0, 20), on_step=lambda: rounds.append(1))
+    admission = measure_admission((0, 512), on_step=lambda: rounds.append(1))
     assert rounds
     for figures in (idle, admission):
         assert all(figure["median_us"] > 0 for figure in figures.values())
@@ -97,11 +92,11 @@ def test_host_benchmarks_time_the_real_engine() -> None:
 
 def test_latent_attention_is_timed_in_every_way_at_every_history() -> None:
     steps = []
-    load = MlaWorkload(hidden_size=64, num_layers=1, histories=(20, 40), num_steps=2)
-    figures = measure_mla(load, on_step=lambda: steps.append(1))
-    assert len(steps) == load.total_steps == len(MLA_WAYS) * 2 * 3
+    load = mla.MlaWorkload(hidden_size=64, num_layers=1, histories=(20, 40), num_steps=2)
+    figures = mla.measure(load, on_step=lambda: steps.append(1))
+    assert len(steps) == load.total_steps == len(mla.WAYS) * 2 * 3
     assert figures["bytes_per_layer_token"] == (512 + 64) * 4
-    assert set(figures["ways"]) == set(MLA_WAYS)
+    assert set(figures["ways"]) == set(mla.WAYS)
     for of_way in figures["ways"].values():
         assert of_way["20"]["ratio"] == 1.0
         assert of_way["20"]["median_ms"] > 0 < of_way["40"]["median_ms"]
@@ -109,8 +104,10 @@ def test_latent_attention_is_timed_in_every_way_at_every_history() -> None:
 
 def test_kv_in_halves_is_measured_beside_kv_in_fp32() -> None:
     steps: list[int] = []
-    load = KvDtypeWorkload(model=RandomModel(num_layers=1), histories=(20, 40), num_steps=2)
-    figures = measure_kv_dtypes(load, on_step=lambda: steps.append(1))
+    load = kv_dtype.KvDtypeWorkload(
+        model=RandomModel(num_hidden_layers=1), histories=(20, 40), num_steps=2
+    )
+    figures = kv_dtype.measure(load, on_step=lambda: steps.append(1))
     assert len(steps) == load.total_steps == 3 * 2 * 3
     assert figures["bytes_per_token"] == {"float32": 512, "bfloat16": 256, "float16": 256}
     for by_dtype in figures["histories"].values():

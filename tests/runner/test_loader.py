@@ -34,7 +34,7 @@ def test_the_context_can_be_shortened_but_not_stretched() -> None:
 
 
 def test_a_draft_model_takes_its_share_of_the_memory(tmp_path: Path) -> None:
-    draft = write_random_checkpoint(tmp_path, RandomModel(num_layers=1))
+    draft = write_random_checkpoint(tmp_path, RandomModel(num_hidden_layers=1))
     limits = MemoryLimits(max_total_tokens=160)
     options = RunnerOptions(page_size=16, num_rows=2, device="cpu", memory=limits)
     alone = load_runner(MODEL_DIR, options)
@@ -53,7 +53,7 @@ def test_a_draft_model_takes_its_share_of_the_memory(tmp_path: Path) -> None:
 
 
 def test_kv_is_stored_in_what_was_asked_for_that_of_a_draft_model_too(tmp_path: Path) -> None:
-    draft = write_random_checkpoint(tmp_path, RandomModel(num_layers=1))
+    draft = write_random_checkpoint(tmp_path, RandomModel(num_hidden_layers=1))
     options = RunnerOptions(
         page_size=16,
         num_rows=2,
@@ -88,7 +88,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_must_reach_as_far_as_the_context(tmp_path: Path) -> None:
-    draft = write_random_checkpoint(tmp_path, RandomModel(context_len=1024))
+    draft = write_random_checkpoint(tmp_path, RandomModel(max_position_embeddings=1024))
     options = RunnerOptions(page_size=16, num_rows=1, device="cpu", draft=draft)
     with pytest.raises(DraftMismatch, match="its own context has 1024"):
         load_runner(MODEL_DIR, options)

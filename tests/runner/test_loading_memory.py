@@ -16,7 +16,12 @@ from session_server.runner.loader import RunnerOptions
 from session_server.runner.survey import survey
 
 SHAPE = RandomModel(
-    hidden_size=512, num_layers=12, num_heads=8, num_kv_heads=4, head_dim=64, ffn_size=1536
+    hidden_size=512,
+    num_hidden_layers=12,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=1536,
 )
 SHARD_BYTES = 37 << 20
 
@@ -53,7 +58,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded_bytes(directory: Path, small: Path) -> tuple[int, int]:
     """At the peak, and in the end."""
-    write_random_checkpoint(small, RandomModel(num_layers=1))
+    write_random_checkpoint(small, RandomModel(num_hidden_layers=1))
     words = [sys.executable, "-c", MEASURE, str(small), str(directory)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     peak, rest = (int(word) << 10 for word in done.stdout.split())

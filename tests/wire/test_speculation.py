@@ -77,7 +77,7 @@ def draft_counts(url: str) -> tuple[int, int]:
 
 @pytest.mark.timeout(120)
 def test_a_draft_model_that_does_not_fit_keeps_the_server_from_starting(tmp_path: Path) -> None:
-    draft = write_random_checkpoint(tmp_path, RandomModel(context_len=CONTEXT_LEN // 2))
+    draft = write_random_checkpoint(tmp_path, RandomModel(max_position_embeddings=CONTEXT_LEN // 2))
     flags = ["--speculative-algorithm", "model", "--speculative-draft-model-path", str(draft)]
     server = LocalServer([*SMALL, *flags])
     with pytest.raises(Exception, match="cannot draft for the one in"), server:

@@ -1,0 +1,59 @@
+"""Print what several commands print alike: tables, and why a server could not be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+from typing import Final
+
+import httpx
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from session_server.arguments import KEY_ADVICE
+from session_server.client import ClientError, ConnectionLost, Refused
+from session_server.local_server import ServerFailed
+
+SERVER_FAILURES: Final = (ServerFailed, ClientError, httpx.HTTPError)
+"""Errors that `print_failure` explains."""
+
+
+def make_table(
+    columns: Iterable[str | Column], rows: Iterable[Sequence[object]] = (), *, title: str = ""
+) -> Table:
+    """Return a table of rows. A column given by its name alone is aligned to the right."""
+    all_columns = (Column(c, justify="right") if isinstance(c, str) else c for c in columns)
+    table = Table(
+        *all_columns, title=title or None, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def print_failure(
+    error: Exception,
+    console: Console,
+    *,
+    prefix: str = "",
+    advice: str = "`session-server serve` starts one",
+) -> int:
+    """Print why a command could not use its server, and what to do. Return exit status 1.
+
+    `advice` follows the question whether a server is running there.
+    """
+    is_refused = isinstance(error, Refused) and error.code == "unauthorized"
+    text = str(error)
+    if isinstance(error, httpx.HTTPStatusError):
+        is_refused = error.response.status_code == HTTPStatus.UNAUTHORIZED
+        text = f"{error.response.status_code}: {error.response.text[:400]}"
+    elif isinstance(error, httpx.HTTPError):
+        text = f"no answer from {error.request.url}: {error}"
+    console.print(f"[red]{prefix}{escape(text)}[/]")
+    if is_refused:
+        console.print(KEY_ADVICE)
+    if isinstance(error, httpx.TransportError | ConnectionLost):
+        console.print(f"is a server running there? {advice}")
+    return 1
