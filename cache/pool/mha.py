@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cache.pool.storage import KvStorage, PageFormat
+from cache.pool.storage import KvPool, PageFormat
 from cache.spec import LayerGroup, LayerKind
 
 
-class MhaPool(KvStorage):
-    """Hold the device memory of one `LayerGroup` of kind FULL or WINDOW. Implements `KvPages`."""
-
-    __slots__ = ("_by_layer", "_layer_pages", "_sides")
+class MhaPool(KvPool):
+    """Hold the device memory of one `LayerGroup` of kind FULL or WINDOW."""
 
     def __init__(self, group: LayerGroup, pages: PageFormat) -> None:
-        """Allocate the pages; arguments as those of `KvStorage`."""
+        """Allocate the pages."""
         assert group.kind in {LayerKind.FULL, LayerKind.WINDOW}, "this pool stores K and V"
         heads, head_dim, num_layers = group.num_kv_heads, group.head_dim, len(group.layers)
         num_pages, page_size = pages.num_pages, pages.page_size
@@ -32,45 +30,21 @@ class MhaPool(KvStorage):
         ).unbind(0)
 
     def write(self, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
-        """Store new positions of one layer.
-
-        Args:
-            layer: index within the group, not within the model.
-            slot_mapping: int64 [tokens], page * page_size + offset of each position.
-            kv: [tokens, 2 * kv_heads, head_dim], K heads before V heads.
-        """
+        """Write new K and V; implements `KvPool.write`."""
         if kv.dtype != self.dtype:
             kv = kv.to(self.dtype)
         self._by_layer[layer].index_copy_(1, slot_mapping, kv.transpose(0, 1))
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
-        """Return views of consecutive slots in every layer, without a copy.
-
-        Returns:
-            (K of layer 0, V of layer 0, K of layer 1, ...), each [1, kv_heads, num_slots,
-            head_dim].
-        """
+        """Return views of consecutive slots; implements `KvPool.run`."""
         return self._sides.narrow(3, first_slot, num_slots).unbind(0)
 
     def page(self, page: int, num_slots: int) -> tuple[Tensor, ...]:
-        """Return views of the first slots of one page in every layer.
-
-        Returns:
-            K and V, each [layers, kv_heads, num_slots, head_dim].
-        """
+        """Return K and V of one page, each [layers, kv_heads, num_slots, head_dim]."""
         return self._storage[:, :, :, page, :num_slots].unbind(1)
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
-        """Copy whole pages of one layer into one tensor.
-
-        Args:
-            layer: index within the group.
-            pages: int64 [n].
-            cleared: int64 [m], slots of the copy that are to be zero.
-
-        Returns:
-            [2, kv_heads, n * page_size, head_dim], K before V.
-        """
+        """Copy whole pages of one layer; implements `KvPool.gather`."""
         copied = self._layer_pages[layer].index_select(1, pages)
         if self.read_dtype != self.dtype:
             copied = copied.to(self.read_dtype)

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cache.pool.storage import KvStorage, PageFormat
+from cache.pool.storage import KvPool, PageFormat
 from cache.spec import LayerGroup, LayerKind
 
 
-class MlaPool(KvStorage):
-    """Hold the device memory of one `LayerGroup` of kind LATENT. Implements `KvPages`.
+class MlaPool(KvPool):
+    """Hold the device memory of one `LayerGroup` of kind LATENT.
 
     Readers see one KV head; the rotary key is the end of each row.
     """
 
-    __slots__ = ("_by_layer", "_rows", "kv_lora_rank")
-
     def __init__(self, group: LayerGroup, pages: PageFormat) -> None:
-        """Allocate the pages; arguments as those of `KvStorage`."""
+        """Allocate the pages."""
         assert group.kind is LayerKind.LATENT, "this pool stores latents only"
         assert group.num_kv_heads == 1, "all heads share one latent"
         assert 0 < group.qk_rope_head_dim < group.head_dim, "a row is a latent and a rotary key"
@@ -38,48 +36,24 @@ class MlaPool(KvStorage):
         """Elements of a latent."""
 
     def write(self, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
-        """Store new positions of one layer.
-
-        Args:
-            layer: index within the group, not within the model.
-            slot_mapping: int64 [tokens], page * page_size + offset of each position.
-            kv: [tokens, 2, latent + rope]; both are the same row, the first is stored.
-        """
+        """Write new rows; the two of `kv` [tokens, 2, latent + rope] are the same."""
         rows = kv[:, 0]
         if rows.dtype != self.dtype:
             rows = rows.to(self.dtype)
         self._by_layer[layer].index_copy_(0, slot_mapping, rows)
 
     def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
-        """Return views of consecutive slots in every layer, without a copy.
-
-        Returns:
-            (K of layer 0, V of layer 0, K of layer 1, ...), each [1, 1, num_slots, latent + rope];
-            K and V of a layer are the same view.
-        """
+        """Return views of consecutive slots; K and V of a layer are the same view."""
         rows = self._rows.narrow(3, first_slot, num_slots).unbind(0)
         return tuple(view for row in rows for view in (row, row))
 
     def page(self, page: int, num_slots: int) -> tuple[Tensor, ...]:
-        """Return views of the first slots of one page in every layer.
-
-        Returns:
-            The latents [layers, 1, num_slots, latent] and rotary keys [layers, 1, num_slots, rope].
-        """
+        """Return latents [layers, 1, num_slots, latent] and keys [layers, 1, num_slots, rope]."""
         rows = self._storage[:, None, page, :num_slots]
         return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
 
     def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
-        """Copy whole pages of one layer into one tensor.
-
-        Args:
-            layer: index within the group.
-            pages: int64 [n].
-            cleared: int64 [m], slots of the copy that are to be zero.
-
-        Returns:
-            [2, 1, n * page_size, latent + rope]; one copy, seen as K and as V.
-        """
+        """Copy whole pages, [2, 1, n * page_size, latent + rope]: one copy, seen as K and as V."""
         copied = self._storage[layer].index_select(0, pages).flatten(0, 1)
         if self.read_dtype != self.dtype:
             copied = copied.to(self.read_dtype)

@@ -21,8 +21,6 @@ PageRun = tuple[int, int]
 class PageTable:
     """Hold the pages of every row of one pool; unwritten entries and row 0 are the padding page."""
 
-    __slots__ = ("_host", "_runs", "device_pages")
-
     def __init__(self, num_rows: int, max_pages: int, *, device: torch.device) -> None:
         """Create an empty table.
 

@@ -16,13 +16,11 @@ from cache.types import PoolName
 
 
 class StatePool:
-    """Hold the device memory of one `LayerGroup` of kind RECURRENT. Implements `DevicePool`.
+    """Hold the device memory of one `LayerGroup` of kind RECURRENT.
 
     A page keeps its contents when it changes hands: a row that starts a session uses zeros instead
     of reading its page.
     """
-
-    __slots__ = ("_parts", "name", "parts")
 
     def __init__(self, group: LayerGroup, *, num_pages: int, device: torch.device) -> None:
         """Allocate the pages.
@@ -41,21 +39,9 @@ class StatePool:
             zip(*(part.unbind(0) for part in self._parts), strict=True)
         )
         """By layer, its parts: each [num_pages, *shape]."""
-
-    @property
-    def num_pages(self) -> int:
-        """Return the number of pages, padding page 0 included."""
-        return self._parts[0].shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device that holds the pages."""
-        return self._parts[0].device
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes allocated for the pages of all layers."""
-        return sum(part.nbytes for part in self._parts)
+        self.num_pages = num_pages
+        self.device = self._parts[0].device
+        self.num_bytes = sum(part.nbytes for part in self._parts)
 
     def page(self, page: int) -> tuple[Tensor, ...]:
         """Return views of one state: its parts, each [layers, *shape]."""

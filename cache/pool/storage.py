@@ -6,6 +6,7 @@ import contextlib
 import math
 import mmap
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,32 +35,18 @@ class PageFormat:
     device: torch.device
 
 
-class KvStorage:
-    """Hold one tensor for the pages of all layers of a `LayerGroup`.
+class KvPool(ABC):
+    """Hold keys and values per position, in one tensor for all layers of a `LayerGroup`.
+
+    A slot is page * page_size + offset; page 0 is padding. K and V may be the same memory. Layers
+    are counted within the pool. `read_dtype`: the dtype that attention computes in.
 
     Pages start as zeros, so that padding never reads a NaN. A page keeps its contents when it
     changes hands: readers must stop at their own length.
     """
 
-    __slots__ = (
-        "_storage",
-        "bytes_per_layer_token",
-        "dtype",
-        "head_dim",
-        "name",
-        "num_kv_heads",
-        "num_pages",
-        "page_size",
-        "read_dtype",
-    )
-
     def __init__(self, group: LayerGroup, pages: PageFormat, layer_shape: tuple[int, ...]) -> None:
-        """Allocate the pages.
-
-        Args:
-            group: describes what a position stores.
-            pages: number and format of the pages.
-            layer_shape: shape of one layer's tensor.
+        """Allocate the pages; `layer_shape` is the shape of one layer's tensor.
 
         Raises:
             torch.OutOfMemoryError: the device has less memory than the pool needs.
@@ -67,6 +54,8 @@ class KvStorage:
         assert pages.dtype.itemsize == group.dtype_bytes, "the spec was made for another dtype"
         num_layers = len(group.layers)
         self._storage = zeros((num_layers, *layer_shape), dtype=pages.dtype, device=pages.device)
+        self.device = self._storage.device
+        self.num_bytes = self._storage.nbytes
         self.name: PoolName = group.pool
         self.num_pages = pages.num_pages
         self.page_size = pages.page_size
@@ -78,15 +67,33 @@ class KvStorage:
         num_slots = pages.num_pages * pages.page_size
         assert self.num_bytes == num_slots * group.bytes_per_token, "the spec counts what is kept"
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device that holds the pages."""
-        return self._storage.device
+    @abstractmethod
+    def write(self, layer: int, slot_mapping: Tensor, kv: Tensor) -> None:
+        """Write new K and V to slots of one layer, cast to the pages' dtype.
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes allocated for the pages of all layers."""
-        return self._storage.nbytes
+        `slot_mapping`: int64 [tokens]. `kv`: [tokens, 2 * kv_heads, head_dim], K before V.
+        """
+
+    @abstractmethod
+    def run(self, first_slot: int, num_slots: int) -> tuple[Tensor, ...]:
+        """Return views of consecutive slots: K of layer 0, V of layer 0, K of layer 1, ...
+
+        Each is [1, kv_heads, num_slots, head_dim].
+        """
+
+    @abstractmethod
+    def page(self, page: int, num_slots: int) -> tuple[Tensor, ...]:
+        """Return views of the first slots of one page in every layer.
+
+        There is one view per part with a size of its own: [layers, heads, num_slots, elements].
+        """
+
+    @abstractmethod
+    def gather(self, layer: int, pages: Tensor, cleared: Tensor | None = None) -> Tensor:
+        """Return a copy of whole pages, int64 [n], with zeros in the slots `cleared`, int64 [m].
+
+        It is [2, kv_heads, n * page_size, head_dim] of `read_dtype`, and must not be written.
+        """
 
 
 def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

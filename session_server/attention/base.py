@@ -7,14 +7,14 @@ arithmetic and little else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from cache.pool.base import KvPages
 from cache.pool.page_table import PageTable
+from cache.pool.storage import KvPool
 from cache.types import PoolName, StateMoves
 
 
@@ -101,9 +101,5 @@ class AttentionBackend(Protocol):
         ...
 
 
-class BackendFactory(Protocol):
-    """Create a backend for a pool."""
-
-    def __call__(self, pool: KvPages, table: PageTable, rule: AttentionRule) -> AttentionBackend:
-        """Create the backend; `table` is the pool's, `rule` that of its layers."""
-        ...
+BackendFactory = Callable[[KvPool, PageTable, AttentionRule], AttentionBackend]
+"""Create a backend from a pool, the pool's page table and the rule of its layers."""

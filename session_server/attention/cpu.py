@@ -34,8 +34,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from cache.pool.base import KvPages
 from cache.pool.page_table import PageRun, PageTable
+from cache.pool.storage import KvPool
 from cache.types import pages_for
 from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule, Span
 
@@ -63,7 +63,7 @@ times what one costs, and 3-4 times unfolded. Longer spans use the kernel well w
 class CpuBackend:
     """Compute attention in fp32 on the CPU, through torch's flash kernel."""
 
-    def __init__(self, pool: KvPages, table: PageTable, rule: AttentionRule) -> None:
+    def __init__(self, pool: KvPool, table: PageTable, rule: AttentionRule) -> None:
         """Create the backend.
 
         Args:
@@ -269,7 +269,7 @@ class _CpuPlan:
 
     def __init__(
         self,
-        pool: KvPages,
+        pool: KvPool,
         rule: AttentionRule,
         slot_mapping: Tensor,
         parts: list[_PaddedRows | _RowPieces],

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cache.pool.base import KvPages
 from cache.pool.page_table import PageTable
+from cache.pool.storage import KvPool
 from cache.types import pages_for
 from session_server.attention.base import AttentionMeta, AttentionPlan, AttentionRule, Span
 
@@ -20,7 +20,7 @@ from session_server.attention.base import AttentionMeta, AttentionPlan, Attentio
 class ReferenceBackend:
     """Compute attention row by row, through copies; works on any device and in any dtype."""
 
-    def __init__(self, pool: KvPages, table: PageTable, rule: AttentionRule) -> None:
+    def __init__(self, pool: KvPool, table: PageTable, rule: AttentionRule) -> None:
         """Create the backend.
 
         Args:
@@ -77,7 +77,7 @@ class _ReferencePlan:
     __slots__ = ("_pool", "_rows", "_rule", "_slot_mapping")
 
     def __init__(
-        self, pool: KvPages, rule: AttentionRule, slot_mapping: Tensor, rows: list[_Row]
+        self, pool: KvPool, rule: AttentionRule, slot_mapping: Tensor, rows: list[_Row]
     ) -> None:
         self._pool = pool
         self._rule = rule

@@ -12,9 +12,9 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from cache.pool.base import KvPages
 from cache.pool.page_table import PageTable
 from cache.pool.recurrent import StatePool
+from cache.pool.storage import KvPool
 from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName, TableWrite, pages_for
 from session_server.core.batch import Batch, PendingStep
@@ -91,7 +91,7 @@ class ModelRunner:
             self._draft = DraftModel(model, self._tables, self._sampler, num_rows=num_rows)
 
     @property
-    def pools(self) -> Mapping[PoolName, KvPages]:
+    def pools(self) -> Mapping[PoolName, KvPool]:
         """Return the model's KV pools."""
         return self._model.pools
 

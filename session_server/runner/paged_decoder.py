@@ -9,12 +9,11 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from cache.pool.base import KvPages
 from cache.pool.mha import MhaPool
 from cache.pool.mla import MlaPool
 from cache.pool.page_table import PageTable
 from cache.pool.recurrent import StatePool
-from cache.pool.storage import PageFormat
+from cache.pool.storage import KvPool, PageFormat
 from cache.spec import CacheSpec, Capacity, LayerKind
 from cache.types import PoolName
 from session_server.attention.base import AttentionBackend, AttentionRule, BackendFactory
@@ -75,7 +74,7 @@ class PagedDecoder:
         device = decoder.device
         self.decoder = decoder
         self.page_size = spec.page_size
-        self.pools: Mapping[PoolName, KvPages] = MappingProxyType(
+        self.pools: Mapping[PoolName, KvPool] = MappingProxyType(
             {
                 group.pool: _POOLS[group.kind](
                     group,
@@ -108,7 +107,7 @@ class PagedDecoder:
         if self.states is not None:
             self._backends[self.states.name] = RecurrentBackend(self.states)
 
-    def _backend(self, pool: KvPages, table: PageTable) -> AttentionBackend | MlaBackend:
+    def _backend(self, pool: KvPool, table: PageTable) -> AttentionBackend | MlaBackend:
         factory, mixer = _BACKENDS[self.backend_name], self.decoder.config.mixer_of(pool.name)
         if isinstance(mixer, MlaConfig):
             assert isinstance(pool, MlaPool), "latents lie in a pool of their own kind"
