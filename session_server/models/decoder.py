@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,18 +19,11 @@ from session_server.models.layers.linear import Linear
 from session_server.models.layers.norm import RmsNorm
 from session_server.models.layers.rope import Rope
 
+Mixer = Callable[[Tensor, Tensor, Any], Tensor]
+"""Mix each token with the tokens before it in its row: [tokens, hidden] -> [tokens, hidden].
 
-class Mixer(Protocol):
-    """Mix each token with the tokens before it in its row."""
-
-    def __call__(self, x: Tensor, phases: Tensor, attention: Any) -> Tensor:
-        """Mix tokens: [tokens, hidden] -> [tokens, hidden].
-
-        `phases`: rotations of the positions; the positions themselves for layers without rotary
-        embeddings. `attention`: the plan of the layer's pool, of the type that this kind of layer
-        needs.
-        """
-        ...
+Takes the hidden states, the rotations of the positions (the positions themselves for layers without
+rotary embeddings) and the plan of the layer's pool, of the type that this kind of layer needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +63,7 @@ class Decoder:
     ) -> None:
         """Assign each layer its rotary embedding and its pool.
 
-        Args:
-            config: what was built.
-            embedding: [vocab, hidden]; decides device and dtype.
-            layers: first to last.
-            norm: before the head.
-            head: [hidden] -> [vocab].
+        `embedding`: [vocab, hidden]; decides device and dtype. `head`: [hidden] -> [vocab].
         """
         self.config = config
         self._embedding = embedding

@@ -29,43 +29,35 @@ class GqaWeights:
     sinks: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
 class GqaMixer:
-    """Compute grouped-query attention (Ainslie et al. 2023) with fused Q, K and V projections."""
+    """Compute grouped-query attention (Ainslie et al. 2023) with fused Q, K and V projections.
 
-    __slots__ = ("_config", "_layer", "_rope_dim", "_weights")
+    `layer`: index within its pool.
+    """
 
-    def __init__(self, config: AttentionConfig, layer: int, weights: GqaWeights) -> None:
-        """Create the mixer of one layer.
-
-        Args:
-            config: head counts.
-            layer: index of the layer within its pool.
-            weights: of this layer.
-        """
-        self._config = config
-        # None if whole heads are rotated: slicing them would not be free.
-        self._rope_dim = config.rope.rotary_dim if config.rope is not None else None
-        self._layer = layer
-        self._weights = weights
+    config: AttentionConfig
+    layer: int
+    weights: GqaWeights
 
     def __call__(self, x: Tensor, phases: Tensor, attention: AttentionPlan) -> Tensor:
         """Mix tokens with the tokens before them: [tokens, hidden] -> [tokens, hidden].
 
         Writes the K and V of every token to the pool before it reads.
         """
-        config, weights = self._config, self._weights
+        config, weights, rope = self.config, self.weights, self.config.rope
         num_heads, num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
         qkv = weights.qkv(x).view(x.shape[0], -1, config.head_dim)
         rotated = qkv[:, :num_rotated]
         if weights.qk_norm is not None:
             weights.qk_norm.apply_(rotated)
-        if self._rope_dim is not None:
-            Rope.rotate_(rotated[..., : self._rope_dim], phases)
-        elif config.rope is not None:
-            Rope.rotate_(rotated, phases)
+        if rope is not None:
+            # Slicing is not free, so whole heads are not sliced.
+            part = rotated if rope.rotary_dim is None else rotated[..., : rope.rotary_dim]
+            Rope.rotate_(part, phases)
         num_stored = num_rotated + config.num_kv_heads
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:num_stored]
-        mixed = attention.attend(self._layer, q, kv, weights.sinks)
+        mixed = attention.attend(self.layer, q, kv, weights.sinks)
         if config.is_gated:
             mixed = mixed * qkv[:, num_stored:].flatten(1).sigmoid()
         return weights.output(mixed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import assert_never
 
 import torch
@@ -16,48 +17,33 @@ Gate = Callable[[Tensor, Tensor], Tensor]
 """Combine (gate, up) to the input of the down projection, each [tokens, intermediate]."""
 
 
+@dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """Compute `down(act(gate(x)) * up(x))` (Shazeer 2020) with gate and up fused."""
+    """Compute `down(act(gate(x)) * up(x))` (Shazeer 2020) with gate and up fused.
 
-    __slots__ = ("_down", "_gate", "_gate_up")
+    `gate_up`: [hidden] -> [2 * intermediate], gate before up. `down`: [intermediate] -> [hidden].
+    """
 
-    def __init__(self, gate_up: Linear, down: Linear, gate: Gate) -> None:
-        """Create the feed-forward.
-
-        Args:
-            gate_up: [hidden] -> [2 * intermediate], gate before up.
-            down: [intermediate] -> [hidden].
-            gate: from `make_gate`.
-        """
-        self._gate_up = gate_up
-        self._down = down
-        self._gate = gate
+    gate_up: Linear
+    down: Linear
+    gate: Gate
 
     def __call__(self, x: Tensor) -> Tensor:
         """Transform each token: [tokens, hidden] -> [tokens, hidden]."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(self._gate(gate, up))
+        return self.down(self.gate(*self.gate_up(x).chunk(2, dim=-1)))
 
 
 def make_gate(config: GateConfig) -> Gate:
     """Return the activation that a config describes."""
     match config.kind:
         case GateKind.SILU:
-            return _silu
+            return lambda gate, up: functional.silu(gate).mul_(up)
         case GateKind.GELU_TANH:
-            return _gelu_tanh
+            return lambda gate, up: functional.gelu(gate, approximate="tanh").mul_(up)
         case GateKind.CLAMPED:
             return lambda gate, up: _clamped(gate, up, config)
         case _:
             assert_never(config.kind)
-
-
-def _silu(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.silu(gate).mul_(up)
-
-
-def _gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
-    return functional.gelu(gate, approximate="tanh").mul_(up)
 
 
 def _clamped(gate: Tensor, up: Tensor, config: GateConfig) -> Tensor:

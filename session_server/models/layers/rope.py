@@ -27,13 +27,9 @@ class Rope:
         self._factor = torch.tensor(config.attention_factor, dtype=torch.float32, device=device)
 
     def phases(self, positions: Tensor) -> Tensor:
-        """Return the unit rotations of positions, computed once per step and shared by all layers.
+        """Return the unit rotations of positions [tokens], once per step for all layers.
 
-        Args:
-            positions: int64 [tokens].
-
-        Returns:
-            complex64 [tokens, 1, head_dim / 2], YaRN's attention factor included.
+        They are complex64 [tokens, 1, head_dim / 2], YaRN's attention factor included.
         """
         angles = torch.outer(positions.to(torch.float32), self._frequencies)
         return torch.polar(self._factor.expand_as(angles), angles).unsqueeze(1)
@@ -42,9 +38,7 @@ class Rope:
     def rotate_(heads: Tensor, phases: Tensor) -> None:
         """Rotate heads in place, in fp32 for every dtype.
 
-        Args:
-            heads: [tokens, heads, head_dim], pairs adjacent; the last dimension contiguous.
-            phases: from `phases`.
+        `heads`: [tokens, heads, head_dim], pairs adjacent; the last dimension contiguous.
         """
         if heads.dtype == torch.float32:
             torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2)).mul_(phases)
@@ -56,10 +50,8 @@ class Rope:
 def interleave_pairs(rows: Tensor, head_dim: int, rotary_dim: int | None = None) -> Tensor:
     """Reorder the outputs of a Q or K projection so that rotary pairs are adjacent.
 
-    Args:
-        rows: [heads * head_dim, ...], head after head, the halves of a head paired.
-        head_dim: size of one head.
-        rotary_dim: leading elements of a head that are rotated; None for all.
+    `rows`: [heads * head_dim, ...], head after head, the halves of a head paired. `rotary_dim`:
+    leading elements of a head that are rotated; None for all.
     """
     if rotary_dim is not None and rotary_dim < head_dim:
         heads = rows.clone().view(-1, head_dim, *rows.shape[1:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,34 +11,25 @@ from session_server.models.config import MoeConfig, ScoringFunc
 from session_server.models.layers.linear import Linear
 
 
+@dataclass(frozen=True, slots=True)
 class Router:
-    """Choose the top-k experts (Shazeer et al. 2017).
+    """Choose the top-k experts (Shazeer et al. 2017), of all or of the best groups (DeepSeek 2024).
 
-    They are chosen from all experts or from the best groups (DeepSeek-AI 2024).
+    `gate`: [hidden] -> [experts]. `correction`: float32 [experts], added to the scores that choose
+    experts, but not to their weights; None for none.
     """
 
-    __slots__ = ("_config", "_correction", "_gate")
-
-    def __init__(self, gate: Linear, config: MoeConfig, correction: Tensor | None) -> None:
-        """Create the router.
-
-        Args:
-            gate: [hidden] -> [experts].
-            config: counts of experts and groups.
-            correction: float32 [experts], added to the scores that choose experts, but not to their
-                weights; None for none.
-        """
-        self._gate = gate
-        self._config = config
-        self._correction = correction
+    gate: Linear
+    config: MoeConfig
+    correction: Tensor | None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, in the dtype of `x`, and ids of the chosen experts, each [tokens, k]."""
-        config, routing = self._config, self._config.routing
-        logits = self._gate(x).float()
+        config, routing = self.config, self.config.routing
+        logits = self.gate(x).float()
         is_softmax = routing.scoring_func is ScoringFunc.SOFTMAX
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        choice_scores = scores if self._correction is None else scores + self._correction
+        choice_scores = scores if self.correction is None else scores + self.correction
         if routing.topk_group < routing.n_group:
             choice_scores = self._mask_other_groups(choice_scores)
         topk_ids = choice_scores.topk(config.num_experts_per_tok, dim=-1).indices
@@ -49,7 +42,7 @@ class Router:
 
     def _mask_other_groups(self, choice_scores: Tensor) -> Tensor:
         """Set `choice_scores` [tokens, experts] to -inf outside the best groups of each token."""
-        routing = self._config.routing
+        routing = self.config.routing
         by_group = choice_scores.view(len(choice_scores), routing.n_group, -1)
         num_counted = 1 if routing.scoring_func is ScoringFunc.SOFTMAX else 2
         of_groups = by_group.topk(num_counted, dim=-1).values.sum(-1)
