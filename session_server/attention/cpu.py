@@ -1,24 +1,9 @@
 """Compute attention on the CPU: KV is read in place, GQA groups are folded into the queries.
 
-Attention over a set of keys can be split and merged by log-sum-exp (Milakov and Gimelshein 2018;
-the rule of split-KV decoding), and a token attends to *all* of its history, in any order. So the
-history of a row is cut into pieces that are cheap to read: long runs of consecutive pages are views
-of the pool, and scattered pages are gathered into one piece. A chunk of new tokens adds one causal
-piece, read from the projection itself, which needs no mask.
-
-The few tokens of a row with drafts are folded too: one pass over the keys serves all of them. What
-they may not see of each other is masked, in the row's only piece or, if the row has several, in a
-piece of their own.
-
-Rows with the same number of tokens and short histories are one padded call: there the overhead of a
-call costs more than copying a few pages.
-
-Under a sliding window the history starts at the window of the row's first token. Several new tokens
-have windows that start at different positions, so their keys are one piece with a mask; long chunks
-are split into blocks, which keeps the cost O(window) per token.
-
-If KV is stored in another dtype, long runs are read in pieces that are cast one by one. New tokens
-are cast to that dtype before they are read: the result does not depend on how a prompt is chunked.
+The history of a row is cut into pieces, whose results are merged by log-sum-exp: long runs of pages
+are views of the pool, scattered pages are gathered into one piece, and a chunk of new tokens is one
+causal piece, read from the projection itself. Rows with the same number of tokens and short
+histories are one padded call. docs/models.md says more, also on windows and casts.
 """
 
 from __future__ import annotations
@@ -64,13 +49,6 @@ class CpuBackend:
     """Compute attention in fp32 on the CPU, through torch's flash kernel."""
 
     def __init__(self, pool: KvPool, table: PageTable, rule: AttentionRule) -> None:
-        """Create the backend.
-
-        Args:
-            pool: the K and V; on the CPU.
-            table: which pages are whose.
-            rule: what sees what.
-        """
         assert rule.num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
         assert pool.device.type == "cpu", "views of the pool are read in place"
         self._pool = pool
@@ -262,31 +240,22 @@ class _RowPieces:
     bias: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
 class _CpuPlan:
     """Compute one forward's attention; implements `AttentionPlan`."""
 
-    __slots__ = ("_is_cast", "_parts", "_pool", "_rule", "_slot_mapping")
-
-    def __init__(
-        self,
-        pool: KvPool,
-        rule: AttentionRule,
-        slot_mapping: Tensor,
-        parts: list[_PaddedRows | _RowPieces],
-    ) -> None:
-        self._pool = pool
-        self._rule = rule
-        self._slot_mapping = slot_mapping
-        self._parts = parts
-        self._is_cast = pool.dtype != pool.read_dtype
+    pool: KvPool
+    rule: AttentionRule
+    slot_mapping: Tensor
+    parts: list[_PaddedRows | _RowPieces]
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """Store the new K and V of one layer, then attend; implements `AttentionPlan.attend`."""
-        if self._is_cast:
-            kv = kv.to(self._pool.dtype)
-        self._pool.write(layer, self._slot_mapping, kv)
+        if kv.dtype != self.pool.dtype:
+            kv = kv.to(self.pool.dtype)
+        self.pool.write(layer, self.slot_mapping, kv)
         mixed = []
-        for part in self._parts:
+        for part in self.parts:
             if isinstance(part, _PaddedRows):
                 mixed.append(self._attend_padded(layer, q, part, sinks))
                 continue
@@ -297,9 +266,9 @@ class _CpuPlan:
     def _attend_padded(
         self, layer: int, q: Tensor, padded: _PaddedRows, sinks: Tensor | None
     ) -> Tensor:
-        spans, kv_heads = padded.spans, self._pool.num_kv_heads
+        spans, kv_heads = padded.spans, self.pool.num_kv_heads
         own = q[spans[0].offset : spans[-1].offset + spans[-1].num_tokens]
-        gathered = self._pool.gather(layer, padded.pages, padded.masked)
+        gathered = self.pool.gather(layer, padded.pages, padded.masked)
         k, v = gathered.view(2, kv_heads, len(spans), -1, q.shape[-1]).transpose(1, 2)
         folded = _fold(own, len(spans), kv_heads)
         if sinks is not None:
@@ -309,7 +278,7 @@ class _CpuPlan:
     def _attend_row(
         self, keys: list[_Keys], q: Tensor, row: _RowPieces, sinks: Tensor | None
     ) -> Tensor:
-        num_tokens, kv_heads = row.span.num_tokens, self._pool.num_kv_heads
+        num_tokens, kv_heads = row.span.num_tokens, self.pool.num_kv_heads
         if num_tokens <= MAX_FOLDED_TOKENS:
             if sinks is not None:
                 sinks = _folded_sinks(sinks, kv_heads, num_tokens)
@@ -324,7 +293,7 @@ class _CpuPlan:
         bias = row.bias if row.includes_new_tokens else None
         keys = [_Keys(views[2 * layer], views[2 * layer + 1], bias) for views in history.views]
         if history.pages is not None:
-            k, v = self._pool.gather(layer, history.pages)[:, None, :, history.counted]
+            k, v = self.pool.gather(layer, history.pages)[:, None, :, history.counted]
             keys.append(_Keys(k, v, bias))
         if not row.includes_new_tokens:
             k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
@@ -336,7 +305,7 @@ class _CpuPlan:
 
         `sinks` broadcasts against the first three dimensions.
         """
-        rule = self._rule
+        rule = self.rule
         if len(keys) == 1 and sinks is None and rule.softcap is None:
             only = _read(keys[0], q.dtype)
             return functional.scaled_dot_product_attention(

@@ -3,31 +3,14 @@
 A position stores a latent `c` of `rank` (`kv_lora_rank`) elements and a rotary key `r`. Head h has
 two matrices: its key is (U_h c, r) and its value is V_h c. There are two ways to use them.
 
-*Absorbed*: since q . (U_h c) = (q U_h) . c, the query is projected to the latent space once. The
-output is a weighted sum of latents, which V_h projects to a value once. So attention reads the
-stored rows directly: it is multi-query attention (Shazeer 2019) with one head whose key is its
-value, and a backend for that computes it. The history is never expanded.
+*Absorbed*: since q . (U_h c) = (q U_h) . c, the query is projected to the latent space once, and
+V_h projects the weighted sum of latents once. So attention reads the stored rows directly: it is
+multi-query attention (Shazeer 2019) with one head whose key is its value, and a backend for that
+computes it. The history is never expanded.
 
 *Expanded*: K and V of all heads are computed from the latents of the history and of the new tokens,
-block by block, followed by multi-head attention over shorter vectors.
-
-Which is cheaper, in multiply-adds per head, for T new tokens after S others, P = T * S + T * T / 2
-pairs of query and key, n = non-rotary elements of a key, v of a value, d = rotary ones:
-
-    absorbed    T * rank * (n + v)          +  P * (2 * rank + d)
-    expanded    (S + T) * rank * (n + v)    +  P * (n + v + d)
-
-Expanding costs S * rank * (n + v) more up front, and saves 2 * rank - n - v per pair. For a long
-history, P is close to T * S, and S cancels: expanding is cheaper from
-
-    T  >=  rank * (n + v) / (2 * rank - n - v)
-
-tokens: 171 at DeepSeek's sizes (rank 512, n = v = 128). For a short history the limit is lower, but
-there is little to gain: at S = 0 a span just below it spends at most rank * (n + v) / 2 too much
-per token, half of what absorbing costs, which is a seventh of the layer's other projections. So the
-limit depends on T alone. Measured at these sizes on one busy core: the last 64 of 2,048 positions
-take 79 ms absorbed and 173 ms expanded, the last 128 171 and 211 ms; the last 512 of 4,096 take
-1,179 and 834 ms.
+block by block, followed by multi-head attention over shorter vectors. This is cheaper for long
+spans; docs/models.md derives from how many tokens on.
 """
 
 from __future__ import annotations
@@ -84,13 +67,8 @@ class MlaBackend:
     ) -> None:
         """Create the backend.
 
-        Args:
-            pool: the latents.
-            table: the page table of the pool.
-            rule: query heads and scale; there is no window.
-            shape: sizes of the heads.
-            absorbed: creates the backend that attends to latents.
-            expand_from: new tokens from which a span is expanded; None for the cheaper choice.
+        `absorbed`: creates the backend that attends to latents. `expand_from`: new tokens from
+        which a span is expanded; None for the cheaper choice.
         """
         assert rule.window is None, "latents are kept of every position"
         assert rule.softcap is None, "scores of latents are not squashed"
@@ -170,37 +148,20 @@ class _Chunk:
     blocks: list[_Block]
 
 
+@dataclass(frozen=True, slots=True)
 class MlaPlan:
-    """Compute one forward's latent attention, for every layer of a pool."""
+    """Compute one forward's latent attention, for every layer of a pool.
 
-    __slots__ = ("_absorbed", "_expanded", "_pool", "_rule", "_shape", "_slot_mapping")
+    `slot_mapping`: int64 [expanded tokens], the slots of their rows. `absorbed`: attention of the
+    absorbed tokens, which come first. `expanded`: the spans that follow.
+    """
 
-    def __init__(
-        self,
-        pool: MlaPool,
-        rule: AttentionRule,
-        shape: MlaShape,
-        slot_mapping: Tensor,
-        *,
-        absorbed: AttentionPlan | None,
-        expanded: list[_Chunk],
-    ) -> None:
-        """Create the plan.
-
-        Args:
-            pool: the latents.
-            rule: query heads and scale.
-            shape: sizes of the heads.
-            slot_mapping: int64 [expanded tokens], the slots of their rows.
-            absorbed: attention of the absorbed tokens, which come first.
-            expanded: the spans that follow.
-        """
-        self._pool = pool
-        self._rule = rule
-        self._shape = shape
-        self._slot_mapping = slot_mapping
-        self._absorbed = absorbed
-        self._expanded = expanded
+    pool: MlaPool
+    rule: AttentionRule
+    shape: MlaShape
+    slot_mapping: Tensor
+    absorbed: AttentionPlan | None
+    expanded: list[_Chunk]
 
     def attend(self, layer: int, q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
         """Store the new latents of one layer, then attend.
@@ -214,32 +175,32 @@ class MlaPlan:
         Returns:
             [tokens, heads * value]. A token attends to its row's positions up to its own.
         """
-        num_absorbed = len(q) - len(self._slot_mapping)
+        num_absorbed = len(q) - len(self.slot_mapping)
         mixed = []
-        if self._absorbed is not None:
+        if self.absorbed is not None:
             mixed.append(self._absorb(layer, q[:num_absorbed], rows[:num_absorbed], up))
-        if self._expanded:
-            self._pool.write(layer, self._slot_mapping, _as_kv(rows[num_absorbed:]))
-        for chunk in self._expanded:
+        if self.expanded:
+            self.pool.write(layer, self.slot_mapping, _as_kv(rows[num_absorbed:]))
+        for chunk in self.expanded:
             span = chunk.span
             own = q[span.offset : span.offset + span.num_tokens]
             mixed.append(self._expand(layer, own, chunk, up))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _absorb(self, layer: int, q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
-        assert self._absorbed is not None, "`attend` calls this for absorbed tokens only"
-        qk_nope_head_dim, num_tokens = self._shape.qk_nope_head_dim, len(q)
+        assert self.absorbed is not None, "`attend` calls this for absorbed tokens only"
+        qk_nope_head_dim, num_tokens = self.shape.qk_nope_head_dim, len(q)
         to_latents = torch.bmm(q[..., :qk_nope_head_dim].transpose(0, 1), up[:, :qk_nope_head_dim])
         absorbed = torch.cat((to_latents.transpose(0, 1), q[..., qk_nope_head_dim:]), dim=-1)
-        mixed = self._absorbed.attend(layer, absorbed, _as_kv(rows), None)
-        latents = mixed.view(num_tokens, self._rule.num_heads, -1)[..., : self._pool.kv_lora_rank]
+        mixed = self.absorbed.attend(layer, absorbed, _as_kv(rows), None)
+        latents = mixed.view(num_tokens, self.rule.num_heads, -1)[..., : self.pool.kv_lora_rank]
         values = torch.bmm(latents.transpose(0, 1), up[:, qk_nope_head_dim:].transpose(1, 2))
         return values.transpose(0, 1).flatten(1)
 
     def _expand(self, layer: int, q: Tensor, chunk: _Chunk, up: Tensor) -> Tensor:
         """Attend to blocks of keys, merged by log-sum-exp (Milakov and Gimelshein 2018)."""
         heads = q.transpose(0, 1)
-        shape = (self._rule.num_heads, chunk.span.num_tokens, self._shape.v_head_dim)
+        shape = (self.rule.num_heads, chunk.span.num_tokens, self.shape.v_head_dim)
         out = torch.zeros(shape, dtype=torch.float32, device=q.device)
         lse = out.new_full(shape[:2], -math.inf)
         for block in chunk.blocks:
@@ -255,15 +216,15 @@ class MlaPlan:
         self, layer: int, q: Tensor, block: _Block, up: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return attention to one block, float32 [heads, queries, value], and its log-sum-exp."""
-        rank, qk_nope_head_dim = self._pool.kv_lora_rank, self._shape.qk_nope_head_dim
-        rows = self._pool.gather(layer, block.pages)[0, 0, : block.num_keys]
+        rank, qk_nope_head_dim = self.pool.kv_lora_rank, self.shape.qk_nope_head_dim
+        rows = self.pool.gather(layer, block.pages)[0, 0, : block.num_keys]
         expanded = torch.matmul(rows[:, :rank], up.flatten(0, 1).t())
         keys_values = expanded.view(block.num_keys, len(up), -1).transpose(0, 1)
         scores = torch.matmul(q[..., qk_nope_head_dim:], rows[:, rank:].t())
         scores = torch.baddbmm(
             scores, q[..., :qk_nope_head_dim], keys_values[..., :qk_nope_head_dim].mT
         )
-        scores = scores.float().mul_(self._rule.scale)
+        scores = scores.float().mul_(self.rule.scale)
         if block.masked is not None:
             scores.masked_fill_(block.masked, -math.inf)
         lse = scores.logsumexp(-1)

@@ -102,14 +102,9 @@ class Recurrence(Protocol):
     """Update a state with tokens."""
 
     def step(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance the state of n rows by one token each.
+        """Advance the state of n rows by one token each, and return outputs and states.
 
-        Args:
-            state: float32 [n, *shape], may be overwritten.
-            inputs: [n, ...] each.
-
-        Returns:
-            The outputs, [n, ...], and the states after.
+        `state`: float32 [n, *shape], may be overwritten. Inputs and outputs are [n, ...].
         """
         ...
 
@@ -121,65 +116,37 @@ class Recurrence(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class RecurrentPlan:
     """Read and write one forward's states, for every layer of a pool.
 
     The first part of a layer's state is the last inputs of its convolution: [pages, width - 1,
-    channels], oldest first.
+    channels], oldest first. `rounds`: None if no row has drafts. `padded`: None if every row has
+    one token.
     """
 
-    __slots__ = ("_padded", "_pool", "rounds", "segments", "steps")
-
-    def __init__(
-        self,
-        pool: StatePool,
-        steps: Steps,
-        *,
-        rounds: Rounds | None,
-        segments: tuple[Segment, ...],
-        padded: Padded | None,
-    ) -> None:
-        """Create the plan.
-
-        `rounds`: None if no row has drafts; `padded`: None if every row has one token.
-        """
-        self._pool = pool
-        self._padded = padded
-        self.steps = steps
-        self.rounds = rounds
-        self.segments = segments
+    pool: StatePool
+    steps: Steps
+    rounds: Rounds | None
+    segments: tuple[Segment, ...]
+    padded: Padded | None
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve every channel by itself, causally, over the tokens of each row.
+        """Convolve every channel of `x` [tokens, channels] by itself, causally, row by row.
 
-        Args:
-            layer: index within the pool.
-            x: [tokens, channels].
-            taps: [width, channels], that of the token itself last.
-            bias: [channels].
-
-        Returns:
-            [tokens, channels].
+        `layer`: index within the pool. `taps`: [width, channels], that of the token itself last.
+        `bias`: [channels].
         """
-        y = (
-            self._convolve_steps(layer, x, taps)
-            if self._padded is None
-            else self._convolve_padded(layer, x, taps)
-        )
+        convolve = self._convolve_steps if self.padded is None else self._convolve_padded
+        y = convolve(layer, x, taps)
         return y if bias is None else y.add_(bias)
 
     def recur(self, layer: int, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
         """Advance the second part of a layer's state by the tokens of all rows.
 
-        Args:
-            layer: index within the pool.
-            recurrence: of the layer.
-            inputs: [tokens, ...] each.
-
-        Returns:
-            The outputs, [tokens, ...].
+        Inputs and outputs are [tokens, ...]. `layer`: index within the pool.
         """
-        states, num_steps = self._pool.parts[layer][1], self.steps.num_rows
+        states, num_steps = self.pool.parts[layer][1], self.steps.num_rows
         outputs = []
         if num_steps:
             past = self.steps.sources.read(states)
@@ -207,13 +174,13 @@ class RecurrentPlan:
         return torch.cat(outputs) if self.segments else outputs[0]
 
     def _convolve_steps(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
-        history = self._pool.parts[layer][0]
+        history = self.pool.parts[layer][0]
         seen = torch.cat((self.steps.sources.read(history), x.unsqueeze(1)), dim=1)
         history.index_copy_(0, self.steps.targets, seen[:, 1:])
         return (seen * taps).sum(dim=1).to(x.dtype)
 
     def _convolve_padded(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
-        padded, history = self._padded, self._pool.parts[layer][0]
+        padded, history = self.padded, self.pool.parts[layer][0]
         assert padded is not None
         past = padded.sources.read(history)
         inputs = past.new_empty((padded.length, x.shape[1]))
@@ -227,13 +194,11 @@ class RecurrentPlan:
         return y
 
 
+@dataclass(frozen=True, slots=True)
 class RecurrentBackend:
     """Plan forwards over one pool of states."""
 
-    __slots__ = ("_pool",)
-
-    def __init__(self, pool: StatePool) -> None:
-        self._pool = pool
+    pool: StatePool
 
     def plan(self, meta: AttentionMeta) -> RecurrentPlan:
         """Prepare one forward."""
@@ -244,7 +209,7 @@ class RecurrentBackend:
         verified = [row for row in rest if len(row[1].targets) == row[0].num_tokens]
         segments = [each for row in rest if row not in verified for each in _segments(*row)]
         return RecurrentPlan(
-            self._pool,
+            self.pool,
             self._steps(moves[:num_steps]),
             rounds=self._rounds(num_steps, verified, segments) if verified else None,
             segments=tuple(segments),
@@ -264,7 +229,7 @@ class RecurrentBackend:
             targets.append(self._ints([moves.targets[index][1] for _, moves in continuing]))
         for segment in segments:
             taken += range(segment.offset, segment.offset + segment.num_tokens)
-        order = torch.tensor(taken).argsort().to(self._pool.device)
+        order = torch.tensor(taken).argsort().to(self.pool.device)
         return Rounds(tuple(tokens), tuple(sources), tuple(targets), order)
 
     def _steps(self, moves: list[StateMoves]) -> Steps:
@@ -272,7 +237,7 @@ class RecurrentBackend:
         return Steps(len(moves), self._sources([of_row.source for of_row in moves]), targets)
 
     def _padded(self, spans: tuple[Span, ...], moves: list[StateMoves]) -> Padded:
-        num_past = self._pool.parts[0][0].shape[1]
+        num_past = self.pool.parts[0][0].shape[1]
         past: list[int] = []
         tokens: list[int] = []
         tails: list[int] = []
@@ -301,7 +266,7 @@ class RecurrentBackend:
         return Sources(self._ints(pages), self._ints(fresh) if fresh else None)
 
     def _ints(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._pool.device)
+        return torch.tensor(values, dtype=torch.int64).to(self.pool.device)
 
 
 def _moves(span: Span) -> StateMoves:

@@ -21,13 +21,6 @@ class ReferenceBackend:
     """Compute attention row by row, through copies; works on any device and in any dtype."""
 
     def __init__(self, pool: KvPool, table: PageTable, rule: AttentionRule) -> None:
-        """Create the backend.
-
-        Args:
-            pool: the K and V.
-            table: which pages are whose.
-            rule: what sees what.
-        """
         assert rule.num_heads % pool.num_kv_heads == 0, "query heads divide over kv heads"
         self._pool = pool
         self._table = table
@@ -71,28 +64,24 @@ class _Row:
     seen: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
 class _ReferencePlan:
     """Compute one forward's attention; implements `AttentionPlan`."""
 
-    __slots__ = ("_pool", "_rows", "_rule", "_slot_mapping")
-
-    def __init__(
-        self, pool: KvPool, rule: AttentionRule, slot_mapping: Tensor, rows: list[_Row]
-    ) -> None:
-        self._pool = pool
-        self._rule = rule
-        self._slot_mapping = slot_mapping
-        self._rows = rows
+    pool: KvPool
+    rule: AttentionRule
+    slot_mapping: Tensor
+    rows: list[_Row]
 
     def attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """Store the new K and V of one layer, then attend; implements `AttentionPlan.attend`."""
-        self._pool.write(layer, self._slot_mapping, kv)
+        self.pool.write(layer, self.slot_mapping, kv)
         mixed = []
-        for row in self._rows:
+        for row in self.rows:
             span = row.span
-            k, v = self._pool.gather(layer, row.pages)[:, None, :, row.first_slot : row.end_slot]
+            k, v = self.pool.gather(layer, row.pages)[:, None, :, row.first_slot : row.end_slot]
             row_q = q[span.offset : span.offset + span.num_tokens].transpose(0, 1).unsqueeze(0)
-            if self._rule.softcap is None and sinks is None:
+            if self.rule.softcap is None and sinks is None:
                 out = self._sdpa(row_q, k, v, row.seen)
             else:
                 k, v = (side.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for side in (k, v))
@@ -104,20 +93,20 @@ class _ReferencePlan:
         """Attend with SDPA: [1, heads, queries, head_dim], as `q`."""
         if q.shape[2] > 1:
             return functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, scale=self._rule.scale, enable_gqa=True
+                q, k, v, attn_mask=seen, scale=self.rule.scale, enable_gqa=True
             )
         # The heads of a GQA group share keys: as queries of one head they read them once.
         grouped = q.reshape(1, k.shape[1], -1, q.shape[3])
-        out = functional.scaled_dot_product_attention(grouped, k, v, scale=self._rule.scale)
+        out = functional.scaled_dot_product_attention(grouped, k, v, scale=self.rule.scale)
         return out.reshape(q.shape)
 
     def _softmax(self, q: Tensor, k: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
         """Return attention weights in fp32, [1, heads, queries, keys]: SDPA lacks softcap and
         sinks.
         """
-        scores = (q @ k.transpose(-1, -2)).float() * self._rule.scale
-        if self._rule.softcap is not None:
-            scores = self._rule.softcap * torch.tanh(scores / self._rule.softcap)
+        scores = (q @ k.transpose(-1, -2)).float() * self.rule.scale
+        if self.rule.softcap is not None:
+            scores = self.rule.softcap * torch.tanh(scores / self.rule.softcap)
         if seen is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is None:

@@ -274,7 +274,7 @@ def test_a_token_reads_the_pages_of_its_window_and_no_others() -> None:
     for start in (50, 500, 2000):
         world = World([Row(start, 1, (pages_for(start + 1, 16),))], 16, kind)
         plan = CpuBackend(world.pool, world.table, kind.rule).plan(world.meta)
-        (row,) = plan._parts
+        (row,) = plan.parts
         (views,) = row.history.views
         assert {view.shape[2] for view in views} == {40}
 
