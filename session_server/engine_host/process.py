@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
+from session_server.core.child_process import start_child
 from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
@@ -196,7 +195,7 @@ class _ChildConnection(asyncio.BufferedProtocol):
             EngineUnavailable: the program could not be started.
         """
         try:
-            ours, process = await asyncio.to_thread(_popen, settings.argv)
+            ours, process = await asyncio.to_thread(start_child, settings.argv)
         except OSError as error:
             raise EngineUnavailable(f"the engine process did not start: {error}") from error
         loop = asyncio.get_running_loop()
@@ -273,16 +272,3 @@ class _ChildConnection(asyncio.BufferedProtocol):
         if not self.ready.done():
             self.ready.set_exception(EngineUnavailable(self._death_message))
         self.lost.set_result(self._death_message)
-
-
-def _popen(argv: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Return our end of a socket and a child that alone holds the other end."""
-    ours, theirs = socket.socketpair()
-    try:
-        with theirs:
-            argv = [*argv, str(theirs.fileno())]
-            pass_fds, nothing = [theirs.fileno()], subprocess.DEVNULL
-            return ours, subprocess.Popen(argv, pass_fds=pass_fds, stdin=nothing)  # noqa: S603
-    except OSError:
-        ours.close()
-        raise

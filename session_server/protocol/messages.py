@@ -315,7 +315,7 @@ def turn_request(
         turn_id=fields.turn_id or new_turn_id(),
         input=_turn_input(fields),
         sampling=params,
-        text=_text_options(sampling),
+        text=text_options(sampling),
         priority=fields.priority,
         queue=fields.queue,
         on_disconnect=fields.on_disconnect or on_disconnect,
@@ -344,6 +344,16 @@ def sampling_params(body: SamplingBody, *, defaults: SamplingParams) -> Sampling
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest("min_tokens is above max_tokens.", param="sampling.min_tokens")
     return params
+
+
+def text_options(sampling: SamplingBody) -> TextOptions:
+    """Return how the client wants tokens to become text."""
+    stop = sampling.stop if sampling.stop is not None else ()
+    return TextOptions(
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        keep_stop=bool(sampling.keep_stop),
+        skip_special_tokens=sampling.skip_special_tokens is not False,
+    )
 
 
 def chat_messages(bodies: Sequence[MessageBody]) -> tuple[Message, ...]:
@@ -384,12 +394,3 @@ def _turn_input(fields: TurnFields) -> TurnInput:
         return TextInput(fields.text)
     assert fields.input_ids is not None, "one of three was given"
     return TokenInput(tuple(fields.input_ids))
-
-
-def _text_options(sampling: SamplingBody) -> TextOptions:
-    stop = sampling.stop if sampling.stop is not None else ()
-    return TextOptions(
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        keep_stop=bool(sampling.keep_stop),
-        skip_special_tokens=sampling.skip_special_tokens is not False,
-    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from session_server.core.errors import InvalidRequest, UnsupportedOperation
 from session_server.core.sampling import (
@@ -23,7 +23,6 @@ from session_server.core.sampling import (
 )
 from session_server.core.session_events import (
     TextInput,
-    TextOptions,
     TokenInput,
     TurnRequest,
 )
@@ -35,12 +34,16 @@ from session_server.protocol.messages import (
     Fraction,
     Penalty,
     Priority,
+    SamplingBody,
     StopString,
     TokenIds,
+    sampling_params,
+    text_options,
 )
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 MAX_RID_CHARS: Final = 256
+_DEFAULTS: Final = SamplingParams(max_tokens=DEFAULT_MAX_NEW_TOKENS)
 
 Rid = Annotated[str, Meta(max_length=MAX_RID_CHARS)]
 
@@ -80,10 +83,14 @@ class SessionParamsBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """SGLang's sampling names."""
+    """SGLang's sampling names on the wire, `SamplingBody`'s here."""
 
-    max_new_tokens: Annotated[int, Meta(ge=0, le=1 << 53)] | None = None
-    min_new_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 53)] | None = field(
+        default=None, name="max_new_tokens"
+    )
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = field(
+        default=None, name="min_new_tokens"
+    )
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: (
         Annotated[
@@ -100,9 +107,11 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=2.0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
+    keep_stop: bool | None = field(default=None, name="no_stop_trim")
     n: Annotated[int, Meta(ge=1, le=1)] | None = None
-    sampling_seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = field(
+        default=None, name="sampling_seed"
+    )
     logit_bias: (
         Annotated[
             dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$(?!\n)")], Bias],
@@ -157,20 +166,12 @@ def parse_generation(body: GenerateBody, *, rid: str, turn_id: str) -> Generatio
     """
     _reject_batches(body)
     session = _session_params(body)
-    return_logprob = bool(body.return_logprob)
-    sampling = body.sampling_params
-    assert not isinstance(sampling, list), "batches were refused"
-    options = sampling or GenerateSampling()
-    stop = options.stop if options.stop is not None else ()
+    sampling = _sampling(body)
     request = TurnRequest(
         turn_id=turn_id,
         input=_input(body),
-        sampling=_sampling(options, body, return_logprob=return_logprob),
-        text=TextOptions(
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            keep_stop=bool(options.no_stop_trim),
-            skip_special_tokens=options.skip_special_tokens is not False,
-        ),
+        sampling=sampling_params(sampling, defaults=_DEFAULTS),
+        text=text_options(sampling),
         priority=body.priority or 0,
         queue=False,
         on_disconnect="cancel",
@@ -180,7 +181,7 @@ def parse_generation(body: GenerateBody, *, rid: str, turn_id: str) -> Generatio
         request=request,
         session=session,
         stream=bool(body.stream),
-        return_logprob=return_logprob,
+        return_logprob=bool(body.return_logprob),
         text_in_logprobs=bool(body.return_text_in_logprobs),
     )
 
@@ -226,38 +227,27 @@ def _input(body: GenerateBody) -> TextInput | TokenInput:
         raise InvalidRequest("input_ids must be token ids.", param="input_ids") from None
 
 
-def _sampling(
-    options: GenerateSampling, body: GenerateBody, *, return_logprob: bool
-) -> SamplingParams:
-    requested = options.max_new_tokens
-    max_tokens = DEFAULT_MAX_NEW_TOKENS if requested is None else min(requested, MAX_OUTPUT_TOKENS)
-    values: dict[str, Any] = {
-        ours: value for ours, name in _RENAMED if (value := getattr(options, name)) is not None
-    }
-    if options.logit_bias is not None:
-        values["logit_bias"] = tuple((int(k), float(v)) for k, v in options.logit_bias.items())
-    if options.top_k is not None:
-        values["top_k"] = max(options.top_k, 0)
-    if options.stop_token_ids is not None:
-        values["stop_token_ids"] = tuple(options.stop_token_ids)
-    if return_logprob:
-        values["logprobs"] = True
-        values["top_logprobs"] = body.top_logprobs_num or 0
-        if body.logprob_start_len is not None and body.logprob_start_len >= 0:
-            values["prompt_logprobs_from"] = body.logprob_start_len
-    if values.get("min_tokens", 0) > max_tokens:
+def _sampling(body: GenerateBody) -> SamplingBody:
+    """Return the sampling options under our names.
+
+    Raises:
+        InvalidRequest: `min_new_tokens` above `max_new_tokens`.
+    """
+    assert not isinstance(body.sampling_params, list), "batches were refused"
+    fields = msgspec.structs.asdict(body.sampling_params or GenerateSampling())
+    del fields["n"]
+    if fields["max_tokens"] is not None:
+        fields["max_tokens"] = min(fields["max_tokens"], MAX_OUTPUT_TOKENS)
+    sampling = SamplingBody(**fields)
+    max_tokens = DEFAULT_MAX_NEW_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+    if (sampling.min_tokens or 0) > max_tokens:
         raise InvalidRequest("min_new_tokens is above max_new_tokens.", param="sampling_params")
-    return SamplingParams(max_tokens=max_tokens, **values)
-
-
-_RENAMED: Final = (
-    ("min_tokens", "min_new_tokens"),
-    ("temperature", "temperature"),
-    ("top_p", "top_p"),
-    ("min_p", "min_p"),
-    ("repetition_penalty", "repetition_penalty"),
-    ("presence_penalty", "presence_penalty"),
-    ("frequency_penalty", "frequency_penalty"),
-    ("seed", "sampling_seed"),
-    ("ignore_eos", "ignore_eos"),
-)
+    if not body.return_logprob:
+        return sampling
+    start = body.logprob_start_len
+    return msgspec.structs.replace(
+        sampling,
+        logprobs=True,
+        top_logprobs=body.top_logprobs_num,
+        prompt_logprobs_from=None if start is None or start < 0 else start,
+    )

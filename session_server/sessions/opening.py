@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.replay import Replay
 from session_server.sessions.session import Session, SessionConfig, SessionLife
 from session_server.sessions.transcript import Transcript
+from session_server.sessions.turn import digest_of
 from session_server.sessions.views import HistoryMode, OpenRequest
 from session_server.text.model_text import ModelText
 
@@ -61,10 +61,8 @@ def new_session(
 
 def fingerprint(request: OpenRequest) -> bytes:
     """Return a digest that is equal for requests that open the same session."""
-    canonical = repr(
-        replace(request, session_id=None, metadata=dict(sorted(request.metadata.items())))
-    )
-    return hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    metadata = dict(sorted(request.metadata.items()))
+    return digest_of(replace(request, session_id=None, metadata=metadata))
 
 
 def check_repeated(session: Session, request: OpenRequest) -> None:

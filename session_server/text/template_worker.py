@@ -8,7 +8,6 @@ process is killed and restarted. The process runs one job at a time; others wait
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from session_server.core.child_process import start_child
 from session_server.core.errors import TokenizeFailed
 from session_server.text.chat_template import RenderJob, TemplateSource
 from session_server.text.model_files import ModelFilesError
@@ -112,7 +112,7 @@ class TemplateWorker:
     async def _spawn(self) -> None:
         self._kill()
         try:
-            ours, process = await asyncio.to_thread(_popen)
+            ours, process = await asyncio.to_thread(start_child, _ARGV, process_group=0)
             reader, writer = await asyncio.open_connection(sock=ours)
             self._child = _Child(process, reader, writer)
             answer = await self._request(self._settings, START_TIMEOUT_S)
@@ -170,19 +170,3 @@ class TemplateWorker:
         child.writer.close()
         # Reap it on a thread: a process with much memory takes a while to exit.
         asyncio.get_running_loop().run_in_executor(None, child.process.wait)
-
-
-def _popen() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a child process. Returns our end of the socket; the child alone holds the other end."""
-    ours, theirs = socket.socketpair()
-    try:
-        with theirs:
-            argv = [*_ARGV, str(theirs.fileno())]
-            pass_fds, nothing = [theirs.fileno()], subprocess.DEVNULL
-            process = subprocess.Popen(  # noqa: S603
-                argv, pass_fds=pass_fds, stdin=nothing, process_group=0
-            )
-            return ours, process
-    except OSError:
-        ours.close()
-        raise
