@@ -94,7 +94,7 @@ class SessionManager:
         quotas: QuotaLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._text = text
+        self.text = text
         self._salts = salts
         self._clock = clock
         self._limits = limits or SessionLimits()
@@ -112,11 +112,6 @@ class SessionManager:
             self._link, text, limits=self._limits, quotas=self._quotas, clock=clock, salts=salts
         )
         self._flow.on_idle = self._on_idle
-
-    @property
-    def text(self) -> ModelText:
-        """Return the model's tokenizer and chat template."""
-        return self._text
 
     @property
     def engine_ready(self) -> EngineReady | None:
@@ -171,7 +166,7 @@ class SessionManager:
         session = self._make_session(owner, request)
         if request.messages and self._link.ready is not None:
             state, max_len = session.transcript.state(), self._link.ready.max_turn_len
-            await self._flow.prompt_builder.check_opening(state, max_len=max_len)
+            await self._flow.prompt_builder.check_opening(owner, state, max_len=max_len)
             # Another request may have taken the id, the place or the room during the await.
             self._check_open(owner, request)
         return self._add(session)
@@ -247,13 +242,16 @@ class SessionManager:
         self._close(session, reason)
         return session.view()
 
-    async def encode(self, text: str, *, add_bos: bool) -> tuple[int, ...]:
+    async def encode(self, owner: Owner, text: str, *, add_bos: bool) -> tuple[int, ...]:
         """Return the token ids of raw text; encode a long text off the event loop.
 
         Raises:
-            TokenizeFailed, ServerBusy
+            EngineUnavailable, ContextTooLong, TokenizeFailed, ServerBusy
         """
-        return await self._flow.prompt_builder.encode(text, add_bos=add_bos)
+        if self._link.ready is None:
+            raise EngineUnavailable("there is no engine")
+        encode, max_len = self._flow.prompt_builder.encode, self._link.ready.max_turn_len
+        return await encode(owner, text, add_bos=add_bos, max_len=max_len)
 
     def check_room(self, owner: Owner, num_bytes: int) -> None:
         """Reject bytes for which the conversations have no room. Raises QuotaExceeded,
@@ -480,7 +478,7 @@ class SessionManager:
     def _make_session(self, owner: Owner, request: OpenRequest) -> Session:
         self._check_open(owner, request)
         return new_session(
-            owner, request, self._text, limits=self._limits, replay=self._replay, clock=self._clock
+            owner, request, self.text, limits=self._limits, replay=self._replay, clock=self._clock
         )
 
     def _add(self, session: Session) -> SessionView:

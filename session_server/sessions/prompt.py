@@ -6,15 +6,17 @@ Pure: frozen state in, frozen prompt out, so that a long input can be tokenized 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, assert_never
+from typing import Final, TypeVar, assert_never
 
 import msgspec
 
 from session_server.core.errors import (
     ContextTooLong,
     InvalidRequest,
+    SessionServerError,
     TokenizeFailed,
     UnsupportedOperation,
 )
@@ -25,6 +27,8 @@ from session_server.text.chat_encoder import ChatEncoder, check_roles
 from session_server.text.chat_template import RenderFrame
 from session_server.text.model_text import ModelText
 from session_server.text.rendering import Rendering
+
+_T = TypeVar("_T")
 
 _PROBE_CHARS_PER_TOKEN: Final = 16
 """Characters of a beginning per token that fits: four times what most texts take."""
@@ -111,22 +115,28 @@ def fit_sampling(sampling: SamplingParams, prompt: Prompt, max_len: int) -> Samp
     )
 
 
-def opening_len(text: ModelText, state: PromptState) -> Rendering[int]:
+def opening_len(text: ModelText, state: PromptState, *, max_len: int) -> Rendering[int]:
     """Return the number of tokens of a session's first messages, which every later turn contains.
 
     They are rendered alone. Where the template wants more than they are (a user's message behind
     the system's), their contents are what is measured.
 
     Raises:
+        ContextTooLong: their beginning alone takes twice `max_len`.
         TokenizeFailed: the tokenizer refused a text.
     """
     chat, messages = _chat_of(text), state.open_messages
     frame = RenderFrame(state.now, add_generation_prompt=False)
+    steps = chat.encode_all(messages, frame)
     try:
-        return len((yield from chat.encode_all(messages, frame)))
+        return len((yield from check_rendered(text, steps, max_len=max_len, param="messages")))
     except TokenizeFailed:
-        contents = (text.tokenizer.encode_content(each.content.strip()) for each in messages)
-        return sum(map(len, contents))
+        contents, encode = (
+            [each.content.strip() for each in messages],
+            text.tokenizer.encode_content,
+        )
+        check_text(encode, contents, max_len=max_len, param="messages")
+        return sum(len(encode(content)) for content in contents)
 
 
 def check_beginning(
@@ -154,6 +164,14 @@ def check_beginning(
             return
         case _:
             assert_never(turn_input)
+    check_text(encode, parts, max_len=max_len, param="messages" if turn_input is None else "input")
+
+
+def check_text(
+    encode: Callable[[str], list[int]], parts: Sequence[str], *, max_len: int, param: str
+) -> None:
+    """Reject texts whose beginning alone takes twice `max_len`. Raises ContextTooLong,
+    TokenizeFailed."""
     num_chars, num_tokens = _PROBE_CHARS_PER_TOKEN * max_len, 0
     if sum(map(len, parts)) <= num_chars:
         return
@@ -164,8 +182,33 @@ def check_beginning(
         raise ContextTooLong(
             f"Input length (at least {2 * max_len} tokens) exceeds the maximum allowed length "
             f"({max_len - 1} tokens).",
-            param="messages" if turn_input is None else "input",
+            param=param,
         )
+
+
+def check_rendered(
+    text: ModelText, steps: Rendering[_T], *, max_len: int, param: str
+) -> Rendering[_T]:
+    """Reject what a template wrote if its beginning alone takes twice `max_len`, before `steps`
+    tokenize it. Raises ContextTooLong, TokenizeFailed.
+
+    Only then it is known which parts of the earlier answers the template keeps.
+    """
+    encode = text.tokenizer.encode_control
+    try:
+        job = next(steps)
+        while True:
+            try:
+                texts = yield job
+                # A second text is the first with marks, from which a template may strip less.
+                check_text(encode, texts[:1], max_len=max_len, param=param)
+            except SessionServerError as error:
+                job = steps.throw(error)
+            else:
+                job = steps.send(texts)
+    except StopIteration as end:
+        result: _T = end.value
+        return result
 
 
 def check_length(num_tokens: int, max_tokens: int, *, param: str) -> None:

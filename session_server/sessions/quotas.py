@@ -25,7 +25,8 @@ class SessionLimits:
     """Bound what one session may hold. Times are in seconds, sizes in characters.
 
     `max_queued_turns` wait behind a running turn. Inputs above `inline_input_chars` are tokenized
-    off the event loop, for at most `tokenize_deadline_s`. `allows_pinned`: whether the server keeps
+    off the event loop, for at most `tokenize_deadline_s`, after waiting at most `tokenize_wait_s`
+    for their owner's turn. `allows_pinned`: whether the server keeps
     KV memory for pinned sessions.
     """
 
@@ -39,6 +40,7 @@ class SessionLimits:
     max_stop_chars: int = 256
     inline_input_chars: int = LONG_TEXT_CHARS
     tokenize_deadline_s: float = 30.0
+    tokenize_wait_s: float = 60.0
     allows_pinned: bool = True
     journal: JournalLimits = field(default_factory=JournalLimits)
 

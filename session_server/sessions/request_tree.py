@@ -158,7 +158,7 @@ class RequestTrees:
         """
         # Renews the session's time to live: the session itself never runs a turn.
         self._manager.update(owner, session_id)
-        new = await self._ids(request.input, is_first=point.rid is None)
+        new = await self._ids(owner, request.input, is_first=point.rid is None)
         journal = self._manager.journal(owner, session_id)
         tree = self._trees.setdefault(journal, _Tree(owner, session_id))
         parent = await self._parent(tree, point)
@@ -260,12 +260,12 @@ class RequestTrees:
                 base_len = len(range(base_len)[: point.offset])
         return _Node(rid, parent, base_len, array("i", new), "")
 
-    async def _ids(self, turn_input: TurnInput, *, is_first: bool) -> Sequence[int]:
+    async def _ids(self, owner: Owner, turn_input: TurnInput, *, is_first: bool) -> Sequence[int]:
         match turn_input:
             case TokenInput(token_ids=token_ids):
                 return token_ids
             case TextInput(text=text):
-                return await self._manager.encode(text, add_bos=is_first)
+                return await self._manager.encode(owner, text, add_bos=is_first)
             case ChatInput():
                 raise UnsupportedOperation("such a request takes text or token ids")
             case _:

@@ -9,14 +9,18 @@ from functools import partial
 from typing import Final, TypeVar, assert_never
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
+from session_server.core.owner import Owner
 from session_server.core.session_events import ChatInput, TextInput, TokenInput, TurnRequest
 from session_server.sessions.daemon_threads import DaemonThreads
+from session_server.sessions.fair_slots import FairSlots
 from session_server.sessions.prompt import (
     Prompt,
     PromptState,
     build_prompt,
     check_beginning,
     check_length,
+    check_rendered,
+    check_text,
     opening_len,
 )
 from session_server.sessions.quotas import SessionLimits
@@ -47,19 +51,21 @@ class PromptBuilder:
     """Build prompts; `tokenizers` releases the interpreter lock while it encodes.
 
     Large inputs get a thread each, so that an input that hangs the tokenizer can be abandoned. A
-    render in another process is awaited.
+    render in another process is awaited. Owners take turns at both; deadlines begin with the work.
     """
 
     def __init__(self, text: ModelText, limits: SessionLimits) -> None:
         self._text = text
         self._renderer = text.chat.renderer if text.chat is not None else None
         self._limits = limits
-        self._slots = asyncio.Semaphore(NUM_THREADS)
+        self._slots = FairSlots(NUM_THREADS)
+        self._renders = FairSlots(1)
         self._threads = DaemonThreads("tokenize")
         self._tasks: set[asyncio.Task[None]] = set()
 
     def build(
         self,
+        owner: Owner,
         state: PromptState,
         request: TurnRequest,
         on_built: Callable[[PromptOutcome], None],
@@ -75,33 +81,47 @@ class PromptBuilder:
         def steps() -> Rendering[Prompt]:
             check_beginning(self._text, state, request.input, max_len=max_len)
             generate = request.sampling.max_tokens > 0
-            return (yield from build_prompt(self._text, state, request.input, generate=generate))
+            built = build_prompt(self._text, state, request.input, generate=generate)
+            return (yield from check_rendered(self._text, built, max_len=max_len, param="input"))
 
         resume = partial(advance, steps(), self._renderer)
         is_large = self._is_large(state, request)
         stage = None if is_large else _outcome_of(resume)
         if stage is not None and not isinstance(stage, RenderJob):
             return stage
-        coroutine = self._finish(resume, stage, on_built, is_large=is_large)
-        task = asyncio.get_running_loop().create_task(coroutine)
+
+        async def finish() -> None:
+            outcome: PromptOutcome = TokenizeFailed(_FAILED)
+            try:
+                outcome = await self._complete(owner, resume, stage, is_large=is_large)
+            finally:
+                on_built(outcome)
+
+        task = asyncio.get_running_loop().create_task(finish())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return None
 
-    async def encode(self, text: str, *, add_bos: bool) -> tuple[int, ...]:
+    async def encode(
+        self, owner: Owner, text: str, *, add_bos: bool, max_len: int
+    ) -> tuple[int, ...]:
         """Return the token ids of text that may contain control tokens.
 
         Raises:
-            TokenizeFailed, ServerBusy
+            ContextTooLong, TokenizeFailed, ServerBusy
         """
-        encode = partial(self._text.tokenizer.encode_control, text, add_bos=add_bos)
+
+        def encode() -> list[int]:
+            check_text(self._text.tokenizer.encode_control, [text], max_len=max_len, param="input")
+            return self._text.tokenizer.encode_control(text, add_bos=add_bos)
+
         is_large = len(text) > self._limits.inline_input_chars
-        outcome = await self._run_in_thread(encode) if is_large else _outcome_of(encode)
+        outcome = await self._run_in_thread(owner, encode) if is_large else _outcome_of(encode)
         if isinstance(outcome, SessionServerError):
             raise outcome
         return tuple(outcome)
 
-    async def check_opening(self, state: PromptState, *, max_len: int) -> None:
+    async def check_opening(self, owner: Owner, state: PromptState, *, max_len: int) -> None:
         """Reject first messages of a session that leave no room for a turn within `max_len`.
 
         Raises:
@@ -115,33 +135,20 @@ class PromptBuilder:
 
         def steps() -> Rendering[int]:
             check_beginning(self._text, state, None, max_len=max_len)
-            return (yield from opening_len(self._text, state))
+            return (yield from opening_len(self._text, state, max_len=max_len))
 
         resume = partial(advance, steps(), self._renderer)
         is_large = num_chars > self._limits.inline_input_chars
         stage = None if is_large else _outcome_of(resume)
-        outcome = await self._complete(resume, stage, is_large=is_large)
+        outcome = await self._complete(owner, resume, stage, is_large=is_large)
         if isinstance(outcome, SessionServerError):
             raise outcome
         # Every turn adds at least one token.
         check_length(outcome, max_len - 1, param="messages")
 
-    async def _finish(
-        self,
-        resume: Callable[..., RenderJob | Prompt],
-        stage: RenderJob | PromptOutcome | None,
-        on_built: Callable[[PromptOutcome], None],
-        *,
-        is_large: bool,
-    ) -> None:
-        outcome: PromptOutcome = TokenizeFailed(_FAILED)
-        try:
-            outcome = await self._complete(resume, stage, is_large=is_large)
-        finally:
-            on_built(outcome)
-
     async def _complete(
         self,
+        owner: Owner,
         resume: Callable[..., RenderJob | _T],
         stage: RenderJob | _T | SessionServerError | None,
         *,
@@ -150,30 +157,43 @@ class PromptBuilder:
         """Run steps to their result, from a pending render job or from the beginning (`stage`
         None)."""
         if stage is None:
-            stage = await self._run_in_thread(resume)
+            stage = await self._run_in_thread(owner, resume)
         while isinstance(stage, RenderJob):
-            work = partial(resume, await self._await_render(stage))
-            stage = await self._run_in_thread(work) if is_large else _outcome_of(work)
+            texts = await self._await_render(owner, stage)
+            if isinstance(texts, ServerBusy):
+                return texts
+            work = partial(resume, texts)
+            stage = await self._run_in_thread(owner, work) if is_large else _outcome_of(work)
         return stage
 
-    async def _await_render(self, job: RenderJob) -> list[str] | TokenizeFailed:
+    async def _await_render(
+        self, owner: Owner, job: RenderJob
+    ) -> list[str] | TokenizeFailed | ServerBusy:
         assert self._renderer is not None, "only a chat template asks for renders"
         try:
-            async with asyncio.timeout(self._limits.tokenize_deadline_s):
+            async with (
+                self._renders.slot(owner, max_wait_s=self._limits.tokenize_wait_s),
+                asyncio.timeout(self._limits.tokenize_deadline_s),
+            ):
                 return await render_or_error(self._renderer, job)
         except TimeoutError:
             return TokenizeFailed(_TOO_LONG, param="input")
+        except ServerBusy as error:
+            return error
 
-    async def _run_in_thread(self, work: Callable[[], _T]) -> _T | SessionServerError:
+    async def _run_in_thread(self, owner: Owner, work: Callable[[], _T]) -> _T | SessionServerError:
         outcome = partial(_outcome_of, work)
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._limits.tokenize_deadline_s), self._slots:
+            async with self._slots.slot(owner, max_wait_s=self._limits.tokenize_wait_s):
                 if self._threads.num_alive >= MAX_THREADS:
                     return ServerBusy("too many inputs hang the tokenizer")
-                return await loop.run_in_executor(self._threads, outcome)
+                async with asyncio.timeout(self._limits.tokenize_deadline_s):
+                    return await loop.run_in_executor(self._threads, outcome)
         except TimeoutError:
             return TokenizeFailed(_TOO_LONG, param="input")
+        except ServerBusy as error:
+            return error
 
     def _is_large(self, state: PromptState, request: TurnRequest) -> bool:
         """Return whether tokenizing the input inline would hold up the event loop."""

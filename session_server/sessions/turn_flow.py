@@ -295,7 +295,9 @@ class TurnFlow:
 
         assert self._link.ready is not None, "a turn before the engine was ever ready"
         state, max_len = session.transcript.state(), self._link.ready.max_turn_len
-        outcome = self.prompt_builder.build(state, turn.request, on_built, max_len=max_len)
+        outcome = self.prompt_builder.build(
+            session.owner, state, turn.request, on_built, max_len=max_len
+        )
         if outcome is not None:
             self._on_prompt(session, turn, outcome)
 

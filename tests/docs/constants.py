@@ -240,6 +240,12 @@ SESSIONS = (
         "`tokenize_failed`",
     ),
     _constant(
+        "sessions.quotas:SessionLimits.tokenize_wait_s",
+        "time an input waits for others to be tokenized; owners take turns",
+        "s",
+        "`server_busy`",
+    ),
+    _constant(
         "sessions.tokenizing:MAX_THREADS",
         "threads that tokenize, stuck ones included",
         "threads",

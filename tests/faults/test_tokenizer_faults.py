@@ -17,6 +17,7 @@ import pytest
 from tokenizers.decoders import DecodeStream
 
 from session_server.core.errors import ServerBusy, TokenizeFailed, TurnNotFound
+from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
     ChatInput,
@@ -28,7 +29,8 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 from session_server.sessions.quotas import SessionLimits
-from session_server.sessions.tokenizing import MAX_THREADS
+from session_server.sessions.tokenizing import MAX_THREADS, NUM_THREADS
+from session_server.sessions.views import OpenRequest
 from session_server.text import detokenizer
 from session_server.text.model_text import ModelText
 from tests.faults.points import Points, injects
@@ -246,6 +248,55 @@ def test_inputs_that_hang_the_tokenizer_are_bounded_and_their_threads_are_not_wa
             rig.do(asyncio.sleep(0))
         rig.run("mine", chat("taken"))
         rig.assert_recovered()
+
+
+def test_the_time_an_input_waits_for_others_is_not_its_own() -> None:
+    trap = Trap(None)
+    hog = Owner("hog")
+    with rig_with_text(SessionLimits(inline_input_chars=0)) as (rig, text):
+        trap_encoding(text, trap)
+        begin(rig)
+        crowd = []
+        for number in range(NUM_THREADS + 1):
+            rig.manager.open(hog, OpenRequest(session_id=f"s{number}"))
+            trap.arm(0)
+            submit = rig.manager.submit(hog, f"s{number}", chat("hangs"))
+            crowd.append(rig.loop.create_task(submit))
+            while not trap.has_sprung and number < NUM_THREADS:
+                rig.do(asyncio.sleep(0))
+        patient = rig.loop.create_task(rig.manager.submit(OWNER, "mine", chat("first")))
+        rig.spin()
+        trap.armed_at = -1
+        rig.loop.skipped_s += rig.limits.tokenize_deadline_s
+        rig.do(patient)
+        for each in crowd[:NUM_THREADS]:
+            with pytest.raises(TokenizeFailed, match="too long"):
+                rig.do(each)
+        rig.do(crowd[NUM_THREADS])
+        trap.release()
+
+
+def test_an_input_that_waits_too_long_for_others_may_be_sent_again() -> None:
+    trap = Trap(None)
+    with rig_with_text(SessionLimits(inline_input_chars=0, tokenize_wait_s=5.0)) as (rig, text):
+        trap_encoding(text, trap)
+        begin(rig)
+        hanging = []
+        for _ in range(NUM_THREADS):
+            trap.arm(0)
+            submit = rig.manager.submit(OWNER, rig.open(), chat("hangs"))
+            hanging.append(rig.loop.create_task(submit))
+            while not trap.has_sprung:
+                rig.do(asyncio.sleep(0))
+        late = rig.loop.create_task(rig.manager.submit(OWNER, "mine", chat("first")))
+        rig.spin()
+        rig.loop.skipped_s += 5.0
+        with pytest.raises(ServerBusy, match="wait to be tokenized"):
+            rig.do(late)
+        trap.armed_at = -1
+        trap.release()
+        for each in hanging:
+            rig.do(each)
 
 
 def is_taken(rig: Rig, turn_id: str) -> bool:

@@ -84,6 +84,11 @@ class TestLife:
             with pytest.raises(ContextTooLong):
                 world.create(messages=begun * 10)
 
+    def test_what_the_template_leaves_out_of_an_earlier_answer_is_not_measured(self) -> None:
+        with World("thinking", max_turn_len=128) as world:
+            answer = Message("assistant", f"<think>{'word ' * 2000}</think>Yes.")
+            world.create(messages=(Message("user", "Hello"), answer))
+
     def test_nobody_pins_a_session_where_no_memory_is_kept_for_it(self) -> None:
         with World(limits=SessionLimits(allows_pinned=False)) as world:
             with pytest.raises(UnsupportedOperation, match="--pinned-fraction") as refused:

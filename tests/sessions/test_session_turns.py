@@ -461,7 +461,7 @@ class TestLengths:
             assert end.outcome.usage.cached_tokens > 0
             assert len(world.history(session)) == 64
 
-    @pytest.mark.parametrize("where", ["text", "message", "opening"])
+    @pytest.mark.parametrize("where", ["text", "message", "opening", "answer"])
     def test_an_input_far_too_long_is_not_tokenized_to_its_end(
         self, monkeypatch: pytest.MonkeyPatch, where: str
     ) -> None:
@@ -481,10 +481,13 @@ class TestLengths:
                 "text": lambda: world.submit(session, turn("1", TextInput(much))),
                 "message": lambda: world.submit(session, turn("1", much)),
                 "opening": lambda: world.create(messages=(Message("system", much),)),
+                "answer": lambda: world.create(messages=(Message("assistant", much),)),
             }
             with pytest.raises(ContextTooLong, match=r"at least 128 .*\(63 tokens\)") as refused:
                 ways[where]()
-            assert refused.value.param == ("messages" if where == "opening" else "input")
+            assert refused.value.param == (
+                "messages" if where in ("opening", "answer") else "input"
+            )
             assert max(lengths) == 16 * 64
             assert world.history(session) == ()
 
