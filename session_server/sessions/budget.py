@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Final
 
 from session_server.core.errors import QuotaExceeded, ServerBusy
@@ -66,6 +68,15 @@ class OwnerBudget:
         """Count what `check` allows. Raises like `check`, with nothing counted."""
         self.check(owner, amount)
         self.add(owner, amount)
+
+    @contextlib.contextmanager
+    def held(self, owner: Owner, amount: int) -> Iterator[None]:
+        """Count an amount during the block. Raises like `check`, with nothing counted."""
+        self.take(owner, amount)
+        try:
+            yield
+        finally:
+            self.add(owner, -amount)
 
     def add(self, owner: Owner, amount: int) -> None:
         """Count an amount without a check; a negative amount is given back."""

@@ -45,7 +45,7 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.engine_link import EngineLink
-from session_server.sessions.footprint import message_bytes, metadata_bytes
+from session_server.sessions.footprint import message_bytes, metadata_bytes, text_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.opening import check_repeated, new_session
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
@@ -166,7 +166,8 @@ class SessionManager:
         session = self._make_session(owner, request)
         if request.messages and self._link.ready is not None:
             state, max_len = session.transcript.state(), self._link.ready.max_turn_len
-            await self._flow.prompt_builder.check_opening(owner, state, max_len=max_len)
+            with self._quotas.opening(session):
+                await self._flow.prompt_builder.check_opening(owner, state, max_len=max_len)
             # Another request may have taken the id, the place or the room during the await.
             self._check_open(owner, request)
         return self._add(session)
@@ -246,12 +247,13 @@ class SessionManager:
         """Return the token ids of raw text; encode a long text off the event loop.
 
         Raises:
-            EngineUnavailable, ContextTooLong, TokenizeFailed, ServerBusy
+            EngineUnavailable, ContextTooLong, TokenizeFailed, QuotaExceeded, ServerBusy
         """
         if self._link.ready is None:
             raise EngineUnavailable("there is no engine")
         encode, max_len = self._flow.prompt_builder.encode, self._link.ready.max_turn_len
-        return await encode(owner, text, add_bos=add_bos, max_len=max_len)
+        with self._quotas.turn_bytes.held(owner, text_bytes(text)):
+            return await encode(owner, text, add_bos=add_bos, max_len=max_len)
 
     def check_room(self, owner: Owner, num_bytes: int) -> None:
         """Reject bytes for which the conversations have no room. Raises QuotaExceeded,

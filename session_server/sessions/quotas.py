@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from session_server.core.errors import QuotaExceeded
@@ -74,6 +76,8 @@ class Quotas:
         self.turns = OwnerBudget("unfinished turns", limits.turns, owner_limit=limits.owner_turns)
         self.history_bytes = OwnerBudget("bytes of conversations", limits.history_bytes)
         self.turn_bytes = OwnerBudget("bytes of unfinished turns", limits.turn_bytes)
+        self.openings: set[Session] = set()
+        """Sessions that are counted and not open yet."""
         self.input_rate = InputRate(limits.owner_input_tokens_per_min)
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
@@ -95,6 +99,21 @@ class Quotas:
         self.check_session(session.owner, session.num_bytes)
         self.sessions.take(session.owner)
         self.recount(session)
+
+    @contextlib.contextmanager
+    def opening(self, session: Session) -> Iterator[None]:
+        """Count a session during the block, while its first messages are measured.
+
+        Raises:
+            QuotaExceeded, ServerBusy: nothing was counted.
+        """
+        self.take_session(session)
+        self.openings.add(session)
+        try:
+            yield
+        finally:
+            self.openings.remove(session)
+            self.release_session(session)
 
     def recount(self, session: Session) -> None:
         """Update the counted bytes of an open session."""

@@ -19,7 +19,7 @@ def recount(manager: SessionManager) -> None:
     turns: Counter[Owner] = Counter()
     history_bytes: Counter[Owner] = Counter()
     turn_bytes: Counter[Owner] = Counter()
-    for session in manager._sessions:
+    for session in (*manager._sessions, *quotas.openings):
         sessions[session.owner] += 1
         assert session.counted_bytes == session.num_bytes, session.session_id
         history_bytes[session.owner] += session.num_bytes

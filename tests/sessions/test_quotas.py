@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -12,7 +13,8 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import ChatInput, Message, TextInput
 from session_server.sessions.ended_turns import RECORD_BYTES
 from session_server.sessions.footprint import LOGPROB_BYTES, TURN_BYTES, request_bytes
-from session_server.sessions.quotas import InputRate, QuotaLimits
+from session_server.sessions.quotas import InputRate, QuotaLimits, SessionLimits
+from session_server.sessions.views import OpenRequest
 from tests.sessions.recount import recount
 from tests.sessions.world import OWNER, World, completed, failed, turn
 
@@ -97,6 +99,46 @@ class TestHistoryBytes:
                 assert refused(opening(world)) == error
                 assert world.manager.stats().sessions == (error is None)
                 recount(world.manager)
+
+    @pytest.mark.parametrize("limited", ["history_bytes", "sessions"])
+    def test_an_opening_that_waits_to_be_measured_holds_its_place(self, limited: str) -> None:
+        messages = (Message("system", "x" * 1500),)
+        with World() as probe:
+            probe.open(messages=messages)
+            wanted = probe.manager._quotas.history_bytes.total
+        quotas = QuotaLimits(**{limited: wanted + 1000 if limited == "history_bytes" else 1})
+        with World(quotas=quotas, limits=SessionLimits(inline_input_chars=0)) as world:
+
+            async def crowd() -> None:
+                create = partial(world.manager.create, OWNER, OpenRequest(messages=messages))
+                first, *others = (asyncio.create_task(create()) for _ in range(20))
+                await asyncio.sleep(0)
+                recount(world.manager)
+                assert len(world.manager._quotas.openings) == 1
+                for other in others:
+                    with pytest.raises(ServerBusy):
+                        await other
+                await first
+                recount(world.manager)
+
+            world.do(crowd())
+            assert world.manager.stats().sessions == 1
+
+    def test_an_opening_that_is_given_up_leaves_its_place(self) -> None:
+        with World(limits=SessionLimits(inline_input_chars=0)) as world:
+
+            async def give_up() -> None:
+                request = OpenRequest(messages=(Message("system", "x" * 1500),))
+                opening = asyncio.create_task(world.manager.create(OWNER, request))
+                await asyncio.sleep(0)
+                assert world.manager._quotas.openings
+                opening.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await opening
+
+            world.do(give_up())
+            assert not world.manager._quotas.owners
+            assert not world.manager._quotas.openings
 
     def test_an_owner_keeps_its_share_and_others_theirs(self) -> None:
         hog, other = Owner("hog", share=0.5), Owner("other", share=0.5)

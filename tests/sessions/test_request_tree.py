@@ -27,6 +27,7 @@ from session_server.core.session_events import (
     TurnCompleted,
 )
 from session_server.sessions import request_tree
+from session_server.sessions.footprint import text_bytes
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.request_tree import (
@@ -209,6 +210,26 @@ def test_a_request_that_ended_leaves_its_tokens_and_nothing_of_its_turn(
     del branch
     assert journal() is None
     assert world.manager._replay.num_bytes == world.manager.journal(OWNER, tree.session).num_bytes
+
+
+def test_a_text_that_waits_to_be_tokenized_counts_as_bytes_of_turns(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, text = world.manager._quotas.turn_bytes, "word " * 100
+    encode, seen = Tokenizer.encode_control, list[int]()
+
+    def note(self: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
+        seen.append(counted.total)
+        return encode(self, text, add_bos=add_bos)
+
+    monkeypatch.setattr(Tokenizer, "encode_control", note)
+    counted._limit = text_bytes(text) - 1
+    with pytest.raises(ServerBusy, match="bytes of unfinished turns"):
+        world.do(world.manager.encode(OWNER, text, add_bos=True))
+    assert (seen, counted.total) == ([], 0)
+    counted._limit += 1
+    world.do(world.manager.encode(OWNER, text, add_bos=True))
+    assert (seen, counted.total) == ([text_bytes(text)], 0)
 
 
 def test_what_a_tree_keeps_counts_as_bytes_of_its_session(world: World, tree: Tree) -> None:
