@@ -19,34 +19,40 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
 from typing import Any, Final
 
 import httpx
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from session_server.arguments import KEY_ADVICE, add_server, whole_number
+from session_server.arguments import add_server, whole_number
 from session_server.client import (
-    ClientError,
     ClientOptions,
+    SessionClient,
     TurnText,
     connect,
     key_header,
     server_address,
 )
-from session_server.demo.corpus import dialogue, is_right
-from session_server.local_server import LocalServer, ServerFailed
+from session_server.core.events import ACCOUNTS
+from session_server.demo.corpus import Exchange, dialogue, is_right
+from session_server.local_server import LocalServer
 from session_server.progress import StepProgress
+from session_server.terminal import SERVER_FAILURES, make_table, print_failure
 
 MIN_RIGHT_SHARE: Final = 0.99
 MAX_ANSWER_TOKENS: Final = 48
 _COUNT: Final = whole_number(1, 4096)
-_HELD: Final = ("session_held", "active", "tree_protected", "fenced", "spill", "quarantine")
+_NOT_HELD: Final = ("free", "reserved", "tree_evictable")
+_MOMENTS: Final = {
+    "ledger_start": "start",
+    "ledger_open": "all open",
+    "ledger_closed": "all closed",
+    "ledger_flushed": "tree emptied",
+}
+"""When the memory ledger is read: keys of the report, and what the table says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,68 +70,6 @@ class TurnRecord:
     output_tokens: int
     ttft_ms: float
     turn_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerRecord:
-    """Record the memory ledger: pages of all pools by account, and the counts of the checker."""
-
-    pages: int
-    free: int
-    reserved: int
-    tree_evictable: int
-    held: int
-    check_runs: int
-    check_violations: int
-
-
-@dataclass(frozen=True, slots=True)
-class DemoReport:
-    """Report everything that the demo found. `ledger_closed` is read after all sessions closed,
-    `ledger_flushed` after the radix tree was emptied too."""
-
-    num_sessions: int
-    num_turns: int
-    num_right: int
-    errors: tuple[str, ...]
-    seconds: float
-    turns: tuple[TurnRecord, ...]
-    ledger_start: LedgerRecord
-    ledger_open: LedgerRecord
-    ledger_closed: LedgerRecord
-    ledger_flushed: LedgerRecord
-
-    @property
-    def right_share(self) -> float:
-        """Return the share of right answers over every turn of every session."""
-        return self.num_right / self.num_turns if self.num_turns else 0.0
-
-    @property
-    def are_pages_back(self) -> bool:
-        """Return whether closing gave every page back: to the tree's evictable part, then to the
-        pool."""
-        closed, flushed = self.ledger_closed, self.ledger_flushed
-        return closed.held == 0 and flushed.free + flushed.reserved == flushed.pages
-
-    @property
-    def is_good(self) -> bool:
-        """Return whether every check passed."""
-        return (
-            not self.errors
-            and self.right_share >= MIN_RIGHT_SHARE
-            and self.ledger_flushed.check_runs > 0
-            and self.ledger_flushed.check_violations == 0
-            and self.are_pages_back
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as one JSON object."""
-        verdict = {
-            "right_share": self.right_share,
-            "pages_back": self.are_pages_back,
-            "ok": self.is_good,
-        }
-        return asdict(self) | verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,46 +101,26 @@ def run(args: argparse.Namespace) -> int:
                 url = server.url
                 console.print(f"server process {server.pid} listens on {url}")
             report = asyncio.run(_run_sessions(url, args, console))
-    except httpx.HTTPStatusError as error:
-        console.print(f"[red]the demo could not run:[/red] {escape(error.response.text[:400])}")
-        if error.response.status_code == HTTPStatus.UNAUTHORIZED:
-            console.print(KEY_ADVICE)
-        return 1
-    except (ServerFailed, ClientError, httpx.HTTPError) as error:
-        console.print(f"[red]the demo could not run:[/red] {escape(str(error))}")
-        if isinstance(error, httpx.ConnectError):
-            console.print("is a server running there? without --url the demo starts its own")
-        return 1
+    except SERVER_FAILURES as error:
+        advice = "without --url the demo starts its own"
+        return print_failure(error, console, prefix="the demo could not run: ", advice=advice)
     if args.json:
-        print(json.dumps(report.as_json(), indent=2))
+        print(json.dumps(report, indent=2))
     else:
         _show(report, console)
-    return 0 if report.is_good else 1
+    return 0 if report["ok"] else 1
 
 
-@dataclass(frozen=True, slots=True)
-class _DemoRun:
-    """Hold what all conversations share. `last_turns` keeps them parked while the ledger is
-    read."""
-
-    url: str
-    options: ClientOptions
-    seed: int
-    num_turns: int
-    add: Callable[[TurnRecord], None]
-    last_turns: asyncio.Barrier
-
-
-async def _run_sessions(url: str, args: argparse.Namespace, console: Console) -> DemoReport:
+async def _run_sessions(url: str, args: argparse.Namespace, console: Console) -> dict[str, Any]:
     begin = time.perf_counter()
     turns: list[TurnRecord] = []
-    errors: list[str] = []
-    headers = key_header(args.api_key)
-    base = server_address(url)
+    base, headers = server_address(url), key_header(args.api_key)
+    last_turns = asyncio.Barrier(args.sessions + 1)
+    ledgers: dict[str, dict[str, int]] = {}
     async with httpx.AsyncClient(
         base_url=base, headers=headers, timeout=30.0, trust_env=False
     ) as http:
-        ledger_start = await _ledger(http)
+        ledgers["ledger_start"] = await _read_ledger(http)
         with StepProgress(console) as progress:
             task = progress.add_task("turns", total=args.sessions * args.turns)
 
@@ -204,171 +128,169 @@ async def _run_sessions(url: str, args: argparse.Namespace, console: Console) ->
                 turns.append(record)
                 progress.advance(task)
 
-            last_turns = asyncio.Barrier(args.sessions + 1)
-            options = ClientOptions(token=args.api_key)
-            demo = _DemoRun(base, options, args.seed, args.turns, add, last_turns)
             talks = [
-                asyncio.create_task(_converse(demo, number)) for number in range(args.sessions)
+                asyncio.create_task(_converse(base, number, args, last_turns=last_turns, add=add))
+                for number in range(args.sessions)
             ]
-            ledger_open = await _ledger_while_open(http, last_turns, talks)
-            for outcome in await asyncio.gather(*talks, return_exceptions=True):
-                if isinstance(outcome, BaseException):
-                    errors.append(f"{type(outcome).__name__}: {outcome}")
-        ledger_closed = await _ledger(http)
+            # Between the two waits every session has had its last turn and none has closed.
+            with contextlib.suppress(asyncio.BrokenBarrierError):
+                await last_turns.wait()
+                ledgers["ledger_open"] = await _read_ledger(http)
+                await last_turns.wait()
+            outcomes = await asyncio.gather(*talks, return_exceptions=True)
+        ledgers["ledger_closed"] = await _read_ledger(http)
+        ledgers.setdefault("ledger_open", ledgers["ledger_closed"])
         (await http.post("/flush_cache")).raise_for_status()
-        ledger_flushed = await _ledger(http)
-    return DemoReport(
-        num_sessions=args.sessions,
-        num_turns=args.sessions * args.turns,
-        num_right=sum(record.is_right for record in turns),
-        errors=tuple(errors),
-        seconds=time.perf_counter() - begin,
-        turns=tuple(sorted(turns, key=lambda record: (record.session, record.turn))),
-        ledger_start=ledger_start,
-        ledger_open=ledger_open,
-        ledger_closed=ledger_closed,
-        ledger_flushed=ledger_flushed,
-    )
+        ledgers["ledger_flushed"] = await _read_ledger(http)
+    turns.sort(key=lambda record: (record.session, record.turn))
+    errors = [f"{type(e).__name__}: {e}" for e in outcomes if isinstance(e, BaseException)]
+    seconds = time.perf_counter() - begin
+    num_turns = args.sessions * args.turns
+    judged = _judge(turns, errors, num_turns, ledgers)
+    return {
+        "num_sessions": args.sessions,
+        "num_turns": num_turns,
+        "seconds": seconds,
+        **judged,
+    }
 
 
-async def _converse(demo: _DemoRun, number: int) -> None:
-    """Run one conversation, from open to close."""
+def _judge(
+    turns: list[TurnRecord],
+    errors: list[str],
+    num_turns: int,
+    ledgers: Mapping[str, Mapping[str, int]],
+) -> dict[str, Any]:
+    """Return what was found, and whether every check passed.
+
+    Closing must give every page back: to the tree's evictable part, then to the pool.
+    """
+    closed, flushed = ledgers["ledger_closed"], ledgers["ledger_flushed"]
+    num_right = sum(record.is_right for record in turns)
+    is_checked = flushed["check_runs"] > 0 and flushed["check_violations"] == 0
+    pages_back = closed["held"] == 0 and flushed["free"] + flushed["reserved"] == flushed["pages"]
+    is_right_enough = num_right >= MIN_RIGHT_SHARE * num_turns
+    return {
+        "num_right": num_right,
+        "right_share": num_right / num_turns,
+        "errors": errors,
+        "turns": [asdict(record) for record in turns],
+        **ledgers,
+        "pages_back": pages_back,
+        "ok": not errors and is_right_enough and is_checked and pages_back,
+    }
+
+
+async def _converse(
+    url: str,
+    number: int,
+    args: argparse.Namespace,
+    *,
+    last_turns: asyncio.Barrier,
+    add: Callable[[TurnRecord], None],
+) -> None:
+    """Run one conversation, from open to close. `last_turns` keeps it parked in between."""
     try:
-        async with await connect(demo.url, options=demo.options) as session:
-            for turn, exchange in enumerate(dialogue(demo.seed + number, demo.num_turns).turns):
-                begin = asyncio.get_running_loop().time()
-                first_s = None
-                handle = await session.start(
-                    exchange.user, sampling={"temperature": 0, "max_tokens": MAX_ANSWER_TOKENS}
-                )
-                async for event in handle:
-                    if isinstance(event, TurnText) and first_s is None:
-                        first_s = event.received_s
-                result = await handle.result()
-                end = asyncio.get_running_loop().time()
-                usage = result.usage
-                demo.add(
-                    TurnRecord(
-                        session=number,
-                        turn=turn,
-                        question=exchange.user,
-                        answer=result.text,
-                        is_right=is_right(result.text, exchange.assistant),
-                        input_tokens=usage.input_tokens,
-                        cached_tokens=usage.cached_tokens,
-                        new_tokens=usage.input_tokens - usage.cached_tokens,
-                        output_tokens=usage.output_tokens,
-                        ttft_ms=((first_s or end) - begin) * 1e3,
-                        turn_ms=(end - begin) * 1e3,
-                    )
-                )
-            await demo.last_turns.wait()  # all sessions are parked now: the ledger is read
-            await demo.last_turns.wait()
+        async with await connect(url, options=ClientOptions(token=args.api_key)) as session:
+            for turn, exchange in enumerate(dialogue(args.seed + number, args.turns).turns):
+                add(await _take_turn(session, exchange, number, turn))
+            await last_turns.wait()
+            await last_turns.wait()
     except BaseException:
-        await demo.last_turns.abort()
+        await last_turns.abort()
         raise
 
 
-async def _ledger_while_open(
-    http: httpx.AsyncClient, last_turns: asyncio.Barrier, talks: list[asyncio.Task[None]]
-) -> LedgerRecord:
-    """Read the ledger when every session has had its last turn and none has closed."""
-    try:
-        await last_turns.wait()
-        ledger = await _ledger(http)
-        await last_turns.wait()
-    except asyncio.BrokenBarrierError:
-        await asyncio.wait(talks)
-        return await _ledger(http)
-    return ledger
+async def _take_turn(
+    session: SessionClient, exchange: Exchange, number: int, turn: int
+) -> TurnRecord:
+    clock = asyncio.get_running_loop().time
+    begin, first_s = clock(), None
+    sampling = {"temperature": 0, "max_tokens": MAX_ANSWER_TOKENS}
+    handle = await session.start(exchange.user, sampling=sampling)
+    async for event in handle:
+        if isinstance(event, TurnText) and first_s is None:
+            first_s = event.received_s
+    result = await handle.result()
+    end, usage = clock(), result.usage
+    return TurnRecord(
+        session=number,
+        turn=turn,
+        question=exchange.user,
+        answer=result.text,
+        is_right=is_right(result.text, exchange.assistant),
+        input_tokens=usage.input_tokens,
+        cached_tokens=usage.cached_tokens,
+        new_tokens=usage.input_tokens - usage.cached_tokens,
+        output_tokens=usage.output_tokens,
+        ttft_ms=((first_s or end) - begin) * 1e3,
+        turn_ms=(end - begin) * 1e3,
+    )
 
 
-async def _ledger(http: httpx.AsyncClient) -> LedgerRecord:
+async def _read_ledger(http: httpx.AsyncClient) -> dict[str, int]:
+    """Return pages of all pools by account, and the counts of the checker."""
     answer = await http.get("/v1/admin/memory", params={"full": 1})
     answer.raise_for_status()
     report = answer.json()
-    pools = list(report["pools"].values())
-
-    def total(*accounts: str) -> int:
-        return sum(int(pool[account]) for pool in pools for account in accounts)
-
-    return LedgerRecord(
-        pages=total("pages"),
-        free=total("free"),
-        reserved=total("reserved"),
-        tree_evictable=total("tree_evictable"),
-        held=total(*_HELD),
-        check_runs=report["checks"]["runs"],
-        check_violations=report["checks"]["violations"],
-    )
+    pools = report["pools"].values()
+    pages = {name: sum(pool[name] for pool in pools) for name in ("pages", *ACCOUNTS)}
+    return {
+        **{name: pages[name] for name in ("pages", *_NOT_HELD)},
+        "held": sum(pages[name] for name in ACCOUNTS if name not in _NOT_HELD),
+        "check_runs": report["checks"]["runs"],
+        "check_violations": report["checks"]["violations"],
+    }
 
 
-def _show(report: DemoReport, console: Console) -> None:
-    table = Table(
-        title="per turn, median over the sessions",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for column in ("turn", "context", "cached", "new", "out", "TTFT ms", "right"):
-        table.add_column(column, justify="right")
-    for turn in sorted({record.turn for record in report.turns}):
-        rows = [record for record in report.turns if record.turn == turn]
-
-        def median(field: str, rows: list[TurnRecord] = rows) -> float:
-            return statistics.median(float(getattr(record, field)) for record in rows)
-
-        table.add_row(
-            str(turn + 1),
-            f"{median('input_tokens'):.0f}",
-            f"{median('cached_tokens'):.0f}",
-            f"{median('new_tokens'):.0f}",
-            f"{median('output_tokens'):.0f}",
-            f"{median('ttft_ms'):.1f}",
-            f"{sum(record.is_right for record in rows)}/{len(rows)}",
-        )
-    _show_conversation(report, console)
-    console.print(table)
-    for record in report.turns:
-        if not record.is_right:
-            console.print(f"[yellow]wrong:[/yellow] {record.question!r} -> {record.answer!r}")
-    for error in report.errors:
-        console.print(f"[red]error:[/red] {error}")
-    ledgers = Table(
-        title="memory ledger, pages of all pools",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for column in ("moment", "pages", "free", "reserved", "evictable", "held", "checks", "bad"):
-        ledgers.add_column(column, justify="right")
-    for moment, ledger in (
-        ("start", report.ledger_start),
-        ("all open", report.ledger_open),
-        ("all closed", report.ledger_closed),
-        ("tree emptied", report.ledger_flushed),
-    ):
-        ledgers.add_row(moment, *(str(value) for value in asdict(ledger).values()))
-    console.print(ledgers)
+def _show(report: Mapping[str, Any], console: Console) -> None:
+    _show_conversation(report["turns"], console)
+    by_turn: dict[int, list[dict[str, Any]]] = {}
+    for record in report["turns"]:
+        by_turn.setdefault(record["turn"], []).append(record)
+    columns = ("turn", "context", "cached", "new", "out", "TTFT ms", "right")
+    rows = ((turn + 1, *_medians(records)) for turn, records in sorted(by_turn.items()))
+    console.print(make_table(columns, rows, title="per turn, median over the sessions"))
+    for record in report["turns"]:
+        if not record["is_right"]:
+            wrong = f"{record['question']!r} -> {record['answer']!r}"
+            console.print(f"[yellow]wrong:[/yellow] {escape(wrong)}")
+    for error in report["errors"]:
+        console.print(f"[red]error:[/red] {escape(error)}")
+    accounts = ("moment", "pages", "free", "reserved", "evictable", "held", "checks", "bad")
+    ledgers = ((moment, *report[key].values()) for key, moment in _MOMENTS.items())
+    console.print(make_table(accounts, ledgers, title="memory ledger, pages of all pools"))
+    flushed, num_sessions = report["ledger_flushed"], report["num_sessions"]
     console.print(
-        f"{report.num_sessions} sessions x {report.num_turns // report.num_sessions} turns in "
-        f"{report.seconds:.1f} s: {report.num_right} of {report.num_turns} answers right "
-        f"({report.right_share:.1%}), {report.ledger_flushed.check_violations} violations in "
-        f"{report.ledger_flushed.check_runs} checks, "
-        f"pages {'all back' if report.are_pages_back else '[red]MISSING[/red]'}"
+        f"{num_sessions} sessions x {report['num_turns'] // num_sessions} turns in "
+        f"{report['seconds']:.1f} s: {report['num_right']} of {report['num_turns']} answers right "
+        f"({report['right_share']:.1%}), {flushed['check_violations']} violations in "
+        f"{flushed['check_runs']} checks, "
+        f"pages {'all back' if report['pages_back'] else '[red]MISSING[/red]'}"
     )
-    console.print("[green]everything held[/green]" if report.is_good else "[red]NOT good[/red]")
+    console.print("[green]everything held[/green]" if report["ok"] else "[red]NOT good[/red]")
 
 
-def _show_conversation(report: DemoReport, console: Console) -> None:
+def _medians(records: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the cells of one turn of all sessions."""
+    names = ("input_tokens", "cached_tokens", "new_tokens", "output_tokens", "ttft_ms")
+    medians = {name: statistics.median(record[name] for record in records) for name in names}
+    counts = (f"{medians[name]:.0f}" for name in names[:-1])
+    num_right = sum(record["is_right"] for record in records)
+    return (*counts, f"{medians['ttft_ms']:.1f}", f"{num_right}/{len(records)}")
+
+
+def _show_conversation(turns: list[dict[str, Any]], console: Console) -> None:
     """Print the first session, word by word, and what each turn cost."""
     console.print("[bold]the first of the conversations[/bold]")
-    for record in report.turns:
-        if record.session == 0:
-            console.print(f"  [cyan]user[/cyan]       {record.question}", highlight=False)
+    for record in turns:
+        if record["session"] == 0:
+            question, answer = (escape(record[name]) for name in ("question", "answer"))
+            cost = (
+                "in {input_tokens} ({cached_tokens} cached, {new_tokens} new) · out "
+                "{output_tokens} · ttft {ttft_ms:.0f} ms"
+            ).format_map(record)
+            console.print(f"  [cyan]user[/cyan]       {question}", highlight=False)
             console.print(
-                f"  [green]assistant[/green]  {record.answer}  [dim]in {record.input_tokens} "
-                f"({record.cached_tokens} cached, {record.new_tokens} new) · out "
-                f"{record.output_tokens} · ttft {record.ttft_ms:.0f} ms[/dim]",
-                highlight=False,
+                f"  [green]assistant[/green]  {answer}  [dim]{cost}[/dim]", highlight=False
             )

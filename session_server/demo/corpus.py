@@ -186,12 +186,11 @@ class Speaker:
         """Return a fact not told yet, or one already told if hardly any are left."""
         random = self._random
         if random.random() < self._mixture.pseudo_key:
-            return _attribute(pseudo_word(random).lower(), ())
-        fact = random.choice(random.choice(_FACTS))
-        for _ in range(16):
+            return _fact(_ATTRIBUTE, pseudo_word(random).lower(), ())
+        for _ in range(17):
+            fact = random.choice(random.choice(_FACTS))
             if fact not in self._told:
                 break
-            fact = random.choice(random.choice(_FACTS))
         return fact
 
     def _value(self, fact: _Fact) -> str:
@@ -254,50 +253,23 @@ def _counting(random: Random) -> Exchange:
     return Exchange(f"Count from {start} to {end}.", counted, "other")
 
 
-def _attribute(key: str, values: tuple[str, ...]) -> _Fact:
-    return _Fact(
-        telling=f"My {key} is {{}}.",
-        answer=f"Your {key} is {{}}.",
-        question=f"What is my {key}?",
-        absence=f"You have not told me your {key}.",
-        values=values,
-    )
+def _fact(sentences: tuple[str, str, str, str], name: str, values: tuple[str, ...]) -> _Fact:
+    telling, answer, question, absence = (sentence.format(name) for sentence in sentences)
+    return _Fact(telling, answer, question, f"You have not told me {absence}.", values)
 
 
-def _liking(friend: str) -> _Fact:
-    return _Fact(
-        telling=f"{friend} likes {{}}.",
-        answer=f"{friend} likes {{}}.",
-        question=f"What does {friend} like?",
-        absence=f"You have not told me what {friend} likes.",
-        values=words.LIKES,
-    )
+# Telling, answer, question, and what has not been told.
+_ATTRIBUTE: Final = ("My {} is {{}}.", "Your {} is {{}}.", "What is my {}?", "your {}")
+_LIKING: Final = ("{} likes {{}}.", "{} likes {{}}.", "What does {} like?", "what {} likes")
+_CODE: Final = ("The {} code is {{}}.",) * 2 + ("What is the {} code?", "the {} code")
+_PLACE: Final = ("The {} is in the {{}}.",) * 2 + ("Where is the {}?", "where the {} is")
 
-
-def _code(door: str) -> _Fact:
-    return _Fact(
-        telling=f"The {door} code is {{}}.",
-        answer=f"The {door} code is {{}}.",
-        question=f"What is the {door} code?",
-        absence=f"You have not told me the {door} code.",
-        values=(),
-    )
-
-
-def _place(thing: str) -> _Fact:
-    return _Fact(
-        telling=f"The {thing} is in the {{}}.",
-        answer=f"The {thing} is in the {{}}.",
-        question=f"Where is the {thing}?",
-        absence=f"You have not told me where the {thing} is.",
-        values=words.PLACES,
-    )
-
-
-_ATTRIBUTES: Final = tuple(_attribute(key, values) for key, values in words.ATTRIBUTES.items())
-_LIKINGS: Final = tuple(_liking(friend) for friend in words.FRIENDS)
-_CODES: Final = tuple(_code(door) for door in words.DOORS)
-_PLACED: Final = tuple(_place(thing) for thing in words.THINGS)
+_ATTRIBUTES: Final = tuple(
+    _fact(_ATTRIBUTE, key, values) for key, values in words.ATTRIBUTES.items()
+)
+_LIKINGS: Final = tuple(_fact(_LIKING, friend, words.LIKES) for friend in words.FRIENDS)
+_CODES: Final = tuple(_fact(_CODE, door, ()) for door in words.DOORS)
+_PLACED: Final = tuple(_fact(_PLACE, thing, words.PLACES) for thing in words.THINGS)
 
 # A group is drawn first, then a fact in it; attributes count twice.
 _FACTS: Final = (_ATTRIBUTES, _ATTRIBUTES, _LIKINGS, _CODES, _PLACED)
