@@ -13,18 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
 import httpx
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from session_server.arguments import KEY_ADVICE, add_server, whole_number
-from session_server.client import BadAddress, key_header, server_address
+from session_server.arguments import add_server, whole_number
+from session_server.client import key_header, server_address
 from session_server.core.events import ACCOUNTS
+from session_server.terminal import SERVER_FAILURES, make_table, print_failure
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,18 +52,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     try:
         memory, sessions = _fetch(args)
-    except BadAddress as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    except httpx.HTTPStatusError as error:
-        console.print(f"[red]{error.response.status_code}: {escape(error.response.text[:400])}[/]")
-        if error.response.status_code == HTTPStatus.UNAUTHORIZED:
-            console.print(KEY_ADVICE)
-        return 1
-    except httpx.HTTPError as error:
-        console.print(f"[red]no answer from {escape(args.url)}: {escape(str(error))}[/]")
-        console.print("is a server running there? `session-server serve` starts one")
-        return 1
+    except SERVER_FAILURES as error:
+        return print_failure(error, console)
     problems = imbalances(memory)
     if args.json:
         console.print_json(json.dumps({"memory": memory, "sessions": sessions}))
@@ -111,12 +100,8 @@ def checks_line(checks: Mapping[str, Any]) -> str:
 
 def pool_table(pools: Mapping[str, Mapping[str, int]]) -> Table:
     """Tabulate pages by holder, one column per pool."""
-    columns = (Column(name, justify="right") for name in pools)
-    table = Table(
-        "pages by holder", *columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    for account in ACCOUNTS:
-        table.add_row(account, *(str(pool[account]) for pool in pools.values()))
+    rows = ((account, *(pool[account] for pool in pools.values())) for account in ACCOUNTS)
+    table = make_table((Column("pages by holder"), *pools), rows)
     table.add_section()
     table.add_row("all", *(str(pool["pages"]) for pool in pools.values()))
     table.add_row("tokens per page", *(str(pool["page_size"]) for pool in pools.values()))
@@ -131,22 +116,21 @@ def session_table(
     The `pages` column shows pages that the tree shares, plus pages of the session alone.
     """
     known = {session["id"]: session for session in sessions}
-    counts = ("tokens", "with KV", "pages", "turns")
-    columns = (Column(name, justify="right") for name in counts)
-    first = Column("session", no_wrap=True)
-    table = Table(first, "state", *columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for held in list(holdings)[:limit]:
-        table.add_row(
+    rows = (
+        (
             held["session_id"],
-            str(held["state"]).lower(),
-            str(held["tokens"]),
-            str(held["committed_len"]),
+            held["state"].lower(),
+            held["tokens"],
+            held["committed_len"],
             f"{sum(held['protected_pages'].values())} + {sum(held['private_pages'].values())}",
-            str(known.get(held["session_id"], {}).get("turns", "")),
+            known.get(held["session_id"], {}).get("turns", ""),
         )
+        for held in holdings[:limit]
+    )
     hidden = len(holdings) - limit
-    table.title = f"sessions: {len(holdings)}" + (f", {hidden} not shown" if hidden > 0 else "")
-    return table
+    title = f"sessions: {len(holdings)}" + (f", {hidden} not shown" if hidden > 0 else "")
+    first = (Column("session", no_wrap=True), Column("state"))
+    return make_table((*first, "tokens", "with KV", "pages", "turns"), rows, title=title)
 
 
 def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:

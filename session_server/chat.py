@@ -24,15 +24,13 @@ from typing import Final, Self, TypeVar, assert_never
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from session_server.arguments import KEY_ADVICE, add_server, whole_number
+from session_server.arguments import add_server, whole_number
 from session_server.client import (
     ClientError,
     ClientOptions,
-    ConnectionLost,
     ConnectionState,
-    Refused,
     SessionClient,
     TurnHandle,
     TurnReplaced,
@@ -42,7 +40,8 @@ from session_server.client import (
 )
 from session_server.core.sampling import MAX_OUTPUT_TOKENS
 from session_server.core.session_events import ChatInput, Message
-from session_server.local_server import LocalServer, ServerFailed
+from session_server.local_server import LocalServer
+from session_server.terminal import SERVER_FAILURES, make_table, print_failure
 
 T = TypeVar("T")
 
@@ -96,13 +95,8 @@ def run(args: argparse.Namespace) -> int:
             _edit_lines()
             with _LoopThread() as loop:
                 return _Chat(console, args, url, loop).run()
-    except (ServerFailed, ClientError) as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        if isinstance(error, ConnectionLost):
-            console.print("is a server running there? `session-server serve` starts one")
-        if isinstance(error, Refused) and error.code == "unauthorized":
-            console.print(KEY_ADVICE)
-        return 1
+    except SERVER_FAILURES as error:
+        return print_failure(error, console)
 
 
 def describe(result: TurnResult) -> str:
@@ -340,15 +334,18 @@ class _Chat:
 
 
 def _cost_table(turns: list[TurnResult]) -> Table:
-    table = Table("turn", "in", "cached", "new", "out", "ttft ms", "forward ms", "end")
-    for number, turn in enumerate(turns, start=1):
-        usage = turn.usage
-        counts = (usage.input_tokens, usage.cached_tokens, usage.cache_write_tokens)
-        table.add_row(
-            str(number),
-            *map(str, (*counts, usage.output_tokens)),
+    columns = ("turn", "in", "cached", "new", "out", "ttft ms", "forward ms", Column("end"))
+    rows = (
+        (
+            number,
+            turn.usage.input_tokens,
+            turn.usage.cached_tokens,
+            turn.usage.cache_write_tokens,
+            turn.usage.output_tokens,
             f"{turn.timings.ttft_ms:.0f}",
             f"{turn.timings.forward_ms:.0f}",
             turn.finish_reason or turn.status,
         )
-    return table
+        for number, turn in enumerate(turns, start=1)
+    )
+    return make_table(columns, rows)

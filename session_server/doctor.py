@@ -17,7 +17,6 @@ import json
 import platform
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -26,13 +25,15 @@ from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column
 
 from session_server.arguments import whole_number
 from session_server.config import ModelOptions, Settings
+from session_server.demo import MODEL_DIR
 from session_server.models.errors import ModelError
 from session_server.models.registry import FAMILIES
 from session_server.served_model import checked_directory, open_model
+from session_server.terminal import make_table
 
 MIN_FREE_BYTES: Final = 1 << 30
 """Bytes that torch, a small model and its KV need together."""
@@ -92,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every check. Return 1 if a finding would keep the server from serving."""
-    model_dir = Path(args.model_path) if args.model_path else embedded_model_dir()
+    model_dir = Path(args.model_path) if args.model_path else MODEL_DIR
     findings = list(run_checks(model_dir, args.host, args.port))
     is_wrong = any(finding.verdict is CheckStatus.WRONG for finding in findings)
     console = Console()
@@ -100,18 +101,18 @@ def run(args: argparse.Namespace) -> int:
         console.print_json(json.dumps({"ok": not is_wrong, "findings": [*map(asdict, findings)]}))
         return int(is_wrong)
     styles = {CheckStatus.GOOD: "green", CheckStatus.WARNING: "yellow", CheckStatus.WRONG: "red"}
-    table = Table("", "", "found", "what to do")
-    for finding in findings:
-        style = styles[finding.verdict]
-        verdict = f"[{style}]{finding.verdict}[/]"
-        table.add_row(finding.topic, verdict, escape(finding.found), finding.advice)
-    console.print(table)
+    rows = (
+        (of.topic, f"[{styles[of.verdict]}]{of.verdict}[/]", escape(of.found), of.advice)
+        for of in findings
+    )
+    columns = (Column(""), Column(""), Column("found"), Column("what to do"))
+    console.print(make_table(columns, rows))
     return int(is_wrong)
 
 
 def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
     """Yield every finding, cheap checks first. Never raises: a failed check is a finding."""
-    yield check_python(sys.version_info[:2])
+    yield check_python()
     yield from check_versions(importlib.metadata.version)
     yield check_device()
     yield from check_model(model_dir)
@@ -119,16 +120,9 @@ def run_checks(model_dir: Path, host: str, port: int) -> Iterator[Finding]:
     yield check_disk(shutil.disk_usage(model_dir if model_dir.is_dir() else Path.cwd()).free)
 
 
-def embedded_model_dir() -> Path:
-    """Return the directory of the model that ships with the package."""
-    return Path(__file__).parent / "demo" / "model"
-
-
-def check_python(version: tuple[int, int]) -> Finding:
-    """Check the interpreter's version."""
-    found = f"{version[0]}.{version[1]} on {platform.system()} {platform.machine()}"
-    if version < (3, 11):
-        return Finding("python", CheckStatus.WRONG, found, "use Python 3.11 or newer")
+def check_python() -> Finding:
+    """Report the interpreter; an older one than the package supports fails at import."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     return Finding("python", CheckStatus.GOOD, found)
 
 

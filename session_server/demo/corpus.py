@@ -264,9 +264,7 @@ _LIKING: Final = ("{} likes {{}}.", "{} likes {{}}.", "What does {} like?", "wha
 _CODE: Final = ("The {} code is {{}}.",) * 2 + ("What is the {} code?", "the {} code")
 _PLACE: Final = ("The {} is in the {{}}.",) * 2 + ("Where is the {}?", "where the {} is")
 
-_ATTRIBUTES: Final = tuple(
-    _fact(_ATTRIBUTE, key, values) for key, values in words.ATTRIBUTES.items()
-)
+_ATTRIBUTES: Final = tuple(_fact(_ATTRIBUTE, *each) for each in words.ATTRIBUTES.items())
 _LIKINGS: Final = tuple(_fact(_LIKING, friend, words.LIKES) for friend in words.FRIENDS)
 _CODES: Final = tuple(_fact(_CODE, door, ()) for door in words.DOORS)
 _PLACED: Final = tuple(_fact(_PLACE, thing, words.PLACES) for thing in words.THINGS)

@@ -44,6 +44,7 @@ from session_server.inspector.report import (
 )
 from session_server.models.errors import ModelError
 from session_server.served_model import open_model
+from session_server.terminal import make_table
 
 MEMORY_FLAGS: Final = (
     "--dtype",
@@ -142,10 +143,8 @@ def headline(model: ModelFigures) -> str:
 
 def layer_table(layers: Iterable[LayerFigures]) -> Table:
     """Build a table with one row per kind of layer."""
-    right = (Column(name, justify="right") for name in ("layers", ""))
-    table = Table(
-        *right, "attention", "heads", "feed-forward", title="layers", title_justify="left"
-    )
+    left = (Column(name) for name in ("attention", "heads", "feed-forward"))
+    table = make_table(("layers", "", *left))
     for figures in layers:
         window = f" of {figures.window:,}" if figures.window else ""
         heads = ""
@@ -163,12 +162,10 @@ def layer_table(layers: Iterable[LayerFigures]) -> Table:
 
 def session_table(pools: tuple[PoolFigures, ...], sessions: Iterable[SessionFigures]) -> Table:
     """Build a table of the bytes of a token and of sessions in each pool, and how many fit."""
-    names = ["", *(f"pool {pool.name}" for pool in pools), "together", "fit"]
-    if len(pools) == 1:
-        names.remove("together")
+    together = ["together"] if len(pools) > 1 else []
+    names = ["", *(f"pool {pool.name}" for pool in pools), *together, "fit"]
     title = f"KV as {pools[0].dtype}, in pages of {pools[0].page_size} tokens"
-    columns = (Column(name, justify="right") for name in names)
-    table = Table(*columns, title=title, title_justify="left")
+    table = make_table(names, title=title)
     table.add_row("a token", *_cells([pool.bytes_per_token for pool in pools]), "")
     for session in sessions:
         cells = _cells([session.bytes[pool.name] for pool in pools])

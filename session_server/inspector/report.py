@@ -36,9 +36,9 @@ class LayerFigures:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    num_experts: int = 0
-    num_chosen_experts: int = 0
-    shared_size: int = 0
+    num_experts: int
+    num_chosen_experts: int
+    shared_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,22 +216,19 @@ def _layers(config: ModelConfig) -> tuple[LayerFigures, ...]:
 def _figures(layer: LayerConfig) -> LayerFigures:
     mixer, ffn = layer.mixer, layer.ffn
     group = mixer.group((), "float32")
-    figures = LayerFigures(
+    moe = ffn if isinstance(ffn, MoeConfig) else None
+    shared = moe.shared_expert if moe else None
+    return LayerFigures(
         layers=(),
         kind=group.kind.value,
         window=group.window,
         num_heads=mixer.num_heads if isinstance(mixer, AttentionConfig | MlaConfig) else 0,
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
-        ffn_size=(ffn if isinstance(ffn, MlpConfig) else ffn.expert).intermediate_size,
-    )
-    if isinstance(ffn, MlpConfig):
-        return figures
-    return replace(
-        figures,
-        num_experts=ffn.num_experts,
-        num_chosen_experts=ffn.num_experts_per_tok,
-        shared_size=0 if ffn.shared_expert is None else ffn.shared_expert.intermediate_size,
+        ffn_size=(ffn.expert if isinstance(ffn, MoeConfig) else ffn).intermediate_size,
+        num_experts=moe.num_experts if moe else 0,
+        num_chosen_experts=moe.num_experts_per_tok if moe else 0,
+        shared_size=shared.intermediate_size if shared else 0,
     )
 
 
