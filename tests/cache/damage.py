@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cache import SessionAwareCache, SessionId
 from cache.lease import KVLease
 from cache.radix_node import RadixNode
-from cache.types import Holder, PageId
+from cache.session_cache import SessionAwareCache
+from cache.types import Holder, PageId, SessionId
 from tests.cache.free_lists import free_pages
 from tests.cache.kv_world import POOL
 

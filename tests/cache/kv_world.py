@@ -20,27 +20,25 @@ from typing import Literal
 
 import numpy as np
 
-from cache import (
-    CacheSpec,
-    Capacity,
-    LayerGroup,
-    LayerKind,
+from cache.checker import audit
+from cache.components import Component
+from cache.errors import OutOfPages
+from cache.radix_node import RadixNode
+from cache.session_cache import SessionAwareCache
+from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
+from cache.stores import StoreParts
+from cache.types import (
+    NULL_PAGE,
     Namespace,
-    OutOfPages,
+    PoolName,
     Retention,
-    SessionAwareCache,
+    RowId,
     SessionId,
     SlotState,
-    SlotView,
     TableWrite,
     TurnId,
-    TurnLoan,
-    audit,
 )
-from cache.components import Component
-from cache.radix_node import RadixNode
-from cache.stores import StoreParts
-from cache.types import NULL_PAGE, PoolName, RowId
+from cache.views import SlotView, TurnLoan
 from tests.cache.free_lists import FREE_LISTS, Allocation
 from tests.cache.headroom import headroom
 

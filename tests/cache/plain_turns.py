@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cache import SessionAwareCache, SessionId, TurnId
+from cache.session_cache import SessionAwareCache
+from cache.types import SessionId, TurnId
 
 
 def run_turn(cache: SessionAwareCache, session_id: SessionId, new_tokens: Sequence[int]) -> None:

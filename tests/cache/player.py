@@ -11,17 +11,15 @@ from random import Random
 
 import pytest
 
-from cache import (
+from cache.errors import (
     HistoryMismatch,
     NamespaceMismatch,
     OutOfRows,
     PinQuotaExceeded,
-    Retention,
-    SessionId,
     SlotBusy,
     SlotExists,
-    TurnId,
 )
+from cache.types import Retention, SessionId, TurnId
 from tests.cache.free_lists import Allocation
 from tests.cache.headroom import headroom
 from tests.cache.kv_world import (

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cache import AuditFailed, SessionAwareCache, SessionId, audit, find_violations
-from cache.types import Holder
+from cache.checker import audit, find_violations
+from cache.errors import AuditFailed
+from cache.session_cache import SessionAwareCache
+from cache.types import Holder, SessionId
 from tests.cache.damage import (
     LENT,
     PARKED,

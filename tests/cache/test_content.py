@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache import SessionId, find_violations
+from cache.checker import find_violations
 from cache.content import MAX_SKIPPED, PageContent, PageScrubber
-from cache.types import NULL_PAGE, RowId, pages_for
+from cache.types import NULL_PAGE, RowId, SessionId, pages_for
 from tests.cache.kv_world import POOL, WINDOW, WINDOW_POOL, Mixture, World, make_cache
 from tests.cache.two_sessions import ALICE, BOB, A, B, C, run_turn
 

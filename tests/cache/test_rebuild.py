@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache import Retention, SessionId, SlotState, audit
+from cache.checker import audit
 from cache.errors import UnknownSession
-from cache.types import Holder, TurnId
+from cache.types import Holder, Retention, SessionId, SlotState, TurnId
 from tests.cache import damage
 from tests.cache.headroom import headroom
 from tests.cache.kv_world import NAMESPACES, POOL, World, make_cache

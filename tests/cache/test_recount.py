@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
-from cache import SessionAwareCache, SessionId
 from cache.recount import Recount
+from cache.session_cache import SessionAwareCache
+from cache.types import SessionId
 from tests.cache.kv_world import MIXTURES, NAMESPACES, POOL, Mixture, World, make_cache
 from tests.cache.plain_turns import run_turn
 from tests.cache.player import Player, act

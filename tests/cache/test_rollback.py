@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache import SessionId
+from cache.types import SessionId
 from tests.cache.kv_world import MIXTURES, Mixture, World, make_cache
 from tests.cache.two_sessions import ALICE, PROMPT, A, B, run_turn
 

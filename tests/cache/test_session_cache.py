@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from cache import (
+from cache.checker import audit
+from cache.errors import (
     HistoryMismatch,
     NamespaceMismatch,
     OutOfPages,
     OutOfRows,
     SlotBusy,
     SlotExists,
-    SlotState,
-    TurnId,
     UnknownSession,
-    audit,
 )
+from cache.types import SlotState, TurnId
 from tests.cache.headroom import headroom
 from tests.cache.kv_world import POOL, World
 from tests.cache.two_sessions import ALICE, BOB, PROMPT, A, B, C, make_world, run_turn

@@ -6,14 +6,9 @@ import inspect
 
 import pytest
 
-from cache import (
-    PinQuotaExceeded,
-    Retention,
-    SessionAwareCache,
-    SlotBusy,
-    SlotState,
-    TurnId,
-)
+from cache.errors import PinQuotaExceeded, SlotBusy
+from cache.session_cache import SessionAwareCache
+from cache.types import Retention, SlotState, TurnId
 from tests.cache.headroom import headroom
 from tests.cache.kv_world import POOL, World, make_cache
 from tests.cache.two_sessions import ALICE, PROMPT, A, B, C, make_world, run_turn

@@ -7,8 +7,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from cache import MatchResult, Namespace, SessionAwareCache, SessionId
-from cache.types import Holder, Tokens
+from cache.radix_node import MatchResult
+from cache.session_cache import SessionAwareCache
+from cache.types import Holder, Namespace, SessionId, Tokens
 from tests.cache.kv_world import MIXTURES, NAMESPACES, POOL, Mixture, make_cache
 from tests.cache.plain_turns import run_turn
 from tests.cache.player import DOCUMENTS, Player, act

@@ -7,19 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cache import (
-    AuditFailed,
-    CacheSpec,
-    Capacity,
-    OutOfPages,
-    SessionAwareCache,
-    SessionId,
-    audit,
-    plan_capacity,
-)
-from cache.capacity import BoundedPools
-from cache.spec import STATES_PER_ROW
-from cache.types import Holder, StateMoves
+from cache.capacity import BoundedPools, plan_capacity
+from cache.checker import audit
+from cache.errors import AuditFailed, OutOfPages
+from cache.session_cache import SessionAwareCache
+from cache.spec import STATES_PER_ROW, CacheSpec, Capacity
+from cache.types import Holder, SessionId, StateMoves
 from tests.cache.kv_world import (
     FULL_GROUP,
     NAMESPACES,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache import SessionId
-from cache.types import Holder, pages_for
+from cache.types import Holder, SessionId, pages_for
 from tests.cache.kv_world import (
     NAMESPACES,
     POOL,

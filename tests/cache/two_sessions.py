@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache import SessionId
+from cache.types import SessionId
 from tests.cache.kv_world import NAMESPACES, World, make_cache
 
 ALICE, BOB = NAMESPACES

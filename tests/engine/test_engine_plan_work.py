@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cache import MatchResult, SessionAwareCache
+from cache.radix_node import MatchResult
+from cache.session_cache import SessionAwareCache
 from cache.types import SessionId, TurnId
 from session_server.core.commands import CloseSession
 from session_server.engine.config import MemoryCheck

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache import SessionId, TurnId
+from cache.types import SessionId, TurnId
 from session_server.core.commands import SubmitTurn
 from session_server.core.sampling import SamplingParams
 from session_server.engine.scheduler_view import BlockReason
