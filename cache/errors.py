@@ -1,16 +1,4 @@
-"""Define the errors of `cache`. A call that raises one of them has changed nothing.
-
-CacheError
-├── OutOfPages       a pool has fewer free and evictable pages than asked for
-├── OutOfRows        every row of the page table is held
-├── SlotBusy         the session is lent to another turn, or closing
-├── UnknownSession   no slot has this id (or this turn borrows none)
-├── SlotExists    a slot has this id already
-├── HistoryMismatch  a turn builds on tokens the slot does not hold
-├── NamespaceMismatch  the slot belongs to another tenant or model
-├── PinQuotaExceeded   pinning this session would exceed the pinned quota
-└── AuditFailed      the accounts and the structures disagree: a bug of the server
-"""
+"""Define the errors of `cache`. A call that raises one of them has changed nothing."""
 
 from __future__ import annotations
 
