@@ -1,5 +1,5 @@
 """Account for every page of KV: which session, turn or tree node holds it.
 
 `SessionAwareCache` is the entry point: open sessions, lend their KV to turns, evict under pressure;
-`checker.find_violations` checks the accounts. Only `cache.pool` imports torch.
+`cache.checker` checks the accounts. Only `cache.pool` imports torch.
 """

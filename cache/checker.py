@@ -12,27 +12,15 @@ level 3   sampled           one page       the content itself, read by the devic
 
 from __future__ import annotations
 
-from cache.errors import AuditFailed
 from cache.pair_check import Violation, slot_violations
 from cache.recount import Recount
 from cache.session_cache import SessionAwareCache
 from cache.types import SessionId
 
-__all__ = ["Recount", "Violation", "audit", "find_violations"]
+__all__ = ["Recount", "Violation", "find_violations"]
 
 _EVERYTHING = 1 << 60
 """Enough units to make a recount in one call."""
-
-
-def audit(cache: SessionAwareCache, level: int = 2, session_id: SessionId | None = None) -> None:
-    """Raise an error on any violation, for tests and strict mode.
-
-    Raises:
-        AuditFailed: with every violation found.
-    """
-    violations = find_violations(cache, level, session_id)
-    if violations:
-        raise AuditFailed("; ".join(violation.text for violation in violations))
 
 
 def find_violations(

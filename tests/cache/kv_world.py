@@ -20,7 +20,6 @@ from typing import Literal
 
 import numpy as np
 
-from cache.checker import audit
 from cache.components import Component
 from cache.errors import OutOfPages
 from cache.radix_node import RadixNode
@@ -39,6 +38,7 @@ from cache.types import (
     TurnId,
 )
 from cache.views import SlotView, TurnLoan
+from tests.cache.audit import audit
 from tests.cache.free_lists import FREE_LISTS, Allocation
 from tests.cache.headroom import headroom
 

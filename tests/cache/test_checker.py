@@ -7,10 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cache.checker import audit, find_violations
+from cache.checker import find_violations
 from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
 from cache.types import Holder, SessionId
+from tests.cache.audit import audit
 from tests.cache.damage import (
     LENT,
     PARKED,

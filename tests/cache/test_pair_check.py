@@ -6,10 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache.checker import audit, find_violations
+from cache.checker import find_violations
 from cache.req_to_token import ReqToTokenPool
 from cache.session_cache import SessionAwareCache
 from cache.types import PageId, SessionId
+from tests.cache.audit import audit
 from tests.cache.damage import lease_of
 from tests.cache.kv_world import MIXTURES, NAMESPACES, Mixture, make_cache
 from tests.cache.plain_turns import run_turn

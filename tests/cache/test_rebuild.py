@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cache.checker import audit
 from cache.errors import UnknownSession
 from cache.types import Holder, Retention, SessionId, SlotState, TurnId
 from tests.cache import damage
+from tests.cache.audit import audit
 from tests.cache.headroom import headroom
 from tests.cache.kv_world import NAMESPACES, POOL, World, make_cache
 from tests.cache.two_sessions import ALICE, PROMPT, A, B, make_world, run_turn

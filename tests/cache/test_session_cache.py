@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cache.checker import audit
 from cache.errors import (
     HistoryMismatch,
     NamespaceMismatch,
@@ -15,6 +14,7 @@ from cache.errors import (
     UnknownSession,
 )
 from cache.types import SlotState, TurnId
+from tests.cache.audit import audit
 from tests.cache.headroom import headroom
 from tests.cache.kv_world import POOL, World
 from tests.cache.two_sessions import ALICE, BOB, PROMPT, A, B, C, make_world, run_turn

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cache.capacity import BoundedPools, plan_capacity
-from cache.checker import audit
 from cache.errors import AuditFailed, OutOfPages
 from cache.session_cache import SessionAwareCache
 from cache.spec import STATES_PER_ROW, CacheSpec, Capacity
 from cache.types import Holder, SessionId, StateMoves
+from tests.cache.audit import audit
 from tests.cache.kv_world import (
     FULL_GROUP,
     NAMESPACES,

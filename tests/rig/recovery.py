@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 
-from cache.checker import audit
 from session_server.core.events import ACCOUNTS
 from session_server.core.session_events import (
     Outcome,
@@ -28,6 +27,7 @@ from session_server.core.session_events import (
     TurnRequest,
 )
 from session_server.sessions.manager import SessionManager
+from tests.cache.audit import audit
 from tests.cache.headroom import headroom
 from tests.sessions.recount import recount
 from tests.sim.echo import replay

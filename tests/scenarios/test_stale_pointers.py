@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache.checker import audit
 from cache.errors import AuditFailed
+from tests.cache.audit import audit
 from tests.cache.two_sessions import ALICE, PROMPT, A, B, C, make_world, run_turn
 from tests.engine.bench import Bench
 from tests.mutants.guards import SECOND_UNLOCK_PASSES

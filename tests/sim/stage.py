@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from cache.checker import Recount, find_violations
+from cache.checker import find_violations
 from cache.errors import AuditFailed
+from cache.recount import Recount
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
