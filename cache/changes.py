@@ -30,8 +30,6 @@ class Changes:
     `version`: grows with every change of an edge. The result of a match depends on nothing else.
     """
 
-    __slots__ = ("_watches", "version")
-
     def __init__(self) -> None:
         self._watches: list[ChangeSet] = []
         self.version = 0

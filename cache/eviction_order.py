@@ -19,8 +19,6 @@ class EvictionOrder:
     the heap until they are popped or dropped.
     """
 
-    __slots__ = ("_bound", "_is_evictable", "_num_offered", "_offers")
-
     def __init__(self, is_evictable: Callable[[RadixNode], bool]) -> None:
         """`is_evictable`: whether an edge has evictable pages; False for a removed edge."""
         self._is_evictable = is_evictable

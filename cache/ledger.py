@@ -33,8 +33,6 @@ class Accounts:
 class Ledger:
     """Hold the accounts of one pool. At first page 0 is RESERVED and all others are FREE."""
 
-    __slots__ = ("_accounts", "_num_protected", "num_pages", "pool")
-
     def __init__(self, pool: PoolName, num_pages: int) -> None:
         if num_pages < 2:
             raise ValueError(f"a pool needs a page beside the padding page, got {num_pages}")

@@ -21,8 +21,6 @@ class Tally:
     `num_tokens`: tokens of edges, for unbounded pools. `num_pages`: pages per bounded pool.
     """
 
-    __slots__ = ("num_pages", "num_tokens")
-
     def __init__(self) -> None:
         self.num_tokens = 0
         self.num_pages: Counter[PoolName] = Counter()
@@ -30,8 +28,6 @@ class Tally:
 
 class LockOwners:
     """Number the receipts, and count what each of them alone has locked."""
-
-    __slots__ = ("_free_numbers", "_receipts", "_tallies")
 
     def __init__(self) -> None:
         self._receipts: list[LockReceipt | None] = []

@@ -33,8 +33,6 @@ TOMBSTONE_COUNT: Final = 1 << 20
 class PageLocks:
     """Track which pages of bounded pools are locked, and in which order others are evicted."""
 
-    __slots__ = ("_changes", "_components", "_ledgers", "_orders", "_owners", "_page_size")
-
     def __init__(
         self,
         page_size: int,

@@ -45,8 +45,6 @@ FreeList = Callable[[int], FreePages]
 class PageAllocator:
     """Hold the free pages of one pool. Each call books the change in the pool's ledger."""
 
-    __slots__ = ("_free", "_is_free", "ledger")
-
     def __init__(self, ledger: Ledger, free_list: FreeList) -> None:
         self.ledger = ledger
         # One byte per page: most calls name a page or two, for which numpy takes longer.

@@ -18,8 +18,6 @@ from cache.views import ParkedSession
 class _RetentionQueue:
     """Hold the parked sessions of one retention, and the sum of the pages cooling would free."""
 
-    __slots__ = ("_num_private", "_stores", "_tally", "slots")
-
     def __init__(self, stores: KVStores) -> None:
         self._stores = stores
         self._tally = Tally()
@@ -49,8 +47,6 @@ class ParkedQueue:
     RECLAIMABLE sessions come first. PINNED sessions follow, and only while together they hold more
     pages than the pinned quota: pinning protects no more than the quota.
     """
-
-    __slots__ = ("_pinned", "_quota", "_reclaimable")
 
     def __init__(self, stores: KVStores, quota: PinnedQuota) -> None:
         self._quota = quota

@@ -16,8 +16,6 @@ class PinnedQuota:
     if its output grows past the quota, the session may be cooled once it is idle.
     """
 
-    __slots__ = ("_components", "_held", "_num_rows", "_row_pages", "quota_pages")
-
     def __init__(self, num_pages: int, stores: KVStores) -> None:
         """Set the quota; no session is pinned yet.
 

@@ -45,18 +45,6 @@ from cache.types import NULL_PAGE, Holder, Namespace, Pages, PoolName, Tokens
 class RadixCache:
     """Hold the published pages of all namespaces and pools of one server."""
 
-    __slots__ = (
-        "_changes",
-        "_clock",
-        "_leaves",
-        "_ledgers",
-        "_locks",
-        "_owners",
-        "_page_size",
-        "_roots",
-        "_unbounded_ledgers",
-    )
-
     def __init__(
         self,
         page_size: int,

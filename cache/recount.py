@@ -76,16 +76,6 @@ class _NodeRecord(NamedTuple):
 class _PoolSums:
     """Sum what was visited of one pool. Locks count positive on edges, negative on sessions."""
 
-    __slots__ = (
-        "active",
-        "evictable",
-        "num_holders",
-        "num_locks",
-        "positions",
-        "protected",
-        "session_held",
-    )
-
     def __init__(self, num_pages: int) -> None:
         # Ids outside of the pool are counted behind its last page.
         self.num_holders = np.zeros(num_pages + 1, np.int16)
@@ -117,8 +107,6 @@ class _PoolSums:
 
 class _Pending:
     """List what is still to visit. Nodes come with the parent and key they were found under."""
-
-    __slots__ = ("changed", "nodes", "num_left", "rows", "sessions")
 
     def __init__(self, cache: SessionAwareCache) -> None:
         stores, slots = cache.inspect()

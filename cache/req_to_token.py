@@ -20,17 +20,6 @@ from cache.types import NULL_PAGE, NULL_ROW, Pages, PoolName, RowId, TableWrite
 class ReqToTokenPool:
     """Hold `num_rows` rows of `row_pages` entries per pool, and the padding row 0."""
 
-    __slots__ = (
-        "_changed",
-        "_free_rows",
-        "_is_held",
-        "_readable",
-        "_tables",
-        "_written_end",
-        "num_rows",
-        "row_pages",
-    )
-
     def __init__(self, num_rows: int, row_pages: int, pools: Iterable[PoolName]) -> None:
         self.num_rows = num_rows
         self.row_pages = row_pages
