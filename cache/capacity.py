@@ -8,7 +8,6 @@ are. Memory beyond that is of no use there and goes to the pools that keep every
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from cache.components import Component, components_of
 from cache.spec import STATES_IN_FLIGHT, STATES_PER_ROW, CacheSpec, Capacity
@@ -107,7 +106,7 @@ def plan_capacity(
         pages = {pool: min(equal, most, wanted + 1) for pool, wanted in room.items()}
     left = budget_bytes - sum(num * sizes[pool] for pool, num in pages.items())
     kept = min(most, left // kept_bytes) if kept_bytes else 0
-    num_pages = MappingProxyType({pool: pages.get(pool, kept) for pool in sizes})
+    num_pages = {pool: pages.get(pool, kept) for pool in sizes}
     return Capacity(num_pages, num_rows, max_context_len, num_states)
 
 

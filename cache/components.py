@@ -8,9 +8,9 @@ length reads? Pages before it may be missing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Final, Protocol
+from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,72 +22,52 @@ _FIRST_BLOCK: Final = 256
 """Entries in the first block that the search for a snapshot reads."""
 
 
-class Component(Protocol):
-    """Answer for the layers that share one pool. Lengths are tokens; all methods are pure."""
+class Component(ABC):
+    """Answer for the layers that share one pool. Lengths are tokens; all methods are pure.
 
-    @property
-    def pool(self) -> PoolName:
-        """Return the name of the pool."""
-        ...
+    `is_bounded`: whether the pages that forwards read do not grow with the history.
+    """
 
-    @property
-    def is_bounded(self) -> bool:
-        """Return whether the pages that forwards read do not grow with the history."""
-        ...
-
-    def first_page(self, length: int) -> int:
-        """Return the index of the first page that a query at position `length` reads."""
-        ...
-
-    def parked_pages(self, num_pages: int) -> int:
-        """Return the most pages that a parked session with a row of `num_pages` holds."""
-        ...
-
-    def running_pages(self, num_pages: int, num_ahead: int) -> int:
-        """Return the most pages that a turn holds at a time beyond those its session held before.
-
-        Args:
-            num_pages: pages that the turn adds to its row altogether.
-            num_ahead: positions that may be launched and not settled, and so may be rolled back.
-        """
-        ...
-
-    def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
-        """Return the longest length <= `length` that a forward can continue from.
-
-        Args:
-            entries: int32 [n], page ids from index `first` on, up to `length`.
-            length: tokens whose KV is valid where there is a page.
-            first: index of the first entry; all pages before it are missing.
-        """
-        ...
-
-
-class _Rules:
-    """Hold what all kinds need: the pool's name and the page size."""
-
-    __slots__ = ("_page_size", "pool")
+    is_bounded: ClassVar[bool] = True
 
     def __init__(self, group: LayerGroup, page_size: int) -> None:
         self.pool: PoolName = group.pool
         self._page_size = page_size
 
+    @abstractmethod
+    def first_page(self, length: int) -> int:
+        """Return the index of the first page that a query at position `length` reads."""
 
-class FullAttention(_Rules):
+    @abstractmethod
+    def parked_pages(self, num_pages: int) -> int:
+        """Return the most pages that a parked session with a row of `num_pages` holds."""
+
+    @abstractmethod
+    def running_pages(self, num_pages: int, num_ahead: int) -> int:
+        """Return the most pages that a turn holds at a time beyond those its session held before.
+
+        `num_pages`: pages that the turn adds to its row altogether. `num_ahead`: positions that may
+        be launched and not settled, and so may be rolled back.
+        """
+
+    @abstractmethod
+    def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
+        """Return the longest length <= `length` that a forward can continue from.
+
+        `entries`: int32 [n], page ids from index `first` on, up to `length`; all pages before them
+        are missing.
+        """
+
+
+class FullAttention(Component):
     """Rule pools that keep every position: K and V of full attention (Vaswani et al. 2017), and the
     latents of MLA (DeepSeek-AI 2024). KV can be cut back to any length.
     """
 
-    __slots__ = ()
-
-    @property
-    def is_bounded(self) -> bool:
-        """Return False: every position is read by all that follow."""
-        return False
+    is_bounded = False
 
     def first_page(self, length: int) -> int:
         """Return 0: every page is read."""
-        del length
         return 0
 
     def parked_pages(self, num_pages: int) -> int:
@@ -96,31 +76,22 @@ class FullAttention(_Rules):
 
     def running_pages(self, num_pages: int, num_ahead: int) -> int:
         """Return `num_pages`: all are kept."""
-        del num_ahead
         return num_pages
 
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
         """Return `length`: no page is missing before it."""
-        del entries, first
         return length
 
 
-class SlidingWindow(_Rules):
+class SlidingWindow(Component):
     """Rule pools of sliding-window attention (Beltagy et al. 2020): a query reads its own position
     and the `window - 1` positions before it.
     """
-
-    __slots__ = ("_window",)
 
     def __init__(self, group: LayerGroup, page_size: int) -> None:
         assert group.window > 0, "a window sees at least its own position"
         super().__init__(group, page_size)
         self._window = group.window
-
-    @property
-    def is_bounded(self) -> bool:
-        """Return True: positions before the window are never read again."""
-        return True
 
     def first_page(self, length: int) -> int:
         """Return the page of position `length - window + 1`."""
@@ -153,7 +124,7 @@ class SlidingWindow(_Rules):
         return 0
 
 
-class RecurrentState(_Rules):
+class RecurrentState(Component):
     """Rule the pool of recurrent states of fixed size: short convolutions, state space models (Dao
     and Gu 2024), gated delta rules (Yang et al. 2025).
 
@@ -161,16 +132,9 @@ class RecurrentState(_Rules):
     at other lengths are private to a lease, see `cache.lease_states`.
     """
 
-    __slots__ = ()
-
     def __init__(self, group: LayerGroup, page_size: int) -> None:
         assert group.state_shapes, "a state has parts"
         super().__init__(group, page_size)
-
-    @property
-    def is_bounded(self) -> bool:
-        """Return True: only the last state is read."""
-        return True
 
     def first_page(self, length: int) -> int:
         """Return the page of the last position before `length`: only its state is read."""
@@ -182,7 +146,6 @@ class RecurrentState(_Rules):
 
     def running_pages(self, num_pages: int, num_ahead: int) -> int:
         """Return `STATES_PER_ROW`: every row comes with so many."""
-        del num_pages, num_ahead
         return STATES_PER_ROW
 
     def continuable_len(self, entries: Pages, length: int, *, first: int = 0) -> int:
@@ -231,13 +194,9 @@ def components_of(spec: CacheSpec) -> tuple[Component, ...]:
     return tuple(_RULES[group.kind](group, spec.page_size) for group in groups.values())
 
 
-_Kind = type[FullAttention] | type[SlidingWindow] | type[RecurrentState]
-
-_RULES: Final[Mapping[LayerKind, _Kind]] = MappingProxyType(
-    {
-        LayerKind.FULL: FullAttention,
-        LayerKind.WINDOW: SlidingWindow,
-        LayerKind.LATENT: FullAttention,
-        LayerKind.RECURRENT: RecurrentState,
-    }
-)
+_RULES: Final[Mapping[LayerKind, type[Component]]] = {
+    LayerKind.FULL: FullAttention,
+    LayerKind.WINDOW: SlidingWindow,
+    LayerKind.LATENT: FullAttention,
+    LayerKind.RECURRENT: RecurrentState,
+}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -28,14 +27,12 @@ MAX_SETTLED_STATES: Final = 3
 _SHORT: Final = 4096
 """Up to so many entries a copy costs less than a numpy comparison."""
 
-_LEASED_AND_LENT: Final[Mapping[SlotState, tuple[bool, bool]]] = MappingProxyType(
-    {
-        SlotState.COLD: (False, False),
-        SlotState.PARKED: (True, False),
-        SlotState.LENT: (True, True),
-        SlotState.CLOSING: (True, True),
-    }
-)
+_LEASED_AND_LENT: Final[Mapping[SlotState, tuple[bool, bool]]] = {
+    SlotState.COLD: (False, False),
+    SlotState.PARKED: (True, False),
+    SlotState.LENT: (True, True),
+    SlotState.CLOSING: (True, True),
+}
 
 
 @dataclass(frozen=True, slots=True)

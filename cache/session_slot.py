@@ -8,7 +8,6 @@ second copy that could become stale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 from cache.errors import HistoryMismatch, SlotBusy
@@ -16,14 +15,12 @@ from cache.int_buffer import IntBuffer
 from cache.lease import KVLease
 from cache.types import Namespace, Retention, SessionId, SlotState, Tokens, TurnId
 
-TRANSITIONS: Final[Mapping[SlotState, frozenset[SlotState]]] = MappingProxyType(
-    {
-        SlotState.COLD: frozenset({SlotState.LENT}),
-        SlotState.LENT: frozenset({SlotState.PARKED, SlotState.COLD, SlotState.CLOSING}),
-        SlotState.PARKED: frozenset({SlotState.LENT, SlotState.COLD}),
-        SlotState.CLOSING: frozenset(),
-    }
-)
+TRANSITIONS: Final[Mapping[SlotState, frozenset[SlotState]]] = {
+    SlotState.COLD: frozenset({SlotState.LENT}),
+    SlotState.LENT: frozenset({SlotState.PARKED, SlotState.COLD, SlotState.CLOSING}),
+    SlotState.PARKED: frozenset({SlotState.LENT, SlotState.COLD}),
+    SlotState.CLOSING: frozenset(),
+}
 """Which state may follow which. A slot may also be removed while COLD, PARKED or CLOSING."""
 
 
