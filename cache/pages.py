@@ -10,8 +10,7 @@ it and the new one both have room to grow. Every call costs O(pages named + log 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,59 +20,26 @@ from cache.ledger import Ledger
 from cache.types import NULL_PAGE, Holder, PageId, Pages
 
 
-class FreePages(Protocol):
-    """Choose which free page of a pool is allocated next."""
-
-    def take(self, num_pages: int, after: int | None) -> list[int]:
-        """Remove and return free pages, consecutive to page `after` where possible."""
-        ...
-
-    def put_back(self, pages: list[int]) -> None:
-        """Add pages, given in ascending order."""
-        ...
-
-    def runs(self) -> tuple[Pages, Pages]:
-        """Return the starts and the lengths of runs that together are all free pages, in any
-        order: int32 [num_runs] each."""
-        ...
-
-
-FreeList = Callable[[int], FreePages]
-"""Create the free list of an empty pool from its number of pages, including the padding page."""
-
-
 class PageAllocator:
     """Hold the free pages of one pool. Each call books the change in the pool's ledger."""
 
-    def __init__(self, ledger: Ledger, free_list: FreeList) -> None:
+    def __init__(self, ledger: Ledger, free_list: type[Extents]) -> None:
         self.ledger = ledger
         # One byte per page: most calls name a page or two, for which numpy takes longer.
         self._is_free = bytearray(b"\x01") * ledger.num_pages
         self._is_free[NULL_PAGE] = 0
         self._free = free_list(ledger.num_pages)
 
-    @property
-    def num_free(self) -> int:
-        """Return how many pages `acquire` can allocate now."""
-        return self.ledger.num_free
-
     def acquire(self, num_pages: int, holder: Holder, after: PageId | None = None) -> list[int]:
-        """Allocate pages.
+        """Move free pages to the account of `holder`, consecutive to page `after` where possible.
 
-        Args:
-            num_pages: count of pages, not tokens; see `pages_for`.
-            holder: the account they move to.
-            after: the page that they should follow, if possible.
-
-        Returns:
-            Page ids, [num_pages]; consecutive where possible. They hold what the previous holder
-            wrote: the caller must write before it reads.
+        They hold what their previous holder wrote: the caller must write before it reads.
 
         Raises:
             OutOfPages: fewer than `num_pages` are free; nothing was taken.
         """
-        if num_pages > self.num_free:
-            raise OutOfPages(f"wanted {num_pages} pages, {self.num_free} free")
+        if num_pages > self.ledger.num_free:
+            raise OutOfPages(f"wanted {num_pages} pages, {self.ledger.num_free} free")
         pages = self._free.take(num_pages, after)
         is_free = self._is_free
         if len(set(pages)) != num_pages or not all(is_free[page] for page in pages):
@@ -105,10 +71,7 @@ class PageAllocator:
     def count_free_pages(self) -> tuple[int, NDArray[np.int8]]:
         """Return how many pages the free list has, and how often it has each page of the pool.
 
-        What an audit compares: O(runs of free pages), and one pass over the pool in numpy.
-
-        Returns:
-            The number of pages listed, and counts, int8 [num_pages of the pool].
+        The counts are int8 [num_pages of the pool]. O(runs of free pages), and one pass in numpy.
         """
         starts, lengths = self._free.runs()
         num_pages = self.ledger.num_pages
@@ -128,7 +91,7 @@ class Extents:
         self._add(NULL_PAGE + 1, num_pages - NULL_PAGE - 1)
 
     def take(self, num_pages: int, after: int | None) -> list[int]:
-        """Remove and return free pages, see `FreePages.take`."""
+        """Remove and return free pages, consecutive to page `after` where possible."""
         taken: list[int] = []
         if after is not None and after + 1 in self._length_at:
             self._cut(after + 1, 0, min(num_pages, self._length_at[after + 1]), taken)

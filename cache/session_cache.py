@@ -31,7 +31,7 @@ from cache.pinned_quota import PinnedQuota
 from cache.radix_node import MatchResult
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
-from cache.stores import PARTS, KVStores, StoreParts
+from cache.stores import KVStores, StoreParts
 from cache.types import (
     Holder,
     Namespace,
@@ -77,17 +77,14 @@ class SessionAwareCache:
         capacity: Capacity,
         *,
         pinned_quota_pages: int = 0,
-        parts: StoreParts = PARTS,
+        parts: StoreParts | None = None,
     ) -> None:
         """Create a cache without sessions.
 
-        Args:
-            spec: what layers store; decides page size and pools.
-            capacity: pages per pool and rows.
-            pinned_quota_pages: pages of the largest pool that PINNED sessions may keep from being
-                reclaimed; of every other pool the same fraction.
-            parts: what the stores are made of.
+        `pinned_quota_pages`: pages of the largest pool that PINNED sessions may keep from being
+        reclaimed; of every other pool the same fraction.
         """
+        parts = parts or StoreParts()
         self._empty_stores = partial(KVStores.empty, spec, capacity, parts, changes=Changes())
         self._stores = self._empty_stores()
         self.spec = spec

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
 
 from cache.changes import Changes
 from cache.components import Component, RecurrentState, components_of
 from cache.ledger import Ledger
-from cache.pages import Extents, FreeList, PageAllocator
+from cache.pages import Extents, PageAllocator
 from cache.radix import RadixCache
 from cache.req_to_token import ReqToTokenPool
 from cache.spec import CacheSpec, Capacity
 from cache.types import NULL_PAGE, Holder, PoolName, pages_for
 
 
-class TreeFactory(Protocol):
-    """Create the tree of empty stores."""
-
-    def __call__(
-        self,
-        page_size: int,
-        ledgers: Mapping[PoolName, Ledger],
-        components: Sequence[Component],
-        changes: Changes,
-    ) -> RadixCache: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StoreParts:
-    """Choose the classes that stores are made of; tests bring their own.
+    """Choose the free list of each pool and the tree; tests bring their own."""
 
-    `free_list`: chooses which free page of a pool is allocated next.
-    """
-
-    free_list: FreeList = Extents
-    tree: TreeFactory = RadixCache
-
-
-PARTS: Final = StoreParts()
-"""The parts of a serving process."""
+    free_list: type[Extents] = Extents
+    tree: Callable[..., RadixCache] = RadixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +56,8 @@ class KVStores:
     ) -> KVStores:
         """Create stores in which every page is free or in quarantine.
 
-        Args:
-            spec: what layers store; decides page size and pools.
-            capacity: pages per pool and rows.
-            parts: the classes they are made of.
-            changes: records changes; shared with earlier stores of the same cache.
-            quarantined: pages that are in quarantine from the start. Taken from books that may be
-                wrong: ids that are no page of the pool, or come twice, are passed over.
+        `changes` is shared with earlier stores of the same cache. `quarantined` comes from accounts
+        that may be wrong: ids that are no page of the pool, or come twice, are passed over.
         """
         components = components_of(spec)
         recurrent = [c for c in components if isinstance(c, RecurrentState)]

@@ -37,7 +37,7 @@ def test_too_many_pages_are_refused_and_none_is_taken(allocation: Allocation) ->
     allocator = make(5, allocation)
     with pytest.raises(OutOfPages):
         allocator.acquire(5, Holder.ACTIVE)
-    assert allocator.num_free == 4
+    assert allocator.ledger.num_free == 4
     assert free_pages(allocator).tolist() == [1, 2, 3, 4]
 
 
@@ -106,7 +106,7 @@ def test_any_traffic_keeps_held_and_free_apart(allocation: Allocation, seed: int
         else:
             wanted = random.randint(1, 9)
             after = PageId(random.choice(held)[-1]) if held else None
-            if wanted <= allocator.num_free:
+            if wanted <= allocator.ledger.num_free:
                 held.append(allocator.acquire(wanted, Holder.ACTIVE, after=after))
         taken = [page for pages in held for page in pages]
         assert sorted([*taken, *free_pages(allocator).tolist()]) == list(range(1, 60))

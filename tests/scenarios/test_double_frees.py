@@ -60,7 +60,7 @@ def test_d3_a_page_named_twice_is_not_given_back_once_too_often() -> None:
     for pages in ([two, one, two], [one, three]):
         with pytest.raises(AuditFailed):
             allocator.release(pages, Holder.ACTIVE)
-        assert allocator.num_free == len(free_pages(allocator)) == 6
+        assert allocator.ledger.num_free == len(free_pages(allocator)) == 6
     allocator.release([one, two], Holder.ACTIVE)
     assert free_pages(allocator).tolist() == list(range(1, 9))
 
@@ -72,7 +72,7 @@ def test_d4_neither_the_padding_page_nor_a_sentinel_is_given_back() -> None:
     for sentinel in (0, -1):
         with pytest.raises(AuditFailed):
             allocator.release([*held[:2], sentinel], Holder.ACTIVE)
-        assert allocator.num_free == len(free_pages(allocator)) == 0
+        assert allocator.ledger.num_free == len(free_pages(allocator)) == 0
 
 
 @scenario("D4", PADDING_PAGE_IS_FREE)

@@ -11,7 +11,7 @@ from cache.changes import Changes
 from cache.components import Component, RecurrentState
 from cache.errors import AuditFailed, OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.ledger import Ledger
-from cache.pages import FreeList
+from cache.pages import Extents
 from cache.radix import RadixCache
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Walk
 from cache.session_cache import SessionAwareCache
@@ -131,7 +131,7 @@ class WatchedCache(SessionAwareCache):
         capacity: Capacity,
         *,
         pinned_quota_pages: int,
-        free_list: FreeList,
+        free_list: type[Extents],
         strikes: Strikes,
         reached: Counter[str],
     ) -> None:
