@@ -63,6 +63,10 @@ class IntBuffer:
         stop = self._length if end is None else min(end, self._length)
         return self._readable[start:stop]
 
+    def copy(self, start: int = 0, end: int | None = None) -> NDArray[np.int32]:
+        """Return a copy of [start, end)."""
+        return self.view(start, end).copy()
+
     def _hold(self, data: NDArray[np.int32]) -> None:
         # Slices of a read-only array are read-only: marking each of them would cost more than
         # slicing.

@@ -118,7 +118,7 @@ class KVLease:
 
     def num_protected(self, pool: PoolName) -> int:
         """Return how many pages of one pool it has locked."""
-        if not self._is_bounded(pool):
+        if pool not in self._stores.bounded:
             return self._protected_pages
         entries = self._stores.rows.entries(pool, self.row)
         return int(np.count_nonzero(entries[self._first_entry[pool] : self._protected_pages]))
@@ -251,7 +251,8 @@ class KVLease:
         rows = self._stores.rows
         writes = [rows.write(pool, self.row, start, pages) for pool, pages in locked.items()]
         self._clear_unlocked_entries(start)
-        return self._without_states(writes)
+        # Without the recurrent pool: each forward's `StateMoves` names its pages.
+        return [write for write in writes if write.pool != self.states.pool]
 
     def release_rollback_page(self) -> bool:
         """Free the page that is kept only for a rollback; a rollback then ends at a page boundary.
@@ -463,7 +464,9 @@ class KVLease:
         self.release_rollback_page()
         self._drop_private(0)
         self.states.drop_beyond(0, self.holder)
-        self._clear_row()
+        for pool in self._stores.ledgers:
+            first = self._first_entry.get(pool, 0)
+            self._stores.rows.clear(pool, self.row, first, self._protected_pages)
         self._stores.tree.unlock(self.receipt)
         self._stores.rows.free(self.row)
 
@@ -500,26 +503,14 @@ class KVLease:
                 stores.allocators[pool].release(filter(None, pages[num_kept:]), self.holder)
                 del pages[num_kept:]
 
-    def _clear_row(self) -> None:
-        for pool in self._stores.ledgers:
-            first = self._first_entry.get(pool, 0)
-            self._stores.rows.clear(pool, self.row, first, self._protected_pages)
-
     def _repoint(self, pool: PoolName, start: int, pages: list[int]) -> TableWrite:
         """Replace entries of the row from index `start` on."""
         rows = self._stores.rows
         # In a bounded pool an entry may be `NULL_PAGE` by now, which `rows.repoint` refuses.
-        if self._is_bounded(pool):
+        if pool in self._stores.bounded:
             rows.clear(pool, self.row, start, start + len(pages))
             return rows.write(pool, self.row, start, pages)
         return rows.repoint(pool, self.row, start, pages)
-
-    def _without_states(self, writes: list[TableWrite]) -> list[TableWrite]:
-        """Drop writes to the recurrent pool: each forward's `StateMoves` names its pages."""
-        return [write for write in writes if write.pool != self.states.pool]
-
-    def _is_bounded(self, pool: PoolName) -> bool:
-        return pool in self._stores.bounded
 
     def _clear_unlocked_entries(self, named_from: int) -> None:
         """Clear the row's entries for pages of the tree that this lease no longer locks.

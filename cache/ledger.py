@@ -15,7 +15,8 @@ from cache.types import Holder, PoolName
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """Describe one pool at one moment, in pages. The fields after `pages` sum to it."""
+    """Describe one pool at one moment, in pages. The fields after `pages` sum to it; they
+    are in the order of `Holder`, with TREE in two."""
 
     pool: PoolName
     pages: int
@@ -101,17 +102,6 @@ class Ledger:
 
     def snapshot(self) -> Accounts:
         """Return the accounts as they are now, for reports and plans."""
-        held = self._accounts
-        return Accounts(
-            pool=self.pool,
-            pages=self.num_pages,
-            free=held[Holder.FREE],
-            reserved=held[Holder.RESERVED],
-            tree_evictable=self.num_evictable,
-            tree_protected=self._num_protected,
-            active=held[Holder.ACTIVE],
-            session_held=held[Holder.SESSION_HELD],
-            fenced=held[Holder.FENCED],
-            spill=held[Holder.SPILL],
-            quarantine=held[Holder.QUARANTINE],
-        )
+        free, reserved, _, *private = self._accounts
+        tree = (self.num_evictable, self._num_protected)
+        return Accounts(self.pool, self.num_pages, free, reserved, *tree, *private)

@@ -24,17 +24,12 @@ class _RetentionQueue:
         self._num_private: Counter[PoolName] = Counter()
         self.slots: OrderedDict[SessionId, SessionSlot] = OrderedDict()
 
-    def count(self, slot: SessionSlot) -> None:
+    def count(self, slot: SessionSlot, sign: int) -> None:
+        """Add a session to the sum; with sign -1 subtract it."""
         lease = _lease(slot)
-        self._stores.tree.tally(lease.receipt, self._tally)
+        self._stores.tree.tally(lease.receipt, self._tally if sign > 0 else None)
         for pool in self._stores.paged:
-            self._num_private[pool] += lease.num_private(pool)
-
-    def uncount(self, slot: SessionSlot) -> None:
-        lease = _lease(slot)
-        self._stores.tree.tally(lease.receipt, None)
-        for pool in self._stores.paged:
-            self._num_private[pool] -= lease.num_private(pool)
+            self._num_private[pool] += sign * lease.num_private(pool)
 
     def freed_pages(self) -> dict[PoolName, int]:
         published = self._stores.tree.tallied_pages(self._tally)
@@ -57,21 +52,21 @@ class ParkedQueue:
         """Append a session."""
         queue = self._queue(slot)
         queue.slots[slot.session_id] = slot
-        queue.count(slot)
+        queue.count(slot, +1)
 
     def remove(self, slot: SessionSlot) -> None:
         """Remove a session, if it is queued."""
         queue = self._queue(slot)
         if queue.slots.pop(slot.session_id, None) is not None:
-            queue.uncount(slot)
+            queue.count(slot, -1)
 
     @contextmanager
     def changing(self, slot: SessionSlot) -> Iterator[None]:
         """Let the block change the lease of a queued session, which keeps its place."""
         queue = self._queue(slot)
-        queue.uncount(slot)
+        queue.count(slot, -1)
         yield
-        queue.count(slot)
+        queue.count(slot, +1)
 
     def __iter__(self) -> Iterator[ParkedSession]:
         """Yield the sessions to cool, in order. Do not change the cache while iterating."""

@@ -148,23 +148,23 @@ class RadixCache:
 
     def mark(self, receipt: LockReceipt, length: int | None) -> None:
         """Also lock what a forward at this length reads, until None is given."""
-        if {length, receipt._mark} <= {None, receipt.length}:
-            receipt._mark = length  # a forward at the receipt's length reads the same locked pages
+        if {length, receipt.mark} <= {None, receipt.length}:
+            receipt.mark = length  # a forward at the receipt's length reads the same locked pages
             return
         with self._locks.relocking(receipt):
-            receipt._mark = length
+            receipt.mark = length
 
     def shorten(self, receipt: LockReceipt, to_len: int) -> None:
         """Unlock what lies past the last whole page of `to_len`. It stays in the tree."""
         target = to_len // self._page_size * self._page_size
-        if receipt._length <= target:
+        if receipt.length <= target:
             return
         self._clock += 1  # all nodes unlocked by one call are equally old
         with self._locks.relocking(receipt):
-            if receipt._mark is not None and receipt._mark > target:
-                receipt._mark = None
-            while receipt._length > target:
-                start = receipt._length - len(receipt._node.tokens)
+            if receipt.mark is not None and receipt.mark > target:
+                receipt.mark = None
+            while receipt.length > target:
+                start = receipt.length - len(receipt._node.tokens)
                 if start < target:
                     self._split(receipt._node, target - start)
                 self._unlock_node(receipt)
@@ -178,17 +178,17 @@ class RadixCache:
         # What lies before the mark was there before the turn: it is not the turn's to remove.
         target = max(to_len, receipt.mark or 0) // self._page_size * self._page_size
         taken: PagesByPool = {pool: [] for pool in self._ledgers}
-        if receipt._length <= target or not is_sole_leaf(receipt._node):
+        if receipt.length <= target or not is_sole_leaf(receipt._node):
             return taken
         with self._locks.relocking(receipt):
-            while receipt._length > target and is_sole_leaf(node := receipt._node):
-                num_pages = min(receipt._length - target, len(node.tokens)) // self._page_size
+            while receipt.length > target and is_sole_leaf(node := receipt._node):
+                num_pages = min(receipt.length - target, len(node.tokens)) // self._page_size
                 for pool, ids in self._trim(node, num_pages).items():
                     if pool in self._unbounded_ledgers:  # `relocking` has unlocked the others
                         self._ledgers[pool].unprotect(num_pages)
                     self._ledgers[pool].transfer(int(np.count_nonzero(ids)), Holder.TREE, holder)
                     taken[pool] = ids + taken[pool]
-                receipt._length -= num_pages * self._page_size
+                receipt.length -= num_pages * self._page_size
                 self._owners.add_tokens(receipt._number, -num_pages * self._page_size)
                 if not len(node.tokens):
                     assert node.parent is not None, "a root has no pages to take"
@@ -389,7 +389,7 @@ class RadixCache:
         node.lock_ref += 1
         node.lock_owners ^= receipt._number
         receipt._node = node
-        receipt._length += len(node.tokens)
+        receipt.length += len(node.tokens)
 
     def _unlock_node(self, receipt: LockReceipt) -> None:
         node = receipt._node
@@ -400,7 +400,7 @@ class RadixCache:
         node.lock_owners ^= receipt._number
         node.last_used = self._clock
         receipt._node = node.parent
-        receipt._length -= len(node.tokens)
+        receipt.length -= len(node.tokens)
         if node.lock_ref == 0:
             self._changes.record_content(node)
             for ledger in self._unbounded_ledgers.values():
@@ -435,7 +435,7 @@ class RadixCache:
             append_locks(node, pool, pages[pool])
         self._owners.add_tokens(receipt._number, len(tokens))
         self._protect(len(tokens))
-        receipt._length += len(tokens)
+        receipt.length += len(tokens)
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
         """Cut an edge after `length` tokens and return the new upper node."""

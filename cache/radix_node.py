@@ -77,10 +77,10 @@ class Root(RadixNode):
 
 
 class LockReceipt:
-    """Represent a lock on [0, length) of a path. Opaque outside the tree that made it.
+    """Represent a lock on [0, length) of a path, whole pages. Written by `RadixCache` only.
 
     In bounded pools it locks only the pages that a forward at `length` reads, and those that a
-    forward at `mark` reads, for a rollback.
+    forward at `mark`, if set, reads, for a rollback.
 
     `sole_tokens`: tokens of edges that only this receipt has locked; `sole_pages`: the pages that
     only it has locked, per bounded pool. Both are updated when other receipts lock or unlock.
@@ -88,10 +88,10 @@ class LockReceipt:
 
     __slots__ = (
         "_is_released",
-        "_length",
-        "_mark",
         "_node",
         "_number",
+        "length",
+        "mark",
         "namespace",
         "sole_pages",
         "sole_tokens",
@@ -100,22 +100,12 @@ class LockReceipt:
     def __init__(self, namespace: Namespace, root: RadixNode) -> None:
         self.namespace = namespace
         self._node = root
-        self._length = 0
-        self._mark: int | None = None
+        self.length = 0
+        self.mark: int | None = None
         self._number = -1
         self._is_released = False
         self.sole_tokens = 0
         self.sole_pages: Counter[PoolName] = Counter()
-
-    @property
-    def length(self) -> int:
-        """Return the tokens locked, a multiple of the page size."""
-        return self._length
-
-    @property
-    def mark(self) -> int | None:
-        """Return the length <= `length` whose pages stay locked for a rollback, if any."""
-        return self._mark
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ class Recount:
             if start >= end:
                 continue
             num_locks += end - start
-            positions += _sum_of_range(start, end)
+            positions += (end * (end - 1) - start * (start - 1)) // 2
             at = lease.receipt.length // page_size
             for node in reversed(self._stores.tree.path(lease.receipt, start * page_size)):
                 at -= len(node.page_locks[pool])
@@ -343,11 +343,8 @@ class Recount:
             if diff and node not in self._nodes:
                 yield "a lock is held on a node that is not in the tree"
             elif diff:
-                num_locks = node.lock_ref
-                yield (
-                    f"a node of {len(node.tokens)} tokens counts {num_locks} locks, "
-                    f"{num_locks - diff} are held"
-                )
+                held = f"{node.lock_ref} locks, {node.lock_ref - diff} are held"
+                yield f"a node of {len(node.tokens)} tokens counts {held}"
         yield from self._compare_rows()
         for pool, ledger in self._stores.ledgers.items():
             yield from self._compare_pool(ledger, self._sums[pool])
@@ -388,10 +385,6 @@ class Recount:
         if (num_holders != 1).any():
             twice, lost = np.flatnonzero(num_holders > 1), np.flatnonzero(num_holders < 1)
             yield f"{pool}: pages with two holders {twice}, with none {lost}"
-
-
-def _sum_of_range(start: int, end: int) -> int:
-    return (end * (end - 1) - start * (start - 1)) // 2
 
 
 def _locks_of(counts: Pages, first_page: int) -> _Locks:

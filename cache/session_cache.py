@@ -17,13 +17,7 @@ from functools import partial
 from typing import Final
 
 from cache.changes import Changes
-from cache.errors import (
-    NamespaceMismatch,
-    OutOfPages,
-    SlotBusy,
-    SlotExists,
-    UnknownSession,
-)
+from cache.errors import NamespaceMismatch, OutOfPages, SlotBusy, SlotExists, UnknownSession
 from cache.lease import KVLease
 from cache.ledger import Accounts
 from cache.parked_queue import ParkedQueue
@@ -488,15 +482,11 @@ class SessionAwareCache:
             raise UnknownSession(session_id)
         return slot
 
-    def _turn(self, turn_id: TurnId) -> _Turn:
+    def _changing_turn(self, turn_id: TurnId) -> _Turn:
         turn = self._turns.get(turn_id)
         if turn is None:
             raise UnknownSession(f"turn {turn_id} has borrowed no session")
         assert turn.slot.borrower == turn_id, "a loan is known to both sides"
-        return turn
-
-    def _changing_turn(self, turn_id: TurnId) -> _Turn:
-        turn = self._turn(turn_id)
         self._stores.changes.record_session(turn.slot.session_id)
         return turn
 
@@ -540,6 +530,5 @@ class SessionAwareCache:
 
     def _update_pinned(self, slot: SessionSlot) -> None:
         if slot.retention is Retention.PINNED:
-            self._pinned.set_row_pages(
-                slot.session_id, slot.lease.num_pages if slot.lease else None
-            )
+            num_pages = slot.lease.num_pages if slot.lease else None
+            self._pinned.set_row_pages(slot.session_id, num_pages)

@@ -13,7 +13,7 @@ from typing import Final
 from cache.errors import HistoryMismatch, SlotBusy
 from cache.int_buffer import IntBuffer
 from cache.lease import KVLease
-from cache.types import Namespace, Retention, SessionId, SlotState, Tokens, TurnId
+from cache.types import Namespace, Retention, SessionId, SlotState, TurnId
 
 TRANSITIONS: Final[Mapping[SlotState, frozenset[SlotState]]] = {
     SlotState.COLD: frozenset({SlotState.LENT}),
@@ -24,37 +24,20 @@ TRANSITIONS: Final[Mapping[SlotState, frozenset[SlotState]]] = {
 """Which state may follow which. A slot may also be removed while COLD, PARKED or CLOSING."""
 
 
-class TokenLog(IntBuffer):
-    """Hold the token history of a session. It is the truth; the KV is a cache of it."""
-
-    __slots__ = ()
-
-    def copy(self, start: int = 0, end: int | None = None) -> Tokens:
-        """Return a copy of [start, end), int32 [n]."""
-        return self.view(start, end).copy()
-
-
 class SessionSlot:
     """Hold one session. Written by `SessionAwareCache` only.
 
-    `lease` is None while COLD. `borrower` is the turn that may change it, None while idle.
+    `tokens` is the history, the truth of which KV is a cache. `lease` is None while COLD.
+    `borrower` is the turn that may change it, None while idle.
     """
 
-    __slots__ = (
-        "borrower",
-        "lease",
-        "namespace",
-        "retention",
-        "session_id",
-        "state",
-        "tokens",
-    )
+    __slots__ = ("borrower", "lease", "namespace", "retention", "session_id", "state", "tokens")
 
     def __init__(self, session_id: SessionId, namespace: Namespace, retention: Retention) -> None:
         self.session_id = session_id
         self.namespace = namespace
         self.retention = retention
-        self.tokens = TokenLog()
+        self.tokens = IntBuffer()
         self.state = SlotState.COLD
         self.lease: KVLease | None = None
         self.borrower: TurnId | None = None

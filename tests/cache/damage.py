@@ -87,7 +87,7 @@ def fall_behind_the_lock(cache: SessionAwareCache) -> None:
 
 
 def forget_what_was_published(cache: SessionAwareCache) -> None:
-    lease_of(cache, PARKED).receipt._length = 0
+    lease_of(cache, PARKED).receipt.length = 0
 
 
 def forget_the_borrower(cache: SessionAwareCache) -> None:

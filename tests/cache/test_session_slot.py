@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cache.errors import SlotBusy
+from cache.int_buffer import IntBuffer
 from cache.lease import KVLease
-from cache.session_slot import TRANSITIONS, SessionSlot, TokenLog
+from cache.session_slot import TRANSITIONS, SessionSlot
 from cache.stores import KVStores
 from cache.types import Retention, SessionId, SlotState, TurnId
 from tests.cache.kv_world import NAMESPACES, POOL, make_cache
@@ -93,7 +94,7 @@ def test_only_the_transitions_of_the_table_happen(
 
 
 def test_a_copy_of_the_log_is_the_callers_own() -> None:
-    log = TokenLog([1, 2, 3])
+    log = IntBuffer([1, 2, 3])
     copy = log.copy(1)
     log.truncate(0)
     log.append([7, 7, 7])

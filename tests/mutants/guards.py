@@ -31,7 +31,7 @@ LAUNCH_SHARES_HISTORY = Mutant(
     "A forward holds a view of the history instead of a copy.",
     "sglang#8056 (R10)",
     Edit(
-        "cache.session_slot:TokenLog.copy",
+        "cache.int_buffer:IntBuffer.copy",
         "return self.view(start, end).copy()",
         "return self.view(start, end)",
     ),

@@ -131,7 +131,7 @@ UNLOCK_FREES_THE_LAST_NODE = Mutant(
     Edit(
         "cache.radix:RadixCache.unlock",
         "self.shorten(receipt, 0)",
-        "self.shorten(receipt, max(0, receipt._length - len(receipt._node.tokens)))\n"
+        "self.shorten(receipt, max(0, receipt.length - len(receipt._node.tokens)))\n"
         "        while receipt._node.parent is not None:\n"
         "            receipt._node = receipt._node.parent",
     ),
@@ -145,11 +145,11 @@ UNDO_IGNORES_OTHER_LOCKS = Mutant(
         " or not is_sole_leaf(receipt._node):\n"
         "            return taken\n"
         "        with self._locks.relocking(receipt):\n"
-        "            while receipt._length > target and is_sole_leaf(node := receipt._node):",
+        "            while receipt.length > target and is_sole_leaf(node := receipt._node):",
         " or receipt._node.children:\n"
         "            return taken\n"
         "        with self._locks.relocking(receipt):\n"
-        "            while receipt._length > target and not (node := receipt._node).children:",
+        "            while receipt.length > target and not (node := receipt._node).children:",
     ),
 )
 

@@ -265,7 +265,7 @@ class WatchedCache(SessionAwareCache):
         length = self._way_back.get(turn_id, 0)
         if not length:
             return
-        lease = self._turn(turn_id).lease
+        lease = self._turns[turn_id].lease
         if lease.protected_len > length:
             length -= length % self.stores.page_size
         if lease.rewound_len(length) < length:
@@ -290,7 +290,7 @@ class WatchedCache(SessionAwareCache):
         if self.stores.recurrent is None:
             return
         lease, ledger = (
-            self._turn(turn_id).lease,
+            self._turns[turn_id].lease,
             self.stores.ledgers[self.stores.recurrent.pool],
         )
         num_missing = lease.states.num_missing(lease.computed_len, to_len, num_drafts)
@@ -302,7 +302,7 @@ class WatchedCache(SessionAwareCache):
     @contextmanager
     def _rolling_back(self, turn_id: TurnId) -> Iterator[None]:
         """A turn ends, and may lead its session back to where a state was kept."""
-        turn = self._turn(turn_id)
+        turn = self._turns[turn_id]
         computed_len = turn.lease.computed_len
         yield
         if self.stores.recurrent is None or turn.slot.lease is not turn.lease:
