@@ -69,13 +69,8 @@ def plan_capacity(
     other pools. The other pools are equally large and get the rest. `window_ratio` replaces this
     rule by a fixed ratio.
 
-    Args:
-        spec: what a page costs.
-        budget_bytes: memory for all pools together.
-        num_rows: sessions that can hold KV at the same time, at most.
-        max_context_len: tokens one row can address.
-        max_total_tokens: an upper bound on the tokens held, whatever the budget allows.
-        bounded: sizes of bounded pools.
+    `num_rows`: the most sessions that can hold KV at the same time. `max_context_len`: tokens that
+    one row can address. `max_total_tokens`: the most tokens held, whatever the budget allows.
 
     Raises:
         ValueError: the budget buys less than one page beside the padding page, or no row's states.

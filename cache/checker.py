@@ -3,11 +3,7 @@
 No check trusts the ledger, a cached count or a flag. A violation is always a bug of the server. It
 names the session whose pages are in doubt if there is one, so that a server can quarantine that
 session and continue, while tests raise.
-
-level 0   every step        O(pools)       accounts sum to the pool
-level 1   end of a turn     O(that turn)   the pair check: lock path + private pages = row
-level 2   idle, on demand   O(pages)       all slots, all pages, all locks, all rows
-level 3   sampled           one page       the content itself, read by the device: `cache.content`
+docs/memory.md lists the levels.
 """
 
 from __future__ import annotations

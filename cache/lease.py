@@ -216,11 +216,8 @@ class KVLease:
         return writes
 
     def mark(self, base_len: int, reuse_len: int) -> None:
-        """Rewind to where a turn begins, and keep what a rollback to there needs until `park`.
-
-        Args:
-            base_len: tokens of the history that stay.
-            reuse_len: recompute positions from here on, even if their KV is valid.
+        """Rewind to `base_len`, where a turn begins, and keep what a rollback to there needs until
+        `park`. Positions from `reuse_len` on are recomputed, even if their KV is valid.
         """
         self._stores.rows.begin_changes(self.row)
         self.rewind(base_len)
@@ -255,11 +252,8 @@ class KVLease:
         return [write for write in writes if write.pool != self.states.pool]
 
     def release_rollback_page(self) -> bool:
-        """Free the page that is kept only for a rollback; a rollback then ends at a page boundary.
-
-        Returns:
-            Whether there was one.
-        """
+        """Free the page that is kept only for a rollback, which then ends at a page boundary;
+        return whether there was one."""
         had_pages = bool(self._rollback_pages)
         for pool, pages in self._rollback_pages.items():
             self._stores.allocators[pool].release(pages, self.holder)
@@ -298,16 +292,12 @@ class KVLease:
                 private[begin - start : end - start] = [NULL_PAGE] * (end - begin)
 
     def publish(self, tokens: Tokens) -> list[TableWrite]:
-        """Move the whole computed pages to the tree and lock them.
+        """Move the whole computed pages to the tree and lock them; return the entries of the row
+        that name other pages now.
 
         Where the tree already has the same tokens, its pages replace ours in the row and ours are
-        freed, so that one copy remains.
-
-        Args:
-            tokens: int32 [n], those after `protected_len`, at least up to `computed_len`.
-
-        Returns:
-            The entries of the row that name other pages now.
+        freed, so that one copy remains. `tokens`: int32 [n], those after `protected_len`, at least
+        up to `computed_len`.
 
         Raises:
             AuditFailed: the lease is parked.
@@ -361,11 +351,8 @@ class KVLease:
         """Undo the turn's positions past `to_len`.
 
         Unlike `rewind`, first remove published pages from the tree that only this lease uses, so
-        that the page which `to_len` cuts is private again and stays.
-
-        Args:
-            to_len: tokens of the history that stay, not less than where the turn began.
-            tokens: int32 [n], the whole history.
+        that the page which `to_len` cuts is private again and stays. `to_len` is not less than
+        where the turn began; `tokens`: int32 [n], the whole history.
         """
         taken = self._stores.tree.unpublish(self.receipt, to_len, self.holder)
         start = self._protected_pages

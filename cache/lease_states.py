@@ -1,16 +1,7 @@
 """`LeaseStates`: hold the recurrent states of one lease that are not snapshots in the tree.
 
-A forward cannot undo a token in a recurrent state, so no state is overwritten while it may be read
-again: every forward reads the state at its start and writes new pages. A lent lease keeps
-
-* the state at its mark, for a rollback,
-* the state at its computed length, from which a failed forward is launched again,
-* the state at the last whole page, which becomes a snapshot when the pages are published,
-* the states that forwards in flight write: with drafts one after each draft, because only the
-  accepted ones count. States of rejected drafts are overwritten or freed.
-
-A parked lease keeps only the state at its computed length, so its memory does not grow with the
-history.
+Every forward reads the state at its start and writes new pages, so no state is overwritten while it
+may be read again. docs/memory.md lists which states a lent and a parked lease keep.
 """
 
 from __future__ import annotations

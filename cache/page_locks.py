@@ -76,10 +76,8 @@ class PageLocks:
     def continuable(self, receipt: LockReceipt | None, nodes: Sequence[RadixNode], end: int) -> int:
         """Return the length of a path, in whole pages, that a forward can continue from.
 
-        Args:
-            receipt: the locked beginning of the path; None at a root.
-            nodes: the edges that follow it.
-            end: tokens of the path; it may end inside the last edge.
+        The path has `end` tokens: what `receipt` has locked (None at a root), then edges, of which
+        it may end inside the last.
         """
         length = end
         for component in self._components:
@@ -137,9 +135,7 @@ class PageLocks:
         """Evict pages of the least recently used edge that has evictable ones.
 
         The first pages of the edge go first: a match that ends at its end needs the last ones.
-
-        Returns:
-            The edge, and up to `num_pages` page ids, still booked as TREE.
+        Return the edge, and up to `num_pages` page ids, still booked as TREE.
 
         Raises:
             AuditFailed: no page is evictable; the caller checks the ledger before.

@@ -44,13 +44,8 @@ class Violation:
 
 
 def slot_violations(slot: SessionSlot, stores: KVStores, *, whole: bool) -> list[Violation]:
-    """Return the violations of one session.
-
-    Args:
-        slot: the session.
-        stores: where its pages are.
-        whole: read its whole row and path, not only what changed since its turn began.
-    """
+    """Return the violations of one session. `whole`: read its whole row and path, not only what
+    changed since its turn began."""
     name = slot.session_id
     return [Violation(f"{name}: {text}", name) for text in _check(slot, stores, whole=whole)]
 

@@ -17,11 +17,7 @@ class PinnedQuota:
     """
 
     def __init__(self, num_pages: int, stores: KVStores) -> None:
-        """Set the quota; no session is pinned yet.
-
-        Args:
-            num_pages: quota in pages of the largest pool; the same fraction of every other pool.
-            stores: the pools.
+        """Set the quota to `num_pages` of the largest pool, and the same fraction of every other.
 
         Raises:
             ValueError: the quota is the whole pool, so no other session could run.
@@ -54,11 +50,7 @@ class PinnedQuota:
         return self.pages(self._row_pages.get(session_id, 0))
 
     def check_room(self, session_id: SessionId, num_pages: int) -> None:
-        """Check that the quota allows a row of `num_pages` for one session.
-
-        Raises:
-            PinQuotaExceeded: it does not.
-        """
+        """Raise `PinQuotaExceeded` unless the quota allows a row of `num_pages` for a session."""
         own, wanted = self.pages_of(session_id), self.pages(num_pages)
         for index, (pool, quota) in enumerate(self.quota_pages.items()):
             others = self._held[index] - own[index]

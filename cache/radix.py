@@ -1,14 +1,9 @@
 """`RadixCache`: find, lock, insert, remove and evict published KV by its tokens.
 
 A radix tree over token ids per namespace, as in SGLang's RadixAttention (Zheng et al. 2023), with
-compressed edges that begin and end at page boundaries. A child is found by the tokens of its first
-page and compared in one numpy pass, so nothing relies on a hash alone.
-
-A lock is a receipt that ends at the end of a node. Locking inside an edge splits it first. A split
-puts the *new* node above, so receipts keep their node. Extending one costs O(new tokens).
-
-In bounded pools (`Component.is_bounded`) a page of an edge may be a tombstone, locks are per page
-(`cache.page_locks`), and a path is matched as far as a forward can continue from it.
+compressed edges that begin and end at page boundaries. A lock is a receipt that ends at the end of
+a node: locking inside an edge splits it first, and the *new* node goes above, so receipts keep
+theirs. In bounded pools locks are per page, see `cache.page_locks`.
 
 The tree books the pages that enter it from a lease or return to one. Evicted pages are still booked
 as TREE; the caller transfers them in the same call.
@@ -52,14 +47,7 @@ class RadixCache:
         components: Sequence[Component] = (),
         changes: Changes | None = None,
     ) -> None:
-        """Create an empty tree.
-
-        Args:
-            page_size: tokens per page.
-            ledgers: the accounts of every pool.
-            components: the rules of those pools; without them no pool is bounded.
-            changes: records which edges change.
-        """
+        """Create an empty tree. Without `components` no pool is bounded."""
         self._page_size = page_size
         self._ledgers = ledgers
         self._changes = changes if changes is not None else Changes()
@@ -102,10 +90,8 @@ class RadixCache:
         return receipt
 
     def advance(self, receipt: LockReceipt, match: MatchResult) -> PagesByPool:
-        """Extend a receipt over a match that begins where it ends.
-
-        Returns:
-            The pages locked in addition, in order of position.
+        """Extend a receipt over a match that begins where it ends; return the pages locked in
+        addition, in order of position.
 
         Raises:
             AuditFailed: the tree changed since the match, so its nodes may be split or removed.
@@ -235,10 +221,8 @@ class RadixCache:
         return evicted
 
     def remove_path(self, receipt: LockReceipt) -> PagesByPool:
-        """Unlock a receipt and remove the nodes that only it had locked, with all nodes below.
-
-        Returns:
-            Their pages, still booked as TREE.
+        """Unlock a receipt and remove the nodes that only it had locked, with all nodes below;
+        return their pages, still booked as TREE.
         """
         path = self.path(receipt)
         self.unlock(receipt)

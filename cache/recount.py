@@ -4,13 +4,8 @@ A recount visits every session, every row and every edge of the tree, adds up wh
 holds, and compares the sums at the end with the ledger, with the free list and with each other. It
 uses no count that other code maintains.
 
-It may be made in slices while sessions come and go. What changes after its visit is recorded
-(`cache.changes`) and visited again: its old record is subtracted from the sums, its new one added.
-Sums are compared when nothing is left to visit, so they describe one moment, and a change between
-two slices causes no false alarm. A recount finds everything that was wrong when it began and still
-is; what goes wrong meanwhile is found by it or by the next one. Every slice visits all that changed
-since the last slice and a number of others, so a recount ends under any traffic.
-
+It may be made in slices, see docs/memory.md: what changes after its visit is recorded in
+`cache.changes` and visited again, its old record is subtracted from the sums and its new one added.
 What is summed:
 
 * Pages: how many holders each page of a pool has. With the free list and the quarantine: once.
@@ -143,10 +138,7 @@ class Recount:
 
     def advance(self, num_units: int) -> bool:
         """Visit all that changed since the last call, and `num_units` other sessions, rows or
-        edges; large ones count more.
-
-        Returns:
-            Whether the recount is complete; `violations` is final then.
+        edges; large ones count more. Return whether it is complete, and `violations` final.
         """
         if self._cache.inspect().stores is not self._stores:
             # `rebuild` has replaced the stores: violations of the old ones no longer matter.

@@ -178,11 +178,8 @@ class SessionAwareCache:
         self._update_pinned(slot)
 
     def close(self, session_id: SessionId) -> bool:
-        """Remove a session, or mark it CLOSING while a turn has borrowed it.
-
-        Returns:
-            Whether it is removed now; otherwise the end of its turn removes it. True for an unknown
-            session, so closing twice is harmless.
+        """Remove a session, or mark it CLOSING while a turn has borrowed it. Return whether it is
+        removed now; True for an unknown session, so closing twice is harmless.
         """
         slot = self._slots.get(session_id)
         if slot is None:
@@ -211,10 +208,7 @@ class SessionAwareCache:
         has of its tokens. Allocates no pages. Leaves at least one token to compute. Repeating the
         call for the same turn changes nothing and returns the same loan.
 
-        Args:
-            base_len: tokens of the history that the turn builds on.
-            new_tokens: its input.
-            max_reuse_len: recompute from this position on, even if its KV is valid.
+        With `max_reuse_len`, recompute from this position on, even if its KV is valid.
 
         Raises:
             UnknownSession, SlotBusy, OutOfRows; HistoryMismatch: it is shorter than `base_len`.
@@ -325,19 +319,15 @@ class SessionAwareCache:
 
     def release_rollback_page(self, turn_id: TurnId) -> bool:
         """Free the page that a running turn keeps only for its rollback, which then ends at a page
-        boundary. The last resort for a turn that needs a page.
-
-        Returns:
-            Whether there was one.
+        boundary; return whether there was one. The last resort for a turn that needs a page.
         """
         return self._changing_turn(turn_id).lease.release_rollback_page()
 
     def retract(self, turn_id: TurnId) -> Tokens:
         """Publish and release the KV of a running turn, and commit nothing to the history.
 
-        Returns:
-            The turn's tokens after `base_len`, input and output: what a later `begin_turn` with
-            the same `base_len` appends to resume it.
+        Return its input and output: what a later `begin_turn` with the same `base_len` appends to
+        resume it.
         """
         turn = self._changing_turn(turn_id)
         slot, lease = turn.slot, turn.lease
@@ -375,9 +365,7 @@ class SessionAwareCache:
 
         Histories stay; every turn ends with the history as it was before it, CLOSING sessions are
         removed, all others are cold, and nothing is published. Quarantined pages stay quarantined.
-
-        Returns:
-            The sessions that had KV, as they were before.
+        Return the sessions that had KV, as they were before.
         """
         resident = [view for view in self.slots() if view.state is not SlotState.COLD]
         for turn in self._turns.values():
@@ -441,11 +429,7 @@ class SessionAwareCache:
         return {pool: ledger.snapshot() for pool, ledger in self._stores.ledgers.items()}
 
     def slot(self, session_id: SessionId) -> SlotView:
-        """Return one session as it is now.
-
-        Raises:
-            UnknownSession: there is none.
-        """
+        """Return one session as it is now; raise `UnknownSession` if there is none."""
         return SlotView.of(self._slot(session_id), self._stores.ledgers)
 
     def slots(self) -> Iterator[SlotView]:

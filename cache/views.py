@@ -89,12 +89,8 @@ class TurnLimits(NamedTuple):
 
         Pages of the pinned quota are not available to a turn. A bounded pool that holds the window
         at a turn's start and the pages of its next forwards holds a turn of any length.
-
-        Args:
-            stores: the pools.
-            pinned: the quota of pinned sessions.
-            max_len: tokens that a row can address.
-            num_ahead: positions that may be launched and not settled.
+        `max_len`: tokens that a row can address. `num_ahead`: positions that may be launched and
+        not settled.
         """
         row_pages, most_pages = stores.rows.row_pages, []
         for component in stores.components:
