@@ -74,12 +74,12 @@ class Headroom(NamedTuple):
 
 
 class TurnLimits(NamedTuple):
-    """Bound what one turn takes. `most_pages`: the most pages that a turn holds at a time beyond
-    those of its session, in the order of `SessionAwareCache.paged_pools`. `max_len`: the longest
-    context that a turn can reach if it has the pools to itself."""
+    """Bound what one turn takes. `max_turn_pages`: the most pages that it holds at a time beyond
+    those of its session, in the order of `SessionAwareCache.paged_pools`. `max_turn_len`: tokens
+    of the longest context that a turn can reach if it has the pools to itself."""
 
-    most_pages: tuple[int, ...]
-    max_len: int
+    max_turn_pages: tuple[int, ...]
+    max_turn_len: int
 
     @classmethod
     def of(
@@ -92,7 +92,7 @@ class TurnLimits(NamedTuple):
         `max_len`: tokens that a row can address. `num_ahead`: positions that may be launched and
         not settled.
         """
-        row_pages, most_pages = stores.rows.row_pages, []
+        row_pages, max_turn_pages = stores.rows.row_pages, []
         for component in stores.components:
             if component.pool not in stores.paged:
                 continue  # every row comes with its own states
@@ -101,8 +101,8 @@ class TurnLimits(NamedTuple):
             usable -= pinned.quota_pages[component.pool]
             if not component.is_bounded or component.parked_pages(row_pages) + most > usable:
                 max_len = min(max_len, usable * stores.page_size)
-            most_pages.append(most)
-        return cls(tuple(most_pages), max_len)
+            max_turn_pages.append(most)
+        return cls(tuple(max_turn_pages), max_len)
 
 
 class CacheParts(NamedTuple):

@@ -76,7 +76,7 @@ class CommandHandler:
         self._settler = settler
         self._outbox = outbox
         self._memory = memory
-        self.turn_capacity = scheduler.turn_capacity
+        self.turn_limits = scheduler.turn_limits
         self._num_submitted = 0
         self.is_shutting_down = False
 
@@ -142,7 +142,7 @@ class CommandHandler:
         turn = Turn(
             request=command,
             order=(now_s - priority_s, self._num_submitted),
-            max_new=min(sampling.max_tokens, self.turn_capacity.max_turn_len - context_len),
+            max_new=min(sampling.max_tokens, self.turn_limits.max_turn_len - context_len),
             clock=TurnClock(now_s),
         )
         if sampling.prompt_logprobs_from == 0:
@@ -176,10 +176,10 @@ class CommandHandler:
             return InvalidRequest("a submitted turn needs a seed", param="seed")
         if not self._are_tokens(command.tokens):
             return InvalidRequest("a token id is outside the vocabulary", param="input")
-        if context_len + min(1, sampling.max_tokens) > self.turn_capacity.max_turn_len:
+        if context_len + min(1, sampling.max_tokens) > self.turn_limits.max_turn_len:
             return ContextTooLong(
                 f"{context_len} tokens leave no room for an answer: a context may have "
-                f"{self.turn_capacity.max_turn_len} tokens"
+                f"{self.turn_limits.max_turn_len} tokens"
             )
         return None
 

@@ -84,6 +84,15 @@ class EngineConfig:
     speculation: Speculation = Speculation()
     retract_interval: int = 0
 
+    @property
+    def num_ahead(self) -> int:
+        """Return how many positions of one turn may be launched and not settled."""
+        return num_ahead(
+            chunk_tokens=self.chunk_tokens,
+            num_in_flight=self.num_in_flight,
+            num_drafts=self.speculation.num_drafts,
+        )
+
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_running", "max_waiting", "max_sessions", "chunk_tokens"):
             if getattr(self, name) < 1:

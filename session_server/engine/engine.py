@@ -33,7 +33,6 @@ from session_server.engine.scheduler import Scheduler
 from session_server.engine.scheduler_view import Limits
 from session_server.engine.settle import Settler
 from session_server.engine.stats import Counters
-from session_server.engine.turn_capacity import TurnCapacity
 from session_server.engine.turn_queue import WaitingQueue
 from session_server.engine.view import LiveView
 
@@ -88,8 +87,8 @@ class Engine:
         )
         self._outbox = Outbox()
         self.counters = Counters()
-        turn_capacity = TurnCapacity.of(cache, config)
-        self._scheduler = Scheduler(cache, self._outbox, self.counters, turn_capacity=turn_capacity)
+        turn_limits = cache.turn_limits(config.num_ahead)
+        self._scheduler = Scheduler(cache, self._outbox, self.counters, turn_limits=turn_limits)
         self._drafting = Drafting(cache, config.speculation)
         self._in_flight = InFlight(config.num_in_flight)
         watch = MemoryWatch(cache, config.memory, stopwatch)
@@ -123,8 +122,8 @@ class Engine:
 
     @property
     def max_turn_len(self) -> int:
-        """Return the tokens of the longest context that a turn may reach; see `TurnCapacity`."""
-        return self._scheduler.turn_capacity.max_turn_len
+        """Return the tokens of the longest context that a turn may reach; see `TurnLimits`."""
+        return self._scheduler.turn_limits.max_turn_len
 
     @property
     def is_in_flight(self) -> bool:
@@ -226,15 +225,17 @@ class Engine:
             return None, None
         # For such a turn the planner sees no other: none runs, is admitted or gives up pages.
         running = retry_alone[:1] if retry_alone else self._scheduler.running
-        max_new_pages = self._scheduler.turn_capacity.max_new_pages
-        queue = WaitingQueue(self._cache, max_new_pages) if retry_alone else self._scheduler.waiting
+        max_turn_pages = self._scheduler.turn_limits.max_turn_pages
+        queue = (
+            WaitingQueue(self._cache, max_turn_pages) if retry_alone else self._scheduler.waiting
+        )
         self._drafting.propose(running)
         if any(turn.is_held_back for turn in running):
             # Wait for the result, so that the next forward has all turns. Two forwards with half
             # of the turns each take nearly twice as long, and those held back would be in every
             # second one only.
             return None, None
-        view = LiveView(self._cache, running, queue, self.is_in_flight, max_new_pages)
+        view = LiveView(self._cache, running, queue, self.is_in_flight, max_turn_pages)
         plan = plan_step(view, self._limits)
         if plan.is_denial and plan.blocked is not None:
             queue.note_denial(plan.blocked, len(running), view.supply)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from cache.errors import OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.session_cache import SessionAwareCache
 from cache.types import SessionId, TurnId
+from cache.views import TurnLimits
 from session_server.core.batch import BatchRow
 from session_server.core.errors import QuotaExceeded, SessionServerError
 from session_server.core.events import SessionCooled, TurnStarted
@@ -17,7 +18,6 @@ from session_server.engine.plan import StepPlan
 from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.stats import Counters
 from session_server.engine.turn import Turn, TurnState
-from session_server.engine.turn_capacity import TurnCapacity
 from session_server.engine.turn_queue import TurnQueue, WaitingQueue, max_reuse
 
 
@@ -36,7 +36,7 @@ class Applied:
 class Scheduler:
     """Hold every live turn in one of two queues, both in `Turn.order`.
 
-    A session has at most one live turn. `turn_capacity`: what the pools allow one turn.
+    A session has at most one live turn. `turn_limits`: what the pools allow one turn.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Scheduler:
         outbox: Outbox,
         counters: Counters,
         *,
-        turn_capacity: TurnCapacity,
+        turn_limits: TurnLimits,
     ) -> None:
         self._cache = cache
         self._outbox = outbox
         self._counters = counters
         self._turns: dict[TurnId, Turn] = {}
         self._of_session: dict[SessionId, Turn] = {}
-        self.turn_capacity = turn_capacity
-        self.waiting = WaitingQueue(cache, turn_capacity.max_new_pages)
+        self.turn_limits = turn_limits
+        self.waiting = WaitingQueue(cache, turn_limits.max_turn_pages)
         self.running = TurnQueue()
 
     def __len__(self) -> int:

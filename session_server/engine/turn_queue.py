@@ -67,10 +67,10 @@ class _Known(NamedTuple):
 class Quotes:
     """Price waiting turns, and keep the prices while they hold."""
 
-    def __init__(self, cache: SessionAwareCache, max_new_pages: PoolPages) -> None:
-        """Start without prices. `max_new_pages`: that of `TurnCapacity`."""
+    def __init__(self, cache: SessionAwareCache, max_turn_pages: PoolPages) -> None:
+        """Start without prices. `max_turn_pages`: that of `TurnLimits`."""
         self._cache = cache
-        self._max_new_pages = max_new_pages
+        self._max_turn_pages = max_turn_pages
         self._known: dict[TurnId, _Known] = {}
 
     def of(self, turn: Turn) -> AdmissionQuote:
@@ -110,7 +110,7 @@ class Quotes:
         # One page beyond the context, so that its first tokens do not cause a retraction.
         soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.max_computed_len))
         num_pages = pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)
-        pages = tuple([min(num_pages, most) for most in self._max_new_pages])
+        pages = tuple([min(num_pages, most) for most in self._max_turn_pages])
         if match is not None:
             # Pages that its match locks cannot be evicted for other turns.
             pages = add_pages(pages, [tuple([match.evictable_pages[p] for p in cache.paged_pools])])
@@ -169,11 +169,11 @@ class _Denial(NamedTuple):
 class WaitingQueue(TurnQueue):
     """Hold turns that wait for admission."""
 
-    def __init__(self, cache: SessionAwareCache, max_new_pages: PoolPages) -> None:
+    def __init__(self, cache: SessionAwareCache, max_turn_pages: PoolPages) -> None:
         super().__init__()
         self._cache = cache
         self._denial: _Denial | None = None
-        self.quotes = Quotes(cache, max_new_pages)
+        self.quotes = Quotes(cache, max_turn_pages)
 
     def remove(self, turn: Turn) -> None:
         """Remove a turn and its quote."""

@@ -18,14 +18,14 @@ from session_server.engine.turn_queue import Supply, WaitingQueue
 class LiveView(msgspec.Struct, frozen=True, gc=False):
     """Show the planner live turns and the live cache. Valid until one of them changes.
 
-    Implements `SchedulerView`. `max_new_pages`: that of `TurnCapacity`.
+    Implements `SchedulerView`. `max_turn_pages`: that of `TurnLimits`.
     """
 
     cache: SessionAwareCache
     running_turns: Sequence[Turn]
     queue: WaitingQueue
     is_in_flight: bool
-    max_new_pages: PoolPages
+    max_turn_pages: PoolPages
 
     @property
     def running(self) -> Sequence[LiveRunning]:
@@ -113,7 +113,7 @@ class LiveRunning(msgspec.Struct, gc=False):
         cache, missing = self.view.cache, max(0, self.num_uncomputed - self.num_spare)
         num_pages = pages_for(missing, cache.spec.page_size)
         held_of = [self.loan.num_private(pool) for pool in cache.paged_pools]
-        room = zip(self.view.max_new_pages, held_of, strict=True)
+        room = zip(self.view.max_turn_pages, held_of, strict=True)
         return tuple(min(num_pages, max(0, most - held)) for most, held in room)
 
 

@@ -92,7 +92,7 @@ REFUSES_NO_LONG_TURN = Mutant(
     "vllm#39734, #1534 (X4)",
     Edit(
         "session_server.engine.command_handler:CommandHandler._input_refusal",
-        "if context_len + min(1, sampling.max_tokens) > self.turn_capacity.max_turn_len:",
+        "if context_len + min(1, sampling.max_tokens) > self.turn_limits.max_turn_len:",
         "if context_len + min(1, sampling.max_tokens) > self._cache.max_context_len:",
     ),
 )
@@ -102,7 +102,7 @@ OUTPUT_OUTGROWS_POOL = Mutant(
     "sglang#27024 (X2)",
     Edit(
         "session_server.engine.command_handler:CommandHandler._submit",
-        "self.turn_capacity.max_turn_len - context_len",
+        "self.turn_limits.max_turn_len - context_len",
         "self._cache.max_context_len - context_len",
     ),
 )

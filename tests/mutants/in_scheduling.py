@@ -49,8 +49,8 @@ TOO_LONG_IS_ADMITTED = Mutant(
     "vllm#39734 (X4)",
     Edit(
         "session_server.engine.command_handler:CommandHandler._input_refusal",
-        "context_len + min(1, sampling.max_tokens) > self.turn_capacity.max_turn_len",
-        "context_len > self.turn_capacity.max_turn_len",
+        "context_len + min(1, sampling.max_tokens) > self.turn_limits.max_turn_len",
+        "context_len > self.turn_limits.max_turn_len",
     ),
 )
 
