@@ -53,14 +53,16 @@ class OwnerBudget:
 
         Raises:
             ServerBusy: the server would hold more than `limit`.
-            QuotaExceeded: the owner would hold more than it may.
+            QuotaExceeded: the owner would hold more than its share, or more than it may now.
         """
         if owner.is_exempt:
             return
         total, held = self._total + amount, self.held_by(owner) + amount
-        if total > self._limit:
+        # More than its share is never allowed, however little others hold.
+        is_own_fault = owner.share < 1.0 and held > self._allowed(owner, 0)
+        if total > self._limit and not is_own_fault:
             raise ServerBusy(f"the server would hold {total:,} {self._noun} of {self._limit:,}")
-        allowed = self._allowed(owner, total)
+        allowed = self._allowed(owner, 0 if is_own_fault else total)
         if held > allowed:
             raise QuotaExceeded(f"you would hold {held:,} {self._noun}, and may hold {allowed:,}")
 

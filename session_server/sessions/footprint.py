@@ -84,6 +84,14 @@ def logprob_bytes(logprobs: Sequence[TokenLogprob]) -> int:
     return LOGPROB_BYTES * len(logprobs) + TOP_LOGPROB_BYTES * num_tops
 
 
+def max_score_bytes(sampling: SamplingParams, context_len: int) -> int:
+    """Return the most bytes that the logprobs of a turn take; `context_len` counts its prompt."""
+    num_scored = sampling.max_tokens if sampling.logprobs else 0
+    if sampling.prompt_logprobs_from is not None:
+        num_scored += max(0, context_len - sampling.prompt_logprobs_from)
+    return num_scored * (LOGPROB_BYTES + TOP_LOGPROB_BYTES * sampling.top_logprobs)
+
+
 def input_bytes(turn_input: TurnInput) -> int:
     """Return the bytes of a turn's input."""
     match turn_input:

@@ -9,10 +9,16 @@ from dataclasses import dataclass, field
 
 from session_server.core.errors import QuotaExceeded
 from session_server.core.owner import Owner
+from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import TurnRequest
 from session_server.sessions.budget import OwnerBudget
 from session_server.sessions.ended_turns import RECORD_BYTES
-from session_server.sessions.footprint import input_bytes, request_bytes, token_bytes
+from session_server.sessions.footprint import (
+    input_bytes,
+    max_score_bytes,
+    request_bytes,
+    token_bytes,
+)
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.session import Session
@@ -143,27 +149,32 @@ class Quotas:
         self.add_turn_bytes(owner, turn, request_bytes(turn.request))
 
     def add_turn_bytes(self, owner: Owner, turn: SessionTurn, num_bytes: int) -> None:
-        """Count further bytes of an unfinished turn: its prompt, answer or logprobs."""
+        """Count further bytes of an unfinished turn."""
         self.turn_bytes.add(owner, num_bytes)
         turn.held_bytes += num_bytes
 
-    def reserve(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
-        """Count the prompt of a turn about to run, and the bytes that its input and record will add
-        to the conversation.
+    def reserve(
+        self, session: Session, turn: SessionTurn, prompt: Prompt, sampling: SamplingParams
+    ) -> None:
+        """Count the prompt of a turn about to run, all scores that it asks for, and the bytes that
+        its input and record will add to the conversation.
+
+        Scores can take a thousand times the bytes of their tokens, so they are counted before the
+        first one is computed. `sampling` is clipped to the context.
 
         Raises:
             QuotaExceeded, ServerBusy: nothing was counted.
         """
-        num_bytes = token_bytes(len(prompt.tokens))
+        num_bytes = token_bytes(len(prompt.tokens)) + max_score_bytes(sampling, prompt.context_len)
         self.turn_bytes.check(session.owner, num_bytes)
         growth = session.transcript.growth(prompt, turn.request.turn_id) + RECORD_BYTES
         self.history_bytes.take(session.owner, growth)
         turn.reserved_bytes = growth
         self.add_turn_bytes(session.owner, turn, num_bytes)
 
-    def release(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
+    def release(self, session: Session, turn: SessionTurn) -> None:
         """Undo `reserve`, because the turn waits again."""
-        self.add_turn_bytes(session.owner, turn, -token_bytes(len(prompt.tokens)))
+        self.add_turn_bytes(session.owner, turn, request_bytes(turn.request) - turn.held_bytes)
         self.history_bytes.add(session.owner, -turn.reserved_bytes)
         turn.reserved_bytes = 0
 

@@ -195,8 +195,7 @@ class TurnFlow:
                     turn_id = turn.request.turn_id
                     session.journal.append(TurnProgress(turn_id, computed, cached, total))
             case PromptLogprobsComputed(logprobs=logprobs):
-                _submitted(turn).prompt_logprobs.extend(logprobs)
-                self._quotas.add_turn_bytes(session.owner, turn, logprob_bytes(logprobs))
+                _submitted(turn).prompt_logprobs.extend(logprobs)  # `reserve` has counted them
             case TokensProduced():
                 self._on_tokens(session, turn, event)
             case TurnFinished():
@@ -314,7 +313,7 @@ class TurnFlow:
         try:
             sampling = fit_sampling(turn.request.sampling, prompt, max_len)
             self._charge(session, turn, prompt)
-            self._quotas.reserve(session, turn, prompt)
+            self._quotas.reserve(session, turn, prompt, sampling)
         except SessionServerError as error:
             self._refuse(session, turn, error)
             return
@@ -334,7 +333,7 @@ class TurnFlow:
             self.counts.live -= 1
             self.counts.queued += 1
             self._waiting[session] = None
-            self._quotas.release(session, turn, prompt)
+            self._quotas.release(session, turn)
 
     def _charge(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
         """Charge the input once, however often the turn is sent to the engine again."""
@@ -418,7 +417,8 @@ class TurnFlow:
             event.logprobs[:num_taken],
         )
         session.journal.append(delta)
-        self._quotas.add_turn_bytes(session.owner, turn, entry_bytes(delta))
+        num_bytes = entry_bytes(delta) - logprob_bytes(delta.logprobs)  # `reserve` counted these
+        self._quotas.add_turn_bytes(session.owner, turn, num_bytes)
         stop = submitted.answer.matched
         if stop is not None:
             submitted.verdict = StopFound(stop)

@@ -82,3 +82,13 @@ def test_what_is_given_back_is_there_again_and_its_owner_forgotten() -> None:
     budget.take(Owner("b"), 10)
     with pytest.raises(AssertionError, match="given back twice"):
         budget.add(ALONE, -1)
+
+
+def test_more_than_a_share_is_the_owner_s_fault_even_if_the_server_is_full() -> None:
+    budget = OwnerBudget("bytes", 1000)
+    budget.take(of_many("hog"), 900)
+    half = Owner("half", share=0.5)
+    with pytest.raises(ServerBusy):
+        budget.take(half, 500)
+    with pytest.raises(QuotaExceeded, match="501 bytes, and may hold 500"):
+        budget.take(half, 501)

@@ -10,9 +10,17 @@ import pytest
 
 from session_server.core.errors import QuotaExceeded, ServerBusy, SessionServerError
 from session_server.core.owner import Owner
-from session_server.core.session_events import ChatInput, Message, TextInput
+from session_server.core.session_events import ChatInput, Message, TextInput, TurnEnd
 from session_server.sessions.ended_turns import RECORD_BYTES
-from session_server.sessions.footprint import LOGPROB_BYTES, TURN_BYTES, request_bytes
+from session_server.sessions.footprint import (
+    ENTRY_BYTES,
+    LOGPROB_BYTES,
+    TOP_LOGPROB_BYTES,
+    TURN_BYTES,
+    entry_bytes,
+    logprob_bytes,
+    request_bytes,
+)
 from session_server.sessions.quotas import InputRate, QuotaLimits, SessionLimits
 from session_server.sessions.views import OpenRequest
 from tests.sessions.recount import recount
@@ -215,13 +223,54 @@ class TestTurnBytes:
         session = world.open()
         world.submit(session, turn("1", max_tokens=50, ignore_eos=True, logprobs=True))
         held = world.manager._quotas.turn_bytes.total
-        assert held > TURN_BYTES
+        assert held > TURN_BYTES + 50 * LOGPROB_BYTES
         for _ in range(10):
             world.engine.step()
         world.engine.deliver()
-        assert world.manager._quotas.turn_bytes.total > held + 10 * LOGPROB_BYTES
+        assert world.manager._quotas.turn_bytes.total >= held + 10 * ENTRY_BYTES
         world.engine.run()
         assert world.manager._quotas.turn_bytes.total == 0
+
+    def test_scores_are_held_before_the_first_is_computed_and_never_exceed_that(self) -> None:
+        scored = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs_from": 1}
+        with World() as world:
+            session, counted = world.open(), world.manager._quotas.turn_bytes
+            world.submit(session, turn("1", (60,) * 11, max_tokens=1))
+            plain = counted.total
+            world.engine.run()
+            per_score = LOGPROB_BYTES + 2 * TOP_LOGPROB_BYTES
+            session = world.open()
+            world.submit(session, turn("1", (60,) * 11, max_tokens=5, ignore_eos=True, **scored))
+            assert counted.total == plain + (10 + 5) * per_score
+            turn_state = world.manager._sessions.get(OWNER, session).live
+            assert turn_state is not None
+            while not isinstance(entry := world.entries(session)[-1], TurnEnd):
+                assert counted.total <= plain + 15 * per_score + entry_bytes(entry) * 5
+                world.engine.step()
+                world.engine.deliver()
+            kept = entry.outcome.prompt_logprobs + entry.outcome.logprobs
+            assert logprob_bytes(kept) <= 15 * per_score
+            assert counted.total == 0
+
+    def test_scores_beyond_the_share_of_an_owner_are_refused_and_others_go_on(self) -> None:
+        hog, other = Owner("hog", share=0.1), Owner("other", share=0.5)
+        request = turn("1", (60,) * 600, prompt_logprobs_from=0, top_logprobs=20)
+        with World(quotas=QuotaLimits(turn_bytes=MIB)) as world:
+            session = world.open(owner=hog)
+            with pytest.raises(QuotaExceeded, match="bytes of unfinished turns"):
+                world.submit(session, request, owner=hog)
+            world.submit(session, turn("2"), owner=hog)
+            world.submit(world.open(owner=other), turn("1"), owner=other)
+            world.engine.run()
+            recount(world.manager)
+            assert world.manager._quotas.turn_bytes.total == 0
+
+    def test_a_turn_that_waits_again_holds_its_request_alone(self) -> None:
+        request = turn("1", (60,) * 11, prompt_logprobs_from=0, logprobs=True)
+        with World() as world:
+            world.engine.is_full = True
+            world.submit(world.open(), request)
+            assert world.manager._quotas.turn_bytes.total == request_bytes(request)
 
     def test_waiting_turns_of_one_owner_leave_room_for_others(self) -> None:
         hog, other = Owner("hog", share=0.5), Owner("other", share=0.5)
