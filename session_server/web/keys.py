@@ -15,6 +15,7 @@ from typing import Final
 from session_server.core.errors import Unauthorized
 from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner
 from session_server.protocol.messages import MAX_PRIORITY
+from session_server.sessions.budget import RESERVED_PART
 
 MAX_KEY_CHARS: Final = 512
 MAX_KEYS: Final = 10_000
@@ -111,11 +112,13 @@ def key_ring(
             raise InvalidKeys(f"{path}: {error}") from None
         grants |= _grants_in(text, str(path))
     is_alone = len({grant.owner_id for grant in grants.values()}) == 1
+    # Several owners leave the reserve of each other alone, whatever share a line sets.
+    default, most = (1.0, 1.0) if is_alone else (SHARE_OF_MANY, 1.0 - RESERVED_PART)
     owners = {
         digest: Owner(
             grant.owner_id,
             max_priority=max_priority if grant.max_priority is None else grant.max_priority,
-            share=grant.share or (1.0 if is_alone else SHARE_OF_MANY),
+            share=min(grant.share or default, most),
         )
         for digest, grant in grants.items()
     }

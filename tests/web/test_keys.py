@@ -17,6 +17,7 @@ from session_server.core.commands import SubmitTurn
 from session_server.core.errors import Unauthorized
 from session_server.core.owner import ANONYMOUS, KEY_VARIABLE, Owner
 from session_server.local_server import LocalServer
+from session_server.sessions.budget import RESERVED_PART
 from session_server.sessions.quotas import QuotaLimits
 from session_server.web import keys
 from session_server.web.keys import (
@@ -216,6 +217,9 @@ def test_one_owner_may_hold_everything_and_one_of_several_a_share(tmp_path: Path
     alone = ring_of(tmp_path / "keys", "a old\na new\n")
     assert (alone.owner_of("old").share, alone.owner_of("old").max_priority) == (1.0, 0)
     assert ring_of(tmp_path / "keys", "a old\nb new\n").owner_of("old").share == SHARE_OF_MANY
+    assert ring_of(tmp_path / "keys", "a old share=0.2\n").owner_of("old").share == 0.2
+    greedy = ring_of(tmp_path / "keys", "a old share=1\nb new share=0.95\n")
+    assert [greedy.owner_of(key).share for key in ("old", "new")] == [1.0 - RESERVED_PART] * 2
     ring = key_ring(given=None, environment=None, path=None, max_priority=5)
     assert (ring.owner_of(None).share, ring.owner_of(None).max_priority) == (1.0, 5)
 
