@@ -148,7 +148,7 @@ class SessionManager:
         A key of an open session gives that session again, if the request is the same.
 
         Raises:
-            SessionExists: the key came with another request.
+            SessionExists, SessionClosing: the key is another request's, or its session closes.
             ContextTooLong: no turn behind the messages could ever fit the context.
             TokenizeFailed: the tokenizer refused them. And whatever `open` raises.
         """

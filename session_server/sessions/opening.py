@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 
-from session_server.core.errors import SessionExists, UnsupportedOperation
+from session_server.core.errors import SessionClosing, SessionExists, UnsupportedOperation
 from session_server.core.owner import Owner
 from session_server.sessions.journal import Journal
 from session_server.sessions.quotas import SessionLimits
@@ -66,8 +66,15 @@ def fingerprint(request: OpenRequest) -> bytes:
 
 
 def check_repeated(session: Session, request: OpenRequest) -> None:
-    """Reject a different request with the idempotency key of an open session. Raises
-    SessionExists."""
+    """Reject a request with the idempotency key of an open session, unless it is the same again.
+
+    Raises:
+        SessionExists: it is another request.
+        SessionClosing: the session takes no turns any more; its key opens none before it is gone.
+    """
+    if session.closing is not None:
+        message = "the session of this key is closing: send the request again when it has closed"
+        raise SessionClosing(message, param="idempotency-key")
     if session.settings.request_digest != fingerprint(request):
         raise SessionExists("the key was used with another request", param="idempotency-key")
 

@@ -11,7 +11,7 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import dataclass
-from signal import SIGPROF
+from signal import SIGKILL, SIGPROF
 from typing import Final
 
 import msgspec
@@ -49,6 +49,10 @@ class _Child:
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+
+
+class _Killed(TokenizeFailed):
+    """Report that another process killed the child: an operator, or the system for memory."""
 
 
 class TemplateWorker:
@@ -97,8 +101,13 @@ class TemplateWorker:
             try:
                 if self._child is None or self._child.process.poll() is not None:
                     await self._spawn()
-                answer = await self._request(frame, self._limits.deadline_s)
-            except ModelFilesError as error:  # it compiled when the server started
+                try:
+                    answer = await self._request(frame, self._limits.deadline_s)
+                except _Killed:
+                    # Not the template's fault. It may have happened between two jobs.
+                    await self._spawn()
+                    answer = await self._request(frame, self._limits.deadline_s)
+            except (ModelFilesError, _Killed) as error:  # it compiled when the server started
                 raise TokenizeFailed(str(error), param="input") from error
         if isinstance(answer, NotRendered):
             raise TokenizeFailed(answer.message, param="input")
@@ -126,7 +135,7 @@ class TemplateWorker:
         """Send one message and return its reply. A process that does not reply is killed.
 
         Raises:
-            TokenizeFailed: it took too long, or it ended.
+            TokenizeFailed: it took too long, or it ended; `_Killed` if another process killed it.
         """
         child = self._child
         assert child is not None, "a request before the child was spawned"
@@ -145,22 +154,24 @@ class TemplateWorker:
                 f"the chat template took longer than {timeout_s:g} s", param="input"
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise TokenizeFailed(await self._exit_reason(child), param="input") from None
+            raise await self._exit_reason(child) from None
         finally:
             # Otherwise a late reply would be read as the reply to the next job.
             if answer is None:
                 self._kill()
         return answer
 
-    async def _exit_reason(self, child: _Child) -> str:
+    async def _exit_reason(self, child: _Child) -> TokenizeFailed:
         status: int | None = None
         try:
             status = await asyncio.to_thread(child.process.wait, self._limits.deadline_s)
         except subprocess.TimeoutExpired:
             child.process.kill()  # it closed its socket but still runs
         if status == -SIGPROF:
-            return f"the chat template took more than {self._limits.cpu_s:g} s of processor time"
-        return f"the process of the chat template ended (status {status})"
+            message = f"the chat template took more than {self._limits.cpu_s:g} s of processor time"
+            return TokenizeFailed(message, param="input")
+        kind = _Killed if status == -SIGKILL else TokenizeFailed
+        return kind(f"the process of the chat template ended (status {status})", param="input")
 
     def _kill(self) -> None:
         child, self._child = self._child, None

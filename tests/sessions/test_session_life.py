@@ -89,6 +89,19 @@ class TestLife:
             answer = Message("assistant", f"<think>{'word ' * 2000}</think>Yes.")
             world.create(messages=(Message("user", "Hello"), answer))
 
+    def test_the_key_of_a_session_that_closes_opens_none_until_it_has_closed(
+        self, world: World
+    ) -> None:
+        session = world.create(idempotency_key="k")
+        assert world.create(idempotency_key="k") == session
+        world.submit(session, turn("1", max_tokens=50, ignore_eos=True))
+        world.manager.close(OWNER, session)
+        with pytest.raises(SessionClosing, match="this key is closing") as refused:
+            world.create(idempotency_key="k")
+        assert refused.value.param == "idempotency-key"
+        world.engine.run()
+        assert world.manager.get(OWNER, world.create(idempotency_key="k")).state == "cold"
+
     def test_nobody_pins_a_session_where_no_memory_is_kept_for_it(self) -> None:
         with World(limits=SessionLimits(allows_pinned=False)) as world:
             with pytest.raises(UnsupportedOperation, match="--pinned-fraction") as refused:

@@ -19,7 +19,7 @@ from session_server.core.errors import TokenizeFailed
 from session_server.core.session_events import Message
 from session_server.text.chat_template import RenderFrame, RenderJob, TemplateSource
 from session_server.text.model_files import ModelFilesError
-from session_server.text.template_child import HEADER, ChildSettings
+from session_server.text.template_child import HEADER, Answer, ChildSettings
 from session_server.text.template_worker import RenderLimits, TemplateWorker
 from tests.text.local_text import LocalRenderer
 
@@ -116,6 +116,34 @@ def test_a_worker_that_died_at_rest_is_started_again_for_the_next_job() -> None:
             os.kill(renderer.pid, signal.SIGKILL)
             os.waitid(os.P_PID, renderer.pid, os.WEXITED | os.WNOWAIT)
             assert await renderer.render(job("a")) == ["a 10:00 CET"]
+
+    asyncio.run(kill())
+
+
+@pytest.mark.parametrize("num_kills", [1, 2])
+def test_a_job_whose_worker_is_killed_by_others_is_given_to_one_more(num_kills: int) -> None:
+    async def kill() -> None:
+        async with worker() as renderer:
+            pids = set[int]()
+            request = renderer._request
+
+            async def killed(frame: bytes, timeout_s: float) -> Answer:
+                if b"killed job" in frame and len(pids) < num_kills:
+                    assert renderer.pid is not None
+                    pids.add(renderer.pid)
+                    os.kill(renderer.pid, signal.SIGSTOP)  # so that it does not answer before
+                    os.kill(renderer.pid, signal.SIGKILL)
+                return await request(frame, timeout_s)
+
+            renderer._request = killed  # type: ignore[method-assign]
+            if num_kills == 1:
+                assert await renderer.render(job("killed job")) == ["killed job 10:00 CET"]
+            else:
+                with pytest.raises(TokenizeFailed, match=r"ended \(status -9\)") as failed:
+                    await renderer.render(job("killed job"))
+                assert type(failed.value) is TokenizeFailed, "the class names the wire error"
+            assert len(pids) == num_kills
+            assert await renderer.render(job("b")) == ["b 10:00 CET"]
 
     asyncio.run(kill())
 
