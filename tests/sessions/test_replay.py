@@ -9,7 +9,12 @@ from hypothesis import given, settings
 from session_server.core.session_events import SessionClosed, TurnDelta
 from session_server.sessions.footprint import entry_bytes
 from session_server.sessions.journal import Journal, JournalLimits
-from session_server.sessions.replay import ENTRIES_PER_SLICE, OVERSIZE_GRACE_S, Replay
+from session_server.sessions.replay import (
+    ENTRIES_PER_SLICE,
+    OVERSIZE_GRACE_S,
+    SWEPT_PER_ENTRY,
+    Replay,
+)
 
 DELTA = TurnDelta("t", "i", "x" * 100, ())
 SIZE = entry_bytes(DELTA)
@@ -108,12 +113,44 @@ def test_entries_dropped_by_their_own_journals_leave_nothing_behind() -> None:
     journals = Journals(1, max_bytes=1 << 30)
     journals.all[0] = journals.new(max_bytes=2 * SIZE)
     journals.write(*[0] * 10_000)
-    assert len(journals.replay._journals) < 2000
+    assert journals.replay._num_elements < 2000
     journals.all[0] = journals.new()
     journals.write(*[0] * 5000)
     assert journals.replay.num_bytes == 5000 * SIZE
     del journals.all[0]
     assert journals.replay.num_bytes == 0
+
+
+def test_a_sweep_looks_at_a_few_elements_with_each_entry_and_keeps_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    journals = Journals(4, max_bytes=1 << 30)
+    journals.write(*[0, 1] * 4000)
+    journals.all[0] = journals.new()  # the elements of the other are void now
+    looks, first_seq = [0], Journal.first_seq.fget
+    assert first_seq is not None
+
+    def look(journal: Journal) -> int:
+        looks[0] += 1
+        return first_seq(journal)
+
+    monkeypatch.setattr(Journal, "first_seq", property(look))
+    journals.all[3] = journals.new(max_bytes=SIZE)
+    most, elements = 0, [journals.replay._num_elements]
+    for _ in range(2500):
+        looks[0] = 0
+        journals.write(3)
+        most = max(most, looks[0])
+        elements.append(journals.replay._num_elements)
+    assert 0 < most <= SWEPT_PER_ENTRY
+    assert max(elements) < 2 * 4001 + 1100
+    assert min(elements[1000:]) < 5500, "swept"
+    assert journals.kept == [0, 4000, 0, 1]
+    journals.replay._max_bytes = 10 * SIZE
+    journals.write(2)
+    assert journals.kept == [0, 8, 1, 1]
+    journals.write(2, 2, 2, 2, 2, 2, 2, 2)
+    assert journals.kept == [0, 0, 9, 1]
 
 
 def test_an_entry_larger_than_its_journal_may_be_goes_once_it_could_be_read() -> None:
