@@ -23,7 +23,7 @@ class FinishReason(enum.Enum):
     CANCELLED = "cancelled"
 
 
-class TurnTimings(msgspec.Struct, frozen=True, kw_only=True):
+class TurnTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Hold the durations of one turn as the engine saw them, in milliseconds.
 
     `queue_ms`: submit to first admission. `prefill_ms`: admission to prompt computed. `ttft_ms`:

@@ -3,12 +3,18 @@
 `sessions` writes them, `protocol` turns them into frames of each dialect. The entries of a turn are
 `TurnCreated`, any number of `TurnProgress` and `TurnDelta`, then exactly one of `TurnCompleted`,
 `TurnCancelled`, `TurnFailedEntry`. `turn_id` is the client's id of the turn.
+
+Journals keep hundreds of thousands of entries, and a collection of the cyclic garbage collector
+walks every object that it tracks. Entries refer to no cycle, so they are structs that it does not
+track (`gc=False`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from session_server.core.events import TurnTimings
 from session_server.core.sampling import SamplingParams, TokenLogprob
@@ -23,8 +29,7 @@ CancelReason = Literal["client_cancelled", "disconnected", "session_closed", "dr
 CloseReason = Literal["client", "expired", "draining"]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, gc=False):
     """Hold one chat message; `role` is a `Role`, checked where messages come in."""
 
     role: str
@@ -85,8 +90,7 @@ class TurnRequest:
     on_disconnect: Literal["detach", "cancel"] = "detach"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenUsage:
+class TokenUsage(msgspec.Struct, frozen=True, gc=False):
     """Count the tokens of a turn.
 
     `input_tokens`: the whole context, of which `cached_tokens` were not computed again and
@@ -108,16 +112,14 @@ class TokenUsage:
         return self.input_tokens + self.output_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class TurnCreated:
+class TurnCreated(msgspec.Struct, frozen=True, gc=False):
     """Record that a turn was accepted; `position` turns of the session run before it."""
 
     turn_id: str
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class TurnProgress:
+class TurnProgress(msgspec.Struct, frozen=True, gc=False):
     """Record prefill: `processed` of `total` context tokens are done, `cached` of them reused."""
 
     turn_id: str
@@ -126,8 +128,7 @@ class TurnProgress:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class TurnDelta:
+class TurnDelta(msgspec.Struct, frozen=True, gc=False):
     """Record new text and the tokens behind it.
 
     Text may come later than its tokens: incomplete UTF-8, possible stop strings.
@@ -140,8 +141,7 @@ class TurnDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """Hold what every final entry of a turn has. `text` is the whole answer that stays."""
 
     item_id: str
@@ -153,8 +153,7 @@ class Outcome:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TurnCompleted:
+class TurnCompleted(msgspec.Struct, frozen=True, gc=False):
     """Record that a turn ended well. `matched`: the stop token id or stop string, if any."""
 
     turn_id: str
@@ -163,8 +162,7 @@ class TurnCompleted:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class TurnCancelled:
+class TurnCancelled(msgspec.Struct, frozen=True, gc=False):
     """Record a cancel. Unless `kept_partial`, the history is as before the turn."""
 
     turn_id: str
@@ -173,8 +171,7 @@ class TurnCancelled:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class TurnFailedEntry:
+class TurnFailedEntry(msgspec.Struct, frozen=True, gc=False):
     """Record that an error ended a turn; the history is as before it. `code`: a wire code."""
 
     turn_id: str
@@ -184,31 +181,27 @@ class TurnFailedEntry:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class SessionStateChanged:
+class SessionStateChanged(msgspec.Struct, frozen=True, gc=False):
     """Record that the session's KV is resident, or is cold and why."""
 
     state: Literal["resident", "cold"]
     reason: StateReason
 
 
-@dataclass(frozen=True, slots=True)
-class SessionUpdated:
+class SessionUpdated(msgspec.Struct, frozen=True, gc=False):
     """Record that session settings changed, with the settings that hold now."""
 
     ttl_s: float
-    metadata: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class SessionDraining:
+class SessionDraining(msgspec.Struct, frozen=True, gc=False):
     """Record that the server shuts down; running turns have `deadline_s` seconds left."""
 
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SessionClosed:
+class SessionClosed(msgspec.Struct, frozen=True, gc=False):
     """Record the end of the session; the last entry of a journal."""
 
     reason: CloseReason

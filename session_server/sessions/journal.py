@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from session_server.core.session_events import SessionClosed, SessionEntry
 from session_server.sessions.footprint import entry_bytes
 from session_server.sessions.replay import Replay
@@ -48,8 +50,7 @@ class JournalLimits:
     max_age_s: float = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class JournalEntry:
+class JournalEntry(msgspec.Struct, frozen=True, gc=False):
     """Hold one entry as readers get it. `seq` counts from 1 without gaps; `at_s` is monotonic
     time."""
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from session_server.core.events import EngineReady, EngineStats
 from session_server.core.session_events import Message, SessionState, TurnEnd
 
@@ -86,8 +88,7 @@ class TurnView:
     end: TurnEnd | None
 
 
-@dataclass(frozen=True, slots=True)
-class ItemView:
+class ItemView(msgspec.Struct, frozen=True, gc=False):
     """Describe one item of a conversation. `end_len` is the number of history tokens up to its
     turn's input, or up to its own end for an answer. Raw text and token inputs have role "raw"
     (`text` is empty for ids)."""

@@ -9,9 +9,10 @@ tokens off; everything else gets exactly the ids of the joint render.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from datetime import datetime
 from typing import Final, get_args
+
+from msgspec import structs
 
 from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.core.session_events import Message, Role
@@ -203,11 +204,11 @@ class ChatEncoder:
             The text without and with marks.
         """
         to_marks = {ord(char): mark for char, mark in marks.items()}
-        every = [replace(m, content=m.content.translate(to_marks)) for m in messages]
+        every = [structs.replace(m, content=m.content.translate(to_marks)) for m in messages]
         plain, marked = yield from self._render(before, [messages, every], frame)
         if _unmark(marked, {mark: char for char, mark in marks.items()}) != plain:
             few = [
-                replace(message, content=self._mark_controls(message.content, marks))
+                structs.replace(message, content=self._mark_controls(message.content, marks))
                 for message in messages
             ]
             (marked,) = yield from self._render(before, [few], frame)

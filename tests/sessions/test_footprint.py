@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
+from typing import get_args
 
 import msgspec
 import pytest
@@ -31,10 +32,11 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.ended_turns import RECORD_BYTES, EndedTurns
 from session_server.sessions.footprint import entry_bytes, request_bytes
-from session_server.sessions.journal import Journal, JournalLimits
+from session_server.sessions.journal import Journal, JournalEntry, JournalLimits
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import SessionTurn
+from session_server.sessions.views import ItemView
 from tests.sessions.world import OWNER, World, turn
 
 ALIGNMENT = 16
@@ -114,6 +116,31 @@ def test_a_journal_counts_about_what_its_entries_take(name: str) -> None:
     estimate, real = journal.num_bytes, kept_bytes(journal) - empty
     assert estimate == 20 * entry_bytes(entry)
     assert WITHIN[0] <= estimate / real <= WITHIN[1], (estimate, real)
+
+
+def test_nothing_that_a_journal_or_a_conversation_keeps_is_walked_by_a_full_collection() -> None:
+    """A collection that walks every entry stops the event loop for hundreds of milliseconds."""
+    kinds = (*get_args(SessionEntry), JournalEntry, ItemView, Message, Outcome, TokenUsage)
+    assert all(issubclass(kind, msgspec.Struct) for kind in kinds)
+    journal = Journal(JournalLimits(max_bytes=1 << 30))
+
+    def collect() -> None:
+        # A collection stops to track tuples of numbers, the next one tuples of such tuples.
+        for _ in range(3):
+            gc.collect()
+
+    def fill() -> None:
+        for entry in ENTRIES.values():
+            for _ in range(20):
+                journal.append(msgspec.json.decode(msgspec.json.encode(entry), type=type(entry)))
+
+    fill()
+    collect()
+    before = len(gc.get_objects())
+    fill()
+    collect()
+    assert len(gc.get_objects()) - before < 10
+    assert not any(map(gc.is_tracked, journal._entries))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from msgspec import structs
 
 from session_server.core.commands import CancelTurn, StopTurn, SubmitTurn
 from session_server.core.errors import (
@@ -51,13 +52,13 @@ def user(text: str, *, after: str = "") -> str:
 def short(end: TurnEnd | None) -> TurnEnd:
     """What is left of a turn's end once the journal has dropped it."""
     assert end is not None
-    rest = replace(end, outcome=replace(end.outcome, token_ids=(), timings=None))
+    rest = structs.replace(end, outcome=structs.replace(end.outcome, token_ids=(), timings=None))
     match rest:
         case TurnCompleted():
-            return replace(rest, matched=None)
+            return structs.replace(rest, matched=None)
         case TurnFailedEntry():
             text = "The turn failed. What was said about it then is no longer kept."
-            return replace(rest, message=text)
+            return structs.replace(rest, message=text)
         case _:
             return rest
 
