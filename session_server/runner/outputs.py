@@ -101,13 +101,11 @@ class StepOutputs:
         return tuple(results)
 
 
+@dataclass(frozen=True, slots=True)
 class FinishedStep:
     """Hold the result of a finished step. Implements `core.batch.PendingStep`."""
 
-    __slots__ = ("_result",)
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    result: StepResult
 
     def is_done(self) -> bool:
         """Return True."""
@@ -115,26 +113,17 @@ class FinishedStep:
 
     def wait(self) -> StepResult:
         """Return the result."""
-        return self._result
+        return self.result
 
 
+@dataclass(frozen=True, slots=True)
 class EventStep:
     """Track a step that runs on a CUDA stream. Implements `core.batch.PendingStep`."""
 
-    __slots__ = ("_finished", "_outputs", "_started", "_step")
-
-    def __init__(
-        self,
-        step: int,
-        outputs: StepOutputs,
-        *,
-        started: torch.cuda.Event,
-        finished: torch.cuda.Event,
-    ) -> None:
-        self._step = step
-        self._outputs = outputs
-        self._started = started
-        self._finished = finished
+    step: int
+    outputs: StepOutputs
+    started: torch.cuda.Event
+    finished: torch.cuda.Event
 
     @classmethod
     def record(cls, step: int, execute: Callable[[], StepOutputs]) -> EventStep:
@@ -144,20 +133,20 @@ class EventStep:
         outputs = execute()
         outputs.start_copies()
         finished.record()
-        return cls(step, outputs, started=started, finished=finished)
+        return cls(step, outputs, started, finished)
 
     def is_done(self) -> bool:
         """Return whether the device has passed the last event."""
-        return bool(self._finished.query())  # type: ignore[no-untyped-call]
+        return bool(self.finished.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> StepResult:
         """Wait for the device; its failure becomes the result's `error`."""
         try:
-            self._finished.synchronize()
-            elapsed_s = self._started.elapsed_time(self._finished) / 1e3
-            return self._outputs.result(self._step, elapsed_s)
+            self.finished.synchronize()
+            elapsed_s = self.started.elapsed_time(self.finished) / 1e3
+            return self.outputs.result(self.step, elapsed_s)
         except RuntimeError as error:
-            return failed_step(self._step, error, 0.0).wait()
+            return failed_step(self.step, error, 0.0).wait()
 
 
 def failed_step(step: int, error: BaseException, elapsed_s: float) -> FinishedStep:
