@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -21,14 +20,7 @@ from session_server.runner.mxfp4 import take_mxfp4
 def take_ffn(
     ffn: MlpConfig | MoeConfig, hidden: int, tensors: WeightSource, prefix: str
 ) -> GatedMlp | MixtureOfExperts:
-    """Load the feed-forward of a layer.
-
-    Args:
-        ffn: its config.
-        hidden: size of inputs and outputs.
-        tensors: the weights.
-        prefix: of the tensors' names.
-    """
+    """Load the feed-forward of a layer; `prefix` begins its tensors' names."""
     if isinstance(ffn, MlpConfig):
         return _dense(ffn, hidden, tensors, prefix)
     router, inner, beside, experts = _LAYOUTS[ffn.layout]
@@ -67,11 +59,10 @@ def _qwen_experts(
     moe: MoeConfig, hidden: int, tensors: WeightSource, prefix: str
 ) -> Iterator[GatedMlp]:
     """Load experts stored one by one, as on the hub, or stacked, as v5 saves them."""
-    if not tensors.has(f"{prefix}gate_up_proj"):
-        for index in range(moe.num_experts):
-            yield _dense(moe.expert, hidden, tensors, f"{prefix}{index}.")
-        return
-    yield from _stacked(moe, hidden, tensors, (f"{prefix}gate_up_proj", f"{prefix}down_proj"))
+    if tensors.has(f"{prefix}gate_up_proj"):
+        return _stacked(moe, hidden, tensors, (f"{prefix}gate_up_proj", f"{prefix}down_proj"))
+    prefixes = (f"{prefix}{index}." for index in range(moe.num_experts))
+    return (_dense(moe.expert, hidden, tensors, of_expert) for of_expert in prefixes)
 
 
 def _granite_experts(
@@ -123,16 +114,11 @@ def _gate_first(rows: Tensor) -> Tensor:
 
 _TakeExperts = Callable[[MoeConfig, int, WeightSource, str], Iterator[GatedMlp]]
 
-_LAYOUTS: Final[Mapping[ExpertLayout, tuple[str, str, str, _TakeExperts]]] = MappingProxyType(
-    {
-        ExpertLayout.QWEN: ("gate", "experts.", "shared_experts.", _qwen_experts),
-        ExpertLayout.GRANITE: (
-            "block_sparse_moe.router.layer",
-            "block_sparse_moe.",
-            "shared_mlp.",
-            _granite_experts,
-        ),
-        ExpertLayout.GPT_OSS: ("router", "experts.", "", _gpt_oss_experts),
-    }
-)
+_MOE: Final = "block_sparse_moe."
+
+_LAYOUTS: Final[Mapping[ExpertLayout, tuple[str, str, str, _TakeExperts]]] = {
+    ExpertLayout.QWEN: ("gate", "experts.", "shared_experts.", _qwen_experts),
+    ExpertLayout.GRANITE: (f"{_MOE}router.layer", _MOE, "shared_mlp.", _granite_experts),
+    ExpertLayout.GPT_OSS: ("router", "experts.", "", _gpt_oss_experts),
+}
 """Names of router, experts and shared expert, and the function that loads the experts."""

@@ -13,7 +13,6 @@ comparison fails there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -27,9 +26,11 @@ from session_server.core.batch import Probe
 from session_server.runner.inputs import ForwardInputs
 from session_server.runner.paged_decoder import PagedDecoder
 
-TOLERANCES: Final[Mapping[torch.dtype, float]] = MappingProxyType(
-    {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
-)
+TOLERANCES: Final[Mapping[torch.dtype, float]] = {
+    torch.float32: 1e-3,
+    torch.float16: 0.1,
+    torch.bfloat16: 0.5,
+}
 """Largest `deviation` that rounding explains. Measured on the embedded model, over prefills in
 chunks of every size, decoding alone and in batches, on both backends: correct pages deviate by at
 most 9e-6, 0.007 and 0.06 (by 7e-6, 0.013 and 0.09 in 24 layers of random weights); foreign or
@@ -96,12 +97,8 @@ def deviation(computed: Tensor, kept: Tensor) -> Tensor:
     A position is measured against its own norm or the page's mean one, whichever is larger, so that
     a position with hardly any content is not judged by its rounding.
 
-    Args:
-        computed, kept: one part of a page, [layers, heads, positions, elements]: K, V, the latent
-            of MLA, or its rotary key.
-
-    Returns:
-        float32 [layers, positions].
+    Both are one part of a page, [layers, heads, positions, elements]: K, V, the latent of MLA, or
+    its rotary key. The result is float32 [layers, positions].
     """
     right = computed.float()
     norms = right.square().sum((1, 3))
