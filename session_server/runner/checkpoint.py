@@ -67,12 +67,7 @@ class ExpectedTensors(WeightSource):
     """
 
     def __init__(self, names: Iterable[str], dtype: torch.dtype = torch.float32) -> None:
-        """Create an empty record.
-
-        Args:
-            names: the tensors that exist.
-            dtype: that of the model.
-        """
+        """Create an empty record for a checkpoint that has the tensors `names`."""
         self._names = frozenset(names)
         self.dtype = dtype
         self.shapes: dict[str, Shape] = {}
@@ -163,13 +158,7 @@ class TensorReader(WeightSource):
     """Copy tensors out of a checkpoint; a context manager that holds one file at a time."""
 
     def __init__(self, checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Create the reader.
-
-        Args:
-            checkpoint: already checked.
-            device: where the copies go.
-            dtype: that of the tensors that `take` returns.
-        """
+        """Create a reader of a checked checkpoint; `take` returns copies of `dtype` on `device`."""
         self._tensors = checkpoint.tensors
         self._device = device
         self.dtype = dtype

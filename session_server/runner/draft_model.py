@@ -28,8 +28,6 @@ from session_server.runner.verification import SampleSpan
 class DraftModel:
     """Propose drafts for the rows that have drafts but do not bring them."""
 
-    __slots__ = ("_last_drafts", "_model", "_sampler", "_steps")
-
     def __init__(
         self,
         model: PagedDecoder,
@@ -38,13 +36,9 @@ class DraftModel:
         *,
         num_rows: int,
     ) -> None:
-        """Create the draft model.
+        """Create the draft model; `tables` and `sampler` are the target's, as is the vocabulary.
 
-        Args:
-            model: has the target's vocabulary and device.
-            tables: the target's page tables.
-            sampler: the target's sampler.
-            num_rows: rows of the tables, the padding row excluded.
+        `num_rows`: rows of the tables, the padding row excluded.
         """
         self._model = model
         self._sampler = sampler
@@ -53,11 +47,9 @@ class DraftModel:
         self._steps = InputBuilder(tables, page_size=model.page_size, last_tokens=self._last_drafts)
 
     def propose(self, certain: ForwardInputs, batch: Batch) -> Tensor | None:
-        """Compute a forward's certain tokens, then propose drafts.
+        """Compute a forward's certain tokens, then propose drafts for rows started in the sampler.
 
-        Args:
-            certain: the inputs of the forward without the drafts that are still missing.
-            batch: the forward; rows with missing drafts were started in the sampler.
+        `certain`: the inputs of `batch` without the drafts that are still missing.
 
         Returns:
             int64 [n, most drafts of a row], as `InputBuilder.build` takes them; None if no row

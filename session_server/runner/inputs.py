@@ -51,17 +51,12 @@ class ForwardInputs:
 class InputBuilder:
     """Build inputs on the host and move them to the device in one copy."""
 
-    __slots__ = ("_device", "_last_tokens", "_page_size", "_tables")
-
     def __init__(
         self, tables: Mapping[PoolName, PageTable], *, page_size: int, last_tokens: Tensor
     ) -> None:
-        """Create the builder.
+        """Create the builder; `tables` already hold a batch's pages when `build` is called.
 
-        Args:
-            tables: already hold the pages of a batch when `build` is called.
-            page_size: of all pools.
-            last_tokens: int64 [rows + 1] on the device: what each row sampled last.
+        `last_tokens`: int64 [rows + 1] on the device: what each row sampled last.
         """
         self._tables = tables
         self._page_size = page_size
@@ -71,10 +66,8 @@ class InputBuilder:
     def build(self, batch: Batch, drafts: Tensor | None = None) -> ForwardInputs:
         """Build the inputs of one forward.
 
-        Args:
-            batch: what to compute.
-            drafts: int64 [n, most drafts of a row], on the device, for the rows that have drafts
-                but do not bring them, in the order of the batch.
+        `drafts`: int64 [n, most drafts of a row], on the device, for the rows that have drafts but
+        do not bring them, in the order of the batch.
         """
         rows = batch.rows
         spans, offsets = _order_spans(rows)

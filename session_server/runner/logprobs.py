@@ -42,12 +42,9 @@ class DeviceLogprobs:
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, *, num_top: int) -> DeviceLogprobs:
-    """Compute logprobs from raw logits.
+    """Compute logprobs of the tokens `chosen`, int64 [n], and of `num_top` alternatives per row.
 
-    Args:
-        logits: float32 [n, vocab].
-        chosen: int64 [n], the tokens whose logprobs are returned.
-        num_top: alternatives per row.
+    `logits`: float32 [n, vocab], raw.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     of_chosen = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1)

@@ -15,14 +15,7 @@ NORM_EPS: Final = 1e-6
 
 
 def take_mla(mixer: MlaConfig, hidden: int, tensors: WeightSource, prefix: str) -> MlaWeights:
-    """Load the latent attention of a layer.
-
-    Args:
-        mixer: its config.
-        hidden: size of inputs and outputs.
-        tensors: the weights.
-        prefix: of the tensors' names.
-    """
+    """Load the latent attention of a layer; `prefix` begins its tensors' names."""
     heads, width = mixer.num_heads, mixer.qk_nope_head_dim + mixer.v_head_dim
     up = tensors.take(f"{prefix}kv_b_proj.weight", heads * width, mixer.kv_lora_rank)
     output = tensors.take(f"{prefix}o_proj.weight", hidden, heads * mixer.v_head_dim)

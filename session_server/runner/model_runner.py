@@ -56,16 +56,11 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         draft: Decoder | None = None,
     ) -> None:
-        """Allocate the pools.
+        """Allocate the pools; arguments as those of `PagedDecoder`.
 
-        Args:
-            decoder: the model; decides device and dtype.
-            spec: made by `decoder.config.cache_spec` for the same dtype; gives the dtype of KV.
-            capacity: pages and rows; the same that the cache uses.
-            backend: of attention; "auto" is "cpu" on a CPU and "torch" elsewhere.
-            eos_token_ids: held back until a turn's `min_tokens`.
-            draft: proposes the drafts that rows do not bring; has the same vocabulary, device and
-                dtype.
+        `capacity`: the same that the cache uses. `eos_token_ids`: held back until a turn's
+        `min_tokens`. `draft`: proposes the drafts that rows do not bring; has the same vocabulary,
+        device and dtype.
         """
         device, page_size, num_rows = decoder.device, spec.page_size, capacity.num_rows
         max_pages = pages_for(capacity.max_context_len, page_size)

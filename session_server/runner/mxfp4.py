@@ -25,10 +25,7 @@ MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def take_mxfp4(tensors: WeightSource, name: str, shape: tuple[int, int, int]) -> Tensor:
     """Load `NAME_blocks` and `NAME_scales`.
 
-    Args:
-        tensors: the weights.
-        name: of the weight.
-        shape: [experts, outputs, inputs] of the result; inputs are whole blocks.
+    `shape`: [experts, outputs, inputs] of the result; inputs are whole blocks.
     """
     num_experts, outputs, inputs = shape
     num_blocks = inputs // BLOCK

@@ -26,21 +26,15 @@ def noise_key(seed: int, position: int) -> int:
 class TokenNoise:
     """Generate standard exponential variates, one per token id."""
 
-    __slots__ = ("_counters",)
-
     def __init__(self, vocab_size: int, *, device: torch.device) -> None:
         steps = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device)
         self._counters = steps * _signed(_GOLDEN)
 
     def exponentials(self, keys: Tensor, token_ids: Tensor | None = None) -> Tensor:
-        """Return Exp(1) variates, float32, in (0, inf].
+        """Return Exp(1) variates, float32 in (0, inf], of keys from `noise_key`, int64 [n].
 
-        Args:
-            keys: int64 [n], from `noise_key`.
-            token_ids: int64 [n], one id per key; None for the whole vocabulary per key.
-
-        Returns:
-            [n], or [n, vocab]. Small values, which decide the sample, are resolved to 2^-53.
+        They are [n] with `token_ids`, one per key, and [n, vocab] without. Small values, which
+        decide the sample, are resolved to 2^-53.
         """
         if token_ids is None:
             bits = keys.unsqueeze(1) + self._counters

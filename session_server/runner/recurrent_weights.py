@@ -20,13 +20,7 @@ from session_server.runner.checkpoint import WeightSource, concatenate
 
 
 def take_short_conv(mixer: ShortConvConfig, tensors: WeightSource, prefix: str) -> ShortConvWeights:
-    """Load a short convolution.
-
-    Args:
-        mixer: its config.
-        tensors: the weights.
-        prefix: of the tensors' names.
-    """
+    """Load a short convolution; `prefix` begins its tensors' names."""
     size = mixer.channels
 
     def bias(name: str, length: int) -> Tensor | None:
@@ -45,14 +39,7 @@ def take_short_conv(mixer: ShortConvConfig, tensors: WeightSource, prefix: str) 
 def take_mamba2(
     mixer: Mamba2Config, config: ModelConfig, tensors: WeightSource, prefix: str
 ) -> Mamba2Weights:
-    """Load a Mamba2 mixer.
-
-    Args:
-        mixer: its config.
-        config: that of the model.
-        tensors: the weights.
-        prefix: of the tensors' names.
-    """
+    """Load a Mamba2 mixer; `prefix` begins its tensors' names."""
     hidden, inner, heads = config.hidden_size, mixer.inner_size, mixer.num_heads
 
     def bias(name: str, length: int, *, is_there: bool) -> Tensor | None:
@@ -77,7 +64,7 @@ def take_mamba2(
 def take_gated_delta(
     mixer: GatedDeltaConfig, config: ModelConfig, tensors: WeightSource, prefix: str
 ) -> GatedDeltaWeights:
-    """Load a gated delta mixer; arguments as those of `take_mamba2`."""
+    """Load a gated delta mixer; `prefix` begins its tensors' names."""
     hidden, heads = config.hidden_size, mixer.linear_num_value_heads
     sizes = {"qkv": mixer.conv_size, "z": mixer.values_size, "b": heads, "a": heads}
     inputs = [

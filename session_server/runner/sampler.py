@@ -34,18 +34,10 @@ MIN_TEMPERATURE: Final = 1e-6
 class Sampler:
     """Sample tokens for the rows of a page table."""
 
-    __slots__ = ("_device", "_eos_token_ids", "_noise", "_rows", "_vocab_size")
-
     def __init__(
         self, vocab_size: int, *, device: torch.device, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """Create the sampler.
-
-        Args:
-            vocab_size: width of the logits.
-            device: where logits come from.
-            eos_token_ids: held back until `min_tokens`, unless the turn ignores them.
-        """
+        """Create the sampler. `eos_token_ids`: held back until `min_tokens`, if not ignored."""
         self._vocab_size = vocab_size
         self._device = device
         self._eos_token_ids = tuple(eos_token_ids)
@@ -74,11 +66,9 @@ class Sampler:
     ) -> Tensor:
         """Sample the tokens of every span, without counting them as output.
 
-        Args:
-            logits: float32 [n, vocab], raw, span after span; not modified.
-            spans: of rows that were started; they have n tokens together.
-            inputs: int64 [n], as `verification.verify` takes them: the drafts of a span count as
-                output for the positions behind them. None if every span has one token.
+        `logits`: float32 [n, vocab], raw, span after span; not modified. `inputs`: int64 [n], as
+        `verification.verify` takes them: the drafts of a span count as output for the positions
+        behind them. None if every span has one token.
 
         Returns:
             int64 [n] on the device. Greedy rows take the lowest id among equals.
@@ -99,22 +89,18 @@ class Sampler:
     def count_outputs(
         self, spans: Sequence[SampleSpan], tokens: Tensor, num_accepted: Tensor | None = None
     ) -> None:
-        """Count sampled tokens as output.
+        """Count sampled tokens, int64 [n], as output.
 
-        Args:
-            spans: as given to `sample`.
-            tokens: int64 [n], what it returned.
-            num_accepted: int64 [spans], accepted drafts; tokens sampled after the first rejected
-                draft are not counted. None if every span has one token.
+        `num_accepted`: int64 [spans], accepted drafts; tokens sampled after the first rejected
+        draft are not counted. None if every span has one token.
         """
         first = 0
         for index, span in enumerate(spans):
             end = first + span.num_tokens
             penalty = self._rows[span.row].penalty
             if penalty is not None:
-                penalty.add_(
-                    tokens[first:end], None if num_accepted is None else num_accepted[index]
-                )
+                accepted = None if num_accepted is None else num_accepted[index]
+                penalty.add_(tokens[first:end], accepted)
             first = end
 
     def uncount_outputs(self, spans: Sequence[SampleSpan], tokens: Tensor) -> None:

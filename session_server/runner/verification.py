@@ -44,13 +44,10 @@ class Acceptance:
 
 
 def verify(choices: Tensor, inputs: Tensor, spans: Sequence[SampleSpan]) -> Acceptance:
-    """Compare sampled tokens with drafts, without waiting for the device.
+    """Compare sampled tokens, int64 [n], with drafts, without waiting for the device.
 
-    Args:
-        choices: int64 [n], the sampled tokens, span after span.
-        inputs: int64 [n], the forward's input at the position before each sampled token: except for
-            the first of a span, the draft of the token before.
-        spans: they have n tokens together.
+    `inputs`: int64 [n], the forward's input at the position before each sampled token: except for
+    the first of a span, the draft of the token before.
     """
     lengths = np.array([span.num_tokens for span in spans])
     first = np.cumsum(lengths) - lengths

@@ -67,24 +67,15 @@ def load_decoder(
     dtype: torch.dtype,
     progress: Progress | None = None,
 ) -> Decoder:
-    """Load a checkpoint, sharded or not.
-
-    Args:
-        directory: contains `*.safetensors`.
-        config: from the same directory.
-        device: where the weights go.
-        dtype: of weights and activations.
-        progress: called after every tensor.
+    """Load a checkpoint, sharded or not, to weights of `dtype`; report every tensor to `progress`.
 
     Raises:
         CheckpointError: files or tensors are missing, unexpected, unreadable or of the wrong shape;
             nothing was built.
     """
     checkpoint = open_checkpoint(directory, config)
-    with (
-        return_freed_memory(),
-        TensorReader(checkpoint, device=device, dtype=dtype) as reader,
-    ):
+    reader = TensorReader(checkpoint, device=device, dtype=dtype)
+    with return_freed_memory(), reader:
         if progress is not None:
             expected = expected_tensors(config, checkpoint.tensors)
             reader.report_to(progress, len(expected))
@@ -106,9 +97,7 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Checkpoint:
 def expected_tensors(config: ModelConfig, names: Iterable[str] = ()) -> dict[str, Shape]:
     """Return name and shape of every tensor that a checkpoint of this model must have.
 
-    Args:
-        config: the model.
-        names: the tensors that exist; they decide between the spellings of a family.
+    `names`: the tensors that exist; they decide between the spellings of a family.
     """
     expected = ExpectedTensors(names)
     _build(config, expected)
