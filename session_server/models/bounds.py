@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from types import MappingProxyType
 from typing import Any, Final
 
-from session_server.models.config import (
-    LayerConfig,
-    ModelConfig,
-    MoeConfig,
-)
+from session_server.models.config import LayerConfig, ModelConfig, MoeConfig
 from session_server.models.errors import CheckpointError
 
 MAX_LAYERS: Final = 1024
@@ -44,7 +39,7 @@ def _same_range(bounds: Range, names: str) -> dict[str, Range]:
     return dict.fromkeys(names.split(), bounds)
 
 
-INTEGERS: Final[Mapping[str, Range]] = MappingProxyType(
+INTEGERS: Final[Mapping[str, Range]] = (
     _same_range(
         (0, MAX_LAYERS),
         "num_hidden_layers first_k_dense_replace max_window_layers num_nextn_predict_layers "
@@ -83,7 +78,7 @@ INTEGERS: Final[Mapping[str, Range]] = MappingProxyType(
 """Range of each integer field, both ends included. Required positive integers are also checked when
 `fields.integer` reads them."""
 
-NUMBERS: Final[Mapping[str, Range]] = MappingProxyType(
+NUMBERS: Final[Mapping[str, Range]] = (
     _same_range((1.0, 1e15), "rope_theta rope_local_base_freq")
     | _same_range((1e-3, 1e6), "factor low_freq_factor high_freq_factor beta_fast beta_slow")
     | _same_range((0.0, 1e6), "attention_factor mscale mscale_all_dim swiglu_alpha swiglu_limit")
@@ -173,9 +168,8 @@ def check_sizes(config: ModelConfig) -> None:
                     _check_number(f"{field.name} of {name}", value, (1, MAX_SIZE), kinds=(int,))
         if isinstance(layer.ffn, MoeConfig):
             _check_experts(layer.ffn)
-    num_experts = sum(
-        layer.ffn.num_experts for layer in config.layers if isinstance(layer.ffn, MoeConfig)
-    )
+    mixtures = (layer.ffn for layer in config.layers if isinstance(layer.ffn, MoeConfig))
+    num_experts = sum(moe.num_experts for moe in mixtures)
     if num_experts > MAX_EXPERTS_IN_ALL:
         raise CheckpointError(
             f"config.json: {num_experts:,} experts in all layers, more than {MAX_EXPERTS_IN_ALL:,}"

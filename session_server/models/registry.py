@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from session_server.models.bounds import check_fields, check_sizes
@@ -27,29 +26,25 @@ from session_server.models.families import (
 from session_server.models.fields import RawConfig
 from session_server.models.files import MAX_CONFIG_BYTES, read_object
 
-FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = MappingProxyType(
-    {
-        "deepseek_v2": deepseek.deepseek_v2,
-        "deepseek_v3": deepseek.deepseek_v3,
-        "gemma2": gemma.gemma2,
-        "gemma3_text": gemma.gemma3,
-        "gpt_oss": experts.gpt_oss,
-        "granitemoehybrid": granite.granite,
-        "lfm2": lfm2.lfm2,
-        "llama": dense.llama,
-        "mistral": dense.mistral,
-        "olmo3": olmo3.olmo3,
-        "qwen2": dense.qwen2,
-        "qwen3": dense.qwen3,
-        "qwen3_5_text": qwen3_5.qwen3_5,
-        "qwen3_moe": experts.qwen3_moe,
-    }
-)
+FAMILIES: Final[Mapping[str, Callable[[RawConfig], ModelConfig]]] = {
+    "deepseek_v2": deepseek.deepseek_v2,
+    "deepseek_v3": deepseek.deepseek_v3,
+    "gemma2": gemma.gemma2,
+    "gemma3_text": gemma.gemma3,
+    "gpt_oss": experts.gpt_oss,
+    "granitemoehybrid": granite.granite,
+    "lfm2": lfm2.lfm2,
+    "llama": dense.llama,
+    "mistral": dense.mistral,
+    "olmo3": olmo3.olmo3,
+    "qwen2": dense.qwen2,
+    "qwen3": dense.qwen3,
+    "qwen3_5_text": qwen3_5.qwen3_5,
+    "qwen3_moe": experts.qwen3_moe,
+}
 """Parser of every implemented `model_type`."""
 
-QUANTIZATION_METHODS: Final[Mapping[str, str]] = MappingProxyType(
-    {"deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
-)
+QUANTIZATION_METHODS: Final[Mapping[str, str]] = {"deepseek_v3": "fp8", "gpt_oss": "mxfp4"}
 """The `quant_method` that a family's weights may have. They are dequantized on load."""
 
 
