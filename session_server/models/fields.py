@@ -67,10 +67,7 @@ def require_supported(raw: RawConfig, key: str, *known: object) -> None:
 def attention(raw: RawConfig, rope: RopeConfig, *, head_dim: int | None = None) -> AttentionConfig:
     """Build an attention config from head counts and sizes; families set the rest.
 
-    Args:
-        raw: the configuration.
-        rope: the rotary settings of this layer.
-        head_dim: used if `raw` has none; None means hidden size over heads.
+    `head_dim`: used if `raw` has none; None means hidden size over heads.
     """
     num_heads = integer(raw, "num_attention_heads")
     num_kv_heads = raw.get("num_key_value_heads") or num_heads
@@ -84,6 +81,19 @@ def attention(raw: RawConfig, rope: RopeConfig, *, head_dim: int | None = None) 
     return AttentionConfig(num_heads, num_kv_heads, head_dim, 1.0 / math.sqrt(head_dim), rope)
 
 
+def biased_attention(
+    raw: RawConfig, rope: RopeConfig, *, head_dim: int | None = None
+) -> AttentionConfig:
+    """Build an attention config whose projections have biases if `attention_bias` says so."""
+    bias = bool(raw.get("attention_bias", False))
+    return replace(attention(raw, rope, head_dim=head_dim), qkv_bias=bias, output_bias=bias)
+
+
+def norm(raw: RawConfig, eps: float = 1e-6) -> NormConfig:
+    """Place norms before mixer and ffn; `eps` is used if `raw` has no `rms_norm_eps`."""
+    return NormConfig(float(raw.get("rms_norm_eps", eps)))
+
+
 def silu_mlp(raw: RawConfig, size_key: str = "intermediate_size") -> MlpConfig:
     """Build the SwiGLU feed-forward that most families have."""
     require_supported(raw, "hidden_act", "silu", "swish")
@@ -95,10 +105,8 @@ def layer_windows(
 ) -> list[int | None]:
     """Return the sliding window of every layer, None for full attention.
 
-    Args:
-        raw: the configuration; its `layer_types` (v5) take precedence.
-        window: size of the window. A window as long as the context counts as none.
-        is_windowed: whether a layer, counted from 0, has a window if `layer_types` is absent.
+    A window as long as the context counts as none. `is_windowed`: whether a layer, counted from 0,
+    has a window if `layer_types` (v5) is absent.
     """
     indices = range(integer(raw, "num_hidden_layers"))
     default_types = ["sliding_attention" if is_windowed(i) else "full_attention" for i in indices]
@@ -122,13 +130,7 @@ def windowed_layers(
 
 
 def layer_types(raw: RawConfig, default_types: list[str], known: Iterable[str]) -> list[str]:
-    """Return the type of every layer (v5).
-
-    Args:
-        raw: the configuration.
-        default_types: the types if `raw` has no `layer_types`.
-        known: the types that the family supports.
-    """
+    """Return the type of every layer (v5), or `default_types`; all must be `known`."""
     types = raw.get("layer_types") or default_types
     if len(types) != len(default_types):
         raise CheckpointError(
@@ -145,12 +147,9 @@ def layer_types(raw: RawConfig, default_types: list[str], known: Iterable[str]) 
 
 
 def rope_config(raw: RawConfig, settings: RawConfig, *, theta: float = 10_000.0) -> RopeConfig:
-    """Build the rotary settings of some layers.
+    """Build the rotary settings of some layers; `theta` is used if `settings` has none.
 
-    Args:
-        raw: the whole configuration.
-        settings: `rope_parameters` or `rope_scaling`, or the part of it for these layers.
-        theta: used if `settings` has no `rope_theta`.
+    `settings`: `rope_parameters` or `rope_scaling`, or the part of it for these layers.
     """
     theta = float(settings.get("rope_theta") or theta)
     name = settings.get("rope_type") or settings.get("type") or "default"
@@ -199,12 +198,8 @@ def one_rope(raw: RawConfig) -> RopeConfig:
 def two_ropes(raw: RawConfig, *, full: float, window: float) -> tuple[RopeConfig, RopeConfig]:
     """Build the rotary settings of full and of windowed layers.
 
-    v4 scales full layers only; v5 has settings per layer type.
-
-    Args:
-        raw: the configuration.
-        full: theta of full layers if v5 settings do not give it.
-        window: theta of windowed layers if v5 settings do not give it.
+    v4 scales full layers only; v5 has settings per layer type. `full` and `window` are the thetas
+    of the two if v5 settings do not give them.
     """
     by_type = raw.get("rope_parameters") or {}
     if not by_type.keys() & _WINDOWED.keys():
@@ -229,13 +224,7 @@ def context_len(raw: RawConfig) -> int:
 def model(
     raw: RawConfig, layers: Iterable[LayerConfig], norm: NormConfig, *, tied: bool = False
 ) -> ModelConfig:
-    """Assemble the model config.
-
-    Args:
-        raw: the configuration.
-        layers: first to last.
-        norm: of all layers, and before the LM head.
-        tied: whether embedding and LM head are tied if `raw` does not say.
+    """Assemble the model config; `tied`: embedding and LM head are, if `raw` does not say.
 
     Raises:
         UnsupportedModel: no layer is an attention layer.

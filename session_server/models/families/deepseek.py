@@ -19,7 +19,6 @@ from session_server.models.config import (
     ScoringFunc,
 )
 from session_server.models.errors import UnsupportedModel
-from session_server.models.families import dense
 from session_server.models.fields import RawConfig
 
 FP8_BLOCK: Final = [128, 128]
@@ -60,31 +59,23 @@ def _deepseek(raw: RawConfig, routing: RoutingConfig, *, num_dense: int) -> Mode
         LayerConfig(mixer, dense_ffn if index < num_dense else experts)
         for index in range(num_layers)
     )
-    return fields.model(raw, layers, dense.norm(raw))
+    return fields.model(raw, layers, fields.norm(raw))
 
 
 def _mixer(raw: RawConfig) -> MlaConfig:
     rope = fields.one_rope(raw)
-    qk_nope_head_dim = fields.integer(raw, "qk_nope_head_dim")
-    qk_rope_head_dim = fields.integer(raw, "qk_rope_head_dim")
-    kv_lora_rank = fields.integer(raw, "kv_lora_rank")
-    sizes = {
-        "qk_nope_head_dim": qk_nope_head_dim,
-        "qk_rope_head_dim": qk_rope_head_dim,
-        "kv_lora_rank": kv_lora_rank,
-    }
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank")
+    sizes = {name: fields.integer(raw, name) for name in names}
     for name, size in sizes.items():
         if size % 2 != 0:
             raise UnsupportedModel(f"{name} {size} is odd, which is not implemented")
     has_q_rank = raw.get("q_lora_rank") is not None
     return MlaConfig(
         num_heads=fields.integer(raw, "num_attention_heads"),
-        kv_lora_rank=kv_lora_rank,
+        **sizes,
         q_lora_rank=fields.integer(raw, "q_lora_rank") if has_q_rank else None,
-        qk_nope_head_dim=qk_nope_head_dim,
-        qk_rope_head_dim=qk_rope_head_dim,
         v_head_dim=fields.integer(raw, "v_head_dim"),
-        scale=_scale(raw, rope) / math.sqrt(qk_nope_head_dim + qk_rope_head_dim),
+        scale=_scale(raw, rope) / math.sqrt(sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]),
         rope=rope,
         attention_bias=bool(raw.get("attention_bias", False)),
     )

@@ -5,23 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from session_server.models import fields
-from session_server.models.config import (
-    AttentionConfig,
-    LayerConfig,
-    ModelConfig,
-    NormConfig,
-    QkNorm,
-)
+from session_server.models.config import AttentionConfig, LayerConfig, ModelConfig, QkNorm
 from session_server.models.fields import RawConfig
 
 
 def llama(raw: RawConfig) -> ModelConfig:
     """Describe Llama 1 to 3 (Touvron et al. 2023): full attention."""
-    bias = bool(raw.get("attention_bias", False))
-    mixer = replace(_mixer(raw), qkv_bias=bias, output_bias=bias)
+    mixer = fields.biased_attention(raw, fields.one_rope(raw))
     ffn = replace(fields.silu_mlp(raw), bias=bool(raw.get("mlp_bias", False)))
     layers = (LayerConfig(mixer, ffn),) * fields.integer(raw, "num_hidden_layers")
-    return fields.model(raw, layers, norm(raw))
+    return fields.model(raw, layers, fields.norm(raw))
 
 
 def mistral(raw: RawConfig) -> ModelConfig:
@@ -43,20 +36,13 @@ def qwen3(raw: RawConfig) -> ModelConfig:
 
 def qwen3_mixer(raw: RawConfig) -> AttentionConfig:
     """Describe the attention of Qwen 3, dense or with experts."""
-    bias = bool(raw.get("attention_bias", False))
-    mixer = replace(_mixer(raw), qkv_bias=bias, output_bias=bias)
-    return replace(mixer, qk_norm=QkNorm.HEAD)
+    return replace(fields.biased_attention(raw, fields.one_rope(raw)), qk_norm=QkNorm.HEAD)
 
 
 def qwen_window(raw: RawConfig) -> int | None:
     """Return the sliding window of a Qwen model, None if it is switched off."""
     window: int | None = raw.get("sliding_window")
     return window if raw.get("use_sliding_window", False) else None
-
-
-def norm(raw: RawConfig) -> NormConfig:
-    """Place norms before mixer and ffn."""
-    return NormConfig(float(raw.get("rms_norm_eps", 1e-6)))
 
 
 def _mixer(raw: RawConfig) -> AttentionConfig:
@@ -72,4 +58,4 @@ def _qwen_windows(raw: RawConfig) -> list[int | None]:
 
 def _windowed(raw: RawConfig, mixer: AttentionConfig, windows: list[int | None]) -> ModelConfig:
     layers = fields.windowed_layers(mixer, mixer, fields.silu_mlp(raw), windows)
-    return fields.model(raw, layers, norm(raw))
+    return fields.model(raw, layers, fields.norm(raw))

@@ -13,7 +13,6 @@ from session_server.models.config import (
     MlpConfig,
     ModelConfig,
     MoeConfig,
-    NormConfig,
 )
 from session_server.models.families import dense
 from session_server.models.fields import RawConfig
@@ -29,7 +28,7 @@ def qwen3_moe(raw: RawConfig) -> ModelConfig:
         LayerConfig(replace(mixer, sliding_window=window), ffn)
         for window, ffn in zip(windows, ffns, strict=True)
     )
-    return fields.model(raw, layers, dense.norm(raw))
+    return fields.model(raw, layers, fields.norm(raw))
 
 
 def _qwen3_ffn(raw: RawConfig, index: int) -> MlpConfig | MoeConfig:
@@ -48,14 +47,12 @@ def _qwen3_ffn(raw: RawConfig, index: int) -> MlpConfig | MoeConfig:
 
 def gpt_oss(raw: RawConfig) -> ModelConfig:
     """Describe gpt-oss (OpenAI 2025): sinks, clamped gates, biases; every second layer is full."""
-    bias = bool(raw.get("attention_bias", True))
-    rope = fields.one_rope(raw)
-    mixer = replace(
-        fields.attention(raw, rope, head_dim=64), qkv_bias=bias, output_bias=bias, has_sinks=True
+    mixer = fields.biased_attention(
+        {"attention_bias": True, **raw}, fields.one_rope(raw), head_dim=64
     )
-    windows = fields.layer_windows(
-        raw, fields.integer(raw, "sliding_window"), lambda index: index % 2 == 0
-    )
+    mixer = replace(mixer, has_sinks=True)
+    window = fields.integer(raw, "sliding_window")
+    windows = fields.layer_windows(raw, window, lambda index: index % 2 == 0)
     fields.require_supported(raw, "hidden_act", "silu", "swish")
     gate = GateConfig(
         GateKind.CLAMPED,
@@ -71,4 +68,4 @@ def gpt_oss(raw: RawConfig) -> ModelConfig:
         router_bias=True,
     )
     layers = fields.windowed_layers(mixer, mixer, ffn, windows)
-    return fields.model(raw, layers, NormConfig(float(raw.get("rms_norm_eps", 1e-5))))
+    return fields.model(raw, layers, fields.norm(raw, 1e-5))

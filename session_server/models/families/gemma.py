@@ -64,10 +64,8 @@ def _gemma(
 
 
 def _mixer(raw: RawConfig, rope: RopeConfig) -> AttentionConfig:
-    bias = bool(raw.get("attention_bias", False))
     scale = 1.0 / math.sqrt(float(raw.get("query_pre_attn_scalar", 256)))
-    mixer = fields.attention(raw, rope, head_dim=256)
-    return replace(mixer, scale=scale, qkv_bias=bias, output_bias=bias)
+    return replace(fields.biased_attention(raw, rope, head_dim=256), scale=scale)
 
 
 def _softcap(raw: RawConfig, key: str) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Final
 
 from session_server.models import fields
@@ -19,15 +18,17 @@ from session_server.models.config import (
     MlpLayout,
     ModelConfig,
     MoeConfig,
-    NormConfig,
     Spelling,
 )
 from session_server.models.errors import CheckpointError
 from session_server.models.fields import RawConfig
 
-_IS_MAMBA: Final[Mapping[str, bool]] = MappingProxyType(
-    {"linear_attention": True, "full_attention": False, "mamba": True, "attention": False}
-)
+_IS_MAMBA: Final[Mapping[str, bool]] = {
+    "linear_attention": True,
+    "full_attention": False,
+    "mamba": True,
+    "attention": False,
+}
 """Layer types in the spelling of v5, then in that of v4."""
 
 
@@ -44,10 +45,8 @@ def granite(raw: RawConfig) -> ModelConfig:
         LayerConfig(mixers[_IS_MAMBA[name]], ffn, scale)
         for name in fields.layer_types(raw, default_types, _IS_MAMBA)
     ]
-    norm = NormConfig(
-        float(raw.get("rms_norm_eps", 1e-6)),
-        final_scale=1.0 / float(raw.get("logits_scaling") or 1.0),
-    )
+    final_scale = 1.0 / float(raw.get("logits_scaling") or 1.0)
+    norm = replace(fields.norm(raw), final_scale=final_scale)
     return replace(
         fields.model(raw, layers, norm),
         embedding_multiplier=float(raw.get("embedding_multiplier") or 1.0),
@@ -58,15 +57,9 @@ def granite(raw: RawConfig) -> ModelConfig:
 def _attention(raw: RawConfig) -> AttentionConfig:
     fields.require_supported(raw, "position_embedding_type", "rope", "nope")
     is_rotated = raw.get("position_embedding_type") == "rope"
-    bias = bool(raw.get("attention_bias", False))
-    mixer = fields.attention(raw, fields.one_rope(raw))
-    return replace(
-        mixer,
-        rope=mixer.rope if is_rotated else None,
-        scale=float(raw.get("attention_multiplier") or 1.0),
-        qkv_bias=bias,
-        output_bias=bias,
-    )
+    mixer = fields.biased_attention(raw, fields.one_rope(raw))
+    scale = float(raw.get("attention_multiplier") or 1.0)
+    return replace(mixer, rope=mixer.rope if is_rotated else None, scale=scale)
 
 
 def _mamba2(raw: RawConfig) -> Mamba2Config:

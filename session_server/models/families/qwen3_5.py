@@ -11,7 +11,6 @@ from session_server.models.config import (
     LayerConfig,
     MixerConfig,
     ModelConfig,
-    NormConfig,
     QkNorm,
 )
 from session_server.models.errors import UnsupportedModel
@@ -39,22 +38,14 @@ def qwen3_5(raw: RawConfig) -> ModelConfig:
     layers = (
         LayerConfig(mixers[name], ffn) for name in fields.layer_types(raw, default_types, mixers)
     )
-    norm = NormConfig(float(raw.get("rms_norm_eps", 1e-6)), adds_one=True)
-    return fields.model(raw, layers, norm)
+    return fields.model(raw, layers, replace(fields.norm(raw), adds_one=True))
 
 
 def _attention(raw: RawConfig, part: float) -> AttentionConfig:
-    mixer = fields.attention(raw, fields.one_rope(raw), head_dim=256)
-    assert mixer.rope is not None
-    bias = bool(raw.get("attention_bias", False))
-    return replace(
-        mixer,
-        rope=replace(mixer.rope, rotary_dim=int(mixer.head_dim * part)),
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=QkNorm.HEAD,
-        is_gated=True,
-    )
+    rope = fields.one_rope(raw)
+    mixer = fields.biased_attention(raw, rope, head_dim=256)
+    rope = replace(rope, rotary_dim=int(mixer.head_dim * part))
+    return replace(mixer, rope=rope, qk_norm=QkNorm.HEAD, is_gated=True)
 
 
 def _delta(raw: RawConfig) -> GatedDeltaConfig:
