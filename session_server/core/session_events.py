@@ -57,6 +57,7 @@ class TokenInput:
     token_ids: tuple[int, ...]
 
 
+RawInput = TextInput | TokenInput
 TurnInput = ChatInput | TextInput | TokenInput
 
 

@@ -37,6 +37,7 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import (
     CancelReason,
     CloseReason,
+    RawInput,
     SessionClosed,
     SessionDraining,
     SessionUpdated,
@@ -45,9 +46,10 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.engine_link import EngineLink
-from session_server.sessions.footprint import message_bytes, metadata_bytes, text_bytes
+from session_server.sessions.footprint import input_bytes, message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.opening import check_repeated, new_session
+from session_server.sessions.prompt import check_num_ids
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry
 from session_server.sessions.replay import Replay
@@ -243,8 +245,8 @@ class SessionManager:
         self._close(session, reason)
         return session.view()
 
-    async def encode(self, owner: Owner, text: str, *, add_bos: bool) -> tuple[int, ...]:
-        """Return the token ids of raw text; encode a long text off the event loop.
+    async def encode(self, owner: Owner, raw: RawInput, *, add_bos: bool) -> tuple[int, ...]:
+        """Return the token ids of raw input; encode a long text off the event loop.
 
         Raises:
             EngineUnavailable, ContextTooLong, TokenizeFailed, QuotaExceeded, ServerBusy
@@ -252,20 +254,15 @@ class SessionManager:
         if self._link.ready is None:
             raise EngineUnavailable("there is no engine")
         encode, max_len = self._flow.prompt_builder.encode, self._link.ready.max_turn_len
-        with self._quotas.turn_bytes.held(owner, text_bytes(text)):
-            return await encode(owner, text, add_bos=add_bos, max_len=max_len)
+        with self._quotas.turn_bytes.held(owner, input_bytes(raw)):
+            return await encode(owner, raw, add_bos=add_bos, max_len=max_len)
 
     def check_room(self, owner: Owner, num_bytes: int) -> None:
-        """Reject bytes for which the conversations have no room. Raises QuotaExceeded,
-        ServerBusy."""
+        """Reject bytes that conversations have no room for. Raises QuotaExceeded, ServerBusy."""
         self._quotas.history_bytes.check(owner, num_bytes)
 
     def set_attached_bytes(self, owner: Owner, session_id: str, num_bytes: int) -> None:
-        """Set the bytes that another surface keeps with a session, replacing the previous count.
-
-        Raises:
-            SessionNotFound
-        """
+        """Set the bytes that another surface keeps with a session. Raises SessionNotFound."""
         session = self._sessions.get(owner, session_id)
         session.transcript.attached_bytes = num_bytes
         self._quotas.recount(session)
@@ -294,6 +291,8 @@ class SessionManager:
             QuotaExceeded, ServerBusy, ServerDraining, EngineUnavailable
         """
         session = self._sessions.get(owner, session_id)
+        if self._link.ready is not None:
+            check_num_ids(request.input, self._link.ready.max_turn_len)
         digest = fingerprint(request)
         ended = session.ended.find(request.turn_id)
         if ended is not None:

@@ -211,6 +211,14 @@ def check_rendered(
         return result
 
 
+def check_num_ids(turn_input: TurnInput, max_len: int) -> None:
+    """Reject more token ids than any context holds, before they are copied. Raises
+    ContextTooLong."""
+    # One more may fit: a leading BOS of a later turn is dropped.
+    if isinstance(turn_input, TokenInput) and len(turn_input.token_ids) > max_len + 1:
+        check_length(len(turn_input.token_ids), max_len - 1, param="input")
+
+
 def check_length(num_tokens: int, max_tokens: int, *, param: str) -> None:
     """Reject an input of more than `max_tokens`. Raises ContextTooLong with both numbers."""
     if num_tokens > max_tokens:

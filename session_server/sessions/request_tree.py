@@ -262,10 +262,8 @@ class RequestTrees:
 
     async def _ids(self, owner: Owner, turn_input: TurnInput, *, is_first: bool) -> Sequence[int]:
         match turn_input:
-            case TokenInput(token_ids=token_ids):
-                return token_ids
-            case TextInput(text=text):
-                return await self._manager.encode(owner, text, add_bos=is_first)
+            case TokenInput() | TextInput():
+                return await self._manager.encode(owner, turn_input, add_bos=is_first)
             case ChatInput():
                 raise UnsupportedOperation("such a request takes text or token ids")
             case _:

@@ -10,7 +10,13 @@ from typing import Final, TypeVar, assert_never
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
 from session_server.core.owner import Owner
-from session_server.core.session_events import ChatInput, TextInput, TokenInput, TurnRequest
+from session_server.core.session_events import (
+    ChatInput,
+    RawInput,
+    TextInput,
+    TokenInput,
+    TurnRequest,
+)
 from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.fair_slots import FairSlots
 from session_server.sessions.prompt import (
@@ -19,6 +25,7 @@ from session_server.sessions.prompt import (
     build_prompt,
     check_beginning,
     check_length,
+    check_num_ids,
     check_rendered,
     check_text,
     opening_len,
@@ -103,13 +110,17 @@ class PromptBuilder:
         return None
 
     async def encode(
-        self, owner: Owner, text: str, *, add_bos: bool, max_len: int
+        self, owner: Owner, raw: RawInput, *, add_bos: bool, max_len: int
     ) -> tuple[int, ...]:
-        """Return the token ids of text that may contain control tokens.
+        """Return the token ids of raw input, whose text may contain control tokens.
 
         Raises:
             ContextTooLong, TokenizeFailed, ServerBusy
         """
+        if isinstance(raw, TokenInput):
+            check_num_ids(raw, max_len)
+            return raw.token_ids
+        text = raw.text
 
         def encode() -> list[int]:
             check_text(self._text.tokenizer.encode_control, [text], max_len=max_len, param="input")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import enum
 import hashlib
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from session_server.core.errors import SessionServerError, TurnConflict
 from session_server.core.ids import TurnId, new_turn_id
 from session_server.core.owner import Owner
 from session_server.core.sampling import TokenLogprob
-from session_server.core.session_events import CancelReason, TurnEnd, TurnRequest
+from session_server.core.session_events import CancelReason, TokenInput, TurnEnd, TurnRequest
 from session_server.sessions.answer import Answer
 from session_server.sessions.prompt import Prompt
 
@@ -98,13 +99,17 @@ def fingerprint(request: TurnRequest) -> bytes:
 
     `on_disconnect` is left out: it depends on the surface that the request came through.
     """
-    return digest_of(replace(request, on_disconnect="detach"))
+    ids: Sequence[int] = ()
+    if isinstance(request.input, TokenInput):
+        # As numbers: to write many ids as text would hold up the event loop.
+        ids, request = request.input.token_ids, replace(request, input=TokenInput(()))
+    return digest_of(replace(request, on_disconnect="detach"), ids)
 
 
-def digest_of(request: object) -> bytes:
-    """Return a digest that is equal for equal dataclasses."""
+def digest_of(request: object, ids: Sequence[int] = ()) -> bytes:
+    """Return a digest that is equal for equal dataclasses and equal `ids`."""
     canonical = repr(request).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(canonical, digest_size=16).digest()
+    return hashlib.blake2b(canonical + array("q", ids).tobytes(), digest_size=16).digest()
 
 
 def check_same_request(known: bytes, digest: bytes) -> None:

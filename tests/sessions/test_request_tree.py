@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from session_server.core.commands import SubmitTurn
 from session_server.core.errors import (
+    ContextTooLong,
     InvalidRequest,
     QuotaExceeded,
     ServerBusy,
@@ -225,11 +226,18 @@ def test_a_text_that_waits_to_be_tokenized_counts_as_bytes_of_turns(
     monkeypatch.setattr(Tokenizer, "encode_control", note)
     counted._limit = text_bytes(text) - 1
     with pytest.raises(ServerBusy, match="bytes of unfinished turns"):
-        world.do(world.manager.encode(OWNER, text, add_bos=True))
+        world.do(world.manager.encode(OWNER, TextInput(text), add_bos=True))
     assert (seen, counted.total) == ([], 0)
     counted._limit += 1
-    world.do(world.manager.encode(OWNER, text, add_bos=True))
+    world.do(world.manager.encode(OWNER, TextInput(text), add_bos=True))
     assert (seen, counted.total) == ([text_bytes(text)], 0)
+
+
+def test_ids_that_fit_no_context_are_not_copied_into_the_tree(world: World, tree: Tree) -> None:
+    with pytest.raises(ContextTooLong, match=r"\(500000 tokens\).*\(4095 tokens\)"):
+        tree.start("a", (60,) * 500_000)
+    assert world.manager.stats().sessions == 1
+    tree.run("a", (60,))
 
 
 def test_what_a_tree_keeps_counts_as_bytes_of_its_session(world: World, tree: Tree) -> None:

@@ -35,11 +35,14 @@ from session_server.core.session_events import (
     TurnDelta,
     TurnEnd,
     TurnFailedEntry,
+    TurnRequest,
 )
+from session_server.sessions import manager
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.prompt import build_prompt, check_beginning
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.transcript import Transcript
+from session_server.sessions.turn import fingerprint
 from session_server.text.tokenizer import Tokenizer
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, model_text, turn
 from tests.text.local_text import run_to_end
@@ -461,6 +464,31 @@ class TestLengths:
             assert end.outcome.usage.output_tokens == 1
             assert end.outcome.usage.cached_tokens > 0
             assert len(world.history(session)) == 64
+
+    def test_ids_that_fit_no_context_are_refused_before_they_are_read(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        digested: list[int] = []
+
+        def note(request: TurnRequest) -> bytes:
+            assert isinstance(request.input, TokenInput)
+            digested.append(len(request.input.token_ids))
+            return fingerprint(request)
+
+        monkeypatch.setattr(manager, "fingerprint", note)
+        with World(max_turn_len=64) as world:
+            session = world.open()
+            for length in (65, 66, 100_000):
+                with pytest.raises(ContextTooLong, match=rf"\({length} tokens\).*\(63 tokens\)"):
+                    world.submit(session, turn("1", (60,) * length))
+            assert digested == [65], "a leading BOS might have been dropped"
+
+    def test_requests_of_other_ids_have_other_digests(self) -> None:
+        requests = [turn("1", ids) for ids in ((), (1,), (1, 2), (2, 1), (1 << 31,), (0,), (0, 0))]
+        digests = {fingerprint(each) for each in requests}
+        assert len(digests) == len(requests)
+        assert fingerprint(requests[2]) == fingerprint(turn("1", (1, 2)))
+        assert requests[2].input == TokenInput((1, 2)), "the request itself keeps its ids"
 
     @pytest.mark.parametrize("where", ["text", "message", "opening", "answer"])
     def test_an_input_far_too_long_is_not_tokenized_to_its_end(
