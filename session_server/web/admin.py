@@ -20,10 +20,9 @@ from session_server.protocol.resources import (
     ModelList,
     StatusBody,
 )
-from session_server.web.auth import services_of
-from session_server.web.caller import Caller
 from session_server.web.openapi import answers
 from session_server.web.refusals import JsonResponse
+from session_server.web.requests import Caller, services_of
 from session_server.web.services import AppServices
 
 router = APIRouter(tags=["operations"])

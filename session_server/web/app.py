@@ -20,13 +20,13 @@ from starlette.websockets import WebSocket
 
 from session_server.core.errors import SessionServerError, wire_error
 from session_server.web import admin, rest, sglang
-from session_server.web.auth import authorize, services_of
 from session_server.web.connection_table import ConnectionTable
 from session_server.web.generation_run import SGLangState
 from session_server.web.openapi import answers, asyncapi_of, openapi_of
 from session_server.web.readers import Readers
 from session_server.web.refusals import HttpRefusal, JsonResponse, answer_error, error_response
 from session_server.web.request_guard import guards
+from session_server.web.requests import authorize, services_of
 from session_server.web.services import AppServices
 from session_server.web.sockets import Sockets
 from session_server.web.websocket import session_endpoint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
-from typing import Final
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, Final, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -14,6 +14,9 @@ from starlette.types import Receive, Scope, Send
 from session_server.core.session_events import SessionEntry
 from session_server.protocol.frames import ServerFrame, coalesce
 from session_server.sessions.journal import Journal
+from session_server.web.refusals import HttpRefusal
+
+T = TypeVar("T")
 
 HEARTBEAT = b": ping\n\n"
 PIECE_BYTES: Final = 1 << 18
@@ -41,22 +44,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the chunks or the client end; the generator is closed in both cases."""
-        with self._context:
-            await self._send_until_disconnect(receive, send)
-
-    async def _send_until_disconnect(self, receive: Receive, send: Send) -> None:
-        sender = asyncio.create_task(self._send_all(send))
-        listener = asyncio.create_task(wait_for_disconnect(receive))
-        try:
-            await asyncio.wait((sender, listener), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sender, listener):
-                task.cancel()
-            results = await asyncio.gather(sender, listener, return_exceptions=True)
-        for result in results:
-            # A client that disconnected is not a server error.
-            if isinstance(result, Exception) and not isinstance(result, OSError):
-                raise result
+        # A client that disconnected is not a server error.
+        with self._context, contextlib.suppress(HttpRefusal, OSError):
+            await until_disconnect(self._send_all(send), receive)
 
     async def _send_all(self, send: Send) -> None:
         async with contextlib.aclosing(self._chunks) as chunks:
@@ -69,8 +59,26 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client of a request has disconnected."""
+async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Run `work` for a request and return its result; cancel it when the client disconnects.
+
+    Raises:
+        HttpRefusal: the client disconnected first.
+    """
+    worker = asyncio.create_task(work)
+    listener = asyncio.create_task(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((worker, listener), return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise HttpRefusal(499, "The client disconnected.")
+        return worker.result()
+    finally:
+        for task in (worker, listener):
+            task.cancel()
+        await asyncio.gather(worker, listener, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakSet
@@ -22,6 +23,7 @@ from session_server.core.errors import (
     TurnNotFound,
     UnsupportedOperation,
 )
+from session_server.core.owner import Owner
 from session_server.core.session_events import (
     SessionEntry,
     TextInput,
@@ -39,10 +41,8 @@ from session_server.sessions.journal import Journal
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.request_tree import BranchPoint, RequestTrees
 from session_server.sessions.views import OpenRequest, TurnView
-from session_server.web.caller import Call
 from session_server.web.event_stream import HEARTBEAT
-from session_server.web.probe import SharedProbe
-from session_server.web.running_requests import RunningRequests
+from session_server.web.requests import Call
 from session_server.web.slices import run_in_slices
 from session_server.web.turns import TurnReader
 
@@ -50,13 +50,40 @@ _DONE: Final = b"data: [DONE]\n\n"
 
 
 class SGLangState:
-    """Track running request ids and the sessions that branch."""
+    """Track what runs by request id, the sessions that branch, and the probe.
+
+    The server's turn limit bounds the request ids.
+    """
 
     def __init__(self, sessions: SessionManager) -> None:
-        self.requests = RunningRequests()
         self.trees = RequestTrees(sessions)
-        self.probe = SharedProbe()
+        self._running: dict[tuple[Owner, str], tuple[str, str]] = {}
+        self._probe: asyncio.Task[bool] | None = None
         self._branching: WeakSet[Journal] = WeakSet()
+
+    def add(self, owner: Owner, rid: str, turn: tuple[str, str]) -> None:
+        """Make a turn (session id, turn id) abortable by `rid`. The newest turn of a rid wins."""
+        self._running[owner, rid] = turn
+
+    def remove(self, owner: Owner, rid: str, turn: tuple[str, str]) -> None:
+        """Forget a turn that has ended or lost its reader."""
+        if self._running.get((owner, rid)) == turn:
+            del self._running[owner, rid]
+
+    def turns_of(self, owner: Owner, rid: str | None) -> list[tuple[str, str]]:
+        """Return (session id, turn id) of one rid, or of all the owner's turns if it is None."""
+        if rid is not None:
+            return [self._running[owner, rid]] if (owner, rid) in self._running else []
+        return [turn for (its_owner, _), turn in self._running.items() if its_owner == owner]
+
+    async def share_probe(self, probe: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
+        """Return the result of the probe that runs, or else of a new one.
+
+        Otherwise callers could run any number of turns outside all quotas.
+        """
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(probe())
+        return await asyncio.shield(self._probe)
 
     def mark_branching(self, journal: Journal) -> None:
         """Mark the session of this journal as opened without `streaming`."""
@@ -72,7 +99,7 @@ class GenerationRun:
     """Hold the state of one running `/generate`."""
 
     call: Call
-    requests: RunningRequests
+    state: SGLangState
     job: Generation
     turn: tuple[str, str]
     reader: TurnReader
@@ -86,7 +113,7 @@ class GenerationRun:
             with self.reader:
                 yield
         finally:
-            self.requests.remove(self.call.owner, self.job.rid, self.turn)
+            self.state.remove(self.call.owner, self.job.rid, self.turn)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the cumulative answer as events without a name, then `[DONE]`."""
@@ -153,10 +180,10 @@ async def start_generation(
                 _check_session_params(job.session, job.request)
                 view = await _submit(call, state, job, session_id)
     turn = (view.session_id, turn_id)
-    state.requests.add(call.owner, job.rid, turn)
+    state.add(call.owner, job.rid, turn)
     return GenerationRun(
         call=call,
-        requests=state.requests,
+        state=state,
         job=job,
         turn=turn,
         reader=TurnReader(call, journal, view, keep_partial=False),
@@ -168,11 +195,11 @@ async def start_generation(
 async def _submit(call: Call, state: SGLangState, job: Generation, session_id: str) -> TurnView:
     """Submit the turn; its rid can be aborted even before it is accepted."""
     turn = (session_id, job.request.turn_id)
-    state.requests.add(call.owner, job.rid, turn)
+    state.add(call.owner, job.rid, turn)
     try:
         return await call.sessions.submit(call.owner, session_id, job.request)
     except BaseException:
-        state.requests.remove(call.owner, job.rid, turn)
+        state.remove(call.owner, job.rid, turn)
         raise
 
 

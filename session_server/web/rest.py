@@ -29,12 +29,11 @@ from session_server.protocol.resources import (
     TurnResultBody,
 )
 from session_server.sessions.views import OpenRequest
-from session_server.web.bodies import read_body
-from session_server.web.caller import Caller
 from session_server.web.event_stream import EventStream
 from session_server.web.headers import ACCEPT, IDEMPOTENCY_KEY, LAST_EVENT_ID
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
+from session_server.web.requests import Caller, read_body
 from session_server.web.slices import encode_list
 from session_server.web.turns import TurnReader, session_events
 from session_server.web.views import item_view_body, session_body, turn_body, turn_result

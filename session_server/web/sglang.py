@@ -29,6 +29,7 @@ from session_server.core.errors import (
 )
 from session_server.core.events import EngineReady
 from session_server.core.ids import new_turn_id
+from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
     TokenInput,
@@ -37,7 +38,7 @@ from session_server.core.session_events import (
 )
 from session_server.protocol.errors import ErrorResponse
 from session_server.protocol.frames import failure_body
-from session_server.protocol.messages import MIN_TTL_S
+from session_server.protocol.messages import MAX_PRIORITY, MIN_TTL_S
 from session_server.protocol.sglang import (
     AbortBody,
     CloseSessionBody,
@@ -48,19 +49,20 @@ from session_server.protocol.sglang import (
 )
 from session_server.sessions.views import OpenRequest
 from session_server.web.admin import is_healthy
-from session_server.web.bodies import read_body
-from session_server.web.caller import Call, Caller
 from session_server.web.event_stream import EventStream
 from session_server.web.generation_run import SGLangState, start_generation
 from session_server.web.openapi import answers, body_of
-from session_server.web.probe import PROBER
 from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
 from session_server.web.request_guard import is_browser
+from session_server.web.requests import Call, Caller, read_body
 
 router = APIRouter(tags=["sglang"])
 
 HEALTH_TIMEOUT_S: Final = 20.0
 _DONE: Final = b"data: [DONE]\n\n"
+PROBER: Final = Owner("server:probe", max_priority=MAX_PRIORITY, is_exempt=True)
+"""The owner of probes. Ids of keys' owners are digests or start with `name:`: no client is this."""
+
 _PROBE: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, seed=0)
 
 
@@ -136,7 +138,7 @@ async def abort_request(request: Request, caller: Caller) -> Response:
     """Abort one request by its exact rid, or all of the caller's."""
     body = await read_body(request, AbortBody, media_type=None)
     rid = None if body.abort_all else body.rid or ""
-    for session_id, turn_id in _state_of(request).requests.turns_of(caller.owner, rid):
+    for session_id, turn_id in _state_of(request).turns_of(caller.owner, rid):
         with contextlib.suppress(SessionServerError):
             caller.sessions.cancel(caller.owner, session_id, turn_id, keep_partial=False)
     return Response()
@@ -157,7 +159,7 @@ async def flush_cache(request: Request, caller: Caller) -> Response:
 async def health_generate(request: Request, caller: Caller) -> Response:
     """Generate one token in a session of its own; 503 if that fails or times out."""
     state, probing = _state_of(request), replace(caller, owner=PROBER)
-    is_good = await state.probe.run(partial(_generate_one, probing, state))
+    is_good = await state.share_probe(partial(_generate_one, probing, state))
     return Response(status_code=200 if is_good else 503)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Self
@@ -23,15 +22,14 @@ from session_server.protocol.frames import (
 )
 from session_server.sessions.journal import Journal, OffsetLost
 from session_server.sessions.views import TurnView
-from session_server.web.caller import Call
 from session_server.web.event_stream import (
     HEARTBEAT,
     event_chunk,
     read_batches,
-    wait_for_disconnect,
+    until_disconnect,
 )
 from session_server.web.readers import SessionReaders
-from session_server.web.refusals import HttpRefusal
+from session_server.web.requests import Call
 from session_server.web.slices import encode_scores
 from session_server.web.views import snapshot_frame
 
@@ -75,17 +73,7 @@ class TurnReader:
             HttpRefusal: the client disconnected before.
             SessionClosing: the session closed before the turn's end was read.
         """
-        waiter = asyncio.create_task(self.wait(on_entry=on_entry))
-        listener = asyncio.create_task(wait_for_disconnect(receive))
-        try:
-            await asyncio.wait((waiter, listener), return_when=asyncio.FIRST_COMPLETED)
-            if not waiter.done():
-                raise HttpRefusal(499, "The client disconnected.")
-            return waiter.result()
-        finally:
-            for task in (waiter, listener):
-                task.cancel()
-            await asyncio.gather(waiter, listener, return_exceptions=True)
+        return await until_disconnect(self.wait(on_entry=on_entry), receive)
 
     async def wait(self, *, on_entry: OnEntry | None = None) -> TurnEnd:
         """Wait for the end of the turn.

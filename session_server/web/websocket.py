@@ -45,10 +45,9 @@ from session_server.protocol.session_protocol import (
 )
 from session_server.sessions.journal import OffsetLost
 from session_server.sessions.views import OpenRequest, SessionView
-from session_server.web.auth import BEARER_PROTOCOL, header_key, services_of
-from session_server.web.caller import Call, make_call
 from session_server.web.readers import SessionReaders
 from session_server.web.refusals import error_response
+from session_server.web.requests import BEARER_PROTOCOL, Call, header_key, make_call, services_of
 from session_server.web.signal import Signal
 from session_server.web.slices import encode_scores
 from session_server.web.sockets import Sockets

@@ -298,7 +298,7 @@ RID_IS_FORGOTTEN_BY_NAME = Mutant(
     "A request that ends is forgotten by its name, whoever has that name now.",
     "vllm#10583 (R4)",
     Edit(
-        "session_server.web.running_requests:RunningRequests.remove",
+        "session_server.web.generation_run:SGLangState.remove",
         "if self._running.get((owner, rid)) == turn:",
         "if (owner, rid) in self._running:",
     ),
@@ -328,7 +328,7 @@ RID_MATCHES_A_PREFIX = Mutant(
     "An abort hits every request whose name begins with the one given.",
     "SGLang's scheduler.abort_request, sglang#25561 (R8)",
     Edit(
-        "session_server.web.running_requests:RunningRequests.turns_of",
+        "session_server.web.generation_run:SGLangState.turns_of",
         "[self._running[owner, rid]] if (owner, rid) in self._running else []",
         "[turn for (of, name), turn in self._running.items() if of == owner "
         "and name.startswith(rid)]",

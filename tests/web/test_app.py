@@ -14,9 +14,9 @@ from session_server.core.errors import WIRE_ERRORS, SessionServerError
 from session_server.core.events import EngineResumed, EngineStalled
 from session_server.core.owner import ANONYMOUS
 from session_server.sessions import engine_link
-from session_server.web.auth import PUBLIC_ROUTES
 from session_server.web.keys import KeyRing
 from session_server.web.refusals import error_response
+from session_server.web.requests import PUBLIC_ROUTES
 from tests.web.serving import Served, served
 
 KEYS = KeyRing.of("secret", "other")

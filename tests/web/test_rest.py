@@ -12,8 +12,8 @@ import pytest
 
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnCancelled
-from session_server.web.caller import Call
 from session_server.web.generation_run import GenerationRun
+from session_server.web.requests import Call
 from session_server.web.turns import TurnReader, session_events
 from tests.web.serving import Served, served, serving, small_journal, turn
 
@@ -306,7 +306,7 @@ def of_sglang(call: Call, reader: TurnReader) -> AsyncIterator[bytes]:
     nothing: Any = None
     return GenerationRun(
         call=call,
-        requests=nothing,
+        state=nothing,
         job=nothing,
         turn=("", ""),
         reader=reader,
