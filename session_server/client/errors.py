@@ -1,10 +1,4 @@
-"""Define the errors of the client.
-
-ClientError
-├── BadAddress       the text is not the address of a server
-├── ConnectionLost   the server cannot be reached, or closed the socket for good
-└── Refused          the server answered with an error of its table
-"""
+"""Define the errors of the client."""
 
 from __future__ import annotations
 

@@ -1,27 +1,5 @@
 """Everything the server refuses on purpose, and its one form on the wire.
 
-SessionServerError
-├── InvalidRequest          malformed or out of bounds; `param` names the field
-│   ├── UnsupportedOperation    well-formed, but this session or server cannot do it
-│   ├── ContextTooLong      input that cannot fit the context or the pool
-│   └── TokenizeFailed      the tokenizer or the chat template could not take the input
-├── Unauthorized            no or wrong credentials
-├── SessionNotFound         no such session *or not yours*; the two look alike
-├── SessionExists           the id is taken
-├── SessionClosing          close was requested
-├── TurnNotFound            no such turn in this session
-├── TurnConflict            the turn id was used with another body
-├── SessionBusy             a turn is running and the queue of the session is full
-├── TurnNotActive           nothing to cancel
-├── QuotaExceeded           too many sessions, turns or bytes for this tenant
-├── ServerBusy              the server cannot take more now
-├── ServerDraining          shutting down
-├── EngineUnavailable       no engine at the moment
-├── EngineRestarting        the engine died under this turn; the session is intact
-├── NumericalError          NaN or Inf in this turn's logits
-├── InternalInconsistency   the memory checker found this turn's KV wrong
-└── DeviceFailed            the device refused the forward
-
 `WIRE_ERRORS` maps each to a code, an HTTP status and whether retrying helps; a test keeps it total.
 """
 

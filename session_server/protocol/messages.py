@@ -66,6 +66,14 @@ Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Content = Annotated[str, Meta(max_length=MAX_CONTENT_CHARS)]
+Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 30)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+TokenIdKey = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$(?!\n)")]
+LogitBias = Annotated[dict[TokenIdKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
 OnDisconnect = Literal["detach", "cancel"]
 _KEEP_PARTIAL: Final = "keep what was said so far; false: as before the turn"
@@ -99,21 +107,9 @@ class SamplingBody(Body, frozen=True, kw_only=True):
 
     max_tokens: Annotated[NumTokens, _doc("of the answer, at most")] | None = None
     min_tokens: Annotated[NumTokens, _doc("before the answer may end by itself")] | None = None
-    temperature: (
-        Annotated[float, Meta(ge=0.0, le=100.0, description="0 is greedy and exact")] | None
-    ) = None
-    top_k: (
-        Annotated[
-            int, Meta(ge=-1, le=1 << 30, description="most likely tokens kept; 0 and -1: all")
-        ]
-        | None
-    ) = None
-    top_p: (
-        Annotated[
-            float, Meta(gt=0.0, le=1.0, description="probability kept, from the most likely on")
-        ]
-        | None
-    ) = None
+    temperature: Annotated[Temperature, _doc("0 is greedy and exact")] | None = None
+    top_k: Annotated[TopK, _doc("most likely tokens kept; 0 and -1: all")] | None = None
+    top_p: Annotated[TopP, _doc("probability kept, from the most likely on")] | None = None
     min_p: (
         Annotated[Fraction, _doc("least probability kept, relative to the most likely")] | None
     ) = None
@@ -125,42 +121,17 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     ) = None
     presence_penalty: Annotated[Penalty, _doc("once per token of the answer")] | None = None
     frequency_penalty: Annotated[Penalty, _doc("each time a token is in the answer")] | None = None
-    seed: (
-        Annotated[
-            int,
-            Meta(
-                ge=0, le=(1 << 63) - 1, description="makes the text a function of seed and context"
-            ),
-        ]
-        | None
-    ) = None
-    logit_bias: (
-        Annotated[
-            dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$(?!\n)")], Bias],
-            Meta(max_length=MAX_LOGIT_BIAS, description="added to the logits of token ids"),
-        ]
-        | None
-    ) = None
+    seed: Annotated[Seed, _doc("makes the text a function of seed and context")] | None = None
+    logit_bias: Annotated[LogitBias, _doc("added to the logits of token ids")] | None = None
     stop: (
         Annotated[StopString, _doc("texts that end the answer")]
         | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
         | None
     ) = None
-    stop_token_ids: (
-        Annotated[
-            list[TokenId],
-            Meta(max_length=MAX_STOP_TOKEN_IDS, description="token ids that end the answer"),
-        ]
-        | None
-    ) = None
+    stop_token_ids: Annotated[StopTokenIds, _doc("token ids that end the answer")] | None = None
     ignore_eos: Annotated[bool, _doc("do not end at the model's end tokens")] | None = None
     logprobs: Annotated[bool, _doc("of the answer's tokens")] | None = None
-    top_logprobs: (
-        Annotated[
-            int, Meta(ge=0, le=MAX_TOP_LOGPROBS, description="alternatives beside each logprob")
-        ]
-        | None
-    ) = None
+    top_logprobs: Annotated[TopLogprobs, _doc("alternatives beside each logprob")] | None = None
     prompt_logprobs_from: (
         Annotated[
             int,
@@ -329,7 +300,9 @@ def sampling_params(body: SamplingBody, *, defaults: SamplingParams) -> Sampling
         InvalidRequest: `min_tokens` above `max_tokens`, or logprobs asked for in part.
     """
     changes: dict[str, object] = {
-        name: value for name in _PLAIN_FIELDS if (value := getattr(body, name)) is not None
+        name: value
+        for name in SamplingParams.__struct_fields__
+        if (value := getattr(body, name)) is not None
     }
     if body.top_k is not None:
         # Clients send -1 for "no limit", which is 0 here.
@@ -359,23 +332,6 @@ def text_options(sampling: SamplingBody) -> TextOptions:
 def chat_messages(bodies: Sequence[MessageBody]) -> tuple[Message, ...]:
     """Convert message bodies to core messages; join a content given in parts."""
     return tuple(Message(role=body.role, content=_text_of(body.content)) for body in bodies)
-
-
-_PLAIN_FIELDS: Final = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs_from",
-)
 
 
 def _text_of(content: str | list[TextPart]) -> str:

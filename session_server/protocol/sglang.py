@@ -14,13 +14,7 @@ import msgspec
 from msgspec import Meta, field
 
 from session_server.core.errors import InvalidRequest, UnsupportedOperation
-from session_server.core.sampling import (
-    MAX_LOGIT_BIAS,
-    MAX_OUTPUT_TOKENS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TOP_LOGPROBS,
-    SamplingParams,
-)
+from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams
 from session_server.core.session_events import (
     TextInput,
     TokenInput,
@@ -30,13 +24,20 @@ from session_server.protocol.messages import (
     MAX_CONTENT_CHARS,
     MAX_STOP_STRINGS,
     MAX_TTL_S,
-    Bias,
     Fraction,
+    LogitBias,
+    NumTokens,
     Penalty,
     Priority,
     SamplingBody,
+    Seed,
     StopString,
+    StopTokenIds,
+    Temperature,
     TokenIds,
+    TopK,
+    TopLogprobs,
+    TopP,
     sampling_params,
     text_options,
 )
@@ -88,19 +89,12 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 53)] | None = field(
         default=None, name="max_new_tokens"
     )
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)] | None = field(
-        default=None, name="min_new_tokens"
-    )
+    min_tokens: NumTokens | None = field(default=None, name="min_new_tokens")
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: (
-        Annotated[
-            list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
-        ]
-        | None
-    ) = None
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    stop_token_ids: StopTokenIds | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Fraction | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -109,16 +103,8 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     keep_stop: bool | None = field(default=None, name="no_stop_trim")
     n: Annotated[int, Meta(ge=1, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = field(
-        default=None, name="sampling_seed"
-    )
-    logit_bias: (
-        Annotated[
-            dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}$(?!\n)")], Bias],
-            Meta(max_length=MAX_LOGIT_BIAS),
-        ]
-        | None
-    ) = None
+    seed: Seed | None = field(default=None, name="sampling_seed")
+    logit_bias: LogitBias | None = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +118,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
     rid: Rid | list[Any] | None = None
     return_logprob: bool | list[Any] | None = None
     logprob_start_len: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
-    top_logprobs_num: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs_num: TopLogprobs | None = None
     token_ids_logprob: list[Any] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, assert_never
+from typing import Final
 
 from session_server.core.errors import WIRE_ERRORS
 from session_server.core.events import TurnTimings
@@ -44,15 +44,7 @@ def failed(turn: SessionTurn, *, code: str, message: str) -> TurnFailedEntry:
 
 def is_kept(end: TurnEnd) -> bool:
     """Return whether the turn's input and answer become part of the history."""
-    match end:
-        case TurnCompleted():
-            return True
-        case TurnCancelled(kept_partial=kept):
-            return kept
-        case TurnFailedEntry():
-            return False
-        case _:
-            assert_never(end)
+    return isinstance(end, TurnCompleted) or (isinstance(end, TurnCancelled) and end.kept_partial)
 
 
 def _outcome(turn: SessionTurn, *, kept: bool, timings: TurnTimings | None) -> Outcome:
