@@ -36,6 +36,18 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     content: str
 
 
+class ConversationItem(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One item of a conversation; `end_len` is the history's length in tokens at its end."""
+
+    id: str
+    turn_id: str
+    role: str
+    """Of a message; "raw" for raw text and token ids, the latter without a `content`."""
+    content: str
+    end_len: int
+    """All inputs of one turn have that of the last of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatInput:
     """Append messages, rendered by the model's chat template, token-exactly."""

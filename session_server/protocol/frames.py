@@ -19,6 +19,7 @@ from session_server.core.events import TurnTimings
 from session_server.core.session_events import (
     CancelReason,
     CloseReason,
+    ConversationItem,
     Outcome,
     SessionClosed,
     SessionDraining,
@@ -98,16 +99,6 @@ class ResumeFailedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.res
     """The missed frames cannot be replayed; a `session.snapshot` follows."""
 
     reason: Literal["offset_lost", "epoch_changed"]
-
-
-class ConversationItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One item of a conversation; `end_len` is the history's length in tokens at its end."""
-
-    id: str
-    turn_id: str
-    role: str
-    content: str
-    end_len: int
 
 
 class SnapshotTurn(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,15 +6,13 @@ Long values are encoded in slices; the caller may let other work run between two
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 SLICE_LENGTH: Final = 64
 """Entries encoded in one go. With twenty alternatives a token's scores take about 10 µs, with their
 texts 100."""
-
-T = TypeVar("T")
 
 
 class GrowingArray:
@@ -30,7 +28,9 @@ class GrowingArray:
                 self._encoded += b","
             self._encoded += msgspec.json.encode(values)[1:-1]
 
-    def extend_in_slices(self, values: Sequence[T], body_of: Callable[[T], Any]) -> Iterator[None]:
+    def extend_in_slices(
+        self, values: Sequence[Any], body_of: Callable[[Any], Any] = lambda value: value
+    ) -> Iterator[None]:
         """Encode and append more values, converted by `body_of`, a slice per step."""
         for start in range(0, len(values), SLICE_LENGTH):
             if start:

@@ -13,9 +13,9 @@ from session_server.core.events import (
     TracedStep,
     TurnTimings,
 )
-from session_server.core.session_events import SessionState
+from session_server.core.session_events import ConversationItem, SessionState
 from session_server.protocol.errors import ErrorBody
-from session_server.protocol.frames import ConversationItem, ItemBody, UsageBody
+from session_server.protocol.frames import ItemBody, UsageBody
 
 
 class SessionBody(msgspec.Struct, frozen=True, kw_only=True):

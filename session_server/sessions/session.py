@@ -215,7 +215,7 @@ class Session:
         if not ended.has_answer:
             return ended.short_end(turn_id, f"i_{ended.item}", "")
         item = self.transcript.item(ended.item)
-        return ended.short_end(turn_id, item.item_id, item.text)
+        return ended.short_end(turn_id, item.id, item.content)
 
     def _state(self) -> SessionState:
         if self.closing is not None:

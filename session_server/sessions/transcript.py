@@ -13,10 +13,10 @@ from datetime import datetime
 
 import numpy as np
 
-from session_server.core.session_events import Message
+from session_server.core.session_events import ConversationItem, Message
 from session_server.sessions.footprint import MESSAGE_BYTES, item_bytes
 from session_server.sessions.prompt import Prompt, PromptState
-from session_server.sessions.views import HistoryMode, ItemView
+from session_server.sessions.views import HistoryMode
 
 
 class Transcript:
@@ -30,7 +30,7 @@ class Transcript:
         self._is_end_replaced = False
         self._open = messages
         self._messages: list[Message] | None = list(messages)
-        self._items: list[ItemView] = []
+        self._items: list[ConversationItem] = []
         self._num_items = 0
         self._item_bytes = 0
         self.attached_bytes = 0
@@ -53,11 +53,11 @@ class Transcript:
         return len(self._items)
 
     @property
-    def items(self) -> tuple[ItemView, ...]:
+    def items(self) -> tuple[ConversationItem, ...]:
         """Return the conversation so far, oldest item first."""
         return tuple(self._items)
 
-    def item(self, index: int) -> ItemView:
+    def item(self, index: int) -> ConversationItem:
         """Return one item; the oldest has index 0."""
         return self._items[index]
 
@@ -146,7 +146,13 @@ class Transcript:
             self._messages.extend(prompt.messages)
 
     def _add_item(self, turn_id: str, role: str, text: str, *, item_id: str | None = None) -> None:
-        item = ItemView(item_id or self.new_item_id(), turn_id, role, text, len(self._tokens))
+        item = ConversationItem(
+            id=item_id or self.new_item_id(),
+            turn_id=turn_id,
+            role=role,
+            content=text,
+            end_len=len(self._tokens),
+        )
         self._items.append(item)
         self._item_bytes += _item_bytes(turn_id, text)
 

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
-
 from session_server.core.events import EngineReady, EngineStats
-from session_server.core.session_events import Message, SessionState, TurnEnd
+from session_server.core.session_events import ConversationItem, Message, SessionState, TurnEnd
 
 TurnStatus = Literal["queued", "running", "completed", "cancelled", "failed"]
 HistoryMode = Literal["append", "template"]
@@ -88,18 +86,6 @@ class TurnView:
     end: TurnEnd | None
 
 
-class ItemView(msgspec.Struct, frozen=True, gc=False):
-    """Describe one item of a conversation. `end_len` is the number of history tokens up to its
-    turn's input, or up to its own end for an answer. Raw text and token inputs have role "raw"
-    (`text` is empty for ids)."""
-
-    item_id: str
-    turn_id: str
-    role: str
-    text: str
-    end_len: int
-
-
 @dataclass(frozen=True, slots=True)
 class SessionSnapshot:
     """Hold everything that a reader who lost the journal needs, as of entry `session.seq`.
@@ -108,7 +94,7 @@ class SessionSnapshot:
     """
 
     session: SessionView
-    items: tuple[ItemView, ...]
+    items: tuple[ConversationItem, ...]
     running: TurnView | None
     queued: tuple[TurnView, ...]
 

@@ -36,7 +36,7 @@ from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_cod
 from session_server.web.requests import Caller, read_body
 from session_server.web.slices import encode_list
 from session_server.web.turns import TurnReader, session_events
-from session_server.web.views import item_view_body, session_body, turn_body, turn_result
+from session_server.web.views import session_body, turn_body, turn_result
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
@@ -126,7 +126,7 @@ async def close_session(session_id: str, caller: Caller) -> Response:
 async def list_items(session_id: str, caller: Caller) -> Response:
     """List a session's items."""
     snapshot = caller.sessions.snapshot(caller.owner, session_id)
-    data = await encode_list(snapshot.items, item_view_body)
+    data = await encode_list(snapshot.items)
     return JsonResponse(ItemList(object="list", data=data))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from session_server.core.session_events import (
     SessionEntry,
@@ -14,8 +14,6 @@ from session_server.core.session_events import (
 )
 from session_server.protocol.growing_json import GrowingArray
 from session_server.protocol.scores import EncodedScores
-
-T = TypeVar("T")
 
 
 async def run_in_slices(steps: Iterator[None]) -> None:
@@ -35,8 +33,8 @@ async def encode_scores(entry: SessionEntry | None) -> EncodedScores | None:
     return scores
 
 
-async def encode_list(values: Sequence[T], body_of: Callable[[T], Any]) -> Any:
-    """Encode a list that may be long; the result stands for the list of bodies."""
+async def encode_list(values: Sequence[Any]) -> Any:
+    """Encode a list that may be long; the result stands for the list."""
     array = GrowingArray()
-    await run_in_slices(array.extend_in_slices(values, body_of))
+    await run_in_slices(array.extend_in_slices(values))
     return array.value()

@@ -11,7 +11,6 @@ from session_server.core.session_events import (
     TurnFailedEntry,
 )
 from session_server.protocol.frames import (
-    ConversationItem,
     LimitsBody,
     OpenedFrame,
     SnapshotFrame,
@@ -22,7 +21,6 @@ from session_server.protocol.frames import (
 )
 from session_server.protocol.resources import SessionBody, TurnResultBody
 from session_server.sessions.views import (
-    ItemView,
     SessionSnapshot,
     SessionView,
     TurnStatus,
@@ -117,20 +115,9 @@ async def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
         seq=snapshot.session.seq,
         state=snapshot.session.state,
         tokens=snapshot.session.num_tokens,
-        items=await encode_list(snapshot.items, item_view_body),
+        items=await encode_list(snapshot.items),
         turn=turn,
         queued=tuple(view.turn_id for view in snapshot.queued),
-    )
-
-
-def item_view_body(item: ItemView) -> ConversationItem:
-    """Return the wire body of one item of a conversation."""
-    return ConversationItem(
-        id=item.item_id,
-        turn_id=item.turn_id,
-        role=item.role,
-        content=item.text,
-        end_len=item.end_len,
     )
 
 

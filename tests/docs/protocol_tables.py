@@ -10,7 +10,7 @@ from msgspec import inspect
 
 from session_server.core.events import TurnTimings
 from session_server.core.sampling import SamplingParams
-from session_server.core.session_events import TextOptions
+from session_server.core.session_events import ConversationItem, TextOptions
 from session_server.protocol import frames, messages, resources, scores
 from tests.docs.wire_fields import fields_of, number
 
@@ -19,7 +19,7 @@ OBJECTS: tuple[type[msgspec.Struct], ...] = (
     scores.LogprobBody,
     frames.UsageBody,
     TurnTimings,
-    frames.ConversationItem,
+    ConversationItem,
     resources.SessionBody,
     resources.TurnResultBody,
 )

@@ -15,6 +15,7 @@ from session_server.core.events import TurnTimings
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.core.session_events import (
     ChatInput,
+    ConversationItem,
     Message,
     Outcome,
     SessionEntry,
@@ -36,7 +37,6 @@ from session_server.sessions.journal import Journal, JournalEntry, JournalLimits
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import SessionTurn
-from session_server.sessions.views import ItemView
 from tests.sessions.world import OWNER, World, turn
 
 ALIGNMENT = 16
@@ -120,7 +120,7 @@ def test_a_journal_counts_about_what_its_entries_take(name: str) -> None:
 
 def test_nothing_that_a_journal_or_a_conversation_keeps_is_walked_by_a_full_collection() -> None:
     """A collection that walks every entry stops the event loop for hundreds of milliseconds."""
-    kinds = (*get_args(SessionEntry), JournalEntry, ItemView, Message, Outcome, TokenUsage)
+    kinds = (*get_args(SessionEntry), JournalEntry, ConversationItem, Message, Outcome, TokenUsage)
     assert all(issubclass(kind, msgspec.Struct) for kind in kinds)
     journal = Journal(JournalLimits(max_bytes=1 << 30))
 

@@ -30,9 +30,10 @@ def test_others_go_on_between_two_slices() -> None:
 
         task = asyncio.create_task(others())
         values = range(3 * growing_json.SLICE_LENGTH)
-        encoded = await slices.encode_list(values, lambda value: num_turns)
+        array = growing_json.GrowingArray()
+        await slices.run_in_slices(array.extend_in_slices(values, lambda value: num_turns))
         task.cancel()
-        turns: list[int] = json.loads(bytes(encoded))
+        turns: list[int] = json.loads(bytes(array.value()))
         return turns
 
     turns = asyncio.run(run())
