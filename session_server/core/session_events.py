@@ -12,7 +12,7 @@ track (`gc=False`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -169,6 +169,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
 class TurnCompleted(msgspec.Struct, frozen=True, gc=False):
     """Record that a turn ended well. `matched`: the stop token id or stop string, if any."""
 
+    status: ClassVar[Literal["completed"]] = "completed"
     turn_id: str
     reason: Literal["stop", "length"]
     matched: int | str | None
@@ -178,6 +179,7 @@ class TurnCompleted(msgspec.Struct, frozen=True, gc=False):
 class TurnCancelled(msgspec.Struct, frozen=True, gc=False):
     """Record a cancel. Unless `kept_partial`, the history is as before the turn."""
 
+    status: ClassVar[Literal["cancelled"]] = "cancelled"
     turn_id: str
     kept_partial: bool
     reason: CancelReason
@@ -187,6 +189,7 @@ class TurnCancelled(msgspec.Struct, frozen=True, gc=False):
 class TurnFailedEntry(msgspec.Struct, frozen=True, gc=False):
     """Record that an error ended a turn; the history is as before it. `code`: a wire code."""
 
+    status: ClassVar[Literal["failed"]] = "failed"
     turn_id: str
     code: str
     message: str

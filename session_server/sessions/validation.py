@@ -73,8 +73,6 @@ def check_turn(request: TurnRequest, limits: SessionLimits, vocab_size: int) -> 
     _check_input(request.input, limits, vocab_size)
     _check_text_options(request.text, limits)
     sampling = request.sampling
-    if sampling.min_tokens > sampling.max_tokens:
-        raise InvalidRequest("min_tokens is larger than max_tokens", param="min_tokens")
     check_token_ids(sampling.stop_token_ids, vocab_size, param="stop_token_ids")
     biased = [token_id for token_id, _ in sampling.logit_bias]
     check_token_ids(biased, vocab_size, param="logit_bias")

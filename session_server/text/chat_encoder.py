@@ -18,7 +18,7 @@ from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.core.session_events import Message, Role
 from session_server.text.chat_template import RenderFrame, RenderJob
 from session_server.text.rendering import Rendering, TemplateRenderer
-from session_server.text.tokenizer import SpecialToken, Tokenizer
+from session_server.text.tokenizer import Tokenizer
 
 ROLES: Final = frozenset(get_args(Role))
 
@@ -251,17 +251,14 @@ class ChatEncoder:
             stretch = marked[start:end]
             if _unmark(stretch, marks) == stretch:
                 continue  # without marks: encoded together with its control tokens below
-            if index > 0 and self._token(controls[index - 1].group()).rstrip:
+            if index > 0 and self._special_tokens[controls[index - 1].group()].rstrip:
                 stretch = stretch.lstrip()
-            if index < len(controls) and self._token(controls[index].group()).lstrip:
+            if index < len(controls) and self._special_tokens[controls[index].group()].lstrip:
                 stretch = stretch.rstrip()
             ids += self._tokenizer.encode_control(marked[clean_start:start])
             ids += self._tokenizer.encode_content(_unmark(stretch, marks))
             clean_start = end
         return ids + self._tokenizer.encode_control(marked[clean_start:])
-
-    def _token(self, text: str) -> SpecialToken:
-        return self._special_tokens[text]
 
 
 def _unmark(text: str, marks: dict[str, str]) -> str:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from session_server.core.errors import WIRE_ERRORS, SessionServerError, wire_error
+from session_server.core.session_events import TurnFailedEntry
 from session_server.protocol.errors import (
     ErrorBody,
     ErrorResponse,
@@ -20,6 +21,7 @@ from session_server.protocol.errors import (
     internal_error_body,
     sanitize,
 )
+from session_server.protocol.frames import failure_body
 
 JSON: Final = "application/json"
 _RETRY_AFTER_S: Final = "1"
@@ -62,9 +64,10 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def status_of_code(code: str) -> int:
-    """Return the HTTP status of a wire code; 500 for an unknown one."""
-    return next((form.status for form in WIRE_ERRORS.values() if form.code == code), 500)
+def failure_response(entry: TurnFailedEntry) -> Response:
+    """Return the response for a turn that failed; the status is 500 for an unknown code."""
+    forms = (form.status for form in WIRE_ERRORS.values() if form.code == entry.code)
+    return JsonResponse(ErrorResponse(error=failure_body(entry)), next(forms, 500))
 
 
 def error_response(error: Exception) -> Response:

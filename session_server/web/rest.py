@@ -11,8 +11,6 @@ from starlette.responses import Response
 from session_server.core.errors import InvalidRequest
 from session_server.core.session_events import Message, TurnFailedEntry
 from session_server.metrics.prometheus import ReaderKind
-from session_server.protocol.errors import ErrorResponse
-from session_server.protocol.frames import failure_body
 from session_server.protocol.messages import (
     MAX_SEQ,
     CancelBody,
@@ -32,7 +30,7 @@ from session_server.sessions.views import OpenRequest
 from session_server.web.event_stream import EventStream
 from session_server.web.headers import ACCEPT, IDEMPOTENCY_KEY, LAST_EVENT_ID
 from session_server.web.openapi import answers, body_of
-from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
+from session_server.web.refusals import HttpRefusal, JsonResponse, failure_response
 from session_server.web.requests import Caller, read_body
 from session_server.web.slices import encode_list
 from session_server.web.turns import TurnReader, session_events
@@ -153,8 +151,7 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     with reader:
         end = await reader.end(request.receive)
     if isinstance(end, TurnFailedEntry):
-        failure = failure_body(end)
-        return JsonResponse(ErrorResponse(error=failure), status_of_code(failure.code))
+        return failure_response(end)
     return JsonResponse(await turn_result(session_id, end))
 
 

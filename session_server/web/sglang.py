@@ -36,8 +36,6 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnRequest,
 )
-from session_server.protocol.errors import ErrorResponse
-from session_server.protocol.frames import failure_body
 from session_server.protocol.messages import MAX_PRIORITY, MIN_TTL_S
 from session_server.protocol.sglang import (
     AbortBody,
@@ -52,14 +50,13 @@ from session_server.web.admin import is_healthy
 from session_server.web.event_stream import EventStream
 from session_server.web.generation_run import SGLangState, start_generation
 from session_server.web.openapi import answers, body_of
-from session_server.web.refusals import HttpRefusal, JsonResponse, status_of_code
+from session_server.web.refusals import HttpRefusal, JsonResponse, failure_response
 from session_server.web.request_guard import is_browser
 from session_server.web.requests import Call, Caller, read_body
 
 router = APIRouter(tags=["sglang"])
 
 HEALTH_TIMEOUT_S: Final = 20.0
-_DONE: Final = b"data: [DONE]\n\n"
 PROBER: Final = Owner("server:probe", max_priority=MAX_PRIORITY, is_exempt=True)
 """The owner of probes. Ids of keys' owners are digests or start with `name:`: no client is this."""
 
@@ -124,8 +121,7 @@ async def generate(request: Request, caller: Caller) -> Response:
     with run.scope():
         answer = await run.body(request.receive)
     if isinstance(answer, TurnFailedEntry):
-        failure = failure_body(answer)
-        return JsonResponse(ErrorResponse(error=failure), status_of_code(failure.code))
+        return failure_response(answer)
     return JsonResponse(answer)
 
 

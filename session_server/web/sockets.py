@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from session_server.core.errors import ServerBusy
 from session_server.core.owner import Owner
 from session_server.protocol.session_protocol import CloseCode
 
+if TYPE_CHECKING:
+    from session_server.web.websocket import SessionSocket
+
 UNAUTHENTICATED_SHARE: Final = 10
 """Of so many connections one may be unauthenticated, so that clients without a key cannot keep
 others out."""
-
-
-class ClosableSocket(Protocol):
-    """Describe a connection that can be told to close."""
-
-    def end(self, code: CloseCode) -> None:
-        """Close soon with this code."""
-        ...
 
 
 class Sockets:
@@ -30,7 +25,7 @@ class Sockets:
         self._max_connections = max_connections
         self._num_connections = 0
         self._num_unauthenticated = 0
-        self._by_session: dict[tuple[Owner, str], ClosableSocket] = {}
+        self._by_session: dict[tuple[Owner, str], SessionSocket] = {}
 
     @contextlib.contextmanager
     def admit(self) -> Iterator[None]:
@@ -65,7 +60,7 @@ class Sockets:
             self._num_unauthenticated -= 1
 
     @contextlib.contextmanager
-    def attach(self, owner: Owner, session_id: str, socket: ClosableSocket) -> Iterator[None]:
+    def attach(self, owner: Owner, session_id: str, socket: SessionSocket) -> Iterator[None]:
         """Be the session's connection inside the block; close the previous one with 4409."""
         # Two owners may choose the same session id.
         key = (owner, session_id)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from session_server.core.session_events import (
     TurnCancelled,
     TurnCompleted,
@@ -23,7 +21,6 @@ from session_server.protocol.resources import SessionBody, TurnResultBody
 from session_server.sessions.views import (
     SessionSnapshot,
     SessionView,
-    TurnStatus,
     TurnView,
 )
 from session_server.web.services import AppServices, ModelCard
@@ -71,7 +68,7 @@ async def turn_result(session_id: str, end: TurnEnd) -> TurnResultBody:
         id=end.turn_id,
         object="turn",
         session_id=session_id,
-        status=_status(end),
+        status=end.status,
         text=end.outcome.text,
         finish_reason=completed.reason if completed is not None else None,
         matched=completed.matched if completed is not None else None,
@@ -119,15 +116,3 @@ async def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
         turn=turn,
         queued=tuple(view.turn_id for view in snapshot.queued),
     )
-
-
-def _status(end: TurnEnd) -> TurnStatus:
-    match end:
-        case TurnCompleted():
-            return "completed"
-        case TurnCancelled():
-            return "cancelled"
-        case TurnFailedEntry():
-            return "failed"
-        case _:
-            assert_never(end)
