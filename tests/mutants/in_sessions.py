@@ -45,8 +45,8 @@ CANCELLED_TURN_IS_COMMITTED = Mutant(
     "sglang#40252 (A14)",
     Edit(
         "session_server.sessions.turn_ends:is_kept",
-        "return kept",
-        "return True",
+        "and end.kept_partial",
+        "",
     ),
 )
 
@@ -55,8 +55,8 @@ FAILED_TURN_IS_COMMITTED = Mutant(
     "sglang#36552 (R3)",
     Edit(
         "session_server.sessions.turn_ends:is_kept",
-        "return False",
-        "return True",
+        "isinstance(end, TurnCompleted)",
+        "isinstance(end, TurnCompleted | TurnFailedEntry)",
     ),
 )
 
