@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Annotate a numeric setting: `Annotated[int, Field(ge=1, le=256), Bound("tokens", "...")]`.
+    """Annotate a numeric setting: `Annotated[int, Bound("tokens", "...")]`.
 
     Args:
         unit: what is counted, in the plural: "tokens", "bytes", "seconds".
