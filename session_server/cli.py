@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from types import MappingProxyType
 from typing import Final
 
 from session_server.arguments import CommandParser
@@ -40,38 +39,33 @@ class Subcommand:
     positional: str = ""
 
 
-COMMANDS: Final[Mapping[str, Subcommand]] = MappingProxyType(
-    {
-        "serve": Subcommand(
-            "session_server.serve", "serve a model: REST, WebSocket, SGLang's routes"
-        ),
-        "chat": Subcommand("session_server.chat", "chat with a server in the terminal"),
-        "demo": Subcommand(
-            "session_server.demo.command", "run conversations and check the answers"
-        ),
-        "bench": Subcommand(
-            "session_server.bench.command", "measure what sessions cost", "BENCHMARK "
-        ),
-        "inspect": Subcommand(
-            "session_server.inspector.command",
-            "describe a checkpoint and the memory its sessions need",
-            "[MODEL] ",
-        ),
-        "audit": Subcommand(
-            "session_server.auditor", "show sessions and memory of a running server"
-        ),
-        "doctor": Subcommand("session_server.doctor", "check whether this machine can serve"),
-    }
-)
+COMMANDS: Final[Mapping[str, Subcommand]] = {
+    "serve": Subcommand("session_server.serve", "serve a model: REST, WebSocket, SGLang's routes"),
+    "chat": Subcommand("session_server.chat", "chat with a server in the terminal"),
+    "demo": Subcommand("session_server.demo.command", "run conversations and check the answers"),
+    "bench": Subcommand("session_server.bench.command", "measure what sessions cost", "BENCHMARK "),
+    "inspect": Subcommand(
+        "session_server.inspector.command",
+        "describe a checkpoint and the memory its sessions need",
+        "[MODEL] ",
+    ),
+    "audit": Subcommand("session_server.auditor", "show sessions and memory of a running server"),
+    "doctor": Subcommand("session_server.doctor", "check whether this machine can serve"),
+}
+
+_CHILDREN: Final[Mapping[str, tuple[str, str]]] = {
+    "_engine": ("session_server.engine_wiring", "run_engine_process"),
+    "_template": ("session_server.text.template_child", "serve_template"),
+}
+"""Processes that only the server starts, with the number of an open socket: module and function."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Return its exit status; 2 for invalid arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["_engine"]:
-        return _engine(arguments[1:])
-    if arguments[:1] == ["_template"]:
-        return _template(arguments[1:])
+    if arguments and arguments[0] in _CHILDREN:
+        module_name, serve = _CHILDREN[arguments[0]]
+        return int(getattr(importlib.import_module(module_name), serve)(int(arguments[1])))
     asked = next((word for word in arguments if not word.startswith("-")), None)
     parser = CommandParser(
         prog="session-server",
@@ -115,15 +109,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args)
     except KeyboardInterrupt:
         return 130
-
-
-def _engine(arguments: Sequence[str]) -> int:
-    """Run the engine process. Only the server starts it, and passes an open socket."""
-    engine_wiring = importlib.import_module("session_server.engine_wiring")
-    return int(engine_wiring.run_engine_process(int(arguments[0])))
-
-
-def _template(arguments: Sequence[str]) -> int:
-    """Run the chat template process. Only the server starts it, and passes an open socket."""
-    template_child = importlib.import_module("session_server.text.template_child")
-    return int(template_child.serve_template(int(arguments[0])))

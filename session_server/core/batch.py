@@ -187,14 +187,12 @@ class PendingStep(Protocol):
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
-        ...
 
     def wait(self) -> StepResult:
         """Block until the device has finished, and return the result. Called once.
 
         A forward that the device refuses is a result with an `error`. A lost device raises.
         """
-        ...
 
 
 class Runner(Protocol):
@@ -206,4 +204,3 @@ class Runner(Protocol):
         A CPU runner computes the forward here and returns a finished step. A forward that the
         device refuses is a result with an `error`; what raises here or in `wait` ends the engine.
         """
-        ...

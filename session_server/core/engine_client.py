@@ -24,7 +24,6 @@ class EngineClient(Protocol):
         Raises:
             EngineUnavailable: it did not start; the message says why.
         """
-        ...
 
     def send(self, command: EngineCommand) -> None:
         """Queue one command without blocking.
@@ -32,8 +31,6 @@ class EngineClient(Protocol):
         Raises:
             EngineUnavailable: no engine runs at the moment.
         """
-        ...
 
     async def stop(self) -> None:
         """End the engine and wait for it. Idempotent."""
-        ...

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 
@@ -21,7 +20,7 @@ class SessionServerError(Exception):
 
 
 class InvalidRequest(SessionServerError):
-    """Malformed or out of bounds."""
+    """Malformed or out of bounds; `param` names the field."""
 
 
 class UnsupportedOperation(InvalidRequest):
@@ -29,7 +28,7 @@ class UnsupportedOperation(InvalidRequest):
 
 
 class ContextTooLong(InvalidRequest):
-    """The turn's context cannot fit."""
+    """The context cannot fit the model or the pool."""
 
 
 class TokenizeFailed(InvalidRequest):
@@ -41,7 +40,7 @@ class Unauthorized(SessionServerError):
 
 
 class SessionNotFound(SessionServerError):
-    """No such session, or another owner's."""
+    """No such session, or another owner's; the two look alike."""
 
 
 class SessionExists(SessionServerError):
@@ -69,7 +68,7 @@ class TurnNotActive(SessionServerError):
 
 
 class QuotaExceeded(SessionServerError):
-    """A quota of this tenant is used up."""
+    """Too many sessions, turns or bytes for this tenant."""
 
 
 class ServerBusy(SessionServerError):
@@ -112,32 +111,28 @@ class WireError:
 
 _SERVER: Final = "server_error"
 
-WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = MappingProxyType(
-    {
-        InvalidRequest: WireError("invalid_request", 400, retryable=False),
-        UnsupportedOperation: WireError("unsupported_operation", 400, retryable=False),
-        ContextTooLong: WireError("context_too_long", 422, retryable=False),
-        TokenizeFailed: WireError("tokenize_failed", 400, retryable=False),
-        Unauthorized: WireError("unauthorized", 401, retryable=False, kind="authentication_error"),
-        SessionNotFound: WireError("session_not_found", 404, retryable=False),
-        SessionExists: WireError("session_exists", 409, retryable=False),
-        SessionClosing: WireError("session_closing", 409, retryable=False),
-        TurnNotFound: WireError("turn_not_found", 404, retryable=False),
-        TurnConflict: WireError("turn_conflict", 409, retryable=False),
-        SessionBusy: WireError("session_busy", 409, retryable=True),
-        TurnNotActive: WireError("turn_not_active", 409, retryable=False),
-        QuotaExceeded: WireError("quota_exceeded", 429, retryable=True, kind="rate_limit_error"),
-        ServerBusy: WireError("server_busy", 503, retryable=True, kind=_SERVER),
-        ServerDraining: WireError("server_draining", 503, retryable=True, kind=_SERVER),
-        EngineUnavailable: WireError("engine_unavailable", 503, retryable=True, kind=_SERVER),
-        EngineRestarting: WireError("engine_restarting", 503, retryable=True, kind=_SERVER),
-        NumericalError: WireError("numerical_error", 500, retryable=True, kind=_SERVER),
-        InternalInconsistency: WireError(
-            "internal_inconsistency", 500, retryable=True, kind=_SERVER
-        ),
-        DeviceFailed: WireError("device_failed", 500, retryable=True, kind=_SERVER),
-    }
-)
+WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = {
+    InvalidRequest: WireError("invalid_request", 400, retryable=False),
+    UnsupportedOperation: WireError("unsupported_operation", 400, retryable=False),
+    ContextTooLong: WireError("context_too_long", 422, retryable=False),
+    TokenizeFailed: WireError("tokenize_failed", 400, retryable=False),
+    Unauthorized: WireError("unauthorized", 401, retryable=False, kind="authentication_error"),
+    SessionNotFound: WireError("session_not_found", 404, retryable=False),
+    SessionExists: WireError("session_exists", 409, retryable=False),
+    SessionClosing: WireError("session_closing", 409, retryable=False),
+    TurnNotFound: WireError("turn_not_found", 404, retryable=False),
+    TurnConflict: WireError("turn_conflict", 409, retryable=False),
+    SessionBusy: WireError("session_busy", 409, retryable=True),
+    TurnNotActive: WireError("turn_not_active", 409, retryable=False),
+    QuotaExceeded: WireError("quota_exceeded", 429, retryable=True, kind="rate_limit_error"),
+    ServerBusy: WireError("server_busy", 503, retryable=True, kind=_SERVER),
+    ServerDraining: WireError("server_draining", 503, retryable=True, kind=_SERVER),
+    EngineUnavailable: WireError("engine_unavailable", 503, retryable=True, kind=_SERVER),
+    EngineRestarting: WireError("engine_restarting", 503, retryable=True, kind=_SERVER),
+    NumericalError: WireError("numerical_error", 500, retryable=True, kind=_SERVER),
+    InternalInconsistency: WireError("internal_inconsistency", 500, retryable=True, kind=_SERVER),
+    DeviceFailed: WireError("device_failed", 500, retryable=True, kind=_SERVER),
+}
 
 INTERNAL_ERROR: Final = WireError("internal_error", 500, retryable=False, kind=_SERVER)
 """The wire form of a bug in the server: it gives no detail."""

@@ -47,22 +47,18 @@ class RunningTurn(Protocol):
     @property
     def num_uncomputed(self) -> int:
         """Return the positions that can be launched now; those in flight count as done."""
-        ...
 
     @property
     def num_drafts(self) -> int:
         """Return the drafts it could verify too; 0 unless a single position is uncomputed."""
-        ...
 
     @property
     def num_spare(self) -> int:
         """Return the positions that its pages can still take."""
-        ...
 
     @property
     def held_pages(self) -> PoolPages:
         """Return the pages that retracting it makes free or evictable; a lower bound."""
-        ...
 
     @property
     def promised_pages(self) -> PoolPages:
@@ -71,7 +67,6 @@ class RunningTurn(Protocol):
         In a pool of bounded size, where it gives pages back as it proceeds, this is less than its
         positions fill.
         """
-        ...
 
 
 class AdmissionQuote(msgspec.Struct, frozen=True, gc=False):
@@ -102,11 +97,9 @@ class WaitingTurn(Protocol):
     @property
     def times_bypassed(self) -> int:
         """Return how many turns behind it were admitted while it waited for pages."""
-        ...
 
     def quote(self) -> AdmissionQuote:
         """Return what its admission costs now; may match the whole history of a cold session."""
-        ...
 
 
 class SchedulerView(Protocol):
@@ -115,12 +108,10 @@ class SchedulerView(Protocol):
     @property
     def running(self) -> Sequence[RunningTurn]:
         """Return running turns, oldest first."""
-        ...
 
     @property
     def waiting(self) -> Iterable[WaitingTurn]:
         """Return waiting turns, in order of admission."""
-        ...
 
     @property
     def known_denial(self) -> tuple[TurnId, BlockReason] | None:
@@ -129,22 +120,18 @@ class SchedulerView(Protocol):
         That plan had `StepPlan.is_denial`, and nothing that it depended on has become better since.
         It says nothing while a running turn lacks more than one position.
         """
-        ...
 
     @property
     def idle(self) -> Iterator[ReclaimableSession]:
         """Return reclaimable sessions, least recently used first; read only as far as needed."""
-        ...
 
     @property
     def idle_total(self) -> ReclaimableTotal:
         """Return what all of `idle` would free, without asking each of them."""
-        ...
 
     @property
     def headroom_pages(self) -> PoolPages:
         """Return the free and evictable pages of each pool."""
-        ...
 
     @property
     def num_free_rows(self) -> int: ...
@@ -152,4 +139,3 @@ class SchedulerView(Protocol):
     @property
     def is_in_flight(self) -> bool:
         """Return whether a forward is in flight, so that pages may yet come back."""
-        ...

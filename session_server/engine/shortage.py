@@ -25,7 +25,6 @@ class ReclaimableSession(Protocol):
 
         A lower bound: sessions that share a prefix do not count the shared pages.
         """
-        ...
 
 
 class ReclaimableTotal(msgspec.Struct, frozen=True, gc=False):

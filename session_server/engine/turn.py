@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -31,13 +30,11 @@ class TurnState(enum.Enum):
     FINISHED = enum.auto()
 
 
-TRANSITIONS: Final[Mapping[TurnState, frozenset[TurnState]]] = MappingProxyType(
-    {
-        TurnState.WAITING: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
-        TurnState.RUNNING: frozenset({TurnState.WAITING, TurnState.FINISHED}),
-        TurnState.FINISHED: frozenset(),
-    }
-)
+TRANSITIONS: Final[Mapping[TurnState, frozenset[TurnState]]] = {
+    TurnState.WAITING: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
+    TurnState.RUNNING: frozenset({TurnState.WAITING, TurnState.FINISHED}),
+    TurnState.FINISHED: frozenset(),
+}
 
 
 @dataclass(frozen=True, slots=True)
