@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -27,6 +28,7 @@ from session_server.core.events import (
 from session_server.core.ids import TurnId
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_NAMESPACE: Final = "session_server"
 _FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SLOW_S: Final = (*_FAST_S, 30.0, 60.0, 300.0)
 _ENGINE_TOTALS: Final = (
@@ -122,41 +124,26 @@ class ServerMetrics:
 
 class _Turns:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.ended = Counter(
-            "session_server_turns", "Turns ended by the engine.", ["outcome"], registry=registry
+        counter = partial(Counter, namespace=_NAMESPACE, registry=registry)
+        histogram = partial(Histogram, namespace=_NAMESPACE, registry=registry)
+        self.ended = counter("turns", "Turns ended by the engine.", ["outcome"])
+        self.failures = counter("turn_failures", "Turns that failed.", ["code"])
+        self.tokens = counter(
+            "tokens", "Tokens of ended turns: prompt, cached part of it, and generated.", ["kind"]
         )
-        self.failures = Counter(
-            "session_server_turn_failures", "Turns that failed.", ["code"], registry=registry
-        )
-        self.tokens = Counter(
-            "session_server_tokens",
-            "Tokens of ended turns: prompt, cached part of it, and generated.",
-            ["kind"],
-            registry=registry,
-        )
-        self.ttft = Histogram(
-            "session_server_time_to_first_token_seconds",
+        self.ttft = histogram(
+            "time_to_first_token_seconds",
             "Time from submission to the first token, in the engine.",
             buckets=_SLOW_S,
-            registry=registry,
         )
-        self.inter_token = Histogram(
-            "session_server_inter_token_seconds",
-            "Time between settled tokens of a turn.",
-            buckets=_FAST_S,
-            registry=registry,
+        self.inter_token = histogram(
+            "inter_token_seconds", "Time between settled tokens of a turn.", buckets=_FAST_S
         )
-        self.seconds = Histogram(
-            "session_server_turn_seconds",
-            "Time from submission to the end, in the engine.",
-            buckets=_SLOW_S,
-            registry=registry,
+        self.seconds = histogram(
+            "turn_seconds", "Time from submission to the end, in the engine.", buckets=_SLOW_S
         )
-        self.queued = Histogram(
-            "session_server_queue_seconds",
-            "Time from submission to the first admission.",
-            buckets=_SLOW_S,
-            registry=registry,
+        self.queued = histogram(
+            "queue_seconds", "Time from submission to the first admission.", buckets=_SLOW_S
         )
 
     def count_finished(self, event: TurnFinished) -> None:
@@ -179,39 +166,25 @@ class _Turns:
 
 class _Engine:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.pages = Gauge(
-            "session_server_pages",
+        gauge = partial(Gauge, namespace=_NAMESPACE, registry=registry)
+        counter = partial(Counter, namespace=_NAMESPACE, registry=registry)
+        self.pages = gauge(
+            "pages",
             "KV pages by pool and account; the accounts of a pool add up to its pages.",
             ["pool", "account"],
-            registry=registry,
         )
-        self.totals = Gauge(
-            "session_server_engine_total",
-            "Totals of the engine since it started.",
-            ["what"],
-            registry=registry,
-        )
-        self.turns = Gauge(
-            "session_server_engine_turns", "Turns in the engine.", ["state"], registry=registry
-        )
-        self.violations = Gauge(
-            "session_server_memory_check_violations",
+        self.totals = gauge("engine_total", "Totals of the engine since it started.", ["what"])
+        self.turns = gauge("engine_turns", "Turns in the engine.", ["state"])
+        self.violations = gauge(
+            "memory_check_violations",
             "Violated memory invariants since the engine started; anything but 0 is a fault.",
-            registry=registry,
         )
-        self.check_cost = Gauge(
-            "session_server_memory_check_cost_ratio",
+        self.check_cost = gauge(
+            "memory_check_cost_ratio",
             "Share of the engine's time that memory checks and probes take.",
-            registry=registry,
         )
-        self.deaths = Counter(
-            "session_server_engine_deaths", "Times the engine died.", registry=registry
-        )
-        self.stalls = Counter(
-            "session_server_engine_stalls",
-            "Times the engine completed no step for too long.",
-            registry=registry,
-        )
+        self.deaths = counter("engine_deaths", "Times the engine died.")
+        self.stalls = counter("engine_stalls", "Times the engine completed no step for too long.")
 
     def set_stats(self, event: EngineStats) -> None:
         for what in _ENGINE_TOTALS:
@@ -239,25 +212,16 @@ class _Engine:
 
 class _Sockets:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.sessions = Gauge("session_server_sessions", "Open sessions.", registry=registry)
-        self.connections = Gauge(
-            "session_server_connections", "Readers connected now.", ["kind"], registry=registry
-        )
-        self.connections_total = Counter(
-            "session_server_connections_opened",
-            "Readers that connected.",
-            ["kind"],
-            registry=registry,
-        )
-        self.refusals = Counter(
-            "session_server_refusals", "Requests refused, by code.", ["code"], registry=registry
-        )
-        self.tasks = Gauge(
-            "session_server_event_loop_tasks", "Tasks of the event loop.", registry=registry
-        )
-        self.loop_lag = Histogram(
-            "session_server_event_loop_lag_seconds",
+        gauge = partial(Gauge, namespace=_NAMESPACE, registry=registry)
+        counter = partial(Counter, namespace=_NAMESPACE, registry=registry)
+        histogram = partial(Histogram, namespace=_NAMESPACE, registry=registry)
+        self.sessions = gauge("sessions", "Open sessions.")
+        self.connections = gauge("connections", "Readers connected now.", ["kind"])
+        self.connections_total = counter("connections_opened", "Readers that connected.", ["kind"])
+        self.refusals = counter("refusals", "Requests refused, by code.", ["code"])
+        self.tasks = gauge("event_loop_tasks", "Tasks of the event loop.")
+        self.loop_lag = histogram(
+            "event_loop_lag_seconds",
             "How much later than asked the event loop woke up.",
             buckets=_FAST_S,
-            registry=registry,
         )
