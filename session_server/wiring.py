@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from errno import EADDRINUSE
 from pathlib import Path
 from typing import Any, Final
@@ -25,10 +25,9 @@ from typing import Any, Final
 import msgspec
 
 from session_server.config import EngineMode, HttpOptions, Settings
-from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import EngineUnavailable
-from session_server.core.events import EngineEvent, EngineReady
+from session_server.core.events import EngineReady
 from session_server.core.owner import KEY_VARIABLE
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.process import EngineProcess, ProcessSettings
@@ -162,10 +161,9 @@ async def _serve_on(
 ) -> int:
     metrics = ServerMetrics(now_s=time.monotonic)
     engine = make_engine(settings)
-    observed = ObservedEngine(engine, _observers(settings, metrics, logger))
-    manager = make_manager(settings, observed, text)
+    manager = make_manager(settings, engine, text)
     logger.info("starting the engine model=%s", directory.name)
-    ready = await manager.start()
+    ready = await manager.start(_observers(settings, metrics, logger))
     try:
         services = make_services(
             settings, manager, metrics, keys=keys, directory=directory, ready=ready
@@ -201,35 +199,6 @@ def _observers(
     interval_s = settings.http.throughput_interval_s
     throughput = ThroughputLog(logger, interval_s=interval_s, now_s=time.monotonic)
     return metrics.on_event, EventLog(logger).on_event, throughput.on_event
-
-
-class ObservedEngine:
-    """Show the events of an `EngineClient` to observers before its listener gets them."""
-
-    def __init__(self, engine: EngineClient, observers: Sequence[EventListener]) -> None:
-        self._engine = engine
-        self._observers = tuple(observers)
-
-    async def start(self, listener: EventListener) -> EngineReady:
-        """Start the engine; every event goes to the observers, then to `listener`."""
-
-        def dispatch(event: EngineEvent) -> None:
-            for observer in self._observers:
-                observer(event)
-            listener(event)
-
-        ready = await self._engine.start(dispatch)
-        for observer in self._observers:
-            observer(ready)
-        return ready
-
-    def send(self, command: EngineCommand) -> None:
-        """Send a command to the engine."""
-        self._engine.send(command)
-
-    async def stop(self) -> None:
-        """Stop the engine."""
-        await self._engine.stop()
 
 
 def make_engine(settings: Settings) -> EngineProcess | InlineEngine:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -61,11 +61,16 @@ class EngineLink:
         since_s = self._stalled_since_s
         return None if since_s is None else self._clock() - since_s
 
-    async def start(self, listener: EventListener) -> EngineReady:
-        """Start the engine; its `EngineReady` may or may not also reach the listener."""
-        ready = await self._client.start(listener)
+    async def start(self, listeners: Sequence[EventListener]) -> EngineReady:
+        """Start the engine; every event, the first `EngineReady` too, goes to all listeners."""
+
+        def dispatch(event: EngineEvent) -> None:
+            for listener in listeners:
+                listener(event)
+
+        ready = await self._client.start(dispatch)
         if self.ready is None or self.ready.epoch < ready.epoch:
-            listener(ready)
+            dispatch(ready)
         return ready
 
     async def stop(self) -> None:

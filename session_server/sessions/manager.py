@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from session_server.core.commands import CloseSession
-from session_server.core.engine_client import EngineClient
+from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import (
     EngineUnavailable,
     InvalidRequest,
@@ -131,14 +131,14 @@ class SessionManager:
         """Return whether the server shuts down and accepts no new work."""
         return self._is_draining
 
-    async def start(self) -> EngineReady:
-        """Start the engine.
+    async def start(self, observers: Sequence[EventListener] = ()) -> EngineReady:
+        """Start the engine; `observers` get each of its events before the sessions do.
 
         Raises:
             EngineUnavailable: it did not come up.
         """
         self._flow.backlog.bind(asyncio.get_running_loop())
-        return await self._link.start(self.on_event)
+        return await self._link.start((*observers, self.on_event))
 
     async def stop(self) -> None:
         """Stop the engine; call it after `drain`."""
