@@ -12,7 +12,6 @@ from typing import assert_never
 import numpy as np
 
 from cache.errors import PinQuotaExceeded
-from cache.session_cache import SessionAwareCache
 from cache.types import Namespace, Retention, SessionId, SlotState, TurnId
 from session_server.core.commands import (
     CancelTurn,
@@ -46,9 +45,8 @@ from session_server.core.events import (
     TurnFailed,
 )
 from session_server.core.sampling import TokenLogprob
-from session_server.engine.config import EngineConfig
+from session_server.engine.context import EngineContext
 from session_server.engine.guard import MemoryGuard
-from session_server.engine.outbox import Outbox
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.settle import Settler
 from session_server.engine.turn import Turn, TurnClock
@@ -61,21 +59,11 @@ class CommandHandler:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        cache: SessionAwareCache,
-        scheduler: Scheduler,
-        settler: Settler,
-        outbox: Outbox,
-        memory: MemoryGuard,
+        self, context: EngineContext, scheduler: Scheduler, *, settler: Settler, guard: MemoryGuard
     ) -> None:
-        self._config = config
-        self._cache = cache
-        self._scheduler = scheduler
-        self._settler = settler
-        self._outbox = outbox
-        self._memory = memory
+        self._config, self._cache, self._watch = context.config, context.cache, context.watch
+        self._outbox, self._scheduler = context.outbox, scheduler
+        self._settler, self._guard = settler, guard
         self.turn_limits = scheduler.turn_limits
         self._num_submitted = 0
         self.is_shutting_down = False
@@ -97,8 +85,8 @@ class CommandHandler:
                 self._flush(request_id)
             case ReportMemory(request_id=request_id, full=full, trace=trace):
                 if full:
-                    self._memory.audit_all()
-                self._outbox.emit(self._memory.report(request_id, now_s, with_trace=trace))
+                    self._watch.audit_all()
+                self._outbox.emit(self._guard.report(request_id, now_s, with_trace=trace))
             case Shutdown():
                 self.is_shutting_down = True
             case _:
@@ -212,7 +200,7 @@ class CommandHandler:
             self._settler.finish(turn, FinishReason.CANCELLED, now_s, num_outputs=None)
             is_gone = session_id not in self._cache
         assert is_gone, "only a running turn can defer a close"
-        self._memory.touch(session_id)
+        self._watch.touch(session_id)
         self._outbox.emit(SessionGone(session_id=session_id))
 
     def _flush(self, request_id: int) -> None:
@@ -221,7 +209,7 @@ class CommandHandler:
             resident = [s.session_id for s in self._cache.slots() if s.state is SlotState.PARKED]
             self._cache.flush()
             for session_id in resident:
-                self._memory.touch(session_id)
+                self._watch.touch(session_id)
                 self._outbox.emit(SessionCooled(session_id=session_id))
         self._outbox.emit(CacheFlushed(request_id=request_id, done=is_idle))
 

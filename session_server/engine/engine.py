@@ -21,18 +21,17 @@ from session_server.core.errors import ServerBusy
 from session_server.core.events import EngineEvent
 from session_server.engine.command_handler import CommandHandler
 from session_server.engine.config import EngineConfig
+from session_server.engine.context import EngineContext
 from session_server.engine.drafting import Drafting
 from session_server.engine.forced_retraction import force_retraction
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.in_flight import InFlight
 from session_server.engine.memory import MemoryWatch
-from session_server.engine.outbox import Outbox
 from session_server.engine.plan import StepPlan, plan_step
 from session_server.engine.reporting import Reporter
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.scheduler_view import Limits
 from session_server.engine.settle import Settler
-from session_server.engine.stats import Counters
 from session_server.engine.turn_queue import WaitingQueue
 from session_server.engine.view import LiveView
 
@@ -79,45 +78,21 @@ class Engine:
                 on it.
         """
         self._cache = cache
-        self._retract_interval = config.retract_interval
         self._limits = Limits(
             num_tokens=config.chunk_tokens,
             num_turns=config.max_running,
             page_size=cache.spec.page_size,
         )
-        self._outbox = Outbox()
-        self.counters = Counters()
-        turn_limits = cache.turn_limits(config.num_ahead)
-        self._scheduler = Scheduler(cache, self._outbox, self.counters, turn_limits=turn_limits)
+        context = EngineContext(config, cache, MemoryWatch(cache, config.memory, stopwatch))
+        self._context, self._outbox, self.counters = context, context.outbox, context.counters
         self._drafting = Drafting(cache, config.speculation)
         self._in_flight = InFlight(config.num_in_flight)
-        watch = MemoryWatch(cache, config.memory, stopwatch)
-        self._settler = Settler(
-            config,
-            cache=cache,
-            scheduler=self._scheduler,
-            outbox=self._outbox,
-            counters=self.counters,
-            memory=watch,
-        )
-        self._guard = MemoryGuard(
-            cache,
-            watch,
-            scheduler=self._scheduler,
-            settler=self._settler,
-            outbox=self._outbox,
-            counters=self.counters,
-        )
-        self._reporter = Reporter(
-            cache, self._outbox, self._scheduler, counters=self.counters, memory=watch
-        )
+        self._scheduler = Scheduler(context)
+        self._settler = Settler(context, self._scheduler)
+        self._guard = MemoryGuard(context, self._scheduler, settler=self._settler)
+        self._reporter = Reporter(context, self._scheduler)
         self._command_handler = CommandHandler(
-            config,
-            cache=cache,
-            scheduler=self._scheduler,
-            settler=self._settler,
-            outbox=self._outbox,
-            memory=self._guard,
+            context, self._scheduler, settler=self._settler, guard=self._guard
         )
 
     @property
@@ -143,7 +118,7 @@ class Engine:
     @property
     def is_audit_due(self) -> bool:
         """Return whether a full audit should begin or is under way; see `MemoryWatch`."""
-        return self._guard.is_audit_due
+        return self._context.watch.is_audit_due
 
     def step(
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
@@ -159,7 +134,7 @@ class Engine:
             AuditFailed: the books are wrong, and `MemoryCheck.STRICT` is set or they cannot be
                 repaired.
         """
-        self._guard.begin_step(now_s, commands, results)
+        self._context.watch.trace.begin_step(now_s, commands, results)
         for result in results:
             self._settle(result, now_s)
         for command in commands:
@@ -187,7 +162,7 @@ class Engine:
             self._scheduler,
             self._settler,
             self._in_flight,
-            self._guard.watch,
+            self._context.watch,
             self._guard,
         )
 
@@ -208,8 +183,6 @@ class Engine:
             self._guard.recover(error)
             # It was carried out in part at most, and a command that comes twice changes nothing.
             self._command_handler.handle(command, now_s)
-
-    # Planning
 
     def _next_batch(self, now_s: float) -> tuple[StepPlan | None, Batch | None]:
         """Return the next plan and the batch made from it; None where there is nothing to do."""
@@ -239,7 +212,8 @@ class Engine:
         plan = plan_step(view, self._limits)
         if plan.is_denial and plan.blocked is not None:
             queue.note_denial(plan.blocked, len(running), view.supply)
-        if self._retract_interval and self._in_flight.num_forwards % self._retract_interval == 0:
+        interval = self._context.config.retract_interval
+        if interval and self._in_flight.num_forwards % interval == 0:
             plan = force_retraction(plan, [turn.turn_id for turn in running])
         try:
             rows = self._apply(plan, now_s)
@@ -256,7 +230,7 @@ class Engine:
     def _apply(self, plan: StepPlan, now_s: float) -> list[BatchRow]:
         applied = self._scheduler.apply(plan, now_s)
         for session_id in applied.dropped:
-            self._guard.touch(session_id)
+            self._context.watch.touch(session_id)
         for turn, error in applied.refused:
             self._settler.fail(turn, error)
         if plan.refuse is not None:

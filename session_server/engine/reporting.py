@@ -6,14 +6,11 @@ import math
 from typing import Final
 
 from cache.ledger import Accounts
-from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec
 from cache.views import SlotView
 from session_server.core.events import EngineStats, PoolReport, SessionPages
-from session_server.engine.memory import MemoryWatch
-from session_server.engine.outbox import Outbox
+from session_server.engine.context import EngineContext
 from session_server.engine.scheduler import Scheduler
-from session_server.engine.stats import Counters
 
 STATS_INTERVAL_S: Final = 1.0
 """Seconds between two samples of the counters, while there is work."""
@@ -26,20 +23,10 @@ class Reporter:
     would correct the gauges, and a violation, because health depends on it.
     """
 
-    def __init__(
-        self,
-        cache: SessionAwareCache,
-        outbox: Outbox,
-        scheduler: Scheduler,
-        *,
-        counters: Counters,
-        memory: MemoryWatch,
-    ) -> None:
-        self._cache = cache
-        self._outbox = outbox
+    def __init__(self, context: EngineContext, scheduler: Scheduler) -> None:
+        self._cache, self._watch = context.cache, context.watch
+        self._outbox, self._counters = context.outbox, context.counters
         self._scheduler = scheduler
-        self._counters = counters
-        self._memory = memory
         self._sampled_s = -math.inf
         self._is_shown_busy = False
         self._num_shown_violations = 0
@@ -48,12 +35,12 @@ class Reporter:
         """Emit a sample if one is due at the end of a step."""
         is_due = has_worked and now_s - self._sampled_s >= STATS_INTERVAL_S
         has_emptied = self._is_shown_busy and not self._scheduler
-        has_news = self._memory.num_violations > self._num_shown_violations
+        has_news = self._watch.num_violations > self._num_shown_violations
         if not (is_due or has_emptied or has_news):
             return
         self._sampled_s = now_s
         self._is_shown_busy = bool(self._scheduler)
-        self._num_shown_violations = self._memory.num_violations
+        self._num_shown_violations = self._watch.num_violations
         self._outbox.emit(self._sample())
 
     def _sample(self) -> EngineStats:
@@ -74,8 +61,8 @@ class Reporter:
             sessions=len(self._cache),
             pages_free={str(pool): a.free for pool, a in accounts.items()},
             pages_total={str(pool): a.pages for pool, a in accounts.items()},
-            check_runs=self._memory.num_runs,
-            check_violations=self._memory.num_violations,
+            check_runs=self._watch.num_runs,
+            check_violations=self._watch.num_violations,
         )
 
 

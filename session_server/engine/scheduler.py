@@ -6,17 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cache.errors import OutOfPages, OutOfRows, PinQuotaExceeded
-from cache.session_cache import SessionAwareCache
 from cache.types import SessionId, TurnId
-from cache.views import TurnLimits
 from session_server.core.batch import BatchRow
 from session_server.core.errors import QuotaExceeded, SessionServerError
 from session_server.core.events import SessionCooled, TurnStarted
 from session_server.engine.batching import make_row
-from session_server.engine.outbox import Outbox
+from session_server.engine.context import EngineContext
 from session_server.engine.plan import StepPlan
 from session_server.engine.scheduler_view import BlockReason
-from session_server.engine.stats import Counters
 from session_server.engine.turn import Turn, TurnState
 from session_server.engine.turn_queue import TurnQueue, WaitingQueue, max_reuse
 
@@ -39,21 +36,13 @@ class Scheduler:
     A session has at most one live turn. `turn_limits`: what the pools allow one turn.
     """
 
-    def __init__(
-        self,
-        cache: SessionAwareCache,
-        outbox: Outbox,
-        counters: Counters,
-        *,
-        turn_limits: TurnLimits,
-    ) -> None:
-        self._cache = cache
-        self._outbox = outbox
-        self._counters = counters
+    def __init__(self, context: EngineContext) -> None:
+        self._cache, self._outbox = context.cache, context.outbox
+        self._counters = context.counters
         self._turns: dict[TurnId, Turn] = {}
         self._of_session: dict[SessionId, Turn] = {}
-        self.turn_limits = turn_limits
-        self.waiting = WaitingQueue(cache, turn_limits.max_turn_pages)
+        self.turn_limits = context.cache.turn_limits(context.config.num_ahead)
+        self.waiting = WaitingQueue(context.cache, self.turn_limits.max_turn_pages)
         self.running = TurnQueue()
 
     def __len__(self) -> int:

@@ -5,7 +5,6 @@ A turn ends here and nowhere else, and only once.
 
 from __future__ import annotations
 
-from cache.session_cache import SessionAwareCache
 from session_server.core.batch import Batch, BatchRow, RowResult, StepResult
 from session_server.core.errors import (
     DeviceFailed,
@@ -22,11 +21,8 @@ from session_server.core.events import (
     TurnFinished,
 )
 from session_server.core.sampling import TokenLogprob
-from session_server.engine.config import EngineConfig
-from session_server.engine.memory import MemoryWatch
-from session_server.engine.outbox import Outbox
+from session_server.engine.context import EngineContext
 from session_server.engine.scheduler import Scheduler
-from session_server.engine.stats import Counters
 from session_server.engine.turn import Turn, TurnState
 
 
@@ -38,22 +34,10 @@ class Settler:
     failure ends it.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        cache: SessionAwareCache,
-        scheduler: Scheduler,
-        outbox: Outbox,
-        counters: Counters,
-        memory: MemoryWatch,
-    ) -> None:
-        self._config = config
-        self._cache = cache
+    def __init__(self, context: EngineContext, scheduler: Scheduler) -> None:
+        self._config, self._cache, self._watch = context.config, context.cache, context.watch
+        self._outbox, self._counters = context.outbox, context.counters
         self._scheduler = scheduler
-        self._outbox = outbox
-        self._counters = counters
-        self._memory = memory
         self.retry_alone: list[Turn] = []
 
     def settle(self, batch: Batch, result: StepResult, now_s: float) -> None:
@@ -156,7 +140,7 @@ class Settler:
         self._scheduler.remove(turn)
         if turn in self.retry_alone:
             self.retry_alone.remove(turn)
-        self._memory.touch(turn.request.session_id)
+        self._watch.touch(turn.request.session_id)
 
     def _settle_row(self, turn: Turn, row: BatchRow, outcome: RowResult, now_s: float) -> None:
         admission = turn.current_admission

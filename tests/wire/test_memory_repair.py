@@ -153,7 +153,7 @@ def point_a_row_elsewhere(assembly: EngineAssembly) -> None:
     """What its next forward would read is not what the lease holds."""
     rows = assembly.engine.inspect().cache.inspect().stores.rows
     rows._tables[FULL_POOL][first_parked_row(assembly), 1] += 1
-    assembly.engine.inspect().guard.audit_all()
+    assembly.engine.inspect().watch.audit_all()
 
 
 def overwrite_a_page(assembly: EngineAssembly) -> None:
