@@ -313,8 +313,6 @@ class EngineStats(Event, frozen=True, tag=True, kw_only=True):
     running: int
     waiting: int
     sessions: int
-    pages_free: dict[str, int]
-    pages_total: dict[str, int]
     check_runs: int
     check_violations: int
 

@@ -122,11 +122,6 @@ class MemoryWatch:
         self._audit = SlicedAudit(cache)
 
     @property
-    def num_runs(self) -> int:
-        """Return the number of checks of all levels."""
-        return sum(self.runs)
-
-    @property
     def is_audit_due(self) -> bool:
         """Return whether a full recount is under way, or sessions changed hands since it began."""
         return self._audit.is_due and self.mode is not MemoryCheck.OFF

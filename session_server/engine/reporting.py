@@ -8,7 +8,7 @@ from typing import Final
 from cache.ledger import Accounts
 from cache.spec import CacheSpec
 from cache.views import SlotView
-from session_server.core.events import EngineStats, PoolReport, SessionPages
+from session_server.core.events import ACCOUNTS, EngineStats, PoolReport, SessionPages
 from session_server.engine.context import EngineContext
 from session_server.engine.scheduler import Scheduler
 
@@ -44,7 +44,7 @@ class Reporter:
         self._outbox.emit(self._sample())
 
     def _sample(self) -> EngineStats:
-        accounts, counters = self._cache.accounts(), self._counters
+        counters = self._counters
         return EngineStats(
             steps=counters.steps,
             forward_ms=counters.forward_s * 1e3,
@@ -59,9 +59,7 @@ class Reporter:
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             sessions=len(self._cache),
-            pages_free={str(pool): a.free for pool, a in accounts.items()},
-            pages_total={str(pool): a.pages for pool, a in accounts.items()},
-            check_runs=self._watch.num_runs,
+            check_runs=sum(self._watch.runs),
             check_violations=self._watch.num_violations,
         )
 
@@ -72,26 +70,17 @@ def pool_report(accounts: Accounts, spec: CacheSpec) -> PoolReport:
         pages=accounts.pages,
         page_size=spec.page_size,
         page_bytes=spec.pool_bytes_per_page[accounts.pool],
-        free=accounts.free,
-        reserved=accounts.reserved,
-        tree_evictable=accounts.tree_evictable,
-        tree_protected=accounts.tree_protected,
-        session_held=accounts.session_held,
-        active=accounts.active,
-        fenced=accounts.fenced,
-        spill=accounts.spill,
-        quarantine=accounts.quarantine,
+        **{name: getattr(accounts, name) for name in ACCOUNTS},
     )
 
 
 def session_pages(slot: SlotView) -> SessionPages:
     """Return one session's pages as the server reports them."""
-    private = {str(pool): num_pages for pool, num_pages in slot.private_pages.items()}
     return SessionPages(
         session_id=slot.session_id,
         state=slot.state.name.lower(),
         tokens=slot.num_tokens,
         committed_len=slot.committed_len,
         protected_pages={str(pool): num for pool, num in slot.protected_pages.items()},
-        private_pages=private,
+        private_pages={str(pool): num for pool, num in slot.private_pages.items()},
     )

@@ -367,7 +367,6 @@ def test_stats_come_once_a_second_of_work_and_never_from_an_idle_engine() -> Non
     bench.step()
     assert len(bench.events) == num_events
     assert stats[-1].prompt_tokens == len(PROMPT)
-    assert stats[-1].pages_total == {"full": bench.sizes.num_pages + 1}
     bench.close_all()
 
 

@@ -172,8 +172,6 @@ STATS = EngineStats(
     running=1,
     waiting=0,
     sessions=2,
-    pages_free={},
-    pages_total={},
     check_runs=0,
     check_violations=0,
 )

@@ -92,8 +92,6 @@ STATS = EngineStats(
     running=1,
     waiting=2,
     sessions=1,
-    pages_free={"full": 1},
-    pages_total={"full": 10},
     check_runs=5,
     check_violations=0,
 )

@@ -50,8 +50,6 @@ def sample(*, running: int = 0, waiting: int = 0, check_runs: int = 0) -> Engine
         running=running,
         waiting=waiting,
         sessions=running + waiting,
-        pages_free={},
-        pages_total={},
         check_runs=check_runs,
         check_violations=0,
     )
