@@ -69,13 +69,10 @@ class Engine:
         *,
         stopwatch: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Put the parts together around a cache.
+        """Put the parts together around a cache, which only the engine changes.
 
-        Args:
-            cache: holds the turns' KV; only the engine changes it.
-            config: limits and identities.
-            stopwatch: returns seconds, to report how long memory checks take; no decision depends
-                on it.
+        `stopwatch` returns seconds, to report how long memory checks take; no decision depends on
+        it.
         """
         self._cache = cache
         self._limits = Limits(
@@ -123,12 +120,9 @@ class Engine:
     def step(
         self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
     ) -> StepOutcome:
-        """Settle results, handle commands, then plan the next forward.
+        """Settle results, in launch order, handle commands, then plan the next forward.
 
-        Args:
-            now_s: seconds of any monotonic clock.
-            commands: in the order they were sent.
-            results: of launched batches, in launch order.
+        `now_s`: seconds of any monotonic clock.
 
         Raises:
             AuditFailed: the books are wrong, and `MemoryCheck.STRICT` is set or they cannot be

@@ -15,14 +15,10 @@ from session_server.engine.plan import StepPlan
 
 
 def force_retraction(plan: StepPlan, running: Sequence[TurnId]) -> StepPlan:
-    """Return `plan` with the youngest running turn retracted.
+    """Return `plan` with the youngest of the `running` turns retracted; the oldest comes first.
 
     Returns `plan` itself where that turn runs alone or is the only one with work, because the
     oldest turn must always go on, and where `plan` retracts a turn anyway.
-
-    Args:
-        plan: what `plan_step` decided.
-        running: the running turns it decided about, oldest first.
     """
     if len(running) < 2 or plan.retract:
         return plan

@@ -48,12 +48,7 @@ class AdmissionPass:
         self.blocked = turn_id, BlockReason.SHORTAGE if self._claims.has_shortage else reason
 
     def admit(self, candidates: Sequence[Candidate], waiting: Iterable[WaitingTurn]) -> None:
-        """Admit candidates in order. Behind the first that is blocked, admit only some.
-
-        Args:
-            candidates: the first turns of `waiting`, priced.
-            waiting: every waiting turn, in order.
-        """
+        """Admit candidates, the first of `waiting`, in order; behind a blocked one only some."""
         max_bypasses = 0
         for candidate in candidates:
             if self.blocked is None:

@@ -59,11 +59,8 @@ def share_tokens(
 ) -> dict[TurnId, int]:
     """Return the tokens of each turn; a turn that is missing gets none.
 
-    Args:
-        running: all running turns.
-        prefilling: those of them that lack more than one position.
-        candidates: waiting turns, in order.
-        limits: `num_tokens` is split among `prefilling` and `candidates`.
+    `limits.num_tokens` is split among the `candidates` and the running turns that are `prefilling`:
+    those that lack more than one position.
     """
     shares: dict[TurnId, int] = {}
     if prefilling or candidates:

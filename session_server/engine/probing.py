@@ -23,11 +23,7 @@ class Prober:
     none is launched while a turn of a failed forward is retried alone.
 
     A session may be probed while others run, and used again at once, because the device executes in
-    launch order. What was launched before the probe is done when the probe reads: a forward past
-    the turn's end, the table writes of its last step. What the host decides afterwards reaches the
-    device in later forwards: the session's next turn, cooling it, giving its pages away. A parked
-    session's committed positions are in neither. So the probe sees exactly what the host knew when
-    it was launched.
+    launch order: the probe sees exactly what the host knew when it was launched (docs/memory.md).
 
     `num_probes`: probes answered. `probed_s`: time of the last answer. `forward_s`: seconds that
     probes took.
@@ -60,11 +56,9 @@ class Prober:
         self._worked_s, self._is_requested = 0.0, False
         self._num_forwards = num_forwards + 1
         content = self._probed = self._scrubber.next(self._cache)
-        return (
-            None
-            if content is None
-            else Probe(content.row, content.start, content.tokens, content.states)
-        )
+        if content is None:
+            return None
+        return Probe(content.row, content.start, content.tokens, content.states)
 
     def settle(self, result: StepResult, now_s: float) -> None:
         """Record the result of the probe in flight."""

@@ -6,12 +6,7 @@ A turn ends here and nowhere else, and only once.
 from __future__ import annotations
 
 from session_server.core.batch import Batch, BatchRow, RowResult, StepResult
-from session_server.core.errors import (
-    DeviceFailed,
-    NumericalError,
-    SessionServerError,
-    wire_error,
-)
+from session_server.core.errors import DeviceFailed, NumericalError, SessionServerError, wire_error
 from session_server.core.events import (
     FinishReason,
     PrefillProgressed,
@@ -20,7 +15,6 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
 )
-from session_server.core.sampling import TokenLogprob
 from session_server.engine.context import EngineContext
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.turn import Turn, TurnState
@@ -41,13 +35,7 @@ class Settler:
         self.retry_alone: list[Turn] = []
 
     def settle(self, batch: Batch, result: StepResult, now_s: float) -> None:
-        """Record the result of the oldest forward in flight.
-
-        Args:
-            batch: what was launched.
-            result: one outcome per row of `batch`, in its order, or an error of the device.
-            now_s: time of this step, for the timings of turns.
-        """
+        """Record the result of the oldest forward in flight, which computed `batch`."""
         assert batch.step == result.step, "results come in launch order"
         self._counters.steps += 1
         self._counters.forward_s += result.forward_s
@@ -162,7 +150,12 @@ class Settler:
         turn.prompt_logprobs.extend(outcome.prompt_logprobs)
         self._report_prompt(turn, now_s)
         if token_ids:
-            self._report_tokens(turn, token_ids, outcome.logprobs, now_s)
+            if turn.clock.first_token_s is None:
+                turn.clock.first_token_s = now_s
+            logprobs = outcome.logprobs[: len(token_ids)]
+            self._outbox.emit(
+                TokensProduced(turn_id=turn.turn_id, token_ids=token_ids, logprobs=logprobs)
+            )
         self._finish_if_done(turn, now_s)
 
     def _report_prompt(self, turn: Turn, now_s: float) -> None:
@@ -170,17 +163,16 @@ class Settler:
         # Reported once. A retracted turn computes its prompt again, which the client does not see.
         if turn.clock.prompt_done_s is not None:
             return
-        if computed_len < turn.prompt_len:
+        turn_id, total = turn.turn_id, turn.prompt_len
+        if computed_len < total:
             self._outbox.emit(
-                PrefillProgressed(
-                    turn_id=turn.turn_id, computed=computed_len, total=turn.prompt_len
-                )
+                PrefillProgressed(turn_id=turn_id, computed=computed_len, total=total)
             )
             return
         turn.clock.prompt_done_s = now_s
         if turn.request.sampling.prompt_logprobs_from is not None:
             self._outbox.emit(
-                PromptLogprobsComputed(turn_id=turn.turn_id, logprobs=tuple(turn.prompt_logprobs))
+                PromptLogprobsComputed(turn_id=turn_id, logprobs=tuple(turn.prompt_logprobs))
             )
 
     def _settle_drafts(self, turn: Turn, row: BatchRow, num_right: int) -> None:
@@ -200,33 +192,15 @@ class Settler:
                 return token_ids[: index + 1]
         return token_ids
 
-    def _report_tokens(
-        self,
-        turn: Turn,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...],
-        now_s: float,
-    ) -> None:
-        if turn.clock.first_token_s is None:
-            turn.clock.first_token_s = now_s
-        self._outbox.emit(
-            TokensProduced(
-                turn_id=turn.turn_id, token_ids=token_ids, logprobs=logprobs[: len(token_ids)]
-            )
-        )
-
     def _finish_if_done(self, turn: Turn, now_s: float) -> None:
         num_outputs = len(turn.outputs)
         # A turn with `max_new` 0 ends with the last chunk of its prompt, not with the first.
         if turn.current_admission.computed_len < turn.prompt_len:
             return
         if num_outputs and self._is_stop(turn, turn.outputs[-1], num_outputs):
+            token = turn.outputs[-1]
             self.finish(
-                turn,
-                FinishReason.STOP,
-                now_s,
-                num_outputs=num_outputs,
-                matched_token=turn.outputs[-1],
+                turn, FinishReason.STOP, now_s, num_outputs=num_outputs, matched_token=token
             )
         elif num_outputs >= turn.max_new:
             self.finish(turn, FinishReason.LENGTH, now_s, num_outputs=num_outputs)

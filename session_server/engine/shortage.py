@@ -42,13 +42,7 @@ class Shortage:
     """
 
     def __init__(self, pages: PoolPages, needed: PoolPages, num_rows: int = 0) -> None:
-        """Start with the difference between the pages needed and the pages there are.
-
-        Args:
-            pages: there are, per pool.
-            needed: per pool.
-            num_rows: rows that are missing.
-        """
+        """Start with the difference between the pages needed and there; `num_rows` are missing."""
         self._missing = [n - p for n, p in zip(needed, pages, strict=True)]
         self._num_rows = num_rows
         self.asked: list[ReclaimableSession] = []

@@ -183,12 +183,9 @@ class WaitingQueue(TurnQueue):
     def note_denial(
         self, blocked: tuple[TurnId, BlockReason], num_running: int, supply: Supply
     ) -> None:
-        """Record that no turn could be admitted with this supply.
+        """Record that no turn could be admitted; `blocked` is the first that waits, and why.
 
-        Args:
-            blocked: the first turn that waits, and why.
-            num_running: running turns, each of which lacked at most one position.
-            supply: what admission could take.
+        Each of the `num_running` turns lacked at most one position.
         """
         self._denial = _Denial(blocked, self._versions, num_running, supply)
 

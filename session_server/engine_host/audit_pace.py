@@ -33,10 +33,7 @@ class AuditPace:
     def wait_s(self, now_s: float, idle_since_s: float, *, is_at_rest: bool) -> float:
         """Return how long to wait for other work before a slice runs; 0 if it may run now.
 
-        Args:
-            now_s: the time.
-            idle_since_s: since when the thread has had nothing else to do.
-            is_at_rest: whether the engine has no turn at all.
+        The thread has had nothing else to do since `idle_since_s`. An engine at rest has no turn.
         """
         if self._is_under_way:
             ratio = REST_PAUSE_RATIO if is_at_rest else BUSY_PAUSE_RATIO

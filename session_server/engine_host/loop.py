@@ -82,7 +82,8 @@ class EngineLoop:
         while not self._engine.has_shut_down:
             commands, results = self._drain(is_blocked=is_blocked)
             started_s = self._clock()
-            progress.begin_step(started_s, is_recount=any(map(_is_recount, commands)))
+            is_recount = any(isinstance(each, ReportMemory) and each.full for each in commands)
+            progress.begin_step(started_s, is_recount=is_recount)
             for result in results:
                 progress.end_forward(result, started_s)
             outcome = self._engine.step(started_s, commands, results)
@@ -100,14 +101,20 @@ class EngineLoop:
     def _drain(self, *, is_blocked: bool) -> tuple[list[EngineCommand], list[StepResult]]:
         commands: list[EngineCommand] = []
         results: list[StepResult] = []
-        if is_blocked and (item := self._wait()) is not None:
-            self._sort(item, commands, results)
+        item = self._wait() if is_blocked else None
         while len(commands) + len(results) < MAX_ITEMS_PER_STEP:
             try:
-                item = self._inbox.get_nowait()
+                item = item or self._inbox.get_nowait()
             except queue.Empty:
                 break
-            self._sort(item, commands, results)
+            match item:
+                case DeviceCrash(cause):
+                    raise cause
+                case StepResult():
+                    results.append(item)
+                case _:
+                    commands.append(item)
+            item = None
         return commands, results
 
     def _wait(self) -> EngineCommand | StepResult | DeviceCrash | None:
@@ -125,31 +132,9 @@ class EngineLoop:
             try:
                 return self._inbox.get(timeout=wait_s)
             except queue.Empty:
-                if self._audit_slice():
+                started_s = self._clock()
+                is_complete = self._engine.audit_slice()
+                self._audit_pace.note_slice(started_s, self._clock(), is_complete=is_complete)
+                if is_complete:
                     return None
         return self._inbox.get()
-
-    def _audit_slice(self) -> bool:
-        """Run one slice of an audit, and return whether it was the last."""
-        started_s = self._clock()
-        is_complete = self._engine.audit_slice()
-        self._audit_pace.note_slice(started_s, self._clock(), is_complete=is_complete)
-        return is_complete
-
-    @staticmethod
-    def _sort(
-        item: EngineCommand | StepResult | DeviceCrash,
-        commands: list[EngineCommand],
-        results: list[StepResult],
-    ) -> None:
-        match item:
-            case DeviceCrash(cause):
-                raise cause
-            case StepResult():
-                results.append(item)
-            case _:
-                commands.append(item)
-
-
-def _is_recount(command: EngineCommand) -> bool:
-    return isinstance(command, ReportMemory) and command.full

@@ -136,7 +136,7 @@ class EngineProcess:
             if self._is_stopping:
                 return
             lived_s = clock() - started_s
-            self._restarts.note_death(lived_s, has_finished_turn=child.has_finished_turn)
+            self._restarts.note_death(lived_s, has_finished_turn=child.watchdog.has_finished_turn)
             self._report_death(f"{reason} (exit code {child.process.returncode})")
             await self._restart()
 
@@ -184,7 +184,7 @@ class _ChildConnection(asyncio.BufferedProtocol):
         # Small, so that other sockets wait for no more events than fit into it.
         self._received = memoryview(bytearray(READ_BYTES))
         self._transport: asyncio.WriteTransport | None = None
-        self._watchdog = Watchdog(listener)
+        self.watchdog = Watchdog(listener)
         self._death_message = "the engine process ended without a message"
 
     @classmethod
@@ -204,11 +204,6 @@ class _ChildConnection(asyncio.BufferedProtocol):
         child._transport.write(frame(settings.settings))
         return child
 
-    @property
-    def has_finished_turn(self) -> bool:
-        """Return whether a turn has ended without an error in this child."""
-        return self._watchdog.has_finished_turn
-
     def send(self, command: EngineCommand) -> None:
         """Send one command without blocking; see `EngineClient`."""
         transport = self._transport
@@ -217,11 +212,11 @@ class _ChildConnection(asyncio.BufferedProtocol):
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             raise EngineUnavailable("the engine does not take commands")
         transport.write(self._codec.command_frame(command))
-        self._watchdog.note_command(command)
+        self.watchdog.note_command(command)
 
     async def watch(self, hang_limit_s: float) -> None:
         """Abort the child once no turn progresses: it first prints the stacks of its threads."""
-        await self._watchdog.wait_until_hung(hang_limit_s)
+        await self.watchdog.wait_until_hung(hang_limit_s)
         self._death_message = f"the engine moved no turn for {hang_limit_s:g} s"
         self.process.send_signal(signal.SIGABRT)
         await asyncio.sleep(DEATH_PATIENCE_S)
@@ -258,9 +253,9 @@ class _ChildConnection(asyncio.BufferedProtocol):
                         case EngineDied(message=message):
                             self._death_message = message
                         case EnginePulse():
-                            self._watchdog.note_event(event)
+                            self.watchdog.note_event(event)
                         case _:
-                            self._watchdog.note_event(event)
+                            self.watchdog.note_event(event)
                             self._listener(event)
         except TransportError as error:
             self._death_message = str(error)

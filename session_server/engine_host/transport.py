@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+from msgspec.msgpack import Decoder, Encoder
 
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent
@@ -69,13 +70,9 @@ class Codec:
     """Encode values as frames, and decode payloads. Not for two threads at once."""
 
     def __init__(self) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._commands: msgspec.msgpack.Decoder[EngineCommand] = msgspec.msgpack.Decoder(
-            EngineCommand
-        )
-        self._events: msgspec.msgpack.Decoder[list[EngineEvent]] = msgspec.msgpack.Decoder(
-            list[EngineEvent]
-        )
+        self._encoder = Encoder()
+        self._commands: Decoder[EngineCommand] = Decoder(EngineCommand)
+        self._events: Decoder[list[EngineEvent]] = Decoder(list[EngineEvent])
 
     def command_frame(self, command: EngineCommand) -> bytes:
         """Return one command as a frame."""
