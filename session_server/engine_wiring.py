@@ -17,7 +17,6 @@ import numpy as np
 
 from cache.capacity import BoundedPools
 from cache.session_cache import SessionAwareCache
-from cache.spec import CacheSpec, Capacity
 from cache.types import NULL_ROW, TurnId
 from session_server.config import Settings, model_directory
 from session_server.core.batch import Batch, BatchRow, Runner, SamplingStart
@@ -77,15 +76,15 @@ def build_engine(settings: Settings) -> EngineAssembly:
         loaded.plan.reason,
     )
     _log_pools(loaded)
-    engine = _make_engine(
-        settings,
-        loaded.spec,
-        loaded.plan.capacity,
-        vocab_size=loaded.config.vocab_size,
-        eos_token_ids=eos_token_ids,
-        fingerprint=model_fingerprint(directory),
-    )
-    _warn_of_short_context(engine.max_turn_len, loaded.plan.capacity.max_context_len)
+    fingerprint = model_fingerprint(directory)
+    engine = _make_engine(settings, loaded, eos_token_ids=eos_token_ids, fingerprint=fingerprint)
+    if engine.max_turn_len < loaded.plan.capacity.max_context_len:
+        _LOG.warning(
+            "KV memory is smaller than one context: serving %d tokens instead of %d; raise "
+            "--mem-fraction-static or --max-total-tokens, or lower --pinned-fraction",
+            engine.max_turn_len,
+            loaded.plan.capacity.max_context_len,
+        )
     warm_up(loaded.runner, _speculation(settings))
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
@@ -106,42 +105,32 @@ class ServicePlan:
 def plan_service(settings: Settings, options: RunnerOptions | None = None) -> ServicePlan:
     """Plan what a server with these settings would serve; no weights are read.
 
-    Args:
-        settings: of the server.
-        options: instead of those that the settings make.
+    `options` replace those that the settings make.
 
     Raises:
         ModelError: the checkpoint cannot be served.
         ValueError: the settings ask for what the machine or the model does not have.
     """
     found = survey(model_directory(settings.model), options or runner_options(settings))
-    engine = _make_engine(
-        settings,
-        found.spec,
-        found.plan.capacity,
-        vocab_size=found.config.vocab_size,
-        eos_token_ids=(),
-        fingerprint="",
-    )
+    engine = _make_engine(settings, found, eos_token_ids=(), fingerprint="")
     return ServicePlan(found, engine.max_turn_len)
 
 
 def _make_engine(
     settings: Settings,
-    spec: CacheSpec,
-    capacity: Capacity,
+    model: LoadedRunner | Survey,
     *,
-    vocab_size: int,
     eos_token_ids: tuple[int, ...],
     fingerprint: str,
 ) -> Engine:
     """Build cache and engine for a model; the device is not touched."""
+    capacity = model.plan.capacity
     quota = int(max(capacity.num_pages.values()) * settings.cache.pinned_fraction)
     return Engine(
-        SessionAwareCache(spec, capacity, pinned_quota_pages=quota),
+        SessionAwareCache(model.spec, capacity, pinned_quota_pages=quota),
         EngineConfig(
             model_fingerprint=fingerprint,
-            vocab_size=vocab_size,
+            vocab_size=model.config.vocab_size,
             eos_token_ids=eos_token_ids,
             max_running=settings.engine.max_running_turns,
             max_waiting=settings.sessions.max_sessions,
@@ -154,16 +143,6 @@ def _make_engine(
         ),
         stopwatch=time.perf_counter,
     )
-
-
-def _warn_of_short_context(max_turn_len: int, context_len: int) -> None:
-    if max_turn_len < context_len:
-        _LOG.warning(
-            "KV memory is smaller than one context: serving %d tokens instead of %d; raise "
-            "--mem-fraction-static or --max-total-tokens, or lower --pinned-fraction",
-            max_turn_len,
-            context_len,
-        )
 
 
 def _log_pools(loaded: LoadedRunner) -> None:

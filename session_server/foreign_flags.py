@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Final
 
 _ONE_DEVICE: Final = "a model runs on one device"
@@ -29,7 +28,7 @@ def _with_reason(text: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), text)
 
 
-UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
+UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = (
     _with_reason(
         _ONE_DEVICE,
         "--tp --tp-size --tensor-parallel-size --pp --pp-size --pipeline-parallel-size --dp "
@@ -83,27 +82,25 @@ UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Map each unsupported flag of SGLang or vLLM to the reason."""
 
-RENAMED_FLAGS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "--max-model-len": "--context-length",
-        "--gpu-memory-utilization": "--mem-fraction-static",
-        "--max-num-seqs": "--max-running-requests",
-        "--max-num-batched-tokens": "--chunked-prefill-size",
-        "--long-prefill-token-threshold": "--chunked-prefill-size",
-        "--block-size": "--page-size",
-        "--kv-cache-memory-bytes": "--max-total-tokens",
-        "--no-enable-prefix-caching": "--disable-radix-cache",
-        "--seed": "--random-seed",
-        "--allowed-origins": "--allowed-origin",
-        "--api-keys": "--api-key",
-        "--uvicorn-log-level": "--log-level",
-        "--speculative-config": "--speculative-algorithm",
-        "--speculative-draft-model": "--speculative-draft-model-path",
-        "--speculative-draft": "--speculative-draft-model-path",
-        "--speculative-num-steps": "--speculative-num-draft-tokens",
-        "--num-speculative-tokens": "--speculative-num-draft-tokens",
-    }
-)
+RENAMED_FLAGS: Final[Mapping[str, str]] = {
+    "--max-model-len": "--context-length",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--long-prefill-token-threshold": "--chunked-prefill-size",
+    "--block-size": "--page-size",
+    "--kv-cache-memory-bytes": "--max-total-tokens",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--seed": "--random-seed",
+    "--allowed-origins": "--allowed-origin",
+    "--api-keys": "--api-key",
+    "--uvicorn-log-level": "--log-level",
+    "--speculative-config": "--speculative-algorithm",
+    "--speculative-draft-model": "--speculative-draft-model-path",
+    "--speculative-draft": "--speculative-draft-model-path",
+    "--speculative-num-steps": "--speculative-num-draft-tokens",
+    "--num-speculative-tokens": "--speculative-num-draft-tokens",
+}
 """Map flags of SGLang or vLLM to their names here."""
 
 
