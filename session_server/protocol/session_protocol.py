@@ -52,6 +52,9 @@ SUBPROTOCOL: Final = "kvsession.v1"
 MAX_OUTBOX_FRAMES: Final = 256
 """Frames that may wait for the peer; a peer that lets more accumulate is not reading."""
 
+MAX_OUTBOX_BYTES: Final = 1 << 20
+"""Bytes of frames that may wait for the peer before its next message is read."""
+
 
 class CloseCode(enum.IntEnum):
     """Define why a connection ends. 1012 and 1013 invite the client to connect again and resume."""
@@ -104,16 +107,17 @@ class SessionProtocol:
     ) -> None:
         self._defaults = defaults
         self._max_message_bytes = max_message_bytes
-        self._outbox: list[str] = []
+        self._outbox: list[bytes] = []
+        self.outbox_bytes = 0
         self.state = ProtocolState.AWAITING_AUTH if needs_auth else ProtocolState.OPENING
         self.close_code: CloseCode | None = None
-        """Set once the connection must end; send the frames of `take_frames` first."""
+        """Set once the connection must end; send the frames of `take_frame` first."""
 
     def receive_frame(self, frame: str, *, now_s: float) -> ClientRequest | None:
         """Process one text frame; never raises. `now_s`: wall clock, used for `pong` only.
 
         Returns:
-            What the client requests, if anything. Frames to send in reply are in `take_frames`.
+            What the client requests, if anything. `take_frame` returns the frames to send in reply.
         """
         if self.close_code is not None or self.state is ProtocolState.CLOSED:
             return None
@@ -182,10 +186,18 @@ class SessionProtocol:
         """Queue an error frame; the connection stays open."""
         self._send(ErrorFrame(error=error_body(error, turn_id=turn_id)))
 
-    def take_frames(self) -> list[str]:
-        """Return the text frames to send now, in order, and remove them."""
-        frames, self._outbox = self._outbox, []
-        return frames
+    @property
+    def is_full(self) -> bool:
+        """Return whether so many bytes wait for the peer that nothing more may be received."""
+        return self.outbox_bytes >= MAX_OUTBOX_BYTES
+
+    def take_frame(self) -> str | None:
+        """Remove and return the next text frame to send; None if no frame waits."""
+        if not self._outbox:
+            return None
+        frame = self._outbox.pop(0)
+        self.outbox_bytes -= len(frame)
+        return frame.decode()
 
     def _decode(self, frame: str) -> ClientMessage | None:
         # A character takes at least one byte: reject a frame of too many before decoding it.
@@ -230,7 +242,9 @@ class SessionProtocol:
         return StartTurn(request)
 
     def _send(self, frame: ServerFrame) -> None:
-        self._outbox.append(msgspec.json.encode(frame).decode())
+        encoded = msgspec.json.encode(frame)
+        self._outbox.append(encoded)
+        self.outbox_bytes += len(encoded)
 
 
 class _TurnIdOnly(msgspec.Struct):

@@ -78,6 +78,7 @@ class SessionSocket:
         self._sockets = sockets
         self._services = services_of(websocket)
         self._wake = Signal()
+        self._has_room = Signal()
         self._end_code: CloseCode | None = None
         self._is_disconnected = False
         self._last_received_s = 0.0
@@ -155,7 +156,7 @@ class SessionSocket:
         text = message.get("text")
         command = self._protocol.receive_frame(text or "", now_s=time.time())
         if not isinstance(command, SessionAuth):
-            self._protocol.take_frames()
+            self._protocol.take_frame()
             raise Unauthorized("The first message must be session.auth.", param="type")
         owner = self._services.settings.keys.owner_of(command.token)
         self._protocol.on_authenticated()
@@ -247,6 +248,10 @@ class SessionSocket:
         """Handle frames until the client disconnects, or one ends the connection."""
         try:
             while not self._is_disconnected and self._protocol.close_code is None:
+                # A message may be answered with megabytes: read no other until the peer took them.
+                while self._protocol.is_full:
+                    self._has_room.clear()
+                    await self._has_room.wait()
                 message = await self._websocket.receive()
                 self._last_received_s = asyncio.get_running_loop().time()
                 if message["type"] == "websocket.disconnect":
@@ -351,9 +356,10 @@ class SessionSocket:
         self._protocol.send_entries(((item.seq, item.entry) for item in entries), scores=encoded)
 
     async def _flush(self) -> None:
-        for frame in self._protocol.take_frames():
+        while (frame := self._protocol.take_frame()) is not None:
             async with asyncio.timeout(self._services.settings.send_timeout_s):
                 await self._websocket.send_text(frame)
+            self._has_room.set()
 
     async def _close(self, code: CloseCode) -> None:
         # A stalled peer may still read the code; if it does not, GuardedWebSocket aborts.

@@ -117,6 +117,12 @@ CONNECTIONS = (
         "close code 1013",
     ),
     _constant(
+        "protocol.session_protocol:MAX_OUTBOX_BYTES",
+        "the same in bytes",
+        "bytes",
+        "the client's next frames are not read until it takes answers",
+    ),
+    _constant(
         "protocol.frames:MAX_COALESCED_CHARS",
         "a merged `turn.delta`",
         "characters",

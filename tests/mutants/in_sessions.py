@@ -321,9 +321,9 @@ FRAMES_ARE_SENT_AGAIN = Mutant(
     "Frames handed out stay in the outbox.",
     "systematic",
     Edit(
-        "session_server.protocol.session_protocol:SessionProtocol.take_frames",
-        "frames, self._outbox = self._outbox, []",
-        "frames = list(self._outbox)",
+        "session_server.protocol.session_protocol:SessionProtocol.take_frame",
+        "frame = self._outbox.pop(0)",
+        "frame = self._outbox[0] if self.outbox_bytes > 0 else self._outbox.pop(0)",
     ),
 )
 

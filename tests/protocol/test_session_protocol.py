@@ -30,6 +30,7 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnProgress,
 )
+from session_server.protocol import session_protocol
 from session_server.protocol.frames import (
     AnyServerFrame,
     LimitsBody,
@@ -125,12 +126,16 @@ def protocol(*, needs_auth: bool = False, is_open: bool = True) -> SessionProtoc
     )
     if is_open and not needs_auth:
         made.on_opened(HELLO)
-        made.take_frames()
+        made.take_frame()
     return made
 
 
+def frames_of(made: SessionProtocol) -> list[str]:
+    return list(iter(made.take_frame, None))
+
+
 def sent(made: SessionProtocol) -> list[dict[str, Any]]:
-    return [json.loads(frame) for frame in made.take_frames()]
+    return [json.loads(frame) for frame in frames_of(made)]
 
 
 def create(**fields: object) -> str:
@@ -144,7 +149,7 @@ def test_whatever_arrives_nothing_is_raised_and_little_is_owed(
     made = protocol(needs_auth=needs_auth)
     for frame in frames:
         command = made.receive_frame(frame, now_s=1.0)
-        owed = made.take_frames()
+        owed = frames_of(made)
         assert len(owed) <= 1
         assert all(len(text) < 2048 for text in owed)
         for text in owed:
@@ -181,7 +186,23 @@ def test_a_peer_that_never_reads_its_answers_is_let_go() -> None:
     for _ in range(2 * MAX_OUTBOX_FRAMES):
         made.receive_frame("{", now_s=0.0)
     assert made.close_code is CloseCode.OVERLOADED
-    assert len(made.take_frames()) == MAX_OUTBOX_FRAMES
+    assert len(frames_of(made)) == MAX_OUTBOX_FRAMES
+
+
+def test_an_outbox_is_full_at_its_bound_in_bytes_until_frames_are_taken() -> None:
+    def answer(num_chars: int) -> TurnCompleted:
+        outcome = Outcome("i_1", "x" * num_chars, (), TokenUsage(10, 7, 2), None)
+        return TurnCompleted("t1", "stop", None, outcome)
+
+    made = protocol()
+    made.send_repeat("t1", position=0, end=answer(0))
+    padding = session_protocol.MAX_OUTBOX_BYTES - made.outbox_bytes
+    assert made.take_frame() is not None
+    for num_chars, is_full in ((padding - 1, False), (padding, True), (padding + 1, True)):
+        made.send_repeat("t1", position=0, end=answer(num_chars))
+        assert made.is_full is is_full
+        assert made.take_frame() is not None
+        assert (made.outbox_bytes, made.is_full) == (0, False)
 
 
 def test_a_turn_is_understood_with_every_input_and_option() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 from websockets.asyncio.client import connect
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Opcode
 
 from session_server.core.owner import ANONYMOUS
+from session_server.protocol import session_protocol
+from session_server.protocol.session_protocol import SessionProtocol
 from session_server.web.keys import KeyRing
 from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
 from tests.web.wire_client import Wire, narrow_socket
@@ -250,6 +253,42 @@ async def test_a_reader_that_stalls_is_let_go_and_its_session_stays(this: Served
         await this.until(lambda: sockets.num_attached == 0)
     async with this.socket(session_id) as wire:
         assert (await wire.turn("t1"))["type"] == "turn.completed"
+
+
+def test_repeats_that_are_not_read_hold_one_outbox_and_one_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A repeat may be megabytes: hundreds of them would be held for one socket."""
+    monkeypatch.setattr(session_protocol, "MAX_OUTBOX_BYTES", 100_000)
+    queued: list[int] = []
+    sizes: list[int] = []
+    send_repeat = SessionProtocol.send_repeat
+
+    def counted(self: SessionProtocol, *args: Any, **fields: Any) -> None:
+        before = self.outbox_bytes
+        send_repeat(self, *args, **fields)
+        sizes.append(self.outbox_bytes - before)
+        queued.append(self.outbox_bytes)
+
+    monkeypatch.setattr(SessionProtocol, "send_repeat", counted)
+
+    @served(send_timeout_s=0.2)
+    async def test(this: Served) -> None:
+        session_id = await this.open()
+        body = turn(input_ids=[7], turn_id="t", max_tokens=1500)
+        body["sampling"] |= {"logprobs": True}
+        await this.http.post(f"/v1/sessions/{session_id}/turns", json=body)
+        narrow = await narrow_socket(this.port)
+        async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
+            with contextlib.suppress(ConnectionClosed):
+                for _ in range(150):
+                    await wire.send("turn.create", **body)
+            await this.until(lambda: this.sockets.num_attached == 0)
+            wire.socket.transport.abort()
+
+    test()
+    assert min(sizes) > 50_000
+    assert max(queued) < 100_000 + max(sizes)
 
 
 def test_a_reader_that_fell_behind_the_journal_is_given_the_state_instead() -> None:
