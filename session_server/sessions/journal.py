@@ -15,12 +15,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from session_server.core.session_events import SessionClosed, SessionEntry
 from session_server.sessions.footprint import entry_bytes
 from session_server.sessions.replay import Replay
+
+READ_BYTES: Final = 1 << 18
+"""Bytes of entries that a reader takes at a time. A slow reader holds them after the journal has
+dropped them."""
 
 
 class OffsetLost(Exception):
@@ -138,9 +143,11 @@ class Journal:
         self._notify_listeners()
         return self._last_seq
 
-    def read(self, after_seq: int, *, max_entries: int = 1024) -> Sequence[JournalEntry]:
+    def read(
+        self, after_seq: int, *, max_entries: int = 1024, max_bytes: int = READ_BYTES
+    ) -> Sequence[JournalEntry]:
         """Return up to `max_entries` entries after `after_seq`, oldest first; empty if there are
-        none.
+        none. The first one may exceed `max_bytes`.
 
         Raises:
             OffsetLost: some of them were dropped, or `after_seq` lies in the future (an offset of
@@ -152,9 +159,15 @@ class Journal:
         start = after_seq - self.first_seq + 1
         if start > len(self._entries) // 2:
             # A deque is cheap at its ends only, and a live reader is always near the newest one.
-            newest = len(self._entries) - 1
-            return [self._entries[i - newest - 1] for i in range(start, start + num_new)]
-        return [self._entries[i] for i in range(start, start + num_new)]
+            start -= len(self._entries)
+        found: list[JournalEntry] = []
+        num_bytes = 0
+        for index in range(start, start + num_new):
+            num_bytes += self._entries[index].num_bytes
+            if found and num_bytes > max_bytes:
+                break
+            found.append(self._entries[index])
+        return found
 
     def find(self, seq: int) -> SessionEntry | None:
         """Return entry `seq`, or None if it was dropped."""

@@ -13,6 +13,7 @@ SLICES = (
     _constant("web.listener:ACCEPTS_AT_ONCE", "connections accepted", "connections", _NEXT),
     _constant("web.http_guard:PARSE_BYTES", "bytes of a request parsed", "bytes", _NEXT),
     _constant("web.websocket_guard:PARSE_BYTES", "bytes of a frame parsed", "bytes", _NEXT),
+    _constant("sessions.journal:READ_BYTES", "journal entries that a reader takes", "bytes", _NEXT),
     _constant("web.event_stream:PIECE_BYTES", "bytes written to an HTTP reader", "bytes", _NEXT),
     _constant(
         "protocol.growing_json:SLICE_LENGTH",

@@ -261,8 +261,8 @@ JOURNAL_LEAVES_ONE_OUT = Mutant(
     "systematic",
     Edit(
         "session_server.sessions.journal:Journal.read",
-        "newest = len(self._entries) - 1",
-        "newest = len(self._entries) - 1 - (num_new > 1)",
+        "start -= len(self._entries)",
+        "start -= len(self._entries) - (num_new > 1)",
     ),
 )
 

@@ -99,6 +99,16 @@ def test_a_read_is_the_tail_or_a_loss_and_never_anything_else(
         assert [entry.entry for entry in found] == [TurnCreated(str(seq), 0) for seq in wanted]
 
 
+def test_a_read_holds_a_bounded_number_of_bytes_and_at_least_one_entry() -> None:
+    journal = Journal()
+    for _ in range(4):
+        journal.append(delta("x" * 100))
+    size = journal.num_bytes // 4
+    for max_bytes, num_entries in ((1, 1), (2 * size - 1, 1), (2 * size, 2), (2 * size + 1, 2)):
+        assert [found.seq for found in journal.read(0, max_bytes=max_bytes)] == [1, 2][:num_entries]
+        assert [found.seq for found in journal.read(2, max_bytes=max_bytes)] == [3, 4][:num_entries]
+
+
 def test_many_readers_wake_on_one_entry_and_all_on_the_last() -> None:
     async def play() -> None:
         journal = Journal()
