@@ -1,8 +1,9 @@
-"""Count open connections and the bytes of their unfinished messages.
+"""Count open connections, the bytes of their unfinished messages and of answers they do not read.
 
 Two scopes are bounded: all connections, and those of one address. If a scope is full, the
-connection that has kept the server waiting longest is evicted, so that silent peers and unfinished
-messages cannot keep others out. A connection that is being served is never evicted.
+connection that has kept the server waiting longest is evicted, so that silent peers, unfinished
+messages and unread answers cannot keep others out. A connection that is being served and reads its
+answers is never evicted.
 """
 
 from __future__ import annotations
@@ -26,28 +27,35 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Bound connections and bytes of unfinished messages, in all and per address."""
+    """Bound connections, bytes of unfinished messages and bytes of unread answers, in all and per
+    address."""
 
     connections: int = 10_256
     connections_per_address: int = 5_128
     input_bytes: int = 64 << 20
     input_bytes_per_address: int = 32 << 20
+    output_bytes: int = 256 << 20
+    output_bytes_per_address: int = 128 << 20
 
 
 @dataclass(slots=True)
 class _Scope:
     """Track the connections of one address, or all of them.
 
-    `silent` and `unfinished` are ordered by when each connection began to keep the server waiting;
-    `unfinished` maps to the bytes that have arrived of the message.
+    `silent`, `unfinished` and `unread` are ordered by when each connection began to keep the server
+    waiting; `unfinished` maps to the bytes that have arrived of the message, `unread` to the bytes
+    that the peer has not read.
     """
 
     max_connections: int
     max_bytes: int
+    max_unread_bytes: int
     num_connections: int = 0
     num_bytes: int = 0
+    num_unread_bytes: int = 0
     silent: dict[Connection, None] = field(default_factory=dict)
     unfinished: dict[Connection, int] = field(default_factory=dict)
+    unread: dict[Connection, int] = field(default_factory=dict)
 
 
 class ConnectionTable:
@@ -55,7 +63,7 @@ class ConnectionTable:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
-        self._all = _Scope(limits.connections, limits.input_bytes)
+        self._all = _Scope(limits.connections, limits.input_bytes, limits.output_bytes)
         self._by_address: dict[str, _Scope] = {}
         self._closing: set[Connection] = set()
 
@@ -68,6 +76,11 @@ class ConnectionTable:
     def num_input_bytes(self) -> int:
         """Return the bytes of messages that have not arrived completely."""
         return self._all.num_bytes
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Return the bytes of answers that peers have not read."""
+        return self._all.num_unread_bytes
 
     @property
     def num_addresses(self) -> int:
@@ -123,6 +136,24 @@ class ConnectionTable:
             while scope.num_bytes > scope.max_bytes:
                 self._evict(next(iter(scope.unfinished)))
 
+    def await_reader(self, connection: Connection, *, num_bytes: int) -> None:
+        """Mark that the peer has `num_bytes` to read; 0: it has read everything.
+
+        While there are too many bytes, the connections that have waited longest are evicted, this
+        one included. One answer may be larger than the bound, if no other is unread.
+        """
+        if connection in self._closing:
+            return
+        scopes = self._scopes_of(connection)
+        for scope in scopes:
+            scope.num_unread_bytes += num_bytes - scope.unread.get(connection, 0)
+            scope.unread[connection] = num_bytes
+            if num_bytes == 0:
+                del scope.unread[connection]
+        for scope in scopes:
+            while scope.num_unread_bytes > scope.max_unread_bytes and len(scope.unread) > 1:
+                self._evict(next(iter(scope.unread)))
+
     def _make_room(self, scope: _Scope) -> bool:
         """Evict the connection that has kept the server waiting longest if the scope is full."""
         waiting = scope.silent or scope.unfinished
@@ -139,6 +170,7 @@ class ConnectionTable:
         self._remove_from_waiting(connection)
         for scope in self._scopes_of(connection):
             scope.num_connections -= 1
+            scope.num_unread_bytes -= scope.unread.pop(connection, 0)
         if self._by_address[connection.address].num_connections == 0:
             del self._by_address[connection.address]
 
@@ -151,5 +183,9 @@ class ConnectionTable:
         scope = self._by_address.get(connection.address)
         if scope is None:
             limits = self._limits
-            scope = _Scope(limits.connections_per_address, limits.input_bytes_per_address)
+            scope = _Scope(
+                limits.connections_per_address,
+                limits.input_bytes_per_address,
+                limits.output_bytes_per_address,
+            )
         return scope, self._all

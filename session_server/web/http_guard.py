@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from session_server.core.errors import ServerBusy
 from session_server.web.guarded_config import guarded
 from session_server.web.refusals import HttpRefusal, refusal_bytes
+from session_server.web.unread_output import UnreadOutput
 
 MAX_HEADER_BYTES: Final = 16_384
 MAX_HEADERS: Final = 100
@@ -107,7 +108,6 @@ class GuardedHttp(HttpToolsProtocol):
         self._num_unanswered = 0
         self._awaited_phase: RequestPhase | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
         self._refusal: Exception | None = None
         self._is_admitted = True
         self._is_over = False
@@ -121,8 +121,9 @@ class GuardedHttp(HttpToolsProtocol):
         """Count the connection, and bound the time until its first request head."""
         super().connection_made(transport)
         self.flow = GatedFlow(transport)
-        # Call `pause_writing` as soon as the kernel does not take all bytes at once.
-        transport.set_write_buffer_limits(high=0)
+        self._unread = UnreadOutput(
+            self, transport, table=self._table, stall_s=STALL_S, on_stall=transport.abort
+        )
         self._is_admitted = self._table.add(self)
         self._update()
 
@@ -133,14 +134,14 @@ class GuardedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Start the stall timer: the peer has not read everything."""
+        """Count and time what the peer has not read."""
         super().pause_writing()
-        self._start_stall_timer(self.transport.get_write_buffer_size())
+        self._unread.begin()
 
     def resume_writing(self) -> None:
-        """Stop the stall timer: the peer has read everything."""
+        """Stop counting: the peer has read everything."""
         super().resume_writing()
-        self._stop_stall_timer()
+        self._unread.end()
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes that may be parsed now, and hold back the rest."""
@@ -386,25 +387,10 @@ class GuardedHttp(HttpToolsProtocol):
         self._is_over = True
         self._held_back = b""
         self._stop_deadline()
-        self._stop_stall_timer()
+        self._unread.end()
         self._unset_keepalive_if_required()
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-    def _start_stall_timer(self, unsent_bytes: int) -> None:
-        self._stall_timer = self.loop.call_later(STALL_S, self._check_stall, unsent_bytes)
-
-    def _stop_stall_timer(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
-
-    def _check_stall(self, unsent_bytes: int) -> None:
-        still_unsent = self.transport.get_write_buffer_size()
-        if still_unsent >= unsent_bytes:
-            self.transport.abort()
-        else:
-            self._start_stall_timer(still_unsent)

@@ -209,8 +209,6 @@ class SessionSocket:
             code = await self._write(call, session_id, readers)
         except WebSocketDisconnect:
             code = None
-        except TimeoutError:
-            code = CloseCode.OVERLOADED
         finally:
             self._journal.remove_listener(self._wake.set)
             reader.cancel()
@@ -357,8 +355,7 @@ class SessionSocket:
 
     async def _flush(self) -> None:
         while (frame := self._protocol.take_frame()) is not None:
-            async with asyncio.timeout(self._services.settings.send_timeout_s):
-                await self._websocket.send_text(frame)
+            await self._websocket.send_text(frame)
             self._has_room.set()
 
     async def _close(self, code: CloseCode) -> None:

@@ -3,7 +3,7 @@
 Frames are parsed in small pieces, and nothing is parsed while a message waits to be handled, so a
 connection keeps few messages in memory however many its peer sends. An unfinished message has a
 deadline and a maximum number of fragments, and its bytes count in the connection table. The server
-does not wait for a peer that does not read.
+does not wait for a peer that reads nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from session_server.protocol.session_protocol import CloseCode
 from session_server.web.guarded_config import guarded
 from session_server.web.refusals import HttpRefusal, refusal_bytes
 from session_server.web.signal import MessageQueue
+from session_server.web.unread_output import UnreadOutput
 
 MAX_FRAGMENTS: Final = 1_024
 """Maximum fragments of one message."""
@@ -43,7 +44,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self.queue = MessageQueue()  # type: ignore[assignment]
         config = guarded(self.config)
         self._table = config.connection_table
-        self._message_timeout_s = config.web_settings.message_timeout_s
+        self._settings = config.web_settings
         self._held_back = b""
         self._num_fragments = 0
         self._deadline: asyncio.TimerHandle | None = None
@@ -56,14 +57,32 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Count the connection."""
         super().connection_made(transport)
+        self._unread = UnreadOutput(
+            self,
+            self.transport,
+            table=self._table,
+            stall_s=self._settings.send_timeout_s,
+            on_stall=self._fail_stalled,
+        )
         self._table.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection and its deadline."""
         self._stop_deadline()
+        self._unread.end()
         self._held_back = b""
         self._table.remove(self)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Count and time what the peer has not read."""
+        super().pause_writing()
+        self._unread.begin()
+
+    def resume_writing(self) -> None:
+        """Stop counting: the peer has read everything."""
+        super().resume_writing()
+        self._unread.end()
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes that may be parsed now, and hold back the rest.
@@ -158,13 +177,19 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         if self.read_paused:
             self._stop_deadline()  # the peer waits for the server
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(self._message_timeout_s, self._fail_timeout)
+            self._deadline = self.loop.call_later(
+                self._settings.message_timeout_s, self._fail_timeout
+            )
         num_bytes += (self.conn.current_size or 0) + FRAGMENT_BYTES * self._num_fragments
         self._table.await_input(self, num_bytes=num_bytes)
 
     def _fail_timeout(self) -> None:
         self._deadline = None
         self._fail(CloseCode.IDLE, "the message did not arrive in time")
+
+    def _fail_stalled(self) -> None:
+        self._fail(CloseCode.OVERLOADED, "nothing was read for too long")
+        self.writable.set()  # `send` raises
 
     def _fail(self, code: CloseCode, reason: str) -> None:
         """Close with this code, and read nothing more."""
@@ -196,13 +221,17 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
 
         uvicorn does not, and would log an error whenever a client asks for a session that is gone.
         It also goes on writing to a closing transport.
+
+        Raises:
+            ClientDisconnected: the peer is gone, or has read nothing for `send_timeout_s`.
         """
-        if self.transport.is_closing():
-            raise ClientDisconnected
         if message["type"] == "websocket.close":
             # A peer that does not read would block `send` here. Queue the close frame behind the
             # rest, for a peer that reads again before the connection is aborted.
             self.writable.set()
+        await self.writable.wait()
+        if self.transport.is_closing():
+            raise ClientDisconnected
         await super().send(message)
         if self.initial_response is not None and self.close_sent:
             self.handshake_complete = True

@@ -82,6 +82,18 @@ CONNECTIONS = (
         "close code 1013; the client may resume",
     ),
     _constant(
+        "web.connection_table:ConnectionLimits.output_bytes",
+        "answers that are sent and not read, of all connections together",
+        "bytes",
+        "the connection that has not read for longest is closed",
+    ),
+    _constant(
+        "web.connection_table:ConnectionLimits.output_bytes_per_address",
+        "the same of one address",
+        "bytes",
+        "the connection that has not read for longest is closed",
+    ),
+    _constant(
         "web.websocket_guard:LINGER_S",
         "time for a socket to take what it is owed after its end",
         "s",

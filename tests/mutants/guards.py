@@ -482,9 +482,9 @@ NOBODY_IS_LET_GO = Mutant(
     "A connection waits for its peer to read as long as that takes.",
     "vllm#56094 (E1)",
     Edit(
-        "session_server.web.websocket:SessionSocket._flush",
-        "asyncio.timeout(self._services.settings.send_timeout_s)",
-        "asyncio.timeout(None)",
+        "session_server.web.unread_output:UnreadOutput._check",
+        "if still_unread >= num_bytes:",
+        "if False:",
     ),
 )
 

@@ -251,8 +251,8 @@ JOURNAL_TELLS_TWICE = Mutant(
     "vllm#53861 (R9)",
     Edit(
         "session_server.sessions.journal:Journal.read",
-        "return [self._entries[i] for i in range(start, start + num_new)]",
-        "return [self._entries[max(i - 1, 0)] for i in range(start, start + num_new)]",
+        "found.append(self._entries[index])",
+        "found.append(self._entries[max(index - 1, 0)] if start >= 0 else self._entries[index])",
     ),
 )
 

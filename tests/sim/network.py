@@ -1,7 +1,8 @@
 """WebSockets in memory: both ends of a connection to the real application.
 
 What the server sends lies in a buffer until the client takes it; a full buffer makes the server
-wait, as a peer that does not read does. A dropped connection loses what is on its way.
+wait, as a peer that does not read does, and ends the connection if nothing is taken for
+`SEND_TIMEOUT_S`. A dropped connection loses what is on its way.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import Any, Final, Protocol
 from urllib.parse import urlencode
+
+from session_server.protocol.session_protocol import CloseCode
 
 Message = MutableMapping[str, Any]
 
@@ -29,6 +32,7 @@ class Application(Protocol):
 
 
 SUBPROTOCOL: Final = "kvsession.v1"
+SEND_TIMEOUT_S: Final = 10.0
 
 
 class Socket:
@@ -122,7 +126,12 @@ class Socket:
     async def _find_room(self) -> None:
         while len(self._outbound) >= self._capacity and not self.is_dropped:
             self._room = self._loop.create_future()
-            await self._room
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await self._room
+            except TimeoutError:
+                self.close_code = int(CloseCode.OVERLOADED)
+                raise
         if self.is_dropped:
             raise OSError("the peer is gone")
 

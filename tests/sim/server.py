@@ -33,7 +33,6 @@ from tests.sim.stage import Stage
 from tests.text.local_text import load_local_text
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDE"
-SEND_TIMEOUT_S: Final = 10.0
 TOKENIZE_DEADLINE_S: Final = 5.0
 MAX_QUEUED_TURNS: Final = 2
 BYTES_PER_ENTRY: Final = 500
@@ -190,7 +189,6 @@ class SimServer:
                     {digest_of(k): Owner(digest_of(k), max_priority=3) for k in self.keys}
                 ),
                 max_queued_turns=MAX_QUEUED_TURNS,
-                send_timeout_s=SEND_TIMEOUT_S,
             ),
             now_s=self.loop.time,
         )

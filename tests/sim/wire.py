@@ -29,7 +29,8 @@ from tests.sim.context import SimContext
 from tests.sim.draws import mix, name_value
 from tests.sim.failure import Broken, Layer
 from tests.sim.faults import Site
-from tests.sim.server import LETTERS, SEND_TIMEOUT_S, SimServer, embedded_text
+from tests.sim.network import SEND_TIMEOUT_S
+from tests.sim.server import LETTERS, SimServer, embedded_text
 from tests.sim.shadow import SessionShadow, SimText, World
 from tests.sim.trace import Op
 

@@ -89,6 +89,31 @@ def test_unfinished_bytes_are_bounded_over_all_and_per_address() -> None:
         assert connections.num_input_bytes == 0
 
 
+def test_unread_bytes_are_bounded_over_all_and_per_address() -> None:
+    for bounds in ({"output_bytes": 10}, {"output_bytes_per_address": 10}):
+        connections = table(**bounds)
+        first, second = Peer(), Peer()
+        for peer in (first, second):
+            connections.add(peer)
+            connections.mark_served(peer)
+        connections.await_reader(first, num_bytes=4)
+        for num_bytes in (5, 6):  # one below the bound, and at it
+            connections.await_reader(second, num_bytes=num_bytes)
+            assert not first.is_shed
+            assert connections.num_unread_bytes == 4 + num_bytes
+        connections.await_reader(second, num_bytes=7)
+        assert first.is_shed, "who stopped reading first has had the most time"
+        connections.await_reader(second, num_bytes=11)
+        assert not second.is_shed, "one answer may be larger than the bound"
+        connections.await_reader(second, num_bytes=0)
+        assert connections.num_unread_bytes == 0
+        third = Peer()
+        connections.add(third)
+        connections.await_reader(third, num_bytes=10)
+        connections.await_reader(second, num_bytes=10)
+        assert third.is_shed, "who read everything has a new place"
+
+
 def test_a_message_that_goes_on_keeps_its_place_and_the_next_one_gets_a_new_one() -> None:
     connections = table(input_bytes=10)
     first, second = Peer(), Peer()
@@ -104,9 +129,14 @@ def test_a_message_that_goes_on_keeps_its_place_and_the_next_one_gets_a_new_one(
 
 
 def test_the_books_of_the_table_balance_whatever_happens() -> None:
-    chance = random.Random(1)
+    chance, slow = random.Random(1), random.Random(2)
     connections = table(
-        connections=12, connections_per_address=6, input_bytes=60, input_bytes_per_address=40
+        connections=12,
+        connections_per_address=6,
+        input_bytes=60,
+        input_bytes_per_address=40,
+        output_bytes=100,
+        output_bytes_per_address=70,
     )
     shed: list[Peer] = []
     open_peers: list[Peer] = []
@@ -125,9 +155,12 @@ def test_the_books_of_the_table_balance_whatever_happens() -> None:
                 connections.mark_served(peer)
             case _:
                 connections.await_input(peer, num_bytes=chance.randrange(20))
+        if open_peers and slow.random() < 0.05:
+            connections.await_reader(slow.choice(open_peers), num_bytes=slow.choice((0, 20, 30)))
         alive = [peer for peer in open_peers if not peer.is_shed]
         assert connections.num_connections == len(alive) <= 12 + 1
         assert connections.num_input_bytes <= 60
+        assert connections.num_unread_bytes <= 100
         for address in "abc":
             assert sum(peer.address == address for peer in alive) <= 6 + 1
     assert num_refused
@@ -135,4 +168,4 @@ def test_the_books_of_the_table_balance_whatever_happens() -> None:
     for peer in open_peers:
         connections.remove(peer)
     assert connections.num_connections == connections.num_input_bytes == 0
-    assert connections.num_addresses == 0
+    assert connections.num_addresses == connections.num_unread_bytes == 0

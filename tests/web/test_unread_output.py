@@ -1,0 +1,90 @@
+"""What peers do not read: counted, and given up if they take nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from session_server.core.owner import ANONYMOUS
+from session_server.core.session_events import Message
+from session_server.sessions.views import OpenRequest
+from session_server.web.connection_table import ConnectionLimits, ConnectionTable
+from session_server.web.unread_output import UnreadOutput
+from tests.web.serving import Served, served
+from tests.web.test_connection_table import Peer
+from tests.web.wire_client import narrow_socket
+
+
+class Buffer:
+    """A transport's write buffer; `sizes` says how many bytes it holds at each look."""
+
+    def __init__(self, *sizes: int) -> None:
+        self._sizes = iter(sizes)
+
+    def set_write_buffer_limits(self, *, high: int) -> None:
+        assert high == 0, "what the kernel does not take at once is heard of at once"
+
+    def get_write_buffer_size(self) -> int:
+        return next(self._sizes)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(9, 9), (9, 8, 8), (9, 8, 7, 1, 1), (9, 10)], ids=lambda sizes: f"{len(sizes)} looks"
+)
+def test_a_peer_is_given_up_at_the_first_look_at_which_it_has_taken_nothing(
+    sizes: tuple[int, ...],
+) -> None:
+    async def play() -> None:
+        table, peer, stalled = ConnectionTable(ConnectionLimits()), Peer(), asyncio.Event()
+        table.add(peer)
+        buffer = Buffer(*sizes)
+        unread = UnreadOutput(
+            peer, cast(Any, buffer), table=table, stall_s=0.0, on_stall=stalled.set
+        )
+        unread.begin()
+        assert table.num_unread_bytes == sizes[0]
+        await stalled.wait()
+        with pytest.raises(StopIteration):
+            buffer.get_write_buffer_size()
+        unread.end()
+        assert table.num_unread_bytes == 0
+
+    asyncio.run(asyncio.wait_for(play(), 10))
+
+
+def test_a_peer_that_has_read_everything_is_not_looked_at_again() -> None:
+    async def play() -> None:
+        table, peer = ConnectionTable(ConnectionLimits()), Peer()
+        table.add(peer)
+        unread = UnreadOutput(
+            peer, cast(Any, Buffer(9)), table=table, stall_s=0.0, on_stall=pytest.fail
+        )
+        unread.begin()
+        unread.end()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert table.num_unread_bytes == 0
+
+    asyncio.run(asyncio.wait_for(play(), 10))
+
+
+@served(connections=ConnectionLimits(output_bytes_per_address=8 << 20))
+async def test_answers_that_nobody_reads_are_bounded_in_all(this: Served) -> None:
+    """Ten slow readers held ten answers of fifty megabytes."""
+    begun = OpenRequest(messages=(Message("system", "x" * 900_000),))
+    session_id = this.sessions.open(ANONYMOUS, begun).session_id
+    await this.http.aclose()
+    path = f"/v1/sessions/{session_id}/items"
+    request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 8
+    peers = [await narrow_socket(this.port) for _ in range(16)]
+    connections, table = this.server.server_state.connections, this.app.state.connections
+    await this.until(lambda: len(connections) == len(peers))
+    for peer in peers:
+        await asyncio.get_running_loop().sock_sendall(peer, request)
+    await this.until(lambda: len(connections) < len(peers))
+    num_bytes = table.num_unread_bytes
+    for peer in peers:
+        peer.close()
+    assert 7_000_000 < num_bytes <= 8 << 20
