@@ -51,7 +51,7 @@ from session_server.sessions.journal import Journal
 from session_server.sessions.opening import check_repeated, new_session
 from session_server.sessions.prompt import check_num_ids
 from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
-from session_server.sessions.registry import SessionRegistry
+from session_server.sessions.registry import SessionRegistry, cursor_of
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
@@ -201,8 +201,9 @@ class SessionManager:
         """
         if not 1 <= limit <= MAX_LIST:
             raise InvalidRequest(f"limit must lie in [1, {MAX_LIST}]", param="limit")
-        page, next_after = self._sessions.page(owner, limit=limit, after=after)
-        return SessionPage(tuple(session.view() for session in page), next_after)
+        page, has_more = self._sessions.page(owner, limit=limit, after=after)
+        cursors = tuple(cursor_of(session) for session in page)
+        return SessionPage(tuple(session.view() for session in page), cursors, has_more)
 
     def update(
         self,

@@ -74,12 +74,10 @@ class SessionRegistry:
         """Return the session that the engine knows by this id, or None."""
         return self._by_engine_id.get(session_id)
 
-    def page(
-        self, owner: Owner, *, limit: int, after: str | None
-    ) -> tuple[list[Session], str | None]:
-        """Return up to `limit` sessions of an owner, oldest first, and the cursor of the next page.
+    def page(self, owner: Owner, *, limit: int, after: str | None) -> tuple[list[Session], bool]:
+        """Return up to `limit` sessions of an owner, oldest first, and whether more follow.
 
-        `after`: a cursor, or the id of an open session. The cursor is None on the last page.
+        `after`: a cursor, or the id of an open session.
 
         Raises:
             InvalidRequest: `after` is neither.
@@ -88,8 +86,12 @@ class SessionRegistry:
         order = 0 if after is None else _order_of(owned, after)
         behind = (session for session in owned.values() if session.life.order > order)
         sessions = list(itertools.islice(behind, limit))
-        has_more = next(behind, None) is not None
-        return sessions, f"~{sessions[-1].life.order}" if has_more else None
+        return sessions, next(behind, None) is not None
+
+
+def cursor_of(session: Session) -> str:
+    """Return the cursor of the sessions after this one. It stays valid when the session closes."""
+    return f"~{session.life.order}"
 
 
 def _order_of(owned: dict[str, Session], after: str) -> int:

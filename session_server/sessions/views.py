@@ -61,11 +61,21 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class SessionPage:
-    """Hold sessions of one owner, oldest first. `next_after` is the cursor of the next page, None
-    on the last one; it stays valid when sessions close."""
+    """Hold sessions of one owner, oldest first, each with the cursor of the sessions after it."""
 
     sessions: tuple[SessionView, ...]
-    next_after: str | None
+    cursors: tuple[str, ...]
+    has_more: bool
+
+    @property
+    def next_after(self) -> str | None:
+        """Return the cursor of the next page, None on the last one."""
+        return self.cursors[-1] if self.has_more else None
+
+    def first(self, count: int) -> SessionPage:
+        """Return the page of the first `count` sessions, at least one."""
+        has_more = self.has_more or count < len(self.sessions)
+        return SessionPage(self.sessions[:count], self.cursors[:count], has_more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,13 +32,16 @@ from session_server.web.headers import ACCEPT, IDEMPOTENCY_KEY, LAST_EVENT_ID
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, failure_response
 from session_server.web.requests import Caller, read_body
-from session_server.web.slices import encode_list
+from session_server.web.slices import encode_list, encode_page
 from session_server.web.turns import TurnReader, session_events
 from session_server.web.views import session_body, turn_body, turn_result
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
 MAX_PAGE = 1000
+MAX_PAGE_BYTES = 1 << 20
+"""Bytes of JSON in a page of sessions, unless its first session alone has more."""
+
 MAX_KEY_CHARS = 128
 AfterSeq = Annotated[int | None, Query(ge=0, le=MAX_SEQ)]
 
@@ -83,12 +86,14 @@ async def list_sessions(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
     after: Annotated[str | None, Query(max_length=128)] = None,
 ) -> Response:
-    """List your sessions."""
+    """List your sessions. A page of large metadata has fewer than `limit`."""
     page = caller.sessions.list(caller.owner, limit=limit, after=after)
-    data = [session_body(view, caller.services.model) for view in page.sessions]
-    has_more = page.next_after is not None
+    model = caller.services.model
+    bodies = (session_body(view, model) for view in page.sessions)
+    data, count = await encode_page(bodies, max_bytes=MAX_PAGE_BYTES)
+    page = page.first(count)
     return JsonResponse(
-        SessionList(object="list", data=data, has_more=has_more, next_after=page.next_after)
+        SessionList(object="list", data=data, has_more=page.has_more, next_after=page.next_after)
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from session_server.core.session_events import (
     SessionEntry,
@@ -12,7 +14,7 @@ from session_server.core.session_events import (
     TurnCompleted,
     TurnFailedEntry,
 )
-from session_server.protocol.growing_json import GrowingArray
+from session_server.protocol.growing_json import SLICE_LENGTH, GrowingArray
 from session_server.protocol.scores import EncodedScores
 
 
@@ -38,3 +40,21 @@ async def encode_list(values: Sequence[Any]) -> Any:
     array = GrowingArray()
     await run_in_slices(array.extend_in_slices(values))
     return array.value()
+
+
+async def encode_page(values: Iterable[Any], *, max_bytes: int) -> tuple[Any, int]:
+    """Encode the values that fit `max_bytes` of JSON, or the first alone.
+
+    Returns what stands for the list, and the number of values in it.
+    """
+    pieces: list[bytes] = []
+    num_bytes = 0
+    for value in values:
+        piece = msgspec.json.encode(value)
+        num_bytes += len(piece) + 1
+        if pieces and num_bytes > max_bytes:
+            break
+        pieces.append(piece)
+        if len(pieces) % SLICE_LENGTH == 0:
+            await asyncio.sleep(0)
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]"), len(pieces)

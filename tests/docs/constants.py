@@ -186,6 +186,12 @@ REQUESTS = (
     _constant("sessions.validation:MAX_ID_CHARS", "an id", "characters", _400),
     _constant("web.rest:MAX_KEY_CHARS", "`Idempotency-Key`", "characters", _400),
     _constant("web.rest:MAX_PAGE", "`limit` of a list", "sessions", _400),
+    _constant(
+        "web.rest:MAX_PAGE_BYTES",
+        "a page of a list of sessions",
+        "bytes",
+        "it has fewer sessions and `has_more`",
+    ),
     _constant("sessions.manager:MAX_LIST", "sessions of one page of a list", "sessions", _400),
     _constant(
         "protocol.errors:MAX_MESSAGE_CHARS",

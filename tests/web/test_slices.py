@@ -7,8 +7,10 @@ import json
 
 import pytest
 
+from session_server.core.owner import ANONYMOUS
 from session_server.protocol import growing_json, scores
-from session_server.web import slices
+from session_server.sessions.views import OpenRequest
+from session_server.web import rest, slices
 from tests.web.serving import Served, served, turn
 
 
@@ -39,6 +41,41 @@ def test_others_go_on_between_two_slices() -> None:
     turns = asyncio.run(run())
     assert len(turns) == 3 * growing_json.SLICE_LENGTH
     assert turns[:: growing_json.SLICE_LENGTH] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("max_bytes", "lengths"), [(19, [1] * 3), (20, [2, 1]), (21, [2, 1])])
+def test_a_page_holds_what_fits_its_bytes_and_at_least_one_value(
+    max_bytes: int, lengths: list[int]
+) -> None:
+    async def run() -> list[list[int]]:
+        values, pages = ["1234567", "2345678", "3" * 50], []
+        while values:
+            encoded, count = await slices.encode_page(values, max_bytes=max_bytes)
+            pages.append(json.loads(bytes(encoded)))
+            assert pages[-1] == values[:count]
+            values = values[count:]
+        return pages
+
+    assert [len(page) for page in asyncio.run(run())] == lengths
+
+
+@served()
+async def test_a_list_of_large_metadata_is_short_and_goes_on(this: Served) -> None:
+    """A thousand sessions of eight thousand control characters each were one body of 50 MB."""
+    metadata = {f"k{number}": "\x01" * 512 for number in range(16)}
+    names = [
+        this.sessions.open(ANONYMOUS, OpenRequest(metadata=metadata)).session_id for _ in range(60)
+    ]
+    seen: list[str] = []
+    params: dict[str, str | int] = {"limit": 1000}
+    while params.get("after", "") is not None:
+        answer = await this.http.get("/v1/sessions", params=params)
+        assert len(answer.content) < rest.MAX_PAGE_BYTES + 200
+        page = answer.json()
+        seen += [session["id"] for session in page["data"]]
+        assert page["has_more"] == (page["next_after"] is not None)
+        params["after"] = page["next_after"]
+    assert seen == names
 
 
 @pytest.mark.usefixtures("few_at_once")
