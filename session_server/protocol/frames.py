@@ -162,7 +162,7 @@ class CompletedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.completed
 
 
 class CancelledFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.cancelled"):
-    """Cancelled; without `kept_partial` the session is as it was before the turn."""
+    """Canceled; without `kept_partial` the session is as it was before the turn."""
 
     seq: int | None = None
     turn_id: str

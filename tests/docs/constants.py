@@ -62,7 +62,7 @@ CONNECTIONS = (
     ),
     _constant(
         "web.sockets:UNAUTHENTICATED_SHARE",
-        "connections that have not shown a key: one of",
+        "connections without a key: at most one of",
         "connections",
         "further ones are refused: 503 `server_busy`",
     ),
@@ -483,9 +483,7 @@ ENGINE = (
         "tokens",
         "longer matches count alike",
     ),
-    _constant(
-        "engine.guard:MAX_REBUILDS", "times that wrong books are begun again", "times", _DIES
-    ),
+    _constant("engine.guard:MAX_REBUILDS", "rebuilds of wrong page accounts", "times", _DIES),
     _constant(
         "engine_host.audit_pace:MAX_AUDIT_DELAY_S",
         "work without rest before memory is recounted",

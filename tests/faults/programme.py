@@ -19,12 +19,12 @@ WANTED: Final = 100
 
 EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "disconnect mid-turn": "the turn runs on, or is cancelled with what was delivered, as its "
+        "disconnect mid-turn": "the turn runs on, or is canceled with what was delivered, as its "
         "client chose; the next turn continues from exactly there",
         "slow reader": "its frames are merged, then it is let go with 1013 or cut; no turn waits "
         "for it, and it may resume",
         "half-open TCP": "a peer that answers no ping is closed with 1011; its session stays, its "
-        "turn runs on or is cancelled as asked",
+        "turn runs on or is canceled as asked",
         "slow handshake, slow body": "408, or 4401, and the connection is closed; drops buy no "
         "time",
         "reconnect, resume": "exactly what was missed, or the state in its place; the newest "
@@ -43,9 +43,9 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "keep what they have, every session is told and closed",
         "clock jump": "the wall clock is only shown; a leap of the monotonic one expires idle "
         "sessions at most",
-        "close in prefill or decode": "the turn is cancelled and told so, the session's last entry "
+        "close in prefill or decode": "the turn is canceled and told so, the session's last entry "
         "follows; a second close is the first one",
-        "abort storm": "one terminal entry each, neighbours undisturbed, exactly the delivered "
+        "abort storm": "one terminal entry each, neighbors undisturbed, exactly the delivered "
         "part kept, or nothing",
         "duplicate submit": "same id and body: the same turn; same id, other body: `turn_conflict`",
         "second turn while one runs": "`session_busy`, or it waits in line; the first goes on",

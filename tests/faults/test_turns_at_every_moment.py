@@ -54,7 +54,7 @@ def test_a_cancel_at_any_moment_leaves_exactly_what_it_says(points: Points) -> N
 
 
 @injects(
-    "abort storm", "forty turns submitted and cancelled, at every moment of a neighbour", points=100
+    "abort storm", "forty turns submitted and canceled, at every moment of a neighbor", points=100
 )
 def test_a_storm_of_cancels_disturbs_nobody_and_leaves_nothing(points: Points) -> None:
     with Rig(SIZES[0]) as rig:

@@ -187,7 +187,7 @@ TOMBSTONES_ARE_PUBLISHED_AS_PAGES = Mutant(
 )
 
 TOMBSTONES_ARE_TAKEN_BACK_AS_PAGES = Mutant(
-    "A cancelled turn that takes its pages back from the tree is booked the tombstones too.",
+    "A canceled turn that takes its pages back from the tree is booked the tombstones too.",
     "systematic",
     Edit(
         "cache.radix:RadixCache.unpublish",

@@ -245,7 +245,7 @@ PINS_ARE_UNBOUNDED = Mutant(
 )
 
 CANCELLED_PROMPT_IS_PUBLISHED = Mutant(
-    "A turn cancelled with its input counts all the pages it bought as computed.",
+    "A turn canceled with its input counts all the pages it bought as computed.",
     "TensorRT-LLM#15018, #12933 (A7)",
     Edit(
         "cache.session_cache:SessionAwareCache.end_turn",

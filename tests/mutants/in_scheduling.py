@@ -105,7 +105,7 @@ FLUSH_UNDER_TURNS = Mutant(
 )
 
 SESSION_STAYS_BUSY = Mutant(
-    "A turn cancelled while it waits leaves its session busy.",
+    "A turn canceled while it waits leaves its session busy.",
     "sglang#31767, #40251 (R2)",
     Edit(
         "session_server.engine.scheduler:Scheduler.remove",
@@ -268,7 +268,7 @@ QUOTE_TAKES_A_LOCK = Mutant(
 )
 
 CANCELLED_TURN_IS_FOUND = Mutant(
-    "The results of a turn that was cancelled still find it.",
+    "The results of a turn that was canceled still find it.",
     "mini-sglang#111 (D2)",
     Edit(
         "session_server.engine.scheduler:Scheduler.remove",

@@ -41,7 +41,7 @@ TOKENS_AFTER_CANCEL = Mutant(
 )
 
 CANCELLED_TURN_IS_COMMITTED = Mutant(
-    "A turn cancelled to leave nothing goes into the history.",
+    "A turn canceled to leave nothing goes into the history.",
     "sglang#40252 (A14)",
     Edit(
         "session_server.sessions.turn_ends:is_kept",

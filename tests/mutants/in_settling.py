@@ -102,7 +102,7 @@ NAN_IS_SETTLED = Mutant(
 )
 
 RETRACTED_COUNTS_AS_KEPT = Mutant(
-    "A turn cancelled after a retraction says that the engine holds what it had said.",
+    "A turn canceled after a retraction says that the engine holds what it had said.",
     "sglang#40252 (A14)",
     Edit(
         "session_server.engine.settle:Settler.finish",
@@ -124,7 +124,7 @@ CANCEL_KEEPS_UNHEARD = Mutant(
 )
 
 CANCEL_KEEPS_INPUT = Mutant(
-    "A turn cancelled to leave nothing leaves its input.",
+    "A turn canceled to leave nothing leaves its input.",
     "sglang#36475 (R3)",
     Edit(
         "session_server.engine.settle:Settler.finish",

@@ -45,7 +45,7 @@ STATES_REST_WITH_THE_SESSION = Mutant(
 )
 
 LAST_STATE_IS_NOT_LONG_ENOUGH = Mutant(
-    "A cancelled turn does not lead back to a state that is just as long as asked for.",
+    "A canceled turn does not lead back to a state that is just as long as asked for.",
     "systematic",
     Edit("cache.lease_states:LeaseStates.longest_len", "if n <= length)", "if n < length)"),
 )
