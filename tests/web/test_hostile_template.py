@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.salts import TenantSalts
 from session_server.text.model_text import load_model_text
-from session_server.text.template_worker import RenderLimits
+from session_server.text.template_worker import RenderLimits, TemplateWorker
 from tests.sessions.paper_engine import PaperEngine
 from tests.text.tiny_models import CHATML, write_model
 from tests.web.serving import WORD, serving_over, turn
@@ -28,7 +29,8 @@ def test_a_template_that_hangs_costs_its_turn_and_nobody_else_waits(tmp_path: Pa
     async def attack() -> None:
         folder = write_model(tmp_path, "chatml")
         (folder / "chat_template.jinja").write_text(HANGS + CHATML)
-        text = await load_model_text(folder, limits=RenderLimits(cpu_s=0.1))
+        start = partial(TemplateWorker.start, limits=RenderLimits(cpu_s=0.1))
+        text = await load_model_text(folder, start_renderer=start)
         engine = PaperEngine(vocab_size=402, eos_ids=(4,), next_token=lambda context: WORD % 402)
         manager = SessionManager(engine, text, salts=TenantSalts(bytes(32)))
         async with serving_over(engine, manager) as this:
