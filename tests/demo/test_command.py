@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 
 import pytest
 
+from session_server.client import ClientOptions, connect
+from session_server.demo.command import _judge
 from session_server.local_server import LocalServer
 
 
@@ -54,9 +57,16 @@ def test_a_server_that_is_not_there_is_an_error_that_says_so(url: str, advice: s
     assert advice in " ".join(done.stdout.split())
 
 
+async def leave_a_session(url: str) -> None:
+    session = await connect(url, options=ClientOptions(token="sesame"))
+    await session.ask("My name is Bob.", sampling={"temperature": 0})
+    await session.leave()
+
+
 def test_a_server_with_a_key_is_shown_one_or_the_flag_is_named() -> None:
     words = [sys.executable, "-m", "session_server", "demo", "--sessions", "1", "--turns", "1"]
     with LocalServer(["--api-key", "sesame"]) as server:
+        asyncio.run(leave_a_session(server.url))
         words += ["--url", server.url]
         refused, welcome = (
             subprocess.run([*words, *more], capture_output=True, text=True, check=False)
@@ -65,3 +75,15 @@ def test_a_server_with_a_key_is_shown_one_or_the_flag_is_named() -> None:
     assert refused.returncode == 1
     assert "--api-key" in refused.stdout
     assert welcome.returncode == 0, welcome.stdout
+    assert "pages all back" in welcome.stdout, "what others hold is not the demo's"
+    assert "tree emptied" not in welcome.stdout, "their cache is not the demo's to empty"
+
+
+@pytest.mark.parametrize(("held_after", "is_back"), [(7, True), (8, False)])
+def test_pages_of_others_may_stay_and_the_demos_may_not(*, held_after: int, is_back: bool) -> None:
+    ledgers = {
+        moment: {"held": held, "check_runs": 1, "check_violations": 0}
+        for moment, held in (("ledger_start", 7), ("ledger_closed", held_after))
+    }
+    judged = _judge([], [], 1, ledgers)
+    assert judged["pages_back"] == is_back
