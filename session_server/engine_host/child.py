@@ -107,6 +107,8 @@ class _Child:
                 for payload in self._buffer.feed(data):
                     self._post(self._codec.command(payload))
         except BaseException:  # noqa: BLE001 - no command can be read any more
+            if self._socket.fileno() < 0:
+                return  # `serve` has returned and closed the socket: the process exits as it says
             traceback.print_exc()
         if self._loop is not None:
             with contextlib.suppress(queue.Full):

@@ -266,4 +266,5 @@ class _ChildConnection(asyncio.BufferedProtocol):
         """Resolve `ready` and `lost`; asyncio calls this once, last."""
         if not self.ready.done():
             self.ready.set_exception(EngineUnavailable(self._death_message))
-        self.lost.set_result(self._death_message)
+        if not self.lost.done():  # a second Ctrl-C cancels whoever awaits it
+            self.lost.set_result(self._death_message)

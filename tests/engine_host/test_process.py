@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -28,7 +29,12 @@ from session_server.core.events import (
     MemoryReported,
     SessionGone,
 )
-from session_server.engine_host.process import EngineProcess, ProcessSettings
+from session_server.engine_host.child import _Child
+from session_server.engine_host.process import (
+    EngineProcess,
+    ProcessSettings,
+    _ChildConnection,
+)
 from session_server.engine_host.restarts import RestartPolicy
 from session_server.engine_host.transport import (
     MAX_FRAME_BYTES,
@@ -365,6 +371,31 @@ def test_signals_meant_for_the_server_do_not_end_the_engine() -> None:
         await client.stop()
 
     asyncio.run(scenario())
+
+
+def test_a_connection_whose_waiter_was_canceled_ends_in_peace() -> None:
+    async def scenario() -> None:
+        process = cast("subprocess.Popen[bytes]", None)  # it has no part in this
+        connection = _ChildConnection(process, lambda event: None)
+        connection.ready.cancel()
+        connection.lost.cancel()  # as a second Ctrl-C does, by way of the supervisor
+        connection.connection_lost(None)
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_of_a_socket_that_its_process_closed_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    ours, theirs = socket.socketpair()
+    child = _Child(theirs)
+    ours.close()
+    theirs.close()
+    child._read_commands()
+    assert not exits, "the exit status of `serve` counts"
+    assert not capsys.readouterr().err
 
 
 PARENT = """
