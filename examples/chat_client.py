@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator
@@ -101,7 +102,9 @@ async def main() -> None:
     session = Session(args.url, args.session)
     await session.attach()
     print(
-        f"session {session.session_id}; an empty line or Ctrl-D ends the program, not the session"
+        f"session {session.session_id}; an empty line, Ctrl-D or Ctrl-C ends the program, "
+        "not the session",
+        flush=True,
     )
     while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
         await session.ask(line)
@@ -109,6 +112,8 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    # asyncio would wait for the thread that reads the terminal, until Enter is pressed.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         asyncio.run(main())
     except OSError as error:

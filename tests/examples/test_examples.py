@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,18 @@ def test_an_open_loop_counts_from_when_a_turn_was_due(url: str) -> None:
     found = json.loads(done.stdout)
     assert found["turns"] == 16
     assert found["turn_ms"]["p99"] >= found["turn_ms"]["p50"] > 0
+
+
+def test_ctrl_c_ends_the_chat_client_though_nothing_is_typed(url: str) -> None:
+    argv = [sys.executable, str(EXAMPLES / "chat_client.py"), "--url", url]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline().startswith("session ")
+        client.send_signal(signal.SIGINT)
+        assert client.wait(timeout=60) == -signal.SIGINT
+        assert client.stderr is not None
+        assert not client.stderr.read()
 
 
 def test_a_load_on_no_server_is_an_error_and_not_a_traceback() -> None:
