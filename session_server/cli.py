@@ -19,9 +19,11 @@ from session_server.foreign_flags import explain_unknown_flags
 
 _EPILOG: Final = """\
 first steps:
+  session-server doctor                   check what this machine has
   session-server demo                     run many conversations and check every answer
   session-server serve                    serve the embedded model on http://127.0.0.1:30000
-  session-server chat                     chat with it in the terminal
+  session-server chat --url http://127.0.0.1:30000    chat with that server
+  session-server chat                     chat with a server of its own
   session-server serve --model-path DIR   serve a Hugging Face checkpoint
   session-server inspect DIR              estimate its memory without loading it
 """

@@ -67,7 +67,7 @@ def build_engine(settings: Settings) -> EngineAssembly:
     started_s = time.monotonic()
     loaded = load_runner(directory, options, progress=_progress_logger())
     _LOG.info(
-        "model loaded seconds=%.1f device=%s dtype=%s kv_dtype=%s kv_mib=%.0f (%s)",
+        "model loaded seconds=%.1f device=%s dtype=%s kv_dtype=%s kv_mib=%.0f kv_from=%s",
         time.monotonic() - started_s,
         loaded.device,
         loaded.dtype,

@@ -5,7 +5,7 @@
   speculation   answers with drafts from the session's own text, and without
   memory-check  what the memory checker adds to a step, beside idle sessions
   mla           a decode step of latent attention while the history grows
-  kv-dtype      a decode step with KV stored in halves, over one with KV in fp32
+  kv-dtype      a decode step with KV stored as 16-bit floats, over one in fp32
 
 Shared machines are noisy: quote ratios of one run, and run twice before
 believing one.

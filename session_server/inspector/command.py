@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="directory of a Hugging Face checkpoint, or a hub id (none: the embedded model)",
     )
-    shown = parser.add_argument_group("figures", "What is worked out and shown.")
+    shown = parser.add_argument_group("figures", "Choose what is shown.")
     shown.add_argument(
         "--lengths",
         type=_lengths,

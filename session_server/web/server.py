@@ -98,14 +98,16 @@ def announce(url: str, ready: TextIO, *, needs_key: bool) -> None:
     """Print where the server listens; on a terminal also what to do next."""
     lines = [f"listening on {url}"]
     if ready.isatty():
-        flag, header = (
-            (" --api-key KEY", " -H 'authorization: Bearer KEY'") if needs_key else ("", "")
+        variable, header = (
+            ("SESSION_SERVER_API_KEY=KEY ", " -H 'authorization: Bearer KEY'")
+            if needs_key
+            else ("", "")
         )
-        body = '{"text": "Hello", "sampling_params": {"max_new_tokens": 16}}'
+        json_type = "content-type: application/json"
         lines += [
-            f"  chat           session-server chat --url {url}{flag}",
-            f"  inspect        session-server audit --url {url}{flag}",
-            f"  over HTTP      curl {url}/generate{header} -d '{body}'",
+            f"  chat           {variable}session-server chat --url {url}",
+            f"  memory         {variable}session-server audit --url {url}",
+            f"  over HTTP      curl {url}/v1/sessions{header} -H '{json_type}' -d '{{}}'",
             "  protocols      docs/protocol.md, and /openapi.json of this server",
             "  Ctrl-C drains and stops it",
         ]
