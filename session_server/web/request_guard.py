@@ -118,7 +118,10 @@ class RequestGuard:
 
     def _check_origin(self, origins: Sequence[str], host: str) -> None:
         origin = origins[0].rstrip("/").lower()
-        parts = urlsplit(origin) if len(origins) == 1 and len(origin) <= 512 else None
+        try:
+            parts = urlsplit(origin) if len(origins) == 1 and len(origin) <= 512 else None
+        except ValueError:  # brackets around what is no address
+            parts = None
         if parts is None or parts.scheme not in ("http", "https") or not parts.netloc:
             raise HttpRefusal(403, "This origin is not allowed.")
         is_local = self._is_local and re.fullmatch(_LOOPBACK_ORIGIN, origin) is not None
