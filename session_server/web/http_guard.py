@@ -288,9 +288,11 @@ class GuardedHttp(HttpToolsProtocol):
             self._refuse(505, "This server speaks HTTP/1.1.")
         if not self.url.startswith(b"/"):
             target = httptools.parse_url(self.url)
+            host = (target.host or b"").lower()
+            host = b"[%s]" % host if b":" in host else host  # the parser drops the brackets
             port = b":%d" % target.port if target.port else b""
             named = [value.lower() for name, value in self.headers if name == b"host"]
-            if named != [(target.host or b"").lower() + port]:
+            if named != [host + port]:
                 self._refuse(400, "The request target names another host.")
 
     def _check_upgrade(self) -> None:

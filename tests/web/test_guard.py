@@ -51,6 +51,16 @@ RAW = [
     ("a target too long", b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
     ("a later version", b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", 505),
     ("an absolute target", OK.replace(b"/health", b"http://localhost/health") + b"\r\n", 200),
+    (
+        "an absolute target of an IPv6 address",
+        b"GET http://[::1]:9/health HTTP/1.1\r\nHost: [::1]:9\r\nConnection: close\r\n\r\n",
+        200,
+    ),
+    (
+        "an absolute target of another IPv6 address",
+        b"GET http://[::2]:9/health HTTP/1.1\r\nHost: [::1]:9\r\nConnection: close\r\n\r\n",
+        400,
+    ),
     ("an absolute target elsewhere", OK.replace(b"/health", b"http://a/health") + b"\r\n", 400),
     (
         "an absolute target on another port",
