@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import stat
 from collections.abc import Mapping
@@ -19,11 +20,15 @@ from session_server.sessions.budget import RESERVED_PART
 
 MAX_KEY_CHARS: Final = 512
 MAX_KEYS: Final = 10_000
+SHORT_KEY_CHARS: Final = 8
+"""A key of a file with fewer characters is warned of."""
+
 _DIGEST_PREFIX: Final = "sha256:"
 _DIGEST: Final = re.compile(r"sha256:([0-9a-f]{64})")
 SHARE_OF_MANY: Final = 0.5
 """Share of all sessions, turns and bytes that one owner may hold if there are several."""
 
+_logger: Final = logging.getLogger("session_server.web")
 _OPTION: Final = re.compile(r"(max_priority|share)=(\S*)")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,3}")
 _DECIMAL: Final = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,9})?")
@@ -146,6 +151,10 @@ def _grants_in(text: str, where: str) -> dict[str, _Grant]:
         *names, key = words
         if len(names) > 1 or not all(map(_NAME.fullmatch, names)):
             raise InvalidKeys(f"{place}: expected [NAME] KEY [max_priority=N] [share=PART]")
+        if key.startswith("#"):
+            raise InvalidKeys(f"{place}: a key cannot begin with #; a comment has its own line")
+        if len(key) < SHORT_KEY_CHARS:
+            _logger.warning("%s: a short key; or is it a name, and its key is missing?", place)
         digest = _digest(key, place)
         grant = _Grant(
             f"name:{names[0]}" if names else digest,

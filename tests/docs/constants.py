@@ -73,6 +73,12 @@ CONNECTIONS = (
         "",
         "refused: `quota_exceeded`",
     ),
+    _constant(
+        "web.keys:SHORT_KEY_CHARS",
+        "an API key of a file that is long enough",
+        "characters",
+        "a shorter one is warned of",
+    ),
     _constant("web.keys:MAX_KEY_CHARS", "an API key", "characters", "`unauthorized`"),
     _constant("web.http_guard:STALL_S", "time in which an HTTP reader takes nothing", "s", _CLOSED),
     _constant(

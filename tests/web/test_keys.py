@@ -100,6 +100,8 @@ def test_the_longest_key_is_one(tmp_path: Path) -> None:
         ("alice \x01secret\n", "line 1: a key has"),
         ("secr\u00e9t-secret\n", "line 1: a key has"),
         ("sha256:secret\n", "line 1: sha256: must be followed by"),
+        ("secret-of-alice #old\n", "line 1: a key cannot begin with #"),
+        ("alice #secret max_priority=5\n", "line 1: a key cannot begin with #"),
         ("alice secret\nbob secret\n", "line 2: this key already has another owner"),
     ],
 )
@@ -109,6 +111,19 @@ def test_a_bad_file_is_refused_by_line_and_shows_no_key(
     with pytest.raises(InvalidKeys, match=told) as refused:
         ring_of(tmp_path / "keys", text)
     assert "secret" not in str(refused.value)
+
+
+def test_a_key_so_short_that_it_may_be_a_name_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`alice max_priority=5` is a line without its key."""
+    path = tmp_path / "keys"
+    ring_of(path, f"alice 12345678\nsha256:{digest_of('k')}\n")
+    assert caplog.messages == []
+    ring = ring_of(path, "12345678\nalice max_priority=5\n1234567 share=0.1\n")
+    assert ring.owner_of("alice").max_priority == 5
+    told = "a short key; or is it a name, and its key is missing?"
+    assert caplog.messages == [f"{path}, line {number}: {told}" for number in (2, 3)]
 
 
 @pytest.mark.parametrize("empty", ["", " ", "\t"])
@@ -137,7 +152,7 @@ def test_a_key_that_others_on_the_machine_see_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys"
-    path.write_text("k", "utf-8")
+    path.write_text("a-long-key", "utf-8")
     path.chmod(0o600)
     assert not is_readable_by_all(path)
     load_keys(HttpOptions(api_key_file=path), environment="e")
