@@ -188,8 +188,8 @@ class HttpOptions(_Section):
     api_key_file: Path | None = _setting(
         None,
         "file of API keys, one per line: [NAME] KEY or [NAME] sha256:HEX, then "
-        "optionally max_priority=N and share=PART, the limits of the key; keys with the same "
-        "name have one owner",
+        "optionally max_priority=N and share=PART, the limits of the key, and admin=1; keys with "
+        "the same name have one owner",
     )
     max_priority: Annotated[int, Bound("", "a higher one is lowered to it")] = _setting(
         0, "highest priority of turns, unless their key sets its own", ge=-100, le=100

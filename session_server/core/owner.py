@@ -13,13 +13,15 @@ class Owner:
     `owner_id` never changes for one tenant; owners of equal ids are equal, whatever they are
     granted. `max_priority`: priorities of turns above it are lowered to it. `share`: the part of
     what the server counts per owner (sessions, bytes) that this one may hold, in (0, 1].
-    `is_exempt`: counted, but refused by no limit; for probes of the server by itself.
+    `is_exempt`: counted, but refused by no limit; for probes of the server by itself. `is_admin`:
+    may use the routes that concern the sessions of every owner.
     """
 
     owner_id: str
     max_priority: int = field(default=0, compare=False)
     share: float = field(default=1.0, compare=False)
     is_exempt: bool = field(default=False, compare=False)
+    is_admin: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         if not 0.0 < self.share <= 1.0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from session_server.core.errors import EngineUnavailable
+from session_server.core.events import MemoryReported
 from session_server.metrics.prometheus import CONTENT_TYPE
 from session_server.protocol.resources import (
     IndexBody,
@@ -24,6 +26,7 @@ from session_server.web.openapi import answers
 from session_server.web.refusals import JsonResponse
 from session_server.web.requests import Caller, services_of
 from session_server.web.services import AppServices
+from session_server.web.shared_task import SharedTask
 
 router = APIRouter(tags=["operations"])
 
@@ -83,13 +86,16 @@ async def list_models(caller: Caller) -> Response:
 
 
 @router.get("/v1/admin/memory", responses=answers(MemoryBody, "The memory accounts."))
-async def memory(caller: Caller, full: Switch = 0, trace: Switch = 0) -> Response:
+async def memory(request: Request, caller: Caller, full: Switch = 0, trace: Switch = 0) -> Response:
     """Return the page accounts per pool and session, and what the memory checker found.
 
-    `full=1` first recounts every page between two steps; `trace=1` adds the engine's steps before
-    the first violation: ids, lengths and decisions.
+    `full=1` first recounts every page between two steps, once for all who ask meanwhile; `trace=1`
+    adds the engine's steps before the first violation: ids, lengths and decisions.
     """
-    report = await caller.sessions.memory(full=bool(full), trace=bool(trace))
+    caller.require_admin()
+    count = partial(caller.sessions.memory, full=bool(full), trace=bool(trace))
+    recount: SharedTask[MemoryReported] = request.app.state.recounts[trace]
+    report = await (recount.run(count) if full else count())
     return JsonResponse(msgspec.convert(report, MemoryBody, from_attributes=True))
 
 

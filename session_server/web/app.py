@@ -19,6 +19,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from session_server.core.errors import SessionServerError, wire_error
+from session_server.core.events import MemoryReported
 from session_server.web import admin, rest, sglang
 from session_server.web.connection_table import ConnectionTable
 from session_server.web.generation_run import SGLangState
@@ -28,6 +29,7 @@ from session_server.web.refusals import HttpRefusal, JsonResponse, answer_error,
 from session_server.web.request_guard import guards
 from session_server.web.requests import authorize, services_of
 from session_server.web.services import AppServices
+from session_server.web.shared_task import SharedTask
 from session_server.web.sockets import Sockets
 from session_server.web.websocket import session_endpoint
 
@@ -68,6 +70,7 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.sockets = Sockets(services.settings.max_connections)
     app.state.connections = ConnectionTable(services.settings.connections)
     app.state.documents = {}
+    app.state.recounts = (SharedTask[MemoryReported](), SharedTask[MemoryReported]())
     services.metrics.set_live_gauges(
         sessions=lambda: services.sessions.stats().sessions,
         tasks=lambda: len(asyncio.all_tasks()),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakSet
@@ -43,6 +42,7 @@ from session_server.sessions.request_tree import BranchPoint, RequestTrees
 from session_server.sessions.views import OpenRequest, TurnView
 from session_server.web.event_stream import HEARTBEAT
 from session_server.web.requests import Call
+from session_server.web.shared_task import SharedTask
 from session_server.web.slices import run_in_slices
 from session_server.web.turns import TurnReader
 
@@ -58,7 +58,8 @@ class SGLangState:
     def __init__(self, sessions: SessionManager) -> None:
         self.trees = RequestTrees(sessions)
         self._running: dict[tuple[Owner, str], tuple[str, str]] = {}
-        self._probe: asyncio.Task[bool] | None = None
+        # Without sharing, callers could run any number of turns outside all quotas.
+        self.probe = SharedTask[bool]()
         self._branching: WeakSet[Journal] = WeakSet()
 
     def add(self, owner: Owner, rid: str, turn: tuple[str, str]) -> None:
@@ -75,15 +76,6 @@ class SGLangState:
         if rid is not None:
             return [self._running[owner, rid]] if (owner, rid) in self._running else []
         return [turn for (its_owner, _), turn in self._running.items() if its_owner == owner]
-
-    async def share_probe(self, probe: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
-        """Return the result of the probe that runs, or else of a new one.
-
-        Otherwise callers could run any number of turns outside all quotas.
-        """
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(probe())
-        return await asyncio.shield(self._probe)
 
     def mark_branching(self, journal: Journal) -> None:
         """Mark the session of this journal as opened without `streaming`."""

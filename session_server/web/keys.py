@@ -29,7 +29,7 @@ SHARE_OF_MANY: Final = 0.5
 """Share of all sessions, turns and bytes that one owner may hold if there are several."""
 
 _logger: Final = logging.getLogger("session_server.web")
-_OPTION: Final = re.compile(r"(max_priority|share)=(\S*)")
+_OPTION: Final = re.compile(r"(max_priority|share|admin)=(\S*)")
 _INTEGER: Final = re.compile(r"-?[0-9]{1,3}")
 _DECIMAL: Final = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,9})?")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -93,6 +93,7 @@ class _Grant:
     owner_id: str
     max_priority: int | None = None
     share: float | None = None
+    is_admin: bool = False
 
 
 def key_ring(
@@ -116,6 +117,7 @@ def key_ring(
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidKeys(f"{path}: {error}") from None
         grants |= _grants_in(text, str(path))
+    has_admins = any(grant.is_admin for grant in grants.values())
     is_alone = len({grant.owner_id for grant in grants.values()}) == 1
     # Several owners leave the reserve of each other alone, whatever share a line sets.
     default, most = (1.0, 1.0) if is_alone else (SHARE_OF_MANY, 1.0 - RESERVED_PART)
@@ -124,6 +126,7 @@ def key_ring(
             grant.owner_id,
             max_priority=max_priority if grant.max_priority is None else grant.max_priority,
             share=min(grant.share or default, most),
+            is_admin=grant.is_admin or not has_admins,
         )
         for digest, grant in grants.items()
     }
@@ -138,8 +141,8 @@ def is_readable_by_all(path: Path) -> bool:
 def _grants_in(text: str, where: str) -> dict[str, _Grant]:
     """Return the grant of each digest.
 
-    A line is `[NAME] KEY [max_priority=N] [share=PART]`, where KEY may be `sha256:HEX`. Keys of one
-    name have one owner, so that a key can be replaced and its sessions stay.
+    A line is `[NAME] KEY [max_priority=N] [share=PART] [admin=1]`, where KEY may be `sha256:HEX`.
+    Keys of one name have one owner, so that a key can be replaced and its sessions stay.
     """
     grants: dict[str, _Grant] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -150,7 +153,8 @@ def _grants_in(text: str, where: str) -> dict[str, _Grant]:
         options = _take_options(words)
         *names, key = words
         if len(names) > 1 or not all(map(_NAME.fullmatch, names)):
-            raise InvalidKeys(f"{place}: expected [NAME] KEY [max_priority=N] [share=PART]")
+            form = "[NAME] KEY [max_priority=N] [share=PART] [admin=1]"
+            raise InvalidKeys(f"{place}: expected {form}")
         if key.startswith("#"):
             raise InvalidKeys(f"{place}: a key cannot begin with #; a comment has its own line")
         if len(key) < SHORT_KEY_CHARS:
@@ -160,6 +164,7 @@ def _grants_in(text: str, where: str) -> dict[str, _Grant]:
             f"name:{names[0]}" if names else digest,
             _max_priority(options, place),
             _share(options, place),
+            _is_admin(options, place),
         )
         if grants.setdefault(digest, grant) != grant:
             raise InvalidKeys(f"{place}: this key already has another owner or other options")
@@ -196,6 +201,13 @@ def _share(options: Mapping[str, str], place: str) -> float | None:
     if _DECIMAL.fullmatch(text) is None or not 0.0 < float(text) <= 1.0:
         raise InvalidKeys(f"{place}: share must be above 0 and at most 1")
     return float(text)
+
+
+def _is_admin(options: Mapping[str, str], place: str) -> bool:
+    text = options.get("admin", "0")
+    if text not in ("0", "1"):
+        raise InvalidKeys(f"{place}: admin must be 0 or 1")
+    return text == "1"
 
 
 def _bucket_of(digest: str) -> str:

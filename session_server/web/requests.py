@@ -64,6 +64,11 @@ class Call:
         """Return the session manager."""
         return self.services.sessions
 
+    def require_admin(self) -> None:
+        """Raise HttpRefusal if routes about the sessions of every key are not for this one."""
+        if not self.owner.is_admin:
+            raise HttpRefusal(403, "This key has no admin=1 in the key file.")
+
 
 async def call_of(
     connection: HTTPConnection, owner: Annotated[Owner | None, Depends(authorize)]

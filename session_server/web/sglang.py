@@ -143,7 +143,8 @@ async def abort_request(request: Request, caller: Caller) -> Response:
 @router.get("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
 @router.post("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
 async def flush_cache(request: Request, caller: Caller) -> Response:
-    """Empty the radix tree and the KV of all sessions; histories stay."""
+    """Empty the radix tree and the KV of all sessions, of every key; histories stay."""
+    caller.require_admin()
     if request.method == "GET" and is_browser(request.headers):
         raise HttpRefusal(403, "From a browser, flush the cache with POST.")
     if await caller.sessions.flush():
@@ -155,7 +156,7 @@ async def flush_cache(request: Request, caller: Caller) -> Response:
 async def health_generate(request: Request, caller: Caller) -> Response:
     """Generate one token in a session of its own; 503 if that fails or times out."""
     state, probing = _state_of(request), replace(caller, owner=PROBER)
-    is_good = await state.share_probe(partial(_generate_one, probing, state))
+    is_good = await state.probe.run(partial(_generate_one, probing, state))
     return Response(status_code=200 if is_good else 503)
 
 

@@ -10,6 +10,7 @@ import pytest
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from websockets.exceptions import InvalidStatus
 
+from session_server.core.commands import ReportMemory
 from session_server.core.errors import WIRE_ERRORS, SessionServerError
 from session_server.core.events import EngineResumed, EngineStalled
 from session_server.core.owner import ANONYMOUS
@@ -149,6 +150,24 @@ async def test_an_unknown_path_is_answered_with_what_there_is(this: Served) -> N
         answer = await this.http.get(path)
         assert answer.status_code == 404
         assert answer.json()["error"]["message"].endswith(told)
+
+
+@served()
+async def test_recounts_that_are_asked_for_at_the_same_time_are_one(this: Served) -> None:
+    def num_recounts() -> int:
+        return sum(isinstance(each, ReportMemory) and each.full for each in this.engine.seen)
+
+    this.is_held = True
+    asked = [
+        asyncio.create_task(this.http.get("/v1/admin/memory", params={"full": 1})) for _ in range(8)
+    ]
+    await this.until(lambda: len(this.server.server_state.tasks) == 8)
+    this.is_held = False
+    answers = await asyncio.gather(*asked)
+    assert [answer.status_code for answer in answers] == [200] * 8
+    assert num_recounts() == 1
+    assert (await this.http.get("/v1/admin/memory", params={"full": 1})).status_code == 200
+    assert num_recounts() == 2
 
 
 @served()

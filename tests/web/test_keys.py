@@ -228,6 +228,32 @@ def test_a_key_has_the_priority_and_the_share_of_its_line(tmp_path: Path) -> Non
     assert [owner.share for owner in owners] == [0.25, SHARE_OF_MANY, SHARE_OF_MANY]
 
 
+def test_once_a_line_says_admin_only_such_keys_are(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("first-key\nalice second-key\n", "utf-8")
+    ring = key_ring(given="given", environment=None, path=path)
+    assert all(ring.owner_of(key).is_admin for key in ("given", "first-key", "second-key"))
+    path.write_text("first-key admin=0\nops second-key admin=1\n", "utf-8")
+    ring = key_ring(given="given", environment=None, path=path)
+    are_admins = [ring.owner_of(key).is_admin for key in ("given", "first-key", "second-key")]
+    assert are_admins == [False, False, True]
+    assert key_ring(given=None, environment=None, path=None).owner_of(None).is_admin
+
+
+def test_routes_about_the_sessions_of_every_key_are_for_admins(tmp_path: Path) -> None:
+    ring = ring_of(tmp_path / "keys", "first-key\nops second-key admin=1\n")
+
+    async def check() -> None:
+        async with serving(keys=ring) as this:
+            for method, path in (("GET", "/v1/admin/memory"), ("POST", "/flush_cache")):
+                for key, status in (("first-key", 403), ("second-key", 200)):
+                    header = {"authorization": f"Bearer {key}"}
+                    answer = await this.http.request(method, path, headers=header)
+                    assert answer.status_code == status, (path, key)
+
+    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
+
+
 def test_one_owner_may_hold_everything_and_one_of_several_a_share(tmp_path: Path) -> None:
     alone = ring_of(tmp_path / "keys", "a old\na new\n")
     assert (alone.owner_of("old").share, alone.owner_of("old").max_priority) == (1.0, 0)
@@ -243,6 +269,7 @@ def test_one_owner_may_hold_everything_and_one_of_several_a_share(tmp_path: Path
     "option",
     [
         *("share=0", "share=1.01", "share=nan", "share=", "share=1e-3"),
+        *("admin=2", "admin=", "admin=yes"),
         *("max_priority=101", "max_priority=-101", "max_priority=1.0", "max_priority="),
     ],
 )
