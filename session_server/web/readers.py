@@ -19,6 +19,10 @@ from session_server.web.services import AppServices
 MAX_BOUND_TURNS: Final = 64
 """Maximum turns of one session bound to its readers; the session's queue bounds the live ones."""
 
+MAX_SESSION_READERS: Final = 16
+"""Readers of one session over HTTP, beside one for each of its turns that may wait or run. Each of
+them encodes every entry itself."""
+
 
 @dataclass(slots=True)
 class SessionReaders:
@@ -48,23 +52,35 @@ class Readers:
         self._sessions = services.sessions
         self._metrics = services.metrics
         self._max_readers = services.settings.max_connections
+        num_turns = 1 + services.settings.max_queued_turns
+        self._max_session_readers = MAX_SESSION_READERS + num_turns
         self._num_readers = 0
         self._by_session: dict[tuple[Owner, str], SessionReaders] = {}
 
-    def check_capacity(self) -> None:
-        """Refuse a reader too many, before a turn is submitted for it.
+    def check_capacity(self, owner: Owner, session_id: str | None) -> None:
+        """Refuse a reader too many, before a turn is submitted for it. `session_id` None: a
+        session that has no readers yet.
 
         Raises:
-            ServerBusy: the maximum number of readers is connected.
+            ServerBusy: the maximum number of readers of the server or the session is connected.
         """
         if self._num_readers >= self._max_readers:
             raise ServerBusy(f"{self._num_readers} readers are connected, the maximum.")
+        if session_id is not None:
+            self._check_session(owner, session_id)
 
     @contextlib.contextmanager
     def register(
         self, *, owner: Owner, session_id: str, kind: ReaderKind
     ) -> Iterator[SessionReaders]:
-        """Count one reader of a session inside the block."""
+        """Count one reader of a session inside the block.
+
+        Raises:
+            ServerBusy: the maximum number of readers of the session is connected. A WebSocket is
+                always one more: a session has only one.
+        """
+        if kind is not ReaderKind.WEBSOCKET:
+            self._check_session(owner, session_id)
         # Two owners may choose the same session id.
         session_readers = self._by_session.setdefault((owner, session_id), SessionReaders())
         session_readers.num_readers += 1
@@ -79,6 +95,11 @@ class Readers:
             if session_readers.num_readers == 0:
                 del self._by_session[owner, session_id]
                 self._cancel_bound(owner, session_id, session_readers)
+
+    def _check_session(self, owner: Owner, session_id: str) -> None:
+        found = self._by_session.get((owner, session_id))
+        if found is not None and found.num_readers >= self._max_session_readers:
+            raise ServerBusy(f"{found.num_readers} readers of this session, the maximum.")
 
     def _cancel_bound(self, owner: Owner, session_id: str, session_readers: SessionReaders) -> None:
         for turn_id, keep_partial in session_readers.bound_turns.items():

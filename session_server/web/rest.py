@@ -144,7 +144,7 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     A client that leaves cancels the turn, and keeps its partial answer in the history, unless
     `on_disconnect` is `detach`.
     """
-    caller.readers.check_capacity()
+    caller.readers.check_capacity(caller.owner, session_id)
     body = await read_body(request, TurnBody)
     turn = turn_request(body, defaults=caller.services.model.defaults, on_disconnect="cancel")
     journal = caller.sessions.journal(caller.owner, session_id)
@@ -189,7 +189,7 @@ async def read_events(
     after: AfterSeq = None,
 ) -> Response:
     """Follow a session. `Last-Event-ID` wins over `after`; without both it starts now."""
-    caller.readers.check_capacity()
+    caller.readers.check_capacity(caller.owner, session_id)
     journal = caller.sessions.journal(caller.owner, session_id)
     start = _last_event_id(request)
     if start is None:

@@ -110,7 +110,7 @@ async def close_session(request: Request, caller: Caller) -> Response:
 )
 async def generate(request: Request, caller: Caller) -> Response:
     """Run one turn, in a session or alone."""
-    caller.readers.check_capacity()
+    caller.readers.check_capacity(caller.owner, None)
     arrived_s = caller.services.now_s()
     body = await read_body(request, GenerateBody, media_type=None)
     rid = body.rid if isinstance(body.rid, str) and body.rid else secrets.token_hex(16)

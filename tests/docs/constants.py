@@ -252,6 +252,12 @@ SESSIONS = (
         "it is dropped",
     ),
     _constant(
+        "web.readers:MAX_SESSION_READERS",
+        "event streams and waiting HTTP turns of one session, beside one for each turn",
+        "readers",
+        "refused: 503, `server_busy`",
+    ),
+    _constant(
         "web.readers:MAX_BOUND_TURNS",
         "turns of one session that end with their readers",
         "turns",

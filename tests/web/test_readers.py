@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import Any
 
@@ -14,7 +15,7 @@ from session_server.sessions import tokenizing
 from session_server.sessions.prompt import Prompt, build_prompt
 from session_server.sessions.views import OpenRequest
 from session_server.text.rendering import Rendering
-from session_server.web import http_guard
+from session_server.web import http_guard, readers
 from tests.web.serving import Served, served, turn
 from tests.web.test_websocket import flood
 from tests.web.wire_client import narrow_socket
@@ -70,6 +71,34 @@ async def test_a_reader_of_events_keeps_a_bound_turn_alive_and_is_counted_by_its
             if line in ("event: turn.completed", "event: turn.cancelled"):
                 break
         assert line == "event: turn.completed"
+
+
+@served(max_queued_turns=0)
+async def test_readers_of_one_session_are_bounded_and_its_websocket_is_one_more(
+    this: Served,
+) -> None:
+    """Each reader encodes every entry itself, while everybody else waits."""
+    session_id, other = await this.open(), await this.open()
+    path = f"/v1/sessions/{session_id}"
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(readers.MAX_SESSION_READERS):
+            await stack.enter_async_context(this.http.stream("GET", f"{path}/events"))
+        async with this.http.stream("GET", f"{path}/events") as last:
+            assert last.status_code == 200, "one reader for the one turn that may run"
+            for answer in (
+                await this.http.get(f"{path}/events"),
+                await this.http.post(f"{path}/turns", json=turn(turn_id="t")),
+            ):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_busy")
+            assert (await this.http.get(f"{path}/turns/t")).status_code == 404
+            answer = await this.http.post(f"/v1/sessions/{other}/turns", json=turn())
+            assert answer.status_code == 200
+            async with this.socket(session_id) as wire:
+                assert (await wire.turn("t"))["type"] == "turn.completed"
+        # The server notices a moment later that the client is gone.
+        while (answer := await this.http.post(f"{path}/turns", json=turn())).status_code == 503:
+            pass
+        assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("path", ["events", "items"])
