@@ -85,8 +85,8 @@ def plan_capacity(
         most = pages_for(max_total_tokens, spec.page_size) + 1
     if min(equal, most) < 2:
         raise ValueError(
-            f"{budget_bytes} bytes for KV buy {equal} pages of {spec.bytes_per_page} bytes; at "
-            "least 2 are needed (one is padding): raise the memory fraction or lower the page size"
+            f"{budget_bytes} bytes for KV buy {equal} of at least 2 pages of {spec.bytes_per_page} "
+            "bytes: raise --mem-fraction-static (inspect: --memory) or lower --page-size"
         )
     passing = [c for c in components_of(spec) if c.is_bounded and c.pool in sizes]
     window_bytes = sum(sizes[component.pool] for component in passing)
@@ -113,7 +113,7 @@ def _rows_with_states(spec: CacheSpec, per_row: int, budget: int, num_rows: int)
     if num_bytes > budget // 2:
         raise ValueError(
             f"half of {budget} bytes for KV does not hold the {per_row} recurrent states of one "
-            f"session, {num_bytes} bytes: raise the memory fraction"
+            f"session, {num_bytes} bytes: raise --mem-fraction-static (inspect: --memory)"
         )
     num_rows = min(num_rows, budget // 2 // num_bytes)
     return num_rows, num_rows * per_row + 1

@@ -238,9 +238,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = asyncio.run(run(args, console))
     except httpx.HTTPStatusError as error:
         console.print(f"[red]refused by {args.url}:[/red] {error.response.text[:400]}")
+        if error.response.status_code == httpx.codes.UNAUTHORIZED:
+            console.print("pass --api-key")
         return 1
     except httpx.HTTPError as error:
-        console.print(f"[red]no answer from {args.url}:[/red] {error!r}")
+        console.print(f"[red]no answer from {args.url}:[/red] {str(error) or type(error).__name__}")
         console.print("is a server running there? `session-server serve` starts one")
         return 1
     show(report, console)
@@ -274,7 +276,11 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--no-check", action="store_true", help="do not judge answers (other models)")
     add("--json", type=Path, help="write the report here; - prints it instead of the table")
     add("--plot", type=Path, help="write a picture here (needs matplotlib)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for flag, share in (("abort", args.abort_rate), ("disconnect", args.disconnect_rate)):
+        if not 0 <= share <= 1:
+            parser.error(f"argument --{flag}-rate: expected 0 to 1, got {share}")
+    return args
 
 
 async def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -89,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Chat until the user leaves. Return the exit status."""
     console = Console()
+    if args.session is not None and not args.url:
+        print("session-server chat: --session needs --url", file=sys.stderr)
+        return 2
     try:
         with nullcontext(None) if args.url else _start_server(console) as server:
             url = args.url or (server.url if server else "")
@@ -177,7 +181,7 @@ class _Chat:
     def run(self) -> int:
         """Run lines until the user leaves. Return the exit status."""
         session_id = self._session.session_id
-        opening = f"[dim]session {session_id} on {self._url} · /help for help[/]"
+        opening = f"[dim]session {session_id} on {self._url}\n/help for help[/]"
         self._console.print(opening, highlight=False)
         try:
             while True:
@@ -192,7 +196,11 @@ class _Chat:
             return 130
         if line == "/keep":
             self._loop.call(self._session.leave())
-            self._console.print(f"kept: {self._session.session_id}", highlight=False)
+            kept = f"kept: {self._session.session_id}"
+            if self._args.url:  # a server of the chat's own ends with it
+                resume = f"session-server chat --url {self._url}"
+                kept += f"\nresume it: {resume} --session {self._session.session_id}"
+            self._console.print(kept, highlight=False, soft_wrap=True)
         else:
             self._loop.call(self._session.close())
         return 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import importlib.metadata
 import json
 import platform
@@ -226,9 +227,9 @@ def check_port(host: str, port: int) -> Finding:
         try:
             probe.bind((host, port))
         except OSError as error:
-            advice = (
-                "stop the program that uses the port, or pass another --port (0: any free port)"
-            )
+            advice = "pass --host with an address of this machine"
+            if error.errno in {errno.EADDRINUSE, errno.EACCES}:
+                advice = "stop the program that uses the port, or pass another --port (0: any free)"
             return Finding("port", CheckStatus.WRONG, f"{host}:{port}: {error.strerror}", advice)
     return Finding("port", CheckStatus.GOOD, f"{host}:{port} is free")
 

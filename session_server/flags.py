@@ -211,5 +211,10 @@ def _explain(error: ValidationError) -> str:
     for item in error.errors():
         location = tuple(str(part) for part in item["loc"][:2])
         name = names.get((location[0], location[-1]), ".".join(location))
-        lines.append(f"{name}: {item['msg']}, got {item['input']!r}")
+        message = item["msg"].replace("Input should be", "expected")
+        if (location[0], location[-1]) in names:
+            part: BaseModel = Settings.model_fields[location[0]].default
+            if limits := range_text(type(part).model_fields[location[-1]]):
+                message = f"expected {limits}"
+        lines.append(f"{name}: {message}, got {item['input']!r}")
     return "; ".join(lines)

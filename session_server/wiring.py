@@ -117,7 +117,11 @@ def load_keys(http: HttpOptions, *, environment: str | None) -> KeyRing:
             KEY_VARIABLE,
         )
     if http.api_key_file is not None and is_readable_by_all(http.api_key_file):
-        _logger.warning("every user of this machine can read --api-key-file")
+        _logger.warning(
+            "every user of this machine can read %s: chmod 600 %s",
+            http.api_key_file,
+            http.api_key_file,
+        )
     return keys
 
 

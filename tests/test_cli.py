@@ -83,6 +83,13 @@ def test_what_a_command_does_not_take_is_answered_with_the_reason_first(
     assert advice.startswith(f"`session-server {command} --help`")
 
 
+def test_a_session_to_resume_needs_the_server_that_has_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["chat", "--session", "s_gone"]) == 2
+    assert capsys.readouterr().err == "session-server chat: --session needs --url\n"
+
+
 def test_every_unknown_flag_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--quantization", "fp8", "--chat-template", "x", "--loud"])

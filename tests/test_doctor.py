@@ -31,6 +31,10 @@ def test_a_machine_that_can_serve_is_found_well(capsys: pytest.CaptureFixture[st
     assert {"python", "packages", "device", "model", "tokenizer", "port", "disk"} <= topics
 
 
+def test_an_address_of_another_machine_leads_to_the_flag_of_the_host() -> None:
+    assert "--host" in doctor.check_port("192.0.2.7", 0).advice
+
+
 def test_a_taken_port_is_wrong_and_the_advice_says_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

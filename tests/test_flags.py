@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 
@@ -75,6 +76,19 @@ def test_our_own_flags_fill_settings_too() -> None:
 )
 def test_a_value_out_of_bounds_names_its_flag(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
+        flags.read_settings(parse(name, value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("--page-size", "0", "--page-size: expected 1 to 256, got '0'"),
+        ("--page-size", "x", "--page-size: expected 1 to 256, got 'x'"),
+        ("--dtype", "int3", "--dtype: expected 'auto'"),
+    ],
+)
+def test_a_value_out_of_bounds_is_told_the_bounds(name: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         flags.read_settings(parse(name, value))
 
 

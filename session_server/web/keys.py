@@ -115,7 +115,8 @@ def key_ring(
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidKeys(f"{path}: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise InvalidKeys(f"--api-key-file {path}: {reason}") from None
         grants |= _grants_in(text, str(path))
     has_admins = any(grant.is_admin for grant in grants.values())
     is_alone = len({grant.owner_id for grant in grants.values()}) == 1

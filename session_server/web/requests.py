@@ -105,5 +105,7 @@ async def read_body(request: Request, kind: type[BodyT], *, media_type: str | No
         return decode(b"{}", kind)
     said = request.headers.get(CONTENT_TYPE, JSON).partition(";")[0].strip().lower()
     if media_type is not None and said != media_type:
-        raise HttpRefusal(415, "The body must be application/json.")
+        raise HttpRefusal(
+            415, "The body must be JSON. Send the header content-type: application/json."
+        )
     return decode(payload, kind)

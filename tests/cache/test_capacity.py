@@ -50,7 +50,7 @@ def test_a_budget_buys_whole_pages_and_no_more_than_asked() -> None:
 
 @pytest.mark.parametrize("ratio", [None, 0.5])
 def test_a_budget_for_padding_alone_is_refused(ratio: float | None) -> None:
-    with pytest.raises(ValueError, match="raise the memory fraction"):
+    with pytest.raises(ValueError, match="raise --mem-fraction-static"):
         plan(MIXED, MIXED.bytes_per_page, ratio)
 
 

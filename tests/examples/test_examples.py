@@ -88,7 +88,14 @@ def test_a_load_on_no_server_is_an_error_and_not_a_traceback() -> None:
     done = run("load_test.py", "--url", "http://127.0.0.1:1")
     assert done.returncode == 1
     assert "no answer" in done.stdout
+    assert "ConnectError(" not in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_share_is_between_none_and_all() -> None:
+    done = run("load_test.py", "--abort-rate", "2")
+    assert done.returncode == 2
+    assert "--abort-rate: expected 0 to 1, got 2.0" in done.stderr
 
 
 def test_a_load_survives_an_engine_that_is_killed_and_says_what_it_saw(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_what_is_no_size_and_no_length_is_refused_by_flag(
     [
         (("http://127.0.0.1:30000",), "session-server audit --url http://127.0.0.1:30000"),
         (("--page-size", "0"), "--page-size"),
-        (("--memory", "1"), "raise the memory"),
+        (("--memory", "1"), "inspect: --memory"),
         (("no/such/model/at/all",), "no such directory"),
         (("--context-length", "5000"), "--context-length 5000 exceeds the 4096 tokens"),
     ],

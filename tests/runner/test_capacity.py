@@ -57,7 +57,7 @@ def test_the_operator_bounds_memory() -> None:
 
 
 def test_memory_for_less_than_a_page_is_refused() -> None:
-    with pytest.raises(ValueError, match="raise the memory fraction"):
+    with pytest.raises(ValueError, match="raise --mem-fraction-static"):
         plan(MemoryLimits(fraction=1e-9))
 
 

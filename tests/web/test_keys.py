@@ -139,8 +139,8 @@ def test_an_empty_key_is_refused_wherever_it_stands(empty: str) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "absent", tmp_path):
-        with pytest.raises(InvalidKeys, match=str(path)):
+    for path, reason in ((tmp_path / "absent", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(InvalidKeys, match=f"^--api-key-file {path}: {reason}"):
             key_ring(given=None, environment=None, path=path)
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
@@ -160,7 +160,7 @@ def test_a_key_that_others_on_the_machine_see_is_warned_of(
     path.chmod(0o644)
     load_keys(HttpOptions(api_key_file=path, api_key="k"), environment=None)  # type: ignore[arg-type]
     assert "ps" in caplog.messages[0]
-    assert "read --api-key-file" in caplog.messages[1]
+    assert caplog.messages[1].endswith(f"can read {path}: chmod 600 {path}")
 
 
 @pytest.mark.parametrize(

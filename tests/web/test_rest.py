@@ -458,6 +458,7 @@ async def test_bodies_have_a_size_and_a_media_type(this: Served) -> None:
     assert chunked.status_code == 413
     form = await this.http.post(path, content=b"text=a", headers={"content-type": "text/plain"})
     assert (form.status_code, form.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert "content-type: application/json" in form.json()["error"]["message"]
 
 
 async def stream(this: Served, session_id: str, body: dict[str, Any]) -> list[dict[str, Any]]:
