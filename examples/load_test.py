@@ -394,9 +394,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         return "-" if report[name] is None else f"{100 * report[name]:.2f} %"
 
     console.print(
-        f"{report['turns_per_s']:.1f} turns/s, {report['output_tokens_per_s']:.0f} tokens/s out · "
+        f"{report['turns_per_s']:.1f} turns/s, {report['output_tokens_per_s']:.0f} tokens/s out\n"
         f"{percent('cached_share')} of later inputs cached, {percent('warm_share')} of turns "
-        f"computed new tokens only · {percent('right_share')} of answers right"
+        f"computed new tokens only\n{percent('right_share')} of answers right"
     )
     if report["right_share"] is not None and report["right_share"] < 1.0:
         console.print(

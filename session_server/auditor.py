@@ -91,11 +91,14 @@ def imbalances(memory: Mapping[str, Any]) -> list[str]:
 
 def checks_line(checks: Mapping[str, Any]) -> str:
     """Describe how often each check level ran, and its share of the engine's time."""
-    levels = ", ".join(f"level {level} {runs}" for level, runs in checks["levels"].items())
+    of_accounts, of_sessions, recounts, probes = checks["levels"].values()
     ago_s = checks["last_probe_ago_s"]
     probed = "" if ago_s is None else f", the last probe {ago_s:.0f} s ago"
-    cost = f"{checks['cost_share']:.2%} of the engine's time"
-    return f"checks: {levels}{probed} · {checks['violations']} violations · {cost}"
+    return (
+        f"checks: {of_accounts} of accounts, {of_sessions} of sessions, {recounts} recounts, "
+        f"{probes} page probes\n{checks['violations']} violations, "
+        f"{checks['cost_share']:.2%} of the time the engine worked{probed}"
+    )
 
 
 def pool_table(pools: Mapping[str, Mapping[str, int]]) -> Table:
@@ -113,7 +116,7 @@ def session_table(
 ) -> Table:
     """Tabulate sessions: what the engine holds next to what the server knows.
 
-    The `pages` column shows pages that the tree shares, plus pages of the session alone.
+    Published pages are in the tree, where others may share them; private ones are the session's.
     """
     known = {session["id"]: session for session in sessions}
     rows = (
@@ -130,7 +133,9 @@ def session_table(
     hidden = len(holdings) - limit
     title = f"sessions: {len(holdings)}" + (f", {hidden} not shown" if hidden > 0 else "")
     first = (Column("session", no_wrap=True), Column("state"))
-    return make_table((*first, "tokens", "with KV", "pages", "turns"), rows, title=title)
+    return make_table(
+        (*first, "tokens", "with KV", "published + private", "turns"), rows, title=title
+    )
 
 
 def _fetch(args: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:

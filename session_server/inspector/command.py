@@ -10,7 +10,7 @@ examples:
   session-server inspect DIR --memory 16GiB      how many fit in so much memory
   session-server inspect DIR --json | jq .pools          figures for a program
 
-A server that runs is asked with `session-server audit`.
+For a running server use `session-server audit`.
 """
 
 from __future__ import annotations
@@ -180,8 +180,9 @@ def memory_line(memory: MemoryFigures, pools: Iterable[PoolFigures]) -> str:
     """Format how much memory holds KV, and what limits it."""
     pages = ", ".join(f"{pool.pages:,} pages of pool {pool.name}" for pool in pools)
     return (
-        f"{_size(memory.kv_bytes)} for KV ({memory.reason}): {pages}. At most {memory.rows:,} "
-        "sessions hold KV at the same time; parked ones are counted, a turn that runs holds more."
+        f"{_size(memory.kv_bytes)} of {_size(memory.free_bytes)} for KV: {memory.reason}.\n"
+        f"{pages}.\nAt most {memory.rows:,} sessions hold KV at the same time.\n"
+        "The column [i]fit[/] counts parked sessions; a running turn holds more."
     )
 
 

@@ -87,7 +87,10 @@ def measure_capacity(
     pool_bytes = {pool: num * sizes[pool] for pool, num in capacity.pool_pages(spec).items()}
     reason = f"{fraction:.0%} of {free / 2**30:.3g} GiB free memory"
     if (max(capacity.num_pages.values()) - 1) * spec.page_size >= max_total_tokens:
-        reason = f"room for {max_total_tokens} tokens"
+        each = f"of {max_context_len:,} tokens need no more"
+        reason = f"{num_rows:,} sessions (--max-resident-sessions) {each}"
+        if limits.max_total_tokens is not None:
+            reason = f"--max-total-tokens {max_total_tokens}"
     elif budget - sum(pool_bytes.values()) > spec.bytes_per_page:
         reason = f"room for the windows of {num_rows} sessions"
     return CapacityPlan(capacity, pool_bytes, free, reason)

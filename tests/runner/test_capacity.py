@@ -35,7 +35,8 @@ def test_every_row_can_hold_a_full_context_when_memory_allows() -> None:
     assert made.capacity.num_rows == 8
     assert made.capacity.max_context_len == 1000
     assert made.kv_bytes == made.capacity.num_pages[FULL_POOL] * 16 * 2 * 2 * 2 * 8 * 4
-    assert "8000 tokens" in made.reason
+    assert made.reason.startswith("8 sessions (--max-resident-sessions) of 1,000 tokens")
+    assert plan(MemoryLimits(max_total_tokens=112)).reason == "--max-total-tokens 112"
 
 
 def test_a_host_keeps_most_of_its_memory() -> None:
