@@ -59,7 +59,7 @@ HELP: Final = """\
 /system TEXT     start a new session with this system prompt
 /stats           show what the turns of this session cost
 /help            show this list
-/paste           send several lines as one turn; a line with a single dot ends
+/paste           send several lines as one turn; end with a line of one dot
 /keep            exit, and keep the session for `chat --session ID`
 /quit            exit (so do Ctrl-D, and Ctrl-C at the prompt)
 Ctrl-C while an answer streams cancels the turn and keeps the partial answer."""
