@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from session_server.core.events import EngineDied, EngineEvent, EngineStats
+
+REST_S: Final = 2.0
+"""Seconds without a sample while no turn is known to run that count as rest: work brings a sample
+every second. Turns that are shorter than that begin and end between two samples."""
 
 
 class ThroughputLog:
     """Compare samples of the engine's totals. `interval_s`: seconds of work per line; 0: none.
 
-    Time in which no turn runs or waits does not count.
+    Time in which no turn runs or waits does not count, except for pauses between turns.
     """
 
     def __init__(
@@ -36,8 +41,10 @@ class ThroughputLog:
         now_s = self._now_s()
         if self._first is None or self._last is None:
             self._first, self._worked_s = sample, 0.0
-        elif self._last.running or self._last.waiting:
-            self._worked_s += now_s - self._last_s
+        else:
+            gap_s = now_s - self._last_s
+            was_busy = bool(self._last.running or self._last.waiting)
+            self._worked_s += gap_s if was_busy or gap_s <= REST_S else 0.0
         self._last, self._last_s = sample, now_s
         if self._worked_s >= self._interval_s:
             self._write(self._first, sample)

@@ -106,6 +106,7 @@ BOUND_NOTHING = frozenset(
         # How often something happens.
         "session_server.engine.reporting:STATS_INTERVAL_S",
         "session_server.engine_host.watchdog:PULSE_INTERVAL_S",
+        "session_server.metrics.throughput:REST_S",
         "session_server.engine_wiring:_PROGRESS_INTERVAL_S",
         "session_server.progress:LINE_INTERVAL_S",
         "session_server.web.app:LAG_PROBE_S",

@@ -213,6 +213,37 @@ def test_throughput_is_told_per_interval_of_work(caplog: pytest.LogCaptureFixtur
         assert len(caplog.messages) == 2, "a new engine counts from zero"
 
 
+@pytest.mark.parametrize("shown_s", [0.0, 0.05])
+def test_turns_shorter_than_a_sample_are_told_per_second_of_the_clock(
+    caplog: pytest.LogCaptureFixture, shown_s: float
+) -> None:
+    """The engine samples once a second of work and when the last turn it has shown has ended."""
+    now_s = 0.0
+    log = ThroughputLog(logging.getLogger("t"), interval_s=10.0, now_s=lambda: now_s)
+    with caplog.at_level(logging.INFO, logger="t"):
+        for second in range(21):
+            now_s = float(second)
+            log.on_event(sample(generated=40 * second, running=int(shown_s > 0.0)))
+            if shown_s:
+                now_s += shown_s
+                log.on_event(sample(generated=40 * second, running=0))
+        now_s += 500.0
+        log.on_event(sample(generated=801))
+    assert [line.split()[:2] for line in caplog.messages] == [
+        ["throughput", "output_per_s=40.0"]
+    ] * 2
+
+
+def test_a_rest_does_not_count_as_time_of_work(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    log = ThroughputLog(logging.getLogger("t"), interval_s=4.0, now_s=lambda: now_s)
+    with caplog.at_level(logging.INFO, logger="t"):
+        for at_s, generated in ((0.0, 0), (2.0, 20), (4.1, 21), (100.0, 22), (102.0, 40)):
+            now_s = at_s
+            log.on_event(sample(generated=generated, running=0))
+    assert [line.split()[:2] for line in caplog.messages] == [["throughput", "output_per_s=10.0"]]
+
+
 def test_no_throughput_is_told_without_an_interval(caplog: pytest.LogCaptureFixture) -> None:
     now_s = 0.0
     log = ThroughputLog(logging.getLogger("t"), interval_s=0.0, now_s=lambda: now_s)
