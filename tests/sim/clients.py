@@ -58,6 +58,8 @@ _REFUSALS: Final = frozenset(
         "turn_not_found",
     }
 )
+_TOKENIZER_IS_BUSY: Final = "too many inputs wait to be tokenized"
+"""The one `server_busy` that an input may meet: the clock leaped while it waited for its slot."""
 _CLOSES: Final = frozenset({None, 1012, 1013, 4409, 4410})
 """What may end a connection here: a restart, a reader too slow, a newer one, the session's end."""
 
@@ -182,7 +184,7 @@ class Client:
     def _refused(self, error: Frame) -> None:
         code = error["code"]
         self.reached[f"refused: {code}"] += 1
-        if code not in _REFUSALS:
+        if code not in _REFUSALS and error["message"] != _TOKENIZER_IS_BUSY:
             raise Broken(Layer.PROTOCOL, f"{self.name} was refused: {error}")
 
     def _told(self, frame: Frame) -> None:
@@ -242,7 +244,9 @@ def _check_entry(frame: Frame, entry: SessionEntry) -> None:
     match entry:
         case TurnCompleted(outcome=outcome) | TurnCancelled(outcome=outcome):
             told = (frame["turn_id"], tuple(frame["item"]["token_ids"]), frame["item"]["content"])
-            true = (entry.turn_id, outcome.token_ids, outcome.text)
+            # Once the journal has dropped an end, a record without ids and timings answers.
+            is_kept = outcome.timings is None or frame["timings"] is not None
+            true = (entry.turn_id, outcome.token_ids if is_kept else (), outcome.text)
         case TurnFailedEntry(turn_id=turn_id, code=code):
             told, true = (frame["turn_id"], frame["error"]["code"]), (turn_id, code)
         case TurnCreated(turn_id=turn_id) | TurnProgress(turn_id=turn_id):
