@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from typing import Final
 
@@ -18,6 +19,11 @@ LONG_FILES: Final = (
 """What takes a minute or more is begun first: left to itself, the scheduler begins with files of
 many tests, and at the end one worker has a long file and the others nothing. It gives a worker a
 class, or all functions of a file, at a time (`--dist loadscope`)."""
+
+
+# A background job of a shell ignores SIGINT, and the programs that tests interrupt inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
