@@ -17,6 +17,9 @@ ACCEPTS_AT_ONCE: Final = 32
 """Connections accepted in one iteration of the event loop: so many may be open before the
 connection table counts them."""
 
+UNSENT_BYTES: Final = 1 << 17
+"""Bytes that the kernel queues for a peer beyond those on their way to it."""
+
 RESERVED_DESCRIPTORS: Final = 128
 """Descriptors for everything but connections, and for connections that are closing."""
 
@@ -73,6 +76,9 @@ def bind(host: str, port: int) -> Listener:
     listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted sockets inherit this. Otherwise the kernel queues megabytes and takes the next
+        # ones in one go, and a peer that reads slowly looks like one that reads nothing.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         listener.bind((host, port))
     except OSError:
         listener.close()

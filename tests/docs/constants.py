@@ -88,6 +88,12 @@ CONNECTIONS = (
         "close code 1013; the client may resume",
     ),
     _constant(
+        "web.listener:UNSENT_BYTES",
+        "bytes that the kernel queues for a peer that does not read",
+        "bytes",
+        "the rest waits in the server",
+    ),
+    _constant(
         "web.connection_table:ConnectionLimits.output_bytes",
         "answers that are sent and not read, of all connections together",
         "bytes",

@@ -10,6 +10,7 @@ import pytest
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import Message
 from session_server.sessions.views import OpenRequest
+from session_server.web import listener
 from session_server.web.connection_table import ConnectionLimits, ConnectionTable
 from session_server.web.unread_output import UnreadOutput
 from tests.web.serving import Served, served
@@ -68,6 +69,27 @@ def test_a_peer_that_has_read_everything_is_not_looked_at_again() -> None:
         assert table.num_unread_bytes == 0
 
     asyncio.run(asyncio.wait_for(play(), 10))
+
+
+@served()
+async def test_what_a_peer_takes_is_seen_though_the_kernel_queues_for_it(this: Served) -> None:
+    """The kernel would queue megabytes, and take nothing for as long as a slow peer reads those."""
+    begun = OpenRequest(messages=(Message("system", "x" * 900_000),))
+    session_id = this.sessions.open(ANONYMOUS, begun).session_id
+    peer, loop = await narrow_socket(this.port), asyncio.get_running_loop()
+    request = f"GET /v1/sessions/{session_id}/items HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    await loop.sock_sendall(peer, request.encode())
+    table = this.app.state.connections
+    await this.until(lambda: table.num_unread_bytes > 0)
+    assert table.num_unread_bytes > 900_000 - 3 * listener.UNSENT_BYTES
+    (connection,) = (
+        c for c in this.server.server_state.connections if c.client == peer.getsockname()
+    )
+    before, num_read = connection.transport.get_write_buffer_size(), 0
+    while connection.transport.get_write_buffer_size() == before:
+        num_read += len(await loop.sock_recv(peer, 4096))
+    peer.close()
+    assert num_read < 3 * listener.UNSENT_BYTES
 
 
 @served(connections=ConnectionLimits(output_bytes_per_address=8 << 20))
