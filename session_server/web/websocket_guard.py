@@ -47,6 +47,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._settings = config.web_settings
         self._held_back = b""
         self._num_fragments = 0
+        self._unread_at_ping = 0
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
@@ -240,8 +241,20 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self.request.headers.clear()
             del self.request, self.response
 
+    def send_keepalive_ping(self) -> None:
+        """Send a ping, and record how much the peer has to read before it and the ping itself."""
+        super().send_keepalive_ping()
+        self._unread_at_ping = self.transport.get_write_buffer_size()
+
     def keepalive_timeout(self) -> None:
-        """Abort soon after a ping timed out, whatever the peer has not read."""
+        """Abort soon after a ping timed out, whatever the peer has not read. A peer that still
+        reads what was sent before the ping has more time."""
+        unread = self.transport.get_write_buffer_size()
+        if 0 < unread < self._unread_at_ping:
+            self._unread_at_ping = unread
+            timeout_s = self._settings.ping_timeout_s
+            self.pong_timer = self.loop.call_later(timeout_s, self.keepalive_timeout)
+            return
         super().keepalive_timeout()
         self.loop.call_later(LINGER_S, self.transport.abort)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Final
+from unittest import mock
 
 import pytest
 from websockets.frames import Close
@@ -157,6 +158,23 @@ def test_a_shutdown_does_not_answer_a_failed_handshake_again(
         writer.close()
 
     test()
+
+
+@served()
+async def test_a_ping_behind_a_long_frame_is_waited_for_while_the_peer_reads(this: Served) -> None:
+    async with this.socket():
+        (connection,) = websockets_of(this)
+        wire = connection.transport
+        sizes = iter((900, 800, 700, 700))
+        transport = mock.Mock(wraps=wire, get_write_buffer_size=lambda: next(sizes))
+        with mock.patch.object(connection, "transport", transport):
+            connection.send_keepalive_ping()
+            for _ in range(2):
+                connection.keepalive_timeout()
+                assert not connection.close_sent
+                assert connection.pong_timer is not None
+            connection.keepalive_timeout()
+            assert connection.close_sent, "it has read nothing more"
 
 
 def websockets_of(this: Served) -> list[GuardedWebSocket]:
