@@ -250,7 +250,8 @@ def test_inputs_that_hang_the_tokenizer_are_bounded_and_their_threads_are_not_wa
         rig.assert_recovered()
 
 
-def test_the_time_an_input_waits_for_others_is_not_its_own() -> None:
+@injects("tokenizer raises or hangs", "every slot hangs while another owner waits", points=1)
+def test_the_time_an_input_waits_for_others_is_not_its_own(points: Points) -> None:
     trap = Trap(None)
     hog = Owner("hog")
     with rig_with_text(SessionLimits(inline_input_chars=0)) as (rig, text):
@@ -273,10 +274,12 @@ def test_the_time_an_input_waits_for_others_is_not_its_own() -> None:
             with pytest.raises(TokenizeFailed, match="too long"):
                 rig.do(each)
         rig.do(crowd[NUM_THREADS])
+        points.strike()
         trap.release()
 
 
-def test_an_input_that_waits_too_long_for_others_may_be_sent_again() -> None:
+@injects("tokenizer raises or hangs", "every slot hangs for longer than an input waits", points=1)
+def test_an_input_that_waits_too_long_for_others_may_be_sent_again(points: Points) -> None:
     trap = Trap(None)
     with rig_with_text(SessionLimits(inline_input_chars=0, tokenize_wait_s=5.0)) as (rig, text):
         trap_encoding(text, trap)
@@ -293,6 +296,7 @@ def test_an_input_that_waits_too_long_for_others_may_be_sent_again() -> None:
         rig.loop.skipped_s += 5.0
         with pytest.raises(ServerBusy, match="wait to be tokenized"):
             rig.do(late)
+        points.strike()
         trap.armed_at = -1
         trap.release()
         for each in hanging:
