@@ -83,12 +83,18 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="run no tests, only report")
     parser.add_argument("--directory", type=Path, default=ROOT / "build" / "mutation")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for interrupt in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore SIGINT
+        signal.signal(interrupt, signal.default_int_handler)
     directory = sample_directory(options.directory.resolve(), options.seed)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock, use_db(directory / "sample.sqlite") as database:
         if not options.report:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                sys.exit(
+                    f"another run works on this sample, in {directory}; stop it or wait for it"
+                )
             items = fill(database, options.mutants, options.seed)
             results = dict(database.results)
             pending = [

@@ -121,6 +121,14 @@ def test_entries_dropped_by_their_own_journals_leave_nothing_behind() -> None:
     assert journals.replay.num_bytes == 0
 
 
+def test_nothing_is_swept_while_no_element_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
+    journals = Journals(1, max_bytes=1 << 30)
+    sweeps: list[None] = []
+    monkeypatch.setattr(Replay, "_sweep", lambda _: sweeps.append(None))
+    journals.write(*[0] * 3000)
+    assert sweeps == []
+
+
 def test_a_sweep_looks_at_a_few_elements_with_each_entry_and_keeps_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,6 +13,7 @@ from session_server.core.session_events import ChatInput, Message
 from session_server.demo import MODEL_DIR
 from session_server.demo.corpus import is_right
 from session_server.local_server import LocalServer
+from tests.depth import at_depth
 from tests.text.local_text import load_local_text
 
 NUM_PROBES = 150
@@ -56,7 +57,10 @@ async def _recall(url: str, history_tokens: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("history_tokens", "wanted"), [(128, 0.99), (512, 0.99), (1024, 0.99), (2048, 0.97)]
+    ("history_tokens", "wanted"),
+    at_depth(
+        [(128, 0.99), (512, 0.99)], proof=[(128, 0.99), (512, 0.99), (1024, 0.99), (2048, 0.97)]
+    ),
 )
 def test_what_was_told_is_recalled(server: LocalServer, history_tokens: int, wanted: float) -> None:
     assert asyncio.run(_recall(server.url, history_tokens)) >= wanted
