@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from session_server.core.commands import OpenSession, SubmitTurn
+from session_server.core.commands import OpenSession, ReportMemory, SubmitTurn
 from session_server.core.errors import (
     EngineUnavailable,
     InvalidRequest,
@@ -316,6 +316,21 @@ class TestEngine:
 
         assert world.do(ask())
         assert SessionStateChanged("cold", "flush") in world.entries(session)
+
+    @pytest.mark.parametrize("asked", [{}, {"full": True}, {"trace": True}])
+    def test_memory_is_recounted_and_traced_where_that_is_asked_for(
+        self, world: World, asked: dict[str, bool]
+    ) -> None:
+        async def ask() -> None:
+            memory = asyncio.create_task(world.manager.memory(**asked))
+            await asyncio.sleep(0)
+            world.engine.step()
+            world.engine.deliver()
+            await memory
+
+        world.do(ask())
+        (command,) = (each for each in world.engine.seen if isinstance(each, ReportMemory))
+        assert (command.full, command.trace) == (asked.get("full", False), "trace" in asked)
 
     def test_a_question_to_a_dying_engine_is_answered_too(self, world: World) -> None:
         async def ask() -> None:
