@@ -81,6 +81,16 @@ RAW = [
     ),
     ("chunks that are none", CHUNKED + b"no\r\n", 400),
     ("chunks of a byte each", CHUNKED + b"1\r\n \r\n" * 9999 + b"2\r\n{}\r\n0\r\n\r\n", 201),
+    (
+        "sixteen bytes of framing for each of the body",
+        CHUNKED + b"1;xxxxxxxxxx\r\n \r\n" * 30_000 + b"2\r\n{}\r\n0\r\n\r\n",
+        201,
+    ),
+    (
+        "seventeen bytes of framing for each of the body",
+        CHUNKED + b"1;xxxxxxxxxxx\r\n \r\n" * 30_000 + b"2\r\n{}\r\n0\r\n\r\n",
+        400,
+    ),
     ("a body too large in chunks", CHUNKED + (b"ffff\r\n" + b" " * 0xFFFF + b"\r\n") * 17, 413),
     ("a handshake with a body", SOCKET + b"Content-Length: 5\r\n\r\n", 400),
     ("a handshake with its body", SOCKET + b"Content-Length: 5\r\n\r\nhello", 400),
