@@ -10,10 +10,15 @@ session: the engine drops what lies beyond.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams
+
+MAX_REPORTED_SESSIONS: Final = 1_000
+"""Sessions that one memory report lists, so that its step does not grow with all of them."""
 
 
 class Command(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -85,12 +90,13 @@ class ReportMemory(Command, frozen=True, tag=True, kw_only=True):
     """Ask for a `MemoryReported`.
 
     `full` recounts all memory first, between two steps; `trace` adds the steps before the first
-    violation.
+    violation. The first `max_sessions` sessions are listed, in the order in which they were opened.
     """
 
     request_id: int
     full: bool = False
     trace: bool = False
+    max_sessions: int = MAX_REPORTED_SESSIONS
 
 
 class Shutdown(Command, frozen=True, tag=True, kw_only=True):

@@ -274,12 +274,14 @@ class CheckerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryReported(Event, frozen=True, tag=True, kw_only=True):
-    """Answer `ReportMemory`. `trace`: the steps before the first violation, if asked for."""
+    """Answer `ReportMemory`. `sessions`: those listed of all `num_sessions`. `trace`: the steps
+    before the first violation, if asked for."""
 
     request_id: int
     pools: dict[str, PoolReport]
     rows: int
     rows_free: int
+    num_sessions: int
     sessions: tuple[SessionPages, ...]
     checks: CheckerReport
     trace: tuple[TracedStep, ...] = ()

@@ -83,10 +83,10 @@ class CommandHandler:
                 self._close(session_id, now_s)
             case FlushCache(request_id=request_id):
                 self._flush(request_id)
-            case ReportMemory(request_id=request_id, full=full, trace=trace):
-                if full:
+            case ReportMemory():
+                if command.full:
                     self._watch.audit_all()
-                self._outbox.emit(self._guard.report(request_id, now_s, with_trace=trace))
+                self._outbox.emit(self._guard.report(command, now_s))
             case Shutdown():
                 self.is_shutting_down = True
             case _:

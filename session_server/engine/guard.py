@@ -7,12 +7,14 @@ what they still write comes before whatever is launched from now on.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Final
 
 from cache.errors import AuditFailed
 from cache.types import SessionId
 from session_server.core.batch import Batch
+from session_server.core.commands import ReportMemory
 from session_server.core.errors import InternalInconsistency
 from session_server.core.events import CheckerReport, MemoryReported, SessionCooled
 from session_server.engine.config import MemoryCheck
@@ -88,19 +90,21 @@ class MemoryGuard:
         self._watch.take_damage()
         self._rebuild(are_turns_whole=False)
 
-    def report(self, request_id: int, now_s: float, *, with_trace: bool) -> MemoryReported:
-        """Return the accounts of all pools and what the checker has done. O(sessions)."""
+    def report(self, command: ReportMemory, now_s: float) -> MemoryReported:
+        """Return the accounts of all pools and what the checker has done."""
+        listed = itertools.islice(self._cache.slots(), command.max_sessions)
         return MemoryReported(
-            request_id=request_id,
+            request_id=command.request_id,
             pools={
                 str(pool): pool_report(accounts, self._cache.spec)
                 for pool, accounts in self._cache.accounts().items()
             },
             rows=self._cache.num_rows,
             rows_free=self._cache.headroom().num_rows,
-            sessions=tuple(session_pages(slot) for slot in self._cache.slots()),
+            num_sessions=len(self._cache),
+            sessions=tuple(session_pages(slot) for slot in listed),
             checks=self._checks(now_s),
-            trace=self._watch.trace.frozen() if with_trace else (),
+            trace=self._watch.trace.frozen() if command.trace else (),
         )
 
     def _checks(self, now_s: float) -> CheckerReport:

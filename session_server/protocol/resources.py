@@ -91,12 +91,14 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages by account and pool, rows, and pages per session. A pool's accounts add up to `pages`.
-    `trace`: the engine's steps before the first violation, if requested."""
+    """Pages by account and pool, rows, and pages of the first 1,000 of `num_sessions` sessions. A
+    pool's accounts add up to `pages`. `trace`: the engine's steps before the first violation, if
+    requested."""
 
     pools: dict[str, PoolReport]
     rows: int
     rows_free: int
+    num_sessions: int
     sessions: tuple[SessionPages, ...]
     checks: CheckerReport
     trace: tuple[TracedStep, ...]

@@ -114,12 +114,12 @@ class EngineLink:
             self._client.send(self._unsent[0])
             self._unsent.popleft()
 
-    async def memory(self, *, full: bool, trace: bool = False) -> MemoryReported:
+    async def memory(self, *, full: bool, trace: bool, max_sessions: int) -> MemoryReported:
         """Request the memory accounts. Raises EngineUnavailable."""
-        request_id = next(self._request_ids)
-        report: MemoryReported = await self._request(
-            ReportMemory(request_id=request_id, full=full, trace=trace)
+        request = ReportMemory(
+            request_id=next(self._request_ids), full=full, trace=trace, max_sessions=max_sessions
         )
+        report: MemoryReported = await self._request(request)
         return report
 
     async def flush(self) -> bool:

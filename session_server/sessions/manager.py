@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from session_server.core.commands import CloseSession
+from session_server.core.commands import MAX_REPORTED_SESSIONS, CloseSession
 from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import (
     EngineUnavailable,
@@ -360,13 +360,15 @@ class SessionManager:
         """Return the token ids of the session as of its last ended turn. Raises SessionNotFound."""
         return self._sessions.get(owner, session_id).transcript.tokens()
 
-    async def memory(self, *, full: bool = False, trace: bool = False) -> MemoryReported:
+    async def memory(
+        self, *, full: bool = False, trace: bool = False, max_sessions: int = MAX_REPORTED_SESSIONS
+    ) -> MemoryReported:
         """Return the engine's memory accounts; see `ReportMemory` for the arguments.
 
         Raises:
             EngineUnavailable: there is no engine, or it does not answer.
         """
-        return await self._link.memory(full=full, trace=trace)
+        return await self._link.memory(full=full, trace=trace, max_sessions=max_sessions)
 
     async def flush(self) -> bool:
         """Cool every session and empty the radix tree; histories stay. Return False if turns are

@@ -30,6 +30,8 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """Return the text that this token completes, possibly empty."""
+        if self._skip and token_id in self._tokenizer.special_ids:
+            return ""  # `DecodeStream` would keep it, and decode all that it keeps with each token
         try:
             text = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
         except BaseException:  # noqa: BLE001 - `tokenizers` raises the bare class, or panics
@@ -40,8 +42,7 @@ class Detokenizer:
         if text is not None:
             self._held.clear()
             return str(text)
-        if not (self._skip and token_id in self._tokenizer.special_ids):
-            self._held.append(token_id)
+        self._held.append(token_id)
         return self.flush() if len(self._held) >= MAX_HELD_TOKENS else ""
 
     def flush(self) -> str:

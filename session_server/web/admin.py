@@ -62,12 +62,13 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/metrics", responses=answers(None, "Prometheus text format."))
-async def metrics(caller: Caller) -> Response:
+async def metrics(request: Request, caller: Caller) -> Response:
     """Return all metrics, with the memory accounts as of now."""
+    report: SharedTask[MemoryReported] = request.app.state.scraped_report
     with contextlib.suppress(TimeoutError, EngineUnavailable):
         # The report updates the gauges as an event; a scrape does not wait long for a busy engine.
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
-            await caller.sessions.memory()
+            await report.run(partial(caller.sessions.memory, max_sessions=0))
     return Response(caller.services.metrics.exposition(), media_type=CONTENT_TYPE)
 
 
@@ -89,6 +90,7 @@ async def list_models(caller: Caller) -> Response:
 async def memory(request: Request, caller: Caller, full: Switch = 0, trace: Switch = 0) -> Response:
     """Return the page accounts per pool and session, and what the memory checker found.
 
+    The first 1,000 sessions are listed, in the order of their opening; `num_sessions` counts all.
     `full=1` first recounts every page between two steps, once for all who ask meanwhile; `trace=1`
     adds the engine's steps before the first violation: ids, lengths and decisions.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any, Final
@@ -71,10 +71,7 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.connections = ConnectionTable(services.settings.connections)
     app.state.documents = {}
     app.state.recounts = (SharedTask[MemoryReported](), SharedTask[MemoryReported]())
-    services.metrics.set_live_gauges(
-        sessions=lambda: services.sessions.stats().sessions,
-        tasks=lambda: len(asyncio.all_tasks()),
-    )
+    app.state.scraped_report = SharedTask[MemoryReported]()
     for router in _ROUTERS:
         app.include_router(router)
     for path, endpoint in (("/openapi.json", _openapi), ("/asyncapi.json", _asyncapi)):
@@ -129,6 +126,10 @@ async def _answer_refusal(request: Request, error: Exception) -> Response:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: AppServices = app.state.services
+    services.metrics.set_live_gauges(
+        sessions=lambda: services.sessions.stats().sessions,
+        tasks=_count_tasks(asyncio.get_running_loop()),
+    )
     tasks = [
         asyncio.create_task(_tick(services), name="tick"),
         asyncio.create_task(_probe_lag(services), name="loop lag"),
@@ -139,6 +140,20 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _count_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:
+    """Return a count of the tasks made from now on that have not ended, without listing them."""
+    live: set[asyncio.Task[Any]] = set()
+
+    def make(loop: asyncio.AbstractEventLoop, coro: Any, **how: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coro, loop=loop, **how)
+        live.add(task)
+        task.add_done_callback(live.discard)
+        return task
+
+    loop.set_task_factory(make)
+    return lambda: len(live)
 
 
 async def _tick(services: AppServices) -> None:

@@ -514,6 +514,12 @@ ENGINE = (
         "texts",
         "the oldest is dropped; the count goes on",
     ),
+    _constant(
+        "core.commands:MAX_REPORTED_SESSIONS",
+        "sessions that a memory report lists",
+        "sessions",
+        "the rest is counted",
+    ),
     Constant(
         "cache.content:MAX_SKIPPED",
         "sessions that one choice of a page to look at passes over",

@@ -13,6 +13,7 @@ from cache.session_cache import SessionAwareCache
 from cache.types import PoolName, SessionId, SlotState
 from session_server.core.commands import ReportMemory
 from session_server.core.events import EngineStats, MemoryReported, SessionCooled
+from session_server.engine import guard
 from session_server.engine.config import MemoryCheck
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.loop import EngineAssembly
@@ -102,6 +103,18 @@ def test_a_slice_that_disagrees_is_confirmed_before_anything_is_made_of_it(
     (report,) = [e for e in bench.events if isinstance(e, MemoryReported)]
     assert report.checks.violations == 0
     assert bench.cache.slot(session_id).state is SlotState.PARKED
+
+
+@pytest.mark.parametrize(("most", "listed"), [(0, 0), (2, 2), (3, 3), (4, 3)])
+def test_a_report_looks_at_no_more_sessions_than_it_lists(
+    most: int, listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    opened = [bench.open(f"s{number}") for number in range(3)]
+    seen: list[str] = []
+    monkeypatch.setattr(guard, "session_pages", lambda slot: seen.append(slot.session_id))
+    report = bench.engine._guard.report(ReportMemory(request_id=1, max_sessions=most), 0.0)
+    assert (report.num_sessions, seen) == (3, [str(each) for each in opened[:listed]])
 
 
 def test_in_strict_mode_a_violation_raises_at_the_next_step() -> None:

@@ -68,6 +68,7 @@ REPORT = MemoryReported(
     },
     rows=4,
     rows_free=4,
+    num_sessions=0,
     sessions=(),
     checks=CheckerReport(
         runs=5,

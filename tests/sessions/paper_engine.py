@@ -230,6 +230,7 @@ class PaperEngine:
                         pools={},
                         rows=1,
                         rows_free=1,
+                        num_sessions=len(self.slots),
                         sessions=(),
                         checks=CheckerReport(runs=1, levels={"2": 1}),
                     )

@@ -107,6 +107,7 @@ class TestEngine:
                 pools={},
                 rows=1,
                 rows_free=1,
+                num_sessions=0,
                 sessions=(),
                 checks=CheckerReport(
                     runs=6,

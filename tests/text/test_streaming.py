@@ -8,7 +8,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from tokenizers import decoders, models
+from tokenizers.decoders import DecodeStream
 
+from session_server.text import detokenizer
 from session_server.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
 from session_server.text.stops import StopMatcher
 from session_server.text.tokenizer import Tokenizer
@@ -22,8 +24,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, ids: Iterable[int], *, skip: bool = True) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
-    return [*(detokenizer.feed(token) for token in ids), detokenizer.flush()]
+    each = Detokenizer(tokenizer, skip_special_tokens=skip)
+    return [*(each.feed(token) for token in ids), each.flush()]
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +99,28 @@ class TestDetokenizer:
 
     def test_what_is_held_is_bounded(self, tokenizer: Tokenizer) -> None:
         broken = tokenizer.encode_content("🦊")[-1]
-        detokenizer = Detokenizer(tokenizer)
-        pieces = [detokenizer.feed(broken) for _ in range(MAX_HELD_TOKENS * 3)]
+        held = Detokenizer(tokenizer)
+        pieces = [held.feed(broken) for _ in range(MAX_HELD_TOKENS * 3)]
         assert sum(map(bool, pieces)) == 3
+
+    def test_skipped_control_tokens_cost_nothing_however_many_come(
+        self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stepped: list[int] = []
+
+        class Counted:
+            def __init__(self, *, skip_special_tokens: bool) -> None:
+                self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+
+            def step(self, backend: tokenizers.Tokenizer, token_id: int) -> str | None:
+                stepped.append(token_id)
+                return self._stream.step(backend, token_id)
+
+        monkeypatch.setattr(detokenizer, "DecodeStream", Counted)
+        fox = tokenizer.encode_content("🦊")
+        control = [min(tokenizer.special_ids)] * 100
+        assert "".join(stream(tokenizer, [*fox[:1], *control, *fox[1:], *control])) == "🦊"
+        assert stepped == fox
 
     def test_control_tokens_are_silent_unless_asked_for(self, tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode_control("a<|im_end|>b")

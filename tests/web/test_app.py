@@ -171,6 +171,33 @@ async def test_recounts_that_are_asked_for_at_the_same_time_are_one(this: Served
 
 
 @served()
+async def test_scrapes_share_one_report_that_lists_no_sessions(this: Served) -> None:
+    this.is_held = True
+    asked = [asyncio.create_task(this.http.get("/metrics")) for _ in range(8)]
+    await this.until(lambda: len(this.server.server_state.tasks) == 8)
+    this.is_held = False
+    assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
+    (report,) = [each for each in this.engine.seen if isinstance(each, ReportMemory)]
+    assert (report.max_sessions, report.full) == (0, False)
+
+
+@served()
+async def test_the_gauge_of_tasks_counts_those_that_live(this: Served) -> None:
+    async def count() -> float:
+        lines = (await this.http.get("/metrics")).text.splitlines()
+        (line,) = (line for line in lines if line.startswith("session_server_event_loop_tasks "))
+        return float(line.split()[1])
+
+    before = await count()
+    waiting = [asyncio.create_task(asyncio.Event().wait()) for _ in range(5)]
+    assert await count() == before + 5
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert await count() == before
+
+
+@served()
 async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
     assert (await this.http.get("/health")).json() == {"status": "ok"}
     assert (await this.http.get("/ready")).json() == {"status": "ready"}
@@ -191,7 +218,15 @@ async def test_probes_metrics_models_and_memory_answer(this: Served) -> None:
         "probe_ms": 0.0,
         "cost_share": 0.0,
     }
-    assert set(memory) == {"pools", "rows", "rows_free", "sessions", "checks", "trace"}
+    assert set(memory) == {
+        "pools",
+        "rows",
+        "rows_free",
+        "num_sessions",
+        "sessions",
+        "checks",
+        "trace",
+    }
     await this.open()
     metrics = await this.http.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
