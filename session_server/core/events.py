@@ -136,9 +136,9 @@ class PrefillProgressed(Event, frozen=True, tag=True, kw_only=True):
 
 
 class PromptLogprobsComputed(Event, frozen=True, tag=True, kw_only=True):
-    """Report the logprobs of prompt tokens.
+    """Report the logprobs of more prompt tokens.
 
-    In order of positions, from `sampling.prompt_logprobs_from` on.
+    In order of positions, from `sampling.prompt_logprobs_from` on, as chunks are computed.
     """
 
     turn_id: TurnId

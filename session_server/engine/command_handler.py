@@ -44,7 +44,6 @@ from session_server.core.events import (
     SessionRefused,
     TurnFailed,
 )
-from session_server.core.sampling import TokenLogprob
 from session_server.engine.context import EngineContext
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.scheduler import Scheduler
@@ -133,10 +132,6 @@ class CommandHandler:
             max_new=min(sampling.max_tokens, self.turn_limits.max_turn_len - context_len),
             clock=TurnClock(now_s),
         )
-        if sampling.prompt_logprobs_from == 0:
-            first = self._cache.tokens(command.session_id, 0, min(1, command.base_len))
-            token = int(first[0]) if len(first) else command.tokens[0]
-            turn.prompt_logprobs.append(TokenLogprob(token, None))
         self._scheduler.submit(turn)
 
     def _refusal(self, command: SubmitTurn) -> SessionServerError | None:

@@ -5,6 +5,9 @@ A turn ends here and nowhere else, and only once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from session_server.core.batch import Batch, BatchRow, RowResult, StepResult
 from session_server.core.errors import DeviceFailed, NumericalError, SessionServerError, wire_error
 from session_server.core.events import (
@@ -15,9 +18,13 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
 )
+from session_server.core.sampling import TokenLogprob
 from session_server.engine.context import EngineContext
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.turn import Turn, TurnState
+
+LOGPROBS_PER_EVENT: Final = 128
+"""Prompt logprobs that one event reports: 41 KiB with 20 alternatives each."""
 
 
 class Settler:
@@ -147,7 +154,7 @@ class Settler:
         if turn in self.retry_alone:
             self.retry_alone.remove(turn)  # its forward succeeded, so it joins the others again
         self._outbox.write(self._cache.record(turn.turn_id, computed_len, token_ids))
-        turn.prompt_logprobs.extend(outcome.prompt_logprobs)
+        self._report_prompt_logprobs(turn, outcome.prompt_logprobs)
         self._report_prompt(turn, now_s)
         if token_ids:
             if turn.clock.first_token_s is None:
@@ -163,17 +170,25 @@ class Settler:
         # Reported once. A retracted turn computes its prompt again, which the client does not see.
         if turn.clock.prompt_done_s is not None:
             return
-        turn_id, total = turn.turn_id, turn.prompt_len
-        if computed_len < total:
+        if computed_len < turn.prompt_len:
             self._outbox.emit(
-                PrefillProgressed(turn_id=turn_id, computed=computed_len, total=total)
+                PrefillProgressed(
+                    turn_id=turn.turn_id, computed=computed_len, total=turn.prompt_len
+                )
             )
-            return
-        turn.clock.prompt_done_s = now_s
-        if turn.request.sampling.prompt_logprobs_from is not None:
-            self._outbox.emit(
-                PromptLogprobsComputed(turn_id=turn_id, logprobs=tuple(turn.prompt_logprobs))
-            )
+        else:
+            turn.clock.prompt_done_s = now_s
+
+    def _report_prompt_logprobs(self, turn: Turn, logprobs: Sequence[TokenLogprob]) -> None:
+        """Report those of one chunk. A retracted turn computes none of them again."""
+        request = turn.request
+        if request.sampling.prompt_logprobs_from == 0 and turn.num_prompt_logprobs == 0:
+            first = int(self._cache.tokens(request.session_id, 0, 1)[0])
+            logprobs = (TokenLogprob(first, None), *logprobs)
+        turn.num_prompt_logprobs += len(logprobs)
+        for start in range(0, len(logprobs), LOGPROBS_PER_EVENT):
+            part = tuple(logprobs[start : start + LOGPROBS_PER_EVENT])
+            self._outbox.emit(PromptLogprobsComputed(turn_id=request.turn_id, logprobs=part))
 
     def _settle_drafts(self, turn: Turn, row: BatchRow, num_right: int) -> None:
         """Take back the positions of rejected drafts, and adapt how many the turn drafts next."""

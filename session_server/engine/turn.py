@@ -19,7 +19,6 @@ from cache.types import Tokens, TurnId
 from cache.views import TurnLoan
 from session_server.core.commands import SubmitTurn
 from session_server.core.events import TurnTimings
-from session_server.core.sampling import TokenLogprob
 
 
 class TurnState(enum.Enum):
@@ -115,9 +114,9 @@ class Turn:
 
     `order`: smaller is admitted earlier and keeps its pages longer. `max_new`: output tokens it may
     have: its `max_tokens`, clipped to what its context leaves. `outputs` survive a retraction: they
-    are input of the next admission. `prompt_logprobs`: settled so far. `cached_len`: positions that
-    its first admission did not compute. `draft_len`: how many drafts it proposes next, adapted to
-    how many were accepted; 0 before the first draft.
+    are input of the next admission. `num_prompt_logprobs`: reported so far. `cached_len`: positions
+    that its first admission did not compute. `draft_len`: how many drafts it proposes next, adapted
+    to how many were accepted; 0 before the first draft.
     """
 
     request: SubmitTurn
@@ -127,7 +126,7 @@ class Turn:
     state: TurnState = TurnState.WAITING
     admission: Admission | None = None
     outputs: list[int] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
     num_admissions: int = 0
     cached_len: int = 0
     draft_len: int = 0
@@ -223,7 +222,7 @@ class Turn:
         wanted_from = self.request.sampling.prompt_logprobs_from
         if wanted_from is None:
             return None
-        return max(0, wanted_from + len(self.prompt_logprobs) - 1)
+        return max(0, wanted_from + self.num_prompt_logprobs - 1)
 
     def admit(self, loan: TurnLoan) -> None:
         """Start to run on a lease that was just lent."""
@@ -248,7 +247,7 @@ class Turn:
         admission.draft = None
 
     def retract(self) -> None:
-        """Return to waiting. Outputs and prompt logprobs stay, KV does not."""
+        """Return to waiting. Outputs stay, KV does not."""
         self._move(TurnState.WAITING)
         self.admission = None
         self.clock.num_retractions += 1

@@ -138,7 +138,8 @@ class _Child:
 
     def _emit(self, events: list[EngineEvent]) -> None:
         with self._sending:
-            self._socket.sendall(self._codec.events_frame(events))
+            for each in self._codec.event_frames(events):
+                self._socket.sendall(each)
 
     def _report_death(self, message: str) -> None:
         try:

@@ -1,14 +1,14 @@
 """Commands and events as bytes: length-prefixed msgpack over one inherited stream socket.
 
 A frame is a big-endian u32 length and that many bytes. The first frame of a connection carries
-the settings, opaque here; after it the server sends one command per frame and the engine one
-list of events per frame, those of one step. Sans-IO: bytes in, values out.
+the settings, opaque here. After it the server sends one command per frame, and the engine lists of
+events. Sans-IO: bytes in, values out.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -18,10 +18,16 @@ from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent
 
 MAX_FRAME_BYTES: Final = 64 << 20
-"""Above the largest legal frame: a context of 2^20 tokens, or its prompt logprobs with their
-alternatives at 2^17 positions."""
+"""Above the largest legal frame: a context of 2^20 tokens, or a memory report of all sessions."""
+
+MAX_EVENTS_BYTES: Final = 64 << 10
+"""Events of one step in one frame, so that the server decodes no more of them at a time. A larger
+event is alone in its frame: a memory report."""
 
 _HEADER: Final = struct.Struct(">I")
+
+_LIST_HEADER: Final = 5
+"""Bytes that msgpack puts before the items of a list, at most."""
 
 
 class TransportError(Exception):
@@ -78,9 +84,22 @@ class Codec:
         """Return one command as a frame."""
         return frame(self._encoder.encode(command))
 
-    def events_frame(self, events: Sequence[EngineEvent]) -> bytes:
-        """Return the events of one step as a frame."""
-        return frame(self._encoder.encode(events))
+    def event_frames(self, events: Sequence[EngineEvent]) -> Iterator[bytes]:
+        """Yield the events of one step as frames, nearly always as one."""
+        payload = self._encoder.encode(events)
+        if len(payload) <= MAX_EVENTS_BYTES:
+            yield frame(payload)
+            return
+        part: list[msgspec.Raw] = []
+        num_bytes = _LIST_HEADER
+        for event in events:
+            encoded = self._encoder.encode(event)
+            if part and num_bytes + len(encoded) > MAX_EVENTS_BYTES:
+                yield frame(self._encoder.encode(part))
+                part, num_bytes = [], _LIST_HEADER
+            part.append(msgspec.Raw(encoded))
+            num_bytes += len(encoded)
+        yield frame(self._encoder.encode(part))
 
     def command(self, payload: bytes) -> EngineCommand:
         """Decode a command.
@@ -94,7 +113,7 @@ class Codec:
             raise TransportError(f"not a command: {error}") from error
 
     def events(self, payload: bytes) -> list[EngineEvent]:
-        """Decode the events of one step.
+        """Decode a list of events.
 
         Raises:
             TransportError: the payload is no list of events.

@@ -429,6 +429,12 @@ ENGINE = (
         _DIES,
     ),
     _constant(
+        "engine_host.transport:MAX_EVENTS_BYTES",
+        "events of one step that the server decodes at a time",
+        "bytes",
+        "the rest comes in further frames",
+    ),
+    _constant(
         "engine_host.loop:MAX_INBOX",
         "commands that wait for the next step",
         "commands",

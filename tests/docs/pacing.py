@@ -36,6 +36,9 @@ SLICES = (
         "inputs",
         "further ones wait",
     ),
+    _constant(
+        "engine.settle:LOGPROBS_PER_EVENT", "prompt logprobs in one event", "positions", _NEXT
+    ),
     _constant("engine.memory:SLICE_UNITS", "sessions, edges or rows recounted", "units", _NEXT),
     Constant(
         "cache.recount:_PAGES_PER_UNIT",
@@ -117,6 +120,7 @@ BOUND_NOTHING = frozenset(
         "session_server.engine_host.audit_pace:REST_DELAY_S",
         "session_server.engine_host.audit_pace:REST_PAUSE_RATIO",
         # What something counts for, or how one unit becomes another.
+        "session_server.engine_host.transport:_LIST_HEADER",
         "session_server.engine_host.progress:STALL_RATIO",
         "session_server.engine_host.progress:_DECAY",
         "session_server.models.config:STATE_BYTES",

@@ -20,12 +20,14 @@ from session_server.core.events import (
     EngineStats,
     FinishReason,
     PrefillProgressed,
+    PromptLogprobsComputed,
     SessionCooled,
     SessionRefused,
     TurnStarted,
 )
 from session_server.engine.config import EngineConfig
 from session_server.engine.engine import Engine
+from session_server.engine.settle import LOGPROBS_PER_EVENT
 from session_server.engine.turn import TRANSITIONS, TurnState
 from tests.engine.bench import POOL, Bench
 from tests.sim.echo import EOS, replay, replay_scores
@@ -135,6 +137,21 @@ def test_a_step_reports_progress_between_chunks_only() -> None:
     bench.run(bench.submit_command(session_id, "t", PROMPT))
     progress = [e for e in bench.events if isinstance(e, PrefillProgressed)]
     assert [(e.computed, e.total) for e in progress] == [(8, 20), (16, 20)]
+    bench.close_all()
+
+
+@pytest.mark.parametrize(
+    "num_scored", [LOGPROBS_PER_EVENT - 1, LOGPROBS_PER_EVENT, 2 * LOGPROBS_PER_EVENT + 1]
+)
+def test_prompt_logprobs_are_reported_with_each_chunk_in_events_of_a_bounded_size(
+    num_scored: int,
+) -> None:
+    bench = Bench(Sizes(chunk_tokens=4 * LOGPROBS_PER_EVENT, num_pages=200, max_context_len=512))
+    prompt = tuple(1 + i % 31 for i in range(num_scored))
+    bench.run(bench.submit_command(bench.open("s"), "t", prompt, prompt_logprobs_from=0))
+    sizes = [len(e.logprobs) for e in bench.events if isinstance(e, PromptLogprobsComputed)]
+    full, rest = divmod(num_scored, LOGPROBS_PER_EVENT)
+    assert sizes == [LOGPROBS_PER_EVENT] * full + ([rest] if rest else [])
     bench.close_all()
 
 

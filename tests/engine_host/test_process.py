@@ -37,6 +37,7 @@ from session_server.engine_host.process import (
 )
 from session_server.engine_host.restarts import RestartPolicy
 from session_server.engine_host.transport import (
+    MAX_EVENTS_BYTES,
     MAX_FRAME_BYTES,
     Codec,
     FrameBuffer,
@@ -102,10 +103,34 @@ def test_commands_and_events_cross_unchanged() -> None:
     codec, buffer = Codec(), FrameBuffer()
     command = CancelTurn(turn_id=TurnId("t"), num_outputs=None)
     events = [SessionGone(session_id=SessionId("s")), EngineDied(message="x", will_restart=True)]
-    stream = codec.command_frame(command) + codec.events_frame(events)
+    stream = codec.command_frame(command) + b"".join(codec.event_frames(events))
     first, second = buffer.feed(stream)
     assert codec.command(first) == command
     assert codec.events(second) == events
+
+
+@pytest.mark.parametrize(("excess", "num_frames"), [(-1, 1), (0, 1), (1, 2)])
+def test_events_of_a_step_beyond_the_bound_take_more_frames_in_order(
+    excess: int, num_frames: int
+) -> None:
+    codec = Codec()
+    ends = [SessionGone(session_id=SessionId(f"s_{i}")) for i in range(9)]
+    (short,) = codec.event_frames([EngineDied(message="", will_restart=True), *ends])
+    # A message of so many bytes takes two more bytes for its length; the frame has four.
+    size = MAX_EVENTS_BYTES - len(short) + 4 - 2 + excess
+    events = [EngineDied(message="x" * size, will_restart=True), *ends]
+    payloads = FrameBuffer().feed(b"".join(codec.event_frames(events)))
+    assert len(payloads) == num_frames
+    assert max(map(len, payloads)) <= MAX_EVENTS_BYTES
+    assert [event for payload in payloads for event in codec.events(payload)] == events
+
+
+def test_an_event_larger_than_the_bound_travels_alone() -> None:
+    codec = Codec()
+    gone = SessionGone(session_id=SessionId("s"))
+    large = EngineDied(message="x" * MAX_EVENTS_BYTES, will_restart=True)
+    payloads = FrameBuffer().feed(b"".join(codec.event_frames([gone, large, gone])))
+    assert [codec.events(payload) for payload in payloads] == [[gone], [large], [gone]]
 
 
 # Lives

@@ -224,8 +224,8 @@ SCORES_START_OVER = Mutant(
     "systematic",
     Edit(
         "session_server.engine.turn:Turn.next_prompt_logprob_position",
-        "wanted_from + len(self.prompt_logprobs) - 1",
-        "wanted_from + len(self.prompt_logprobs) * (self.clock.num_retractions == 0) - 1",
+        "wanted_from + self.num_prompt_logprobs - 1",
+        "wanted_from + self.num_prompt_logprobs * (self.clock.num_retractions == 0) - 1",
     ),
 )
 

@@ -93,7 +93,7 @@ class EngineTurn:
     wish: tuple[FinishReason, int | None] | None = None
     faults: set[str] = field(default_factory=set)
     outputs: list[int] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_starts: int = 0
     end: TurnFinished | TurnFailed | None = None
 
@@ -337,17 +337,18 @@ class EngineHistory:
 
     def _on_scored(self, turn: EngineTurn, logprobs: tuple[TokenLogprob, ...]) -> None:
         start, tags = turn.command.sampling.prompt_logprobs_from, turn.truth.tags
-        if start is None or turn.prompt_logprobs is not None:
+        if start is None or not logprobs:
             raise Broken(Layer.PROTOCOL, "prompt logprobs that nobody asked for")
-        turn.prompt_logprobs = list(logprobs)
+        start += len(turn.prompt_logprobs)
+        turn.prompt_logprobs.extend(logprobs)
         expected = [
             TokenLogprob(token, score_of(tags[position - 1], token) if position else None)
             for position, token in enumerate(turn.prompt)
-            if position >= start
+            if start <= position < start + len(logprobs)
         ]
-        if turn.prompt_logprobs != expected:
-            raise Broken(Layer.SHADOW, f"prompt logprobs {turn.prompt_logprobs} are not {expected}")
-        self.reached["prompt scored"] += len(expected) > 1
+        if list(logprobs) != expected:
+            raise Broken(Layer.SHADOW, f"prompt logprobs {logprobs} are not {expected}")
+        self.reached["prompt scored"] += len(turn.prompt_logprobs) > 1
 
     def _on_tokens(self, turn: EngineTurn, event: TokensProduced) -> None:
         if turn.num_starts == 0 or not event.token_ids:
@@ -421,8 +422,10 @@ class EngineHistory:
         stops |= set() if sampling.ignore_eos else set(self._settings.eos_token_ids)
         first = max(0, sampling.min_tokens - 1)
         at_stop = [i for i, token in enumerate(outputs) if i >= first and token in stops]
-        if sampling.prompt_logprobs_from is not None and turn.prompt_logprobs is None:
-            raise Broken(Layer.PROTOCOL, f"{event} without its prompt logprobs")
+        start = sampling.prompt_logprobs_from
+        num_wanted = 0 if start is None else max(0, len(turn.prompt) - start)
+        if len(turn.prompt_logprobs) != num_wanted:
+            raise Broken(Layer.PROTOCOL, f"{event} without all its prompt logprobs")
         if event.reason is FinishReason.STOP:
             if at_stop != [len(outputs) - 1] or event.matched_token != outputs[-1]:
                 raise Broken(Layer.SHADOW, f"{event} after {outputs} with stops {stops}")
