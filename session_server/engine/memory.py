@@ -128,7 +128,8 @@ class MemoryWatch:
 
     def touch(self, session_id: SessionId) -> None:
         """Have a session checked at the end of the step: its KV changed hands."""
-        self._touched[session_id] = None
+        if self.mode is not MemoryCheck.OFF:  # else no step clears it
+            self._touched[session_id] = None
         self._audit.has_changed = True
 
     def check_step(self) -> None:

@@ -52,6 +52,14 @@ def test_a_violation_costs_its_session_the_kv_and_nobody_else_anything() -> None
     bench.close_all()
 
 
+@pytest.mark.parametrize("memory_check", MemoryCheck)
+def test_no_step_leaves_sessions_to_be_checked_later(memory_check: MemoryCheck) -> None:
+    bench = Bench(Sizes(memory_check=memory_check))
+    bench.run(bench.submit_command(bench.open("s"), "t", PROMPT))
+    bench.close_all()
+    assert not bench.engine.inspect().watch._touched
+
+
 def test_a_violation_in_an_idle_session_is_found_in_a_moment_of_rest() -> None:
     bench = Bench(Sizes(memory_check=MemoryCheck.WARN))
     session_id = bench.open("s")
