@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from itertools import islice
 
@@ -22,7 +22,7 @@ class FairSlots:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._num_held: Counter[Owner] = Counter()
-        self._waiting: dict[Owner, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[Owner, OrderedDict[asyncio.Future[None], None]] = {}
         """Requests by owner; the owner served last is the last key."""
 
     @contextlib.asynccontextmanager
@@ -33,7 +33,7 @@ class FairSlots:
             ServerBusy: none was free within `max_wait_s`.
         """
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(granted)
+        self._waiting.setdefault(owner, OrderedDict())[granted] = None
         self._grant()
         try:
             try:
@@ -51,7 +51,7 @@ class FairSlots:
             first = islice(self._waiting, self._num_slots)
             owner = min(first, key=lambda each: self._num_held[each])
             waiting = self._waiting.pop(owner)
-            granted = waiting.popleft()
+            granted, _ = waiting.popitem(last=False)
             if not granted.cancelled():
                 granted.set_result(None)
                 self._num_held[owner] += 1
@@ -66,8 +66,7 @@ class FairSlots:
                 del self._num_held[owner]
             self._grant()
             return
-        waiting = self._waiting.get(owner, deque())
-        if granted in waiting:
-            waiting.remove(granted)
+        waiting = self._waiting.get(owner, OrderedDict())
+        waiting.pop(granted, None)
         if not waiting:
             self._waiting.pop(owner, None)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Final, TypeVar, assert_never
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
     ChatInput,
+    Message,
     RawInput,
     TextInput,
     TokenInput,
-    TurnRequest,
+    TurnInput,
 )
 from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.fair_slots import FairSlots
@@ -31,6 +33,7 @@ from session_server.sessions.prompt import (
     opening_len,
 )
 from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.turn import SessionTurn
 from session_server.text.chat_template import RenderJob
 from session_server.text.model_text import ModelText
 from session_server.text.rendering import Rendering, advance, render_or_error
@@ -45,6 +48,9 @@ a core."""
 PromptOutcome = Prompt | SessionServerError
 
 _T = TypeVar("_T")
+
+MESSAGE_CHARS: Final = 32
+"""Characters that a message counts beside its content: about what a template writes around it."""
 
 _BYTES_PER_CHAR: Final = 4
 
@@ -68,13 +74,13 @@ class PromptBuilder:
         self._slots = FairSlots(NUM_THREADS)
         self._renders = FairSlots(1)
         self._threads = DaemonThreads("tokenize")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[SessionTurn, asyncio.Task[PromptOutcome]] = {}
 
     def build(
         self,
         owner: Owner,
         state: PromptState,
-        request: TurnRequest,
+        turn: SessionTurn,
         on_built: Callable[[PromptOutcome], None],
         *,
         max_len: int,
@@ -84,6 +90,7 @@ class PromptBuilder:
 
         `max_len` bounds the context; an input far longer is not tokenized to its end.
         """
+        request = turn.request
 
         def steps() -> Rendering[Prompt]:
             check_beginning(self._text, state, request.input, max_len=max_len)
@@ -92,22 +99,32 @@ class PromptBuilder:
             return (yield from check_rendered(self._text, built, max_len=max_len, param="input"))
 
         resume = partial(advance, steps(), self._renderer)
-        is_large = self._is_large(state, request)
+        is_large = self._is_large(state, request.input)
         stage = None if is_large else _outcome_of(resume)
         if stage is not None and not isinstance(stage, RenderJob):
             return stage
 
-        async def finish() -> None:
+        def finish(task: asyncio.Task[PromptOutcome]) -> None:
+            del self._tasks[turn]
             outcome: PromptOutcome = TokenizeFailed(_FAILED)
             try:
-                outcome = await self._complete(owner, resume, stage, is_large=is_large)
+                if not task.cancelled():
+                    outcome = task.result()
             finally:
                 on_built(outcome)
 
-        task = asyncio.get_running_loop().create_task(finish())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        work = self._complete(owner, resume, stage, is_large=is_large)
+        self._tasks[turn] = asyncio.get_running_loop().create_task(work)
+        self._tasks[turn].add_done_callback(finish)
         return None
+
+    def cancel(self, turn: SessionTurn) -> bool:
+        """Stop a build; return whether there is one. It holds its input until `on_built` is called:
+        soon, unless a thread or the renderer works on it."""
+        task = self._tasks.get(turn)
+        if task is not None:
+            task.cancel()
+        return task is not None
 
     async def encode(
         self, owner: Owner, raw: RawInput, *, add_bos: bool, max_len: int
@@ -149,7 +166,7 @@ class PromptBuilder:
             return (yield from opening_len(self._text, state, max_len=max_len))
 
         resume = partial(advance, steps(), self._renderer)
-        is_large = num_chars > self._limits.inline_input_chars
+        is_large = self._exceeds_inline(state.open_messages)
         stage = None if is_large else _outcome_of(resume)
         outcome = await self._complete(owner, resume, stage, is_large=is_large)
         if isinstance(outcome, SessionServerError):
@@ -181,45 +198,66 @@ class PromptBuilder:
         self, owner: Owner, job: RenderJob
     ) -> list[str] | TokenizeFailed | ServerBusy:
         assert self._renderer is not None, "only a chat template asks for renders"
-        try:
-            async with (
-                self._renders.slot(owner, max_wait_s=self._limits.tokenize_wait_s),
-                asyncio.timeout(self._limits.tokenize_deadline_s),
-            ):
-                return await render_or_error(self._renderer, job)
-        except TimeoutError:
-            return TokenizeFailed(_TOO_LONG, param="input")
-        except ServerBusy as error:
-            return error
+        return await self._in_slot(
+            self._renders, owner, partial(render_or_error, self._renderer, job)
+        )
 
     async def _run_in_thread(self, owner: Owner, work: Callable[[], _T]) -> _T | SessionServerError:
-        outcome = partial(_outcome_of, work)
-        loop = asyncio.get_running_loop()
-        try:
-            async with self._slots.slot(owner, max_wait_s=self._limits.tokenize_wait_s):
-                if self._threads.num_alive >= MAX_THREADS:
-                    return ServerBusy("too many inputs hang the tokenizer")
+        async def run() -> _T | SessionServerError:
+            if self._threads.num_alive >= MAX_THREADS:
+                return ServerBusy("too many inputs hang the tokenizer")
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, partial(_outcome_of, work))
+
+        return await self._in_slot(self._slots, owner, run)
+
+    async def _in_slot(
+        self, slots: FairSlots, owner: Owner, work: Callable[[], Awaitable[_T]]
+    ) -> _T | TokenizeFailed | ServerBusy:
+        """Run work in a slot, for a bounded time. A cancel takes effect while it waits for the
+        slot, or when the work has ended: until then it holds its input."""
+
+        async def run() -> _T | TokenizeFailed:
+            try:
                 async with asyncio.timeout(self._limits.tokenize_deadline_s):
-                    return await loop.run_in_executor(self._threads, outcome)
-        except TimeoutError:
-            return TokenizeFailed(_TOO_LONG, param="input")
+                    return await work()
+            except TimeoutError:
+                return TokenizeFailed(_TOO_LONG, param="input")
+
+        try:
+            async with slots.slot(owner, max_wait_s=self._limits.tokenize_wait_s):
+                running = asyncio.create_task(run())
+                try:
+                    return await asyncio.shield(running)
+                except asyncio.CancelledError:
+                    await asyncio.wait([running])
+                    raise
         except ServerBusy as error:
             return error
 
-    def _is_large(self, state: PromptState, request: TurnRequest) -> bool:
+    def _is_large(self, state: PromptState, turn_input: TurnInput) -> bool:
         """Return whether tokenizing the input inline would hold up the event loop."""
-        match request.input:
-            case ChatInput(messages=messages):
-                size = sum(len(message.content) for message in (*state.open_messages, *messages))
-                if state.messages is not None:
-                    size += sum(len(message.content) for message in state.messages)
+        messages = [state.open_messages]
+        num_chars = 0
+        match turn_input:
+            case ChatInput():
+                messages += [state.messages or (), turn_input.messages]
             case TextInput(text=text):
-                size = len(text)
+                num_chars = len(text)
             case TokenInput():
-                size = 0
+                pass
             case _:
-                assert_never(request.input)
-        return size > self._limits.inline_input_chars
+                assert_never(turn_input)
+        return self._exceeds_inline(chain.from_iterable(messages), num_chars)
+
+    def _exceeds_inline(self, messages: Iterable[Message], num_chars: int = 0) -> bool:
+        """Return whether messages, with further text, are too large to tokenize inline. Look at no
+        more of them than fit."""
+        for message in messages:
+            num_chars += MESSAGE_CHARS + len(message.content)
+            if num_chars > self._limits.inline_input_chars:
+                return True
+        return num_chars > self._limits.inline_input_chars
 
 
 def _outcome_of(work: Callable[[], _T]) -> _T | SessionServerError:

@@ -284,7 +284,8 @@ class TurnFlow:
     def _prepare(self, session: Session, turn: SessionTurn) -> None:
         def on_built(outcome: PromptOutcome) -> None:
             if turn.phase is not TurnPhase.PREPARING:
-                return  # it was canceled during the build
+                self._quotas.release_turn(session.owner, turn)  # canceled during the build
+                return
             self._on_prompt(session, turn, outcome)
             if turn in session.queue:
                 # The engine accepts nothing now. Trying again at once would loop forever.
@@ -294,9 +295,7 @@ class TurnFlow:
 
         assert self._link.ready is not None, "a turn before the engine was ever ready"
         state, max_len = session.transcript.state(), self._link.ready.max_turn_len
-        outcome = self.prompt_builder.build(
-            session.owner, state, turn.request, on_built, max_len=max_len
-        )
+        outcome = self.prompt_builder.build(session.owner, state, turn, on_built, max_len=max_len)
         if outcome is not None:
             self._on_prompt(session, turn, outcome)
 
@@ -495,7 +494,8 @@ class TurnFlow:
         session.life.last_active_s = self._clock()
         end_seq = session.journal.append(end)
         session.ended.add(turn, end, end_seq=end_seq, num_items=session.transcript.num_items)
-        self._quotas.release_turn(session.owner, turn)
+        if not self.prompt_builder.cancel(turn):
+            self._quotas.release_turn(session.owner, turn)
         self._quotas.recount(session)
         if turn.on_end is not None:
             turn.on_end(end)

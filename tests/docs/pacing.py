@@ -127,6 +127,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.prompt:_PROBE_CHARS_PER_TOKEN",
         "session_server.sessions.quotas:_MINUTE_S",
         "session_server.sessions.request_tree:NODE_BYTES",
+        "session_server.sessions.tokenizing:MESSAGE_CHARS",
         "session_server.sessions.tokenizing:_BYTES_PER_CHAR",
         "session_server.sessions.validation:_CHARS_PER_TOKEN",
         "session_server.text.template_worker:_UTF8_BYTES",
