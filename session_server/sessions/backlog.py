@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Final
 
 SLICE: Final = 64
@@ -26,11 +28,18 @@ class Backlog:
         """Use this event loop. Call it before any work is added."""
         self._loop = loop
 
-    def extend(self, work: Iterable[Callable[[], None]]) -> None:
-        """Append work, and run the first slice unless a slice is already scheduled."""
-        self._work.extend(work)
-        if not self._is_scheduled:
-            self._do_slice()
+    def run(self, work: Iterator[Callable[[], None]]) -> None:
+        """Run the first slice of work now, and the rest one slice per iteration of the event
+        loop. Items are made when their slice runs."""
+        num_run = 0
+        try:
+            for item in islice(work, SLICE):
+                num_run += 1
+                item()
+        finally:
+            # An item that raises must not keep the rest from running.
+            if num_run:
+                self.defer(partial(self.run, work))
 
     def defer(self, work: Callable[[], None]) -> None:
         """Append work for the next iteration of the event loop."""
@@ -43,7 +52,6 @@ class Backlog:
             self._work.popleft()()
 
     def _do_slice(self) -> None:
-        self._is_scheduled = True  # running work may append more
         try:
             for _ in range(min(SLICE, len(self._work))):
                 self._work.popleft()()

@@ -453,8 +453,9 @@ class SessionManager:
             self._is_draining = True
             async for session in self._sessions.in_slices():
                 session.journal.append(SessionDraining(deadline_s))
-                for turn in list(session.queue):
-                    self._flow.cancel(session, turn, keep_partial=True, reason="draining")
+                if session.queue:
+                    waiting = tuple(session.queue)
+                    self._flow.cancel(session, *waiting, keep_partial=True, reason="draining")
         await self._wait_for_turns(deadline_s)
         async for session in self._sessions.in_slices():
             if session.live is not None:
@@ -496,9 +497,8 @@ class SessionManager:
             return
         session.closing = reason
         cancel_reason: CancelReason = "draining" if reason == "draining" else "session_closed"
-        for turn in [*session.queue, *([session.live] if session.live else [])]:
-            self._flow.cancel(session, turn, keep_partial=True, reason=cancel_reason)
-        self._on_idle(session)
+        waiting_first = (*session.queue, *([session.live] if session.live else []))
+        self._flow.cancel(session, *waiting_first, keep_partial=True, reason=cancel_reason)
 
     def _on_idle(self, session: Session) -> None:
         """Finish a close that waited for the last turn to end."""

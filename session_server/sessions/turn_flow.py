@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, takewhile
 from typing import Final, assert_never
 
 from session_server.core.commands import CancelTurn, OpenSession, StopTurn, SubmitTurn
@@ -63,6 +64,9 @@ from session_server.text.model_text import ModelText
 
 _UNKNOWN_SESSION: Final = WIRE_ERRORS[SessionNotFound].code
 
+RETRY_TOKENS: Final = 1 << 16
+"""Tokens of history sent to an engine at a time; the last history may exceed it."""
+
 TurnEvent = (
     TurnStarted
     | PrefillProgressed
@@ -105,7 +109,7 @@ class TurnFlow:
         self._salts = salts
         self._sent: dict[TurnId, tuple[Session, SessionTurn]] = {}
         self.prompt_builder = PromptBuilder(text, limits)
-        self.on_idle: Callable[[Session], None] = _ignore
+        self.on_idle: Callable[[Session], None] = lambda _session: None
         self.counts = TurnCounts()
         self.backlog = Backlog()
         self._resident: dict[Session, None] = {}
@@ -143,13 +147,18 @@ class TurnFlow:
             self.on_idle(session)
 
     def retry(self) -> None:
-        """Start turns that the engine could not accept, as long as it accepts them."""
+        """Start turns that the engine could not accept, as long as it accepts them, a slice at a
+        time: so many turns, or turns of so many tokens of history."""
+        num_tokens = 0
         for _ in range(min(SLICE, len(self._waiting))):
             session = next(iter(self._waiting))
             del self._waiting[session]
             self.start_next(session)
             if session in self._waiting:
                 return
+            num_tokens += len(session.transcript)
+            if num_tokens >= RETRY_TOKENS:
+                break
         if self._waiting:
             self.backlog.defer(self.retry)
 
@@ -158,27 +167,30 @@ class TurnFlow:
         self._resident.pop(session, None)
 
     def cancel(
-        self, session: Session, turn: SessionTurn, *, keep_partial: bool, reason: CancelReason
+        self, session: Session, *turns: SessionTurn, keep_partial: bool, reason: CancelReason
     ) -> None:
-        """Decide that a turn ends early. Does nothing if the turn's outcome is already decided."""
-        match turn.phase:
-            case TurnPhase.WAITING | TurnPhase.PREPARING:
-                self._accept(session, turn, 0)
-                self._end(session, turn, cancelled(turn, kept=False, reason=reason, timings=None))
-                self.start_next(session)
-            case TurnPhase.RUNNING:
-                submitted = _submitted(turn)
-                self._flush_text(session, turn)
-                submitted.verdict = CancelAccepted(keep_partial, reason)
-                turn.phase = TurnPhase.ENDING
-                num_outputs = len(submitted.answer.token_ids) if keep_partial else None
-                self._link.send_or_queue(
-                    CancelTurn(turn_id=turn.engine_id, num_outputs=num_outputs)
-                )
-            case TurnPhase.ENDING | TurnPhase.ENDED:
-                return
-            case _:
-                assert_never(turn.phase)
+        """Decide that turns end early; none of them starts meanwhile. Does nothing for a turn whose
+        outcome is already decided."""
+        for turn in turns:
+            match turn.phase:
+                case TurnPhase.WAITING | TurnPhase.PREPARING:
+                    self._accept(session, turn, 0)
+                    end = cancelled(turn, kept=False, reason=reason, timings=None)
+                    self._end(session, turn, end)
+                case TurnPhase.RUNNING:
+                    submitted = _submitted(turn)
+                    self._flush_text(session, turn)
+                    submitted.verdict = CancelAccepted(keep_partial, reason)
+                    turn.phase = TurnPhase.ENDING
+                    num_outputs = len(submitted.answer.token_ids) if keep_partial else None
+                    self._link.send_or_queue(
+                        CancelTurn(turn_id=turn.engine_id, num_outputs=num_outputs)
+                    )
+                case TurnPhase.ENDING | TurnPhase.ENDED:
+                    pass
+                case _:
+                    assert_never(turn.phase)
+        self.start_next(session)
 
     def on_turn_event(self, event: TurnEvent) -> None:
         """Process an engine event about a turn; ignore events about turns that have ended."""
@@ -221,9 +233,9 @@ class TurnFlow:
         )
         lost, self._sent = self._sent, {}
         cold, self._resident = self._resident, {}
-        work = [partial(self._fail_lost, session, turn, error) for session, turn in lost.values()]
-        work += [partial(self._report_kv_lost, session) for session in cold]
-        self.backlog.extend([*work, self.retry])
+        fails = (partial(self._fail_lost, *each, error) for each in lost.values())
+        reports = (partial(self._report_kv_lost, session) for session in cold)
+        self.backlog.run(chain(fails, reports, (self.retry,)))
 
     def _report_kv_lost(self, session: Session) -> None:
         """Journal that the KV is lost, unless readers know or a new engine holds KV again."""
@@ -264,10 +276,16 @@ class TurnFlow:
         turn.accepted.set_result(None)
 
     def _accept_waiting(self, session: Session) -> None:
-        """Accept waiting turns in order, up to the first whose input may still be rejected."""
-        for position, turn in enumerate(session.turns()):
-            if turn.phase is TurnPhase.PREPARING and not turn.is_accepted:
+        """Accept waiting turns in order, unless the input before them may still be rejected."""
+        live = session.live
+        if live is not None:
+            if live.phase is TurnPhase.PREPARING and not live.is_accepted:
                 return
+            self._accept(session, live, 0)
+        # Turns are accepted in order, so those that are left wait last.
+        new = list(takewhile(lambda turn: not turn.is_accepted, reversed(session.queue)))
+        first = (live is not None) + len(session.queue) - len(new)
+        for position, turn in enumerate(reversed(new), first):
             self._accept(session, turn, position)
 
     def _refuse(self, session: Session, turn: SessionTurn, error: SessionServerError) -> None:
@@ -523,10 +541,6 @@ class TurnFlow:
         if known_len is not None:
             same_len = len(session.transcript) if kept else submitted.base_len
             session.copy.set_known_len(min(known_len, same_len), self._link.generation)
-
-
-def _ignore(session: Session) -> None:
-    """Do nothing when a session becomes idle."""
 
 
 def _submitted(turn: SessionTurn) -> SubmittedTurn:

@@ -28,6 +28,7 @@ SLICES = (
         "those of a longer answer are encoded in slices",
     ),
     _constant("sessions.backlog:SLICE", "sessions that one change concerns", "items", _NEXT),
+    _constant("sessions.turn_flow:RETRY_TOKENS", "history sent to a new engine", "tokens", _NEXT),
     _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries that expire", "entries", _NEXT),
     _constant("sessions.replay:SWEPT_PER_ENTRY", "places of dropped entries", "places", _NEXT),
     _constant(

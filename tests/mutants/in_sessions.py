@@ -75,8 +75,8 @@ LIVE_TURN_OUTLIVES_ENGINE = Mutant(
     "vllm#39863 (E6)",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow.on_engine_lost",
-        "for session, turn in lost.values()",
-        "for session, turn in ()",
+        "for each in lost.values()",
+        "for each in ()",
     ),
 )
 
@@ -135,8 +135,8 @@ CLOSE_FORGETS_THE_LINE = Mutant(
     "sglang#27024 (L11)",
     Edit(
         "session_server.sessions.manager:SessionManager._close",
-        "[*session.queue, *([session.live] if session.live else [])]",
-        "[session.live] if session.live else []",
+        "(*session.queue, *([session.live] if session.live else []))",
+        "([session.live] if session.live else [])",
     ),
 )
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 
 from session_server.core.errors import EngineUnavailable
 from session_server.core.session_events import SessionStateChanged
+from session_server.sessions import turn_flow
 from session_server.sessions.backlog import SLICE, Backlog
-from session_server.sessions.quotas import QuotaLimits
+from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.registry import SessionRegistry
+from session_server.sessions.turn_flow import TurnFlow
 from tests.sessions.recount import recount
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, turn
 
@@ -198,7 +203,78 @@ def test_work_that_fails_does_not_keep_the_rest_from_being_done() -> None:
 
         work = [lambda n=n: done.append(n) for n in range(3)]
         with pytest.raises(EngineUnavailable):
-            backlog.extend([work[0], fail, work[1], fail, work[2]])
+            backlog.run(iter([work[0], fail, work[1], fail, work[2]]))
         world.spin(5)
         assert done == [0, 1, -1, 2]
         assert len(backlog) == 0
+
+
+def test_work_is_made_when_its_slice_comes() -> None:
+    with World() as world:
+        backlog, made = Backlog(), [0]
+        backlog.bind(world.loop)
+
+        def make() -> Iterator[Callable[[], None]]:
+            for _ in range(2 * SLICE + 1):
+                made[0] += 1
+                yield lambda: None
+
+        backlog.run(make())
+        assert made == [SLICE]
+        world.spin(5)
+        assert made == [2 * SLICE + 1]
+        assert len(backlog) == 0
+
+
+@pytest.mark.parametrize("is_drain", [False, True])
+def test_a_waiting_turn_is_looked_at_once_when_it_is_closed(
+    is_drain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_waiting = 40
+    with World(limits=SessionLimits(max_queued_turns=num_waiting)) as world:
+        session = world.open()
+        visits, accept = [0], TurnFlow._accept
+
+        def count(self: TurnFlow, *args: Any) -> None:
+            visits[0] += 1
+            accept(self, *args)
+
+        monkeypatch.setattr(TurnFlow, "_accept", count)
+        for number in range(num_waiting + 1):
+            visits[0] = 0
+            view = world.submit(session, turn(f"t{number}", max_tokens=1))
+            assert (view.position, visits[0] <= 2) == (number, True)
+        world.engine.step()
+        visits[0] = 0
+        world.engine.deliver()
+        assert world.manager.turn(OWNER, session, "t1").status == "running"
+        assert visits[0] <= 2, "one turn ended and the next was started"
+        visits[0] = 0
+        if is_drain:
+            world.engine.run()
+            world.do(world.manager.drain(0.0))
+        else:
+            world.manager.close(OWNER, session)
+        assert visits[0] <= 2 * num_waiting
+
+
+@pytest.mark.parametrize(("max_tokens", "num_sent"), [(199, 2), (200, 2), (201, 3)])
+def test_turns_of_long_histories_are_sent_to_a_new_engine_a_few_at_a_time(
+    max_tokens: int, num_sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with World(quotas=MANY) as world:
+        names = crowd(world, 5)
+        for name in names:
+            world.submit(name, turn("1", (5,) * 100, max_tokens=0))
+        world.engine.run()
+        world.engine.die()
+        world.engine.deliver()
+        for name in names:
+            world.submit(name, turn("2", (5,), max_tokens=0))
+        world.spin(5)
+        monkeypatch.setattr(turn_flow, "RETRY_TOKENS", max_tokens)
+        world.engine.come_up()
+        world.engine.deliver()
+        assert world.manager.stats().live_turns == num_sent
+        world.spin(5)
+        assert world.manager.stats().live_turns == 5
