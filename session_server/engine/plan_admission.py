@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, assert_never
 
 from cache.types import TurnId
-from session_server.engine.plan_budget import Budget
+from session_server.engine.plan_budget import MAX_COOLED, Budget
 from session_server.engine.plan_running import RunningClaims
 from session_server.engine.plan_tokens import Candidate
 from session_server.engine.scheduler_view import BlockReason, Limits, WaitingTurn
@@ -109,8 +109,8 @@ class AdmissionPass:
         # What was taken for running turns must not go to a newcomer: they would be short again.
         if self._claims.has_shortage:
             return BlockReason.SHORTAGE
-        # This plan cools its own session, which makes the quote void; the next plan prices it anew.
-        if turn.session_id in budget.idle.cooled:
+        # This plan cools its own session, which makes the quote void, or as many as it may.
+        if turn.session_id in budget.idle.cooled or len(budget.idle.cooled) >= MAX_COOLED:
             return BlockReason.PAGES
         if self._num_free_places() == 0:
             return BlockReason.TURNS
@@ -142,7 +142,8 @@ class AdmissionPass:
     def _reclaim(self, candidate: Candidate, needed: PoolPages) -> bool:
         """Cool idle sessions for `needed` pages and a row, and return whether there are enough.
 
-        If there are not, cool none, unless nothing runs.
+        If there are not, cool none, unless nothing runs. If that takes more than this plan may
+        cool, the turn waits: the next plan asks for it first again, and has what these freed.
         """
         quote, budget = candidate.quote, self._budget
         shortage = Shortage(budget.pages, needed, quote.needs_row - budget.num_rows)
@@ -160,6 +161,9 @@ class AdmissionPass:
             budget.idle.put_back(shortage.skipped)
             budget.cool(shortage.cooled)
             return True
+        if not budget.idle.may_ask(shortage):
+            budget.cool(shortage.cooled)
+            return False
         asked = shortage.asked
         if own_session is not None:
             # A turn that rewinds its session needs less than the session holds. Once that is cold,
@@ -169,6 +173,6 @@ class AdmissionPass:
             budget.idle.put_back(asked)
         else:
             # No running turn will give pages back. Sessions that share pages report none of them,
-            # so cool all: it may free more than was counted, and the next plan sees that.
-            budget.cool(asked)
+            # so cool them: it may free more than was counted, and the next plan sees that.
+            budget.cool(asked[:MAX_COOLED])
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from cache.types import SessionId, pages_for
 from session_server.engine.scheduler_view import Limits, RunningTurn, SchedulerView
@@ -19,6 +20,9 @@ from session_server.engine.shortage import (
     add_pages,
     subtract_pages,
 )
+
+MAX_COOLED: Final = 64
+"""Idle sessions that one plan cools, and one more for each running turn: about 10 ms."""
 
 
 class ReclaimableSessions:
@@ -41,8 +45,12 @@ class ReclaimableSessions:
             subtract_pages(idle.freed_pages, self._cooled_pages),
         )
 
+    def may_ask(self, shortage: Shortage) -> bool:
+        """Return whether this plan may cool another session for a need, or the next plan has to."""
+        return not shortage.cooled or len(self.cooled) + len(shortage.cooled) < MAX_COOLED
+
     def ask(self, shortage: Shortage, own: SessionId | None = None) -> ReclaimableSession | None:
-        """Ask sessions, least recently used first, until the shortage is met or none is left.
+        """Ask sessions, least recently used first, until it is met, none is left or `may_ask` ends.
 
         Args:
             shortage: records who was asked. Cool those with `Budget.cool`, `put_back` the others.
@@ -53,7 +61,9 @@ class ReclaimableSessions:
             The session `own`, if it was reached.
         """
         own_session = None
-        while shortage and (session := next(self._rest, None)) is not None:
+        while shortage and self.may_ask(shortage):
+            if (session := next(self._rest, None)) is None:
+                break
             if session.session_id == own:
                 own_session = session
             else:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from cache.types import TurnId
-from session_server.engine.plan_budget import Budget
+from session_server.engine.plan_budget import MAX_COOLED, Budget
 from session_server.engine.scheduler_view import RunningTurn
 from session_server.engine.shortage import Shortage, add_pages
 
@@ -80,6 +80,9 @@ def _reclaim(
         if not shortage.can_be_met(idle.num_sessions + len(younger), pages):
             return ()
     budget.idle.ask(shortage)
+    if shortage and not budget.idle.may_ask(shortage):
+        budget.cool(shortage.cooled)  # the next plan cools others; nobody is retracted before
+        return ()
     retracted = [t for t in younger if shortage and shortage.ask_pages(t.held_pages)]
     cooled = shortage.cooled
     if not shortage:
@@ -92,7 +95,7 @@ def _reclaim(
         # All others wait for the oldest turn. Sessions that share pages report none of them, so
         # take everything, although the count says that it is not enough: it may free more than
         # was counted, and the next plan sees that.
-        cooled, retracted = shortage.asked, list(younger)
+        cooled, retracted = shortage.asked[:MAX_COOLED], list(younger)
     budget.cool(cooled)
     budget.retract(retracted)
     return retracted

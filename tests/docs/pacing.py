@@ -40,6 +40,12 @@ SLICES = (
     _constant(
         "engine.settle:LOGPROBS_PER_EVENT", "prompt logprobs in one event", "positions", _NEXT
     ),
+    _constant(
+        "engine.plan_budget:MAX_COOLED",
+        "idle sessions cooled, and one for each running turn",
+        "sessions",
+        _NEXT,
+    ),
     _constant("engine.memory:SLICE_UNITS", "sessions, edges or rows recounted", "units", _NEXT),
     Constant(
         "cache.recount:_PAGES_PER_UNIT",

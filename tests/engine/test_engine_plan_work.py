@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from cache.types import SessionId, TurnId
 from session_server.core.commands import CloseSession
 from session_server.engine.config import MemoryCheck
 from session_server.engine.plan import plan_step
+from session_server.engine.plan_budget import MAX_COOLED
 from session_server.engine.scheduler_view import BlockReason
 from tests.cache.work import count_calls
 from tests.engine.bench import Bench
@@ -78,6 +79,38 @@ def test_who_can_be_helped_asks_as_many_as_it_takes() -> None:
     plan = plan_step(view, LIMITS)
     assert plan.admit == ("t",)
     assert list(plan.cool) == view.asked == ["idle0", "idle1", "idle2"]
+
+
+@pytest.mark.parametrize("num_missing", [MAX_COOLED - 1, MAX_COOLED, MAX_COOLED + 1])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_plan_cools_so_many_and_the_next_goes_on(num_missing: int, is_alone: bool) -> None:
+    idle = tuple(FakeIdle(SessionId(f"idle{number}"), (1,)) for number in range(4 * MAX_COOLED))
+    view = AskedView(
+        running=() if is_alone else (running("r", 1, spare=1),),
+        waiting=(waiting("big", 4 * num_missing),),
+        idle_sessions=idle,
+    )
+    plan = plan_step(view, LIMITS)
+    assert len(plan.cool) == len(view.asked) == min(num_missing, MAX_COOLED)
+    if num_missing <= MAX_COOLED:
+        assert plan.admit == ("big",)
+        return
+    view = replace(view, waiting=(*view.waiting, waiting("small", 1)))
+    plan = plan_step(view, LIMITS)
+    assert (plan.blocked, plan.admit) == (("big", BlockReason.PAGES), ())
+    assert (plan.is_denial, plan.refuse) == (False, None)
+    later = replace(view, idle_sessions=idle[MAX_COOLED:], headroom_pages=(MAX_COOLED,))
+    assert plan_step(later, LIMITS).admit == ("big", "small")
+
+
+def test_a_running_turn_retracts_nobody_while_a_plan_cools_only_some() -> None:
+    sharing = tuple(FakeIdle(SessionId(f"idle{number}"), (0,)) for number in range(2 * MAX_COOLED))
+    turns = tuple(running(f"r{number}", 1, held=9) for number in range(3))
+    plan = plan_step(FakeView(running=turns, idle_sessions=sharing), LIMITS)
+    assert plan.retract == ()
+    assert len(plan.cool) == MAX_COOLED + 1
+    plan = plan_step(FakeView(running=turns, idle_sessions=sharing[:3]), LIMITS)
+    assert plan.retract == ("r2",)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
