@@ -29,16 +29,20 @@ class IntBuffer:
         """Append a copy of `values`."""
         end = self._length + len(values)
         if end > len(self._data):
-            data = np.empty(max(end, 2 * len(self._data), _MIN_CAPACITY), dtype=np.int32)
-            data[: self._length] = self._data[: self._length]
-            self._hold(data)
+            self._resize(max(end, 2 * len(self._data), _MIN_CAPACITY))
         self._data[self._length : end] = values
         self._length = end
 
     def truncate(self, length: int) -> None:
-        """Remove all values from index `length` on."""
+        """Remove all values from index `length` on.
+
+        The capacity stays within four times the length, so a long turn that is cut off leaves no
+        memory behind; a buffer loses half of its capacity at least, so that is amortized O(1).
+        """
         assert 0 <= length <= self._length, "a cut lies inside the buffer"
         self._length = length
+        if len(self._data) > max(4 * length, _MIN_CAPACITY):
+            self._resize(max(2 * length, _MIN_CAPACITY))
 
     def put(self, index: int, value: int) -> None:
         """Replace one value."""
@@ -66,6 +70,11 @@ class IntBuffer:
     def copy(self, start: int = 0, end: int | None = None) -> NDArray[np.int32]:
         """Return a copy of [start, end)."""
         return self.view(start, end).copy()
+
+    def _resize(self, capacity: int) -> None:
+        data = np.empty(capacity, dtype=np.int32)
+        data[: self._length] = self._data[: self._length]
+        self._hold(data)
 
     def _hold(self, data: NDArray[np.int32]) -> None:
         # Slices of a read-only array are read-only: marking each of them would cost more than

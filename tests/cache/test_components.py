@@ -103,6 +103,16 @@ def test_a_buffer_holds_what_was_appended_and_not_cut() -> None:
     assert buffer.view(1, 3).tolist() == [2, 0]
 
 
+@pytest.mark.parametrize(("length", "capacity"), [(257, 1024), (256, 1024), (255, 510), (0, 8)])
+def test_a_buffer_that_is_cut_gives_its_memory_back(length: int, capacity: int) -> None:
+    buffer = IntBuffer(range(1024))
+    buffer.truncate(length)
+    owner = buffer.view().base
+    assert owner is not None
+    assert owner.nbytes == 4 * capacity
+    assert buffer.view().tolist() == list(range(length))
+
+
 def test_nobody_writes_through_a_view() -> None:
     view = IntBuffer([1]).view()
     with pytest.raises(ValueError, match="read-only"):
