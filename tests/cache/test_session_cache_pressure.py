@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 
+from cache import session_cache
 from cache.errors import PinQuotaExceeded, SlotBusy
 from cache.session_cache import SessionAwareCache
 from cache.types import Retention, SlotState, TurnId
@@ -42,6 +43,18 @@ def test_an_eviction_leaves_a_sixteenth_of_the_pool_free() -> None:
     assert headroom(world.cache).free_pages[POOL] == 10
     run_turn(world, B, [2] * 10, num_outputs=1)
     assert headroom(world.cache).free_pages[POOL] == 480 // 16
+
+
+@pytest.mark.parametrize(("num_ahead", "num_free"), [(19, 29), (20, 30), (21, 30)])
+def test_one_eviction_goes_only_so_far_beyond_what_is_taken(
+    monkeypatch: pytest.MonkeyPatch, num_ahead: int, num_free: int
+) -> None:
+    monkeypatch.setattr(session_cache, "EVICTED_AHEAD", num_ahead)
+    world = make_world(1, num_pages=481)
+    run_turn(world, A, [1] * 470, num_outputs=8)
+    world.close(A)
+    run_turn(world, B, [2] * 10, num_outputs=1)
+    assert headroom(world.cache).free_pages[POOL] == num_free
 
 
 def test_cooling_a_cold_session_is_harmless(world: World) -> None:

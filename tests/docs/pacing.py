@@ -48,6 +48,12 @@ SLICES = (
     ),
     _constant("engine.memory:SLICE_UNITS", "sessions, edges or rows recounted", "units", _NEXT),
     Constant(
+        "cache.session_cache:EVICTED_AHEAD",
+        "pages evicted beyond those that a turn takes",
+        "pages",
+        _NEXT,
+    ),
+    Constant(
         "cache.recount:_PAGES_PER_UNIT",
         "pages that count as one such unit",
         "pages",
