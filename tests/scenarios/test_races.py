@@ -182,16 +182,16 @@ def test_r8_a_cancel_names_one_turn_exactly() -> None:
 
 @scenario("R10", LAUNCH_SHARES_HISTORY)
 def test_r10_what_was_launched_does_not_change_under_the_device() -> None:
-    bench = Bench(Sizes(chunk_tokens=8))
-    session_id = bench.open("s")
-    bench.step(bench.submit_command(session_id, "a", PROMPT, repetition_penalty=1.1))
+    bench, history = Bench(Sizes(chunk_tokens=8)), distinct(1, 20)
+    session_id = bench.open("s", tokens=history)
+    bench.step(bench.submit_command(session_id, "a", PROMPT, base_len=20, repetition_penalty=1.1))
     launched = str(bench.batches[-1])
     assert "array" in launched
     bench.step(cancel("a", None))
-    bench.step(bench.submit_command(session_id, "b", distinct(5, 20)))
+    bench.step(bench.submit_command(session_id, "b", distinct(5, 20), base_len=20))
     assert str(bench.batches[0]) == launched
     bench.run()
-    bench.expect("b", distinct(5, 20))
+    bench.expect("b", (*history, *distinct(5, 20)))
     bench.close_all()
 
 
