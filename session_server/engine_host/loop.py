@@ -18,13 +18,14 @@ from session_server.core.events import EngineEvent, EnginePulse, EngineReady
 from session_server.engine.engine import Engine
 from session_server.engine_host.audit_pace import AuditPace
 from session_server.engine_host.device import DeviceCrash, DeviceThreads
+from session_server.engine_host.inbox import MAX_INBOX_BYTES, Inbox, InboxItem, memory_bytes
 from session_server.engine_host.progress import Progress
-
-MAX_INBOX: Final = 1 << 16
-"""Commands that may wait for the next step."""
 
 MAX_ITEMS_PER_STEP: Final = 512
 """Inbox items that one step takes, so that many commands at once do not stop running turns."""
+
+MAX_BYTES_PER_STEP: Final = 2 << 20
+"""The same in `memory_bytes`, some 50,000 tokens. The item that reaches the bound may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class EngineLoop:
         self._runner = assembly.runner
         self._emit = emit
         self._clock = clock
-        self._inbox: queue.Queue[EngineCommand | StepResult | DeviceCrash] = queue.Queue(MAX_INBOX)
+        self._inbox = Inbox(MAX_INBOX_BYTES)
         self._audit_pace = AuditPace(clock())
         self._progress = Progress()
 
@@ -66,7 +67,7 @@ class EngineLoop:
         """Queue one command, from any thread.
 
         Raises:
-            queue.Full: `MAX_INBOX` commands wait already and `block` is False.
+            queue.Full: `MAX_INBOX_BYTES` of commands wait already and `block` is False.
         """
         self._inbox.put(command, block=block)
 
@@ -101,12 +102,14 @@ class EngineLoop:
     def _drain(self, *, is_blocked: bool) -> tuple[list[EngineCommand], list[StepResult]]:
         commands: list[EngineCommand] = []
         results: list[StepResult] = []
+        num_bytes = 0
         item = self._wait() if is_blocked else None
-        while len(commands) + len(results) < MAX_ITEMS_PER_STEP:
+        while len(commands) + len(results) < MAX_ITEMS_PER_STEP and num_bytes < MAX_BYTES_PER_STEP:
             try:
                 item = item or self._inbox.get_nowait()
             except queue.Empty:
                 break
+            num_bytes += memory_bytes(item)
             match item:
                 case DeviceCrash(cause):
                     raise cause
@@ -117,7 +120,7 @@ class EngineLoop:
             item = None
         return commands, results
 
-    def _wait(self) -> EngineCommand | StepResult | DeviceCrash | None:
+    def _wait(self) -> InboxItem | None:
         """Return the next item; None after an audit, because the next step acts on what it found.
 
         An audit runs in slices, only while the inbox is empty. So an item waits for the rest of one

@@ -435,10 +435,16 @@ ENGINE = (
         "the rest comes in further frames",
     ),
     _constant(
-        "engine_host.loop:MAX_INBOX",
-        "commands that wait for the next step",
-        "commands",
-        "the server waits",
+        "engine_host.inbox:MAX_INBOX_BYTES",
+        "memory of commands that wait for the next step",
+        "bytes",
+        "the engine reads no more; the server keeps them",
+    ),
+    _constant(
+        "engine_host.loop:MAX_BYTES_PER_STEP",
+        "memory of the commands of one step",
+        "bytes",
+        "the rest comes with the next step",
     ),
     _constant(
         "engine_host.loop:MAX_ITEMS_PER_STEP",

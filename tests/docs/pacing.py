@@ -133,6 +133,8 @@ BOUND_NOTHING = frozenset(
         "session_server.engine_host.audit_pace:REST_DELAY_S",
         "session_server.engine_host.audit_pace:REST_PAUSE_RATIO",
         # What something counts for, or how one unit becomes another.
+        "session_server.engine_host.inbox:_ITEM_BYTES",
+        "session_server.engine_host.inbox:_VALUE_BYTES",
         "session_server.engine_host.transport:_LIST_HEADER",
         "session_server.engine_host.progress:STALL_RATIO",
         "session_server.engine_host.progress:_DECAY",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from session_server.core.events import (
 from session_server.engine import memory
 from session_server.engine.engine import Engine, StepOutcome
 from session_server.engine_host import audit_pace, loop, progress
+from session_server.engine_host.inbox import Inbox, InboxItem, memory_bytes
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.loop import EngineAssembly
 from tests.engine_host import live_echo
@@ -76,10 +76,10 @@ def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps(
 ) -> None:
     did: list[str] = []
 
-    class Inbox(queue.Queue[object]):
+    class WatchedInbox(Inbox):
         """Tell a wait that ends by itself from a sleep that only a command ends."""
 
-        def get(self, block: bool = True, timeout: float | None = None) -> object:
+        def get(self, block: bool = True, timeout: float | None = None) -> InboxItem:
             if block:
                 did.append("sleep" if timeout is None else "wait")
             return super().get(block, timeout)
@@ -108,7 +108,7 @@ def test_an_idle_engine_recounts_its_memory_once_and_then_sleeps(
         assembly = assemble(msgspec.msgpack.encode(LiveStage()))
         return replace(assembly, engine=cast(Engine, Watched(assembly.engine)))
 
-    monkeypatch.setattr(loop, "queue", SimpleNamespace(Queue=Inbox, Empty=queue.Empty))
+    monkeypatch.setattr(loop, "Inbox", WatchedInbox)
     monkeypatch.setattr(audit_pace, "REST_DELAY_S", 0.001)
     monkeypatch.setattr(memory, "SLICE_UNITS", 1000)
 
@@ -153,7 +153,8 @@ def test_a_full_inbox_refuses_a_command_and_loses_none(monkeypatch: pytest.Monke
         assembly = assemble(msgspec.msgpack.encode(LiveStage()))
         return replace(assembly, engine=cast(Engine, Held(assembly.engine)))
 
-    monkeypatch.setattr(loop, "MAX_INBOX", 2)
+    command_bytes = memory_bytes(ReportMemory(request_id=0))
+    monkeypatch.setattr(loop, "MAX_INBOX_BYTES", 2 * command_bytes)
 
     async def scenario() -> None:
         server, client = ServerSide(), InlineEngine(build)

@@ -6,10 +6,10 @@ import contextlib
 
 from session_server.core.errors import EngineUnavailable, SessionServerError
 from session_server.core.session_events import TurnCompleted, TurnFailedEntry
-from session_server.engine_host.loop import MAX_INBOX
 from tests.faults.exchange import BEHIND, SIZES, assert_completed, exchange
 from tests.faults.points import Points, injects
 from tests.rig.moments import OWNER, Rig, at_every_moment, turn
+from tests.sim.hosted_engine import INBOX_SIZE
 
 
 @injects(
@@ -73,7 +73,7 @@ def test_an_engine_that_takes_nothing_for_a_while_loses_nothing(points: Points) 
                 if moment % 3 == 1:
                     rig.manager.close(OWNER, "neighbour")
                 rig.rest()
-                rig.engine.inbox_size = MAX_INBOX
+                rig.engine.inbox_size = INBOX_SIZE
                 rig.manager.tick()
                 rig.forget_closed()
                 rig.assert_recovered()

@@ -14,8 +14,10 @@ from session_server.core.commands import EngineCommand
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EngineEvent, EngineReady
-from session_server.engine_host.loop import MAX_INBOX
 from tests.sim.hand_engine import HandEngine
+
+INBOX_SIZE: Final = 1 << 16
+"""Commands that it takes before it has to step, where nobody says how many."""
 
 STEP_S: Final = 0.01
 """Time that passes in a step, where nobody says what time it is."""
@@ -37,7 +39,7 @@ class HostedEngine(Generic[EngineT]):
         self,
         make_engine: Callable[[], EngineT],
         *,
-        inbox_size: int = MAX_INBOX,
+        inbox_size: int = INBOX_SIZE,
         reached: Counter[str] | None = None,
     ) -> None:
         """Build the first engine; `make_engine` is called for each life."""
