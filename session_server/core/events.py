@@ -220,7 +220,7 @@ class SessionPages(msgspec.Struct, frozen=True, kw_only=True):
     private_pages: dict[str, int]
 
 
-class TracedRow(msgspec.Struct, frozen=True):
+class TracedRow(msgspec.Struct, frozen=True, gc=False):
     """Describe one row of a forward: positions [start, start + num_tokens) of a turn."""
 
     turn_id: TurnId
@@ -229,7 +229,7 @@ class TracedRow(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
+class TracedStep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Describe what one step of the engine did.
 
     `commands`: their kinds. `settled`: the forwards whose results it took. Then the decisions of

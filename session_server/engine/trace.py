@@ -1,19 +1,16 @@
 """`StepTrace`: the last steps of the engine, to find out how the books went wrong.
 
-A record is a few references and small tuples: ids, lengths and decisions, never a token. Keeping it
-costs about a microsecond, and showing it reveals no text.
+A record has ids, lengths and decisions, never a token, so showing it reveals no text.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import starmap
 from operator import attrgetter
 from typing import Final
 
-import msgspec
-
-from cache.types import TurnId
 from session_server.core.batch import Batch, StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.events import TracedRow, TracedStep
@@ -22,32 +19,25 @@ from session_server.engine.plan import StepPlan
 NUM_STEPS: Final = 1000
 """Steps kept."""
 
+MAX_TRACED: Final = 1 << 16
+"""Rows, decisions, commands and results of all steps kept, at up to some 200 bytes each."""
+
 # One call into C for all rows: between two forwards Python code is cold, and costs several times
 # what a benchmark of it alone says.
 _STEP: Final = attrgetter("step")
 _ROW: Final = attrgetter("turn_id", "row", "start", "num_tokens")
 
 
-class _Record(msgspec.Struct, frozen=True, gc=False):
-    step: int
-    now_s: float
-    commands: tuple[type[EngineCommand], ...]
-    settled: tuple[int, ...]
-    plan: StepPlan | None
-    launched: int | None
-    is_probe: bool
-    rows: tuple[tuple[TurnId, int, int, int], ...]
-
-
 class StepTrace:
-    """Keep the last `NUM_STEPS` records, and a copy of them from the first violation.
+    """Keep the last steps within both bounds, and a copy of them from the first violation.
 
     `num_steps`: steps begun so far.
     """
 
     def __init__(self) -> None:
-        self._ring: deque[_Record] = deque(maxlen=NUM_STEPS)
-        self._frozen: tuple[_Record, ...] = ()
+        self._ring: deque[TracedStep] = deque()
+        self._num_traced = 0
+        self._frozen: tuple[TracedStep, ...] = ()
         self._begun: tuple[float, Sequence[EngineCommand], Sequence[StepResult]] | None = None
         self.num_steps = 0
 
@@ -64,18 +54,23 @@ class StepTrace:
             return  # `freeze` has recorded this step
         now_s, commands, results = self._begun
         self._begun = None
-        self._ring.append(
-            _Record(
-                self.num_steps,
-                now_s,
-                tuple(map(type, commands)),
-                tuple(map(_STEP, results)),
-                plan,
-                None if batch is None else batch.step,
-                batch is not None and batch.probe is not None,
-                () if batch is None else tuple(map(_ROW, batch.rows)),
-            )
+        step = TracedStep(
+            step=self.num_steps,
+            now_s=now_s,
+            commands=tuple(type(command).__name__ for command in commands),
+            settled=tuple(map(_STEP, results)),
+            cooled=plan.cool if plan else (),
+            retracted=plan.retract if plan else (),
+            admitted=plan.admit if plan else (),
+            refused=plan.refuse if plan else None,
+            launched=None if batch is None else batch.step,
+            is_probe=batch is not None and batch.probe is not None,
+            rows=() if batch is None else tuple(starmap(TracedRow, map(_ROW, batch.rows))),
         )
+        self._ring.append(step)
+        self._num_traced += _size(step)
+        while self._num_traced > MAX_TRACED or len(self._ring) > NUM_STEPS:
+            self._num_traced -= _size(self._ring.popleft())
 
     def freeze(self) -> None:
         """Keep the steps up to now. Only the first call counts, since it shows the cause."""
@@ -86,21 +81,9 @@ class StepTrace:
 
     def frozen(self, num_steps: int = NUM_STEPS) -> tuple[TracedStep, ...]:
         """Return the last steps before the first violation, oldest first; none without one."""
-        return tuple(_show(record) for record in self._frozen[-num_steps:])
+        return self._frozen[-num_steps:]
 
 
-def _show(record: _Record) -> TracedStep:
-    plan = record.plan
-    return TracedStep(
-        step=record.step,
-        now_s=record.now_s,
-        commands=tuple(kind.__name__ for kind in record.commands),
-        settled=record.settled,
-        launched=record.launched,
-        is_probe=record.is_probe,
-        rows=tuple(TracedRow(*row) for row in record.rows),
-        cooled=plan.cool if plan else (),
-        retracted=plan.retract if plan else (),
-        admitted=plan.admit if plan else (),
-        refused=plan.refuse if plan else None,
-    )
+def _size(step: TracedStep) -> int:
+    decisions = len(step.cooled) + len(step.retracted) + len(step.admitted)
+    return len(step.rows) + decisions + len(step.commands) + len(step.settled)

@@ -75,6 +75,7 @@ SLICES = (
 
 RECORDS = (
     _constant("engine.trace:NUM_STEPS", "engine steps in the trace", "steps", _OLDEST),
+    _constant("engine.trace:MAX_TRACED", "rows and decisions in them", "entries", _OLDEST),
     _constant(
         "engine.memory:NUM_LOGGED_STEPS",
         "steps before a violation that are logged",

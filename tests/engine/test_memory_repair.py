@@ -23,6 +23,7 @@ from session_server.core.events import (
     TurnFailed,
     TurnFinished,
 )
+from session_server.engine import trace
 from session_server.engine.config import MemoryCheck
 from session_server.engine.guard import MAX_REBUILDS
 from session_server.engine.trace import NUM_STEPS
@@ -292,6 +293,23 @@ def test_a_trace_is_bounded() -> None:
     bench.step(ReportMemory(request_id=2, trace=True))
     report = [e for e in bench.events if isinstance(e, MemoryReported)][-1]
     assert len(report.trace) == NUM_STEPS
+
+
+@pytest.mark.parametrize(("spare", "num_dropped"), [(1, 0), (0, 0), (-1, 1)])
+def test_a_trace_is_bounded_over_the_rows_of_all_its_steps(
+    monkeypatch: pytest.MonkeyPatch, spare: int, num_dropped: int
+) -> None:
+    bench = Bench(Sizes(memory_check=MemoryCheck.WARN))
+    steps = bench.engine.inspect().watch.trace._ring
+    bench.run(bench.submit_command(bench.open("s"), "t", PROMPT))
+    num_entries = sum(
+        len(step.rows) + len(step.commands) + len(step.settled) + len(step.admitted)
+        for step in steps
+    )
+    first = steps[0].step
+    monkeypatch.setattr(trace, "MAX_TRACED", num_entries + spare)
+    bench.step()  # a step of nothing
+    assert steps[0].step == first + num_dropped
 
 
 def test_a_violation_is_in_the_figures_of_its_own_step() -> None:
