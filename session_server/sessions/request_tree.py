@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, assert_never
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from session_server.core.errors import (
     InvalidRequest,
@@ -122,7 +122,7 @@ class _Node:
         return tuple(token for piece in reversed(pieces) for token in piece)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Tree:
     """Hold the requests of one session by `rid`; parents come before their children."""
 
@@ -176,7 +176,7 @@ class RequestTrees:
         node.session_id = self._manager.open(owner, OpenRequest(single_turn=True)).session_id
         journal = self._manager.journal(owner, node.session_id)
         tree.nodes[node.rid] = node
-        on_end = partial(self._on_end, tree, node)
+        on_end = partial(self._on_end, ref(tree), node.rid)
         try:
             view = await self._manager.submit(owner, node.session_id, whole, on_end=on_end)
         except BaseException:
@@ -188,7 +188,11 @@ class RequestTrees:
             self._count(tree)
         return Branch(node.session_id, view, journal)
 
-    def _on_end(self, tree: _Tree, node: _Node, end: TurnEnd) -> None:
+    def _on_end(self, weak_tree: ref[_Tree], rid: str, end: TurnEnd) -> None:
+        tree = weak_tree()
+        node = tree.nodes.get(rid) if tree is not None else None
+        if tree is None or node is None:
+            return  # the tree went with its session, or the request failed to start
         if isinstance(end, TurnFailedEntry):
             node.state = NodeState.FAILED
         else:

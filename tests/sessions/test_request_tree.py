@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -374,6 +375,21 @@ def test_a_tree_is_bounded_and_goes_with_its_session(
     world.manager.close(OWNER, tree.session)
     with pytest.raises(SessionNotFound):
         tree.start("c", (60,))
+
+
+def test_a_tree_goes_with_its_session_while_a_request_of_it_runs(world: World, tree: Tree) -> None:
+    tree.run("a", (60,) * 100)
+    branch = tree.start("b", (60,))
+    world.engine.step()
+    world.engine.deliver()
+    kept = ref(tree.trees._trees[world.manager.journal(OWNER, tree.session)])
+    assert kept() is not None
+    world.manager.close(OWNER, tree.session)
+    gc.collect()
+    assert kept() is None, "nothing holds what nothing counts"
+    world.engine.run()
+    assert branch.journal.is_closed
+    recount(world.manager)
 
 
 def test_requests_keep_the_session_alive(world: World, tree: Tree) -> None:
