@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Iterator
 from typing import Final
 
@@ -25,6 +25,9 @@ class SessionRegistry:
     def __init__(self) -> None:
         self._by_owner: dict[Owner, dict[str, Session]] = {}
         self._by_engine_id: dict[SessionId, Session] = {}
+        self._in_order: dict[Owner, list[Session]] = {}
+        """The sessions of each owner, oldest first, so that a place is found by bisection."""
+
         self._last_order = 0
 
     def __len__(self) -> int:
@@ -47,14 +50,16 @@ class SessionRegistry:
         self._last_order = max(self._last_order + 1, int(session.settings.created_s * 1e6))
         session.life.order = self._last_order
         self._by_owner.setdefault(session.owner, {})[session.session_id] = session
+        self._in_order.setdefault(session.owner, []).append(session)
         self._by_engine_id[session.copy.session_id] = session
 
     def remove(self, session: Session) -> None:
         """Remove a session; its id is free again."""
-        owned = self._by_owner[session.owner]
+        owned, in_order = self._by_owner[session.owner], self._in_order[session.owner]
         del owned[session.session_id]
+        del in_order[bisect_left(in_order, session.life.order, key=_order)]
         if not owned:
-            del self._by_owner[session.owner]
+            del self._by_owner[session.owner], self._in_order[session.owner]
         del self._by_engine_id[session.copy.session_id]
 
     def check_free(self, owner: Owner, session_id: str) -> None:
@@ -82,16 +87,19 @@ class SessionRegistry:
         Raises:
             InvalidRequest: `after` is neither.
         """
-        owned = self._by_owner.get(owner, {})
-        order = 0 if after is None else _order_of(owned, after)
-        behind = (session for session in owned.values() if session.life.order > order)
-        sessions = list(itertools.islice(behind, limit))
-        return sessions, next(behind, None) is not None
+        in_order = self._in_order.get(owner, [])
+        last = 0 if after is None else _order_of(self._by_owner.get(owner, {}), after)
+        start = bisect_right(in_order, last, key=_order)
+        return in_order[start : start + limit], start + limit < len(in_order)
 
 
 def cursor_of(session: Session) -> str:
     """Return the cursor of the sessions after this one. It stays valid when the session closes."""
     return f"~{session.life.order}"
+
+
+def _order(session: Session) -> int:
+    return session.life.order
 
 
 def _order_of(owned: dict[str, Session], after: str) -> int:

@@ -25,7 +25,9 @@ from session_server.core.session_events import (
     TurnCancelled,
     TurnDelta,
 )
+from session_server.sessions import registry
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.sessions.session import Session
 from session_server.text.chat_template import RenderFrame
 from tests.sessions.world import OWNER, World, completed, model_text, turn
 from tests.text.local_text import run_to_end
@@ -198,6 +200,23 @@ class TestLife:
         for limit in (0, 1001):
             with pytest.raises(InvalidRequest):
                 world.manager.list(OWNER, limit=limit)
+
+    def test_a_page_is_found_without_a_walk_from_the_oldest_session(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = [world.open() for _ in range(256)]
+        looks, order = [0], registry._order
+
+        def look(session: Session) -> int:
+            looks[0] += 1
+            return order(session)
+
+        monkeypatch.setattr(registry, "_order", look)
+        for index in (0, 100, 254):
+            page = world.manager.list(OWNER, limit=1, after=names[index])
+            assert [view.session_id for view in page.sessions] == [names[index + 1]]
+        world.manager.close(OWNER, names[200])
+        assert looks[0] <= 4 * 9
 
     def test_a_page_is_the_last_exactly_when_nothing_follows(self, world: World) -> None:
         for _ in range(4):
