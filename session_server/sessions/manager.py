@@ -454,8 +454,7 @@ class SessionManager:
             async for session in self._sessions.in_slices():
                 session.journal.append(SessionDraining(deadline_s))
                 if session.queue:
-                    waiting = tuple(session.queue)
-                    self._flow.cancel(session, *waiting, keep_partial=True, reason="draining")
+                    self._flow.cancel(session, *session.queue, keep_partial=True, reason="draining")
         await self._wait_for_turns(deadline_s)
         async for session in self._sessions.in_slices():
             if session.live is not None:
@@ -511,6 +510,7 @@ class SessionManager:
         if session.copy.known_len(self._link.generation) is not None:
             self._link.send_or_queue(CloseSession(session_id=session.copy.session_id))
         self._sessions.remove(session)
+        self._deadlines.remove(session)
         self._flow.drop_session(session)
         self._quotas.release_session(session)
         session.journal.append(SessionClosed(session.closing))
