@@ -21,7 +21,7 @@ import msgspec
 
 from session_server.core.session_events import SessionClosed, SessionEntry
 from session_server.sessions.footprint import entry_bytes
-from session_server.sessions.replay import Replay
+from session_server.sessions.replay import ENTRIES_PER_SLICE, OVERSIZE_GRACE_S, Replay
 
 READ_BYTES: Final = 1 << 18
 """Bytes of entries that a reader takes at a time. A slow reader holds them after the journal has
@@ -44,7 +44,8 @@ class OffsetLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class JournalLimits:
-    """Bound what one journal keeps; the first bound that is exceeded drops the oldest entry.
+    """Bound what one journal keeps; the first bound that is exceeded drops the oldest entries, a
+    slice at a time.
 
     An entry that is larger than `max_bytes` by itself is kept for a few seconds, for those who
     read now (`replay.OVERSIZE_GRACE_S`).
@@ -135,11 +136,8 @@ class Journal:
         self._entries.append(JournalEntry(self._last_seq, now_s, num_bytes, entry))
         self._num_bytes += num_bytes
         self._is_closed = isinstance(entry, SessionClosed)
-        while len(self._entries) > 1 and self._is_over():
-            self.drop_oldest()
+        self.trim(now_s)
         self._replay.add(self, self._last_seq, num_bytes)
-        if self._is_over():
-            self._replay.trim_later(self, now_s)
         self._notify_listeners()
         return self._last_seq
 
@@ -200,10 +198,18 @@ class Journal:
         self._num_bytes -= num_bytes
         self._replay.remove(num_bytes)
 
-    def trim(self) -> None:
-        """Drop entries until the bounds hold, the newest entry included."""
-        while self._is_over() and self.oldest_s is not None:
+    def trim(self, now_s: float) -> None:
+        """Drop entries until the bounds hold, a slice at a time; the newest one last, once those
+        who read now had time to get it."""
+        for _ in range(ENTRIES_PER_SLICE):
+            if not self._is_over() or self.oldest_s is None:
+                return
+            due_s = self._entries[0].at_s + OVERSIZE_GRACE_S
+            if len(self._entries) == 1 and now_s < due_s:
+                self._replay.trim_later(self, due_s)
+                return
             self.drop_oldest()
+        self._replay.trim_later(self)
 
     def _is_over(self) -> bool:
         limits = self._limits

@@ -9,6 +9,7 @@ entry that is written: the elements that it has passed stand in a queue of their
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Final
 from weakref import ref
@@ -20,7 +21,7 @@ OVERSIZE_GRACE_S: Final = 10.0
 """How long an entry larger than its journal's bound is kept for those who read now."""
 
 ENTRIES_PER_SLICE: Final = 64
-"""Entries dropped for their age per call: about a tenth of a millisecond."""
+"""Entries dropped at a time: about a tenth of a millisecond."""
 
 SWEPT_PER_ENTRY: Final = 16
 """Elements that a sweep looks at with each entry that is written: a few microseconds."""
@@ -69,16 +70,17 @@ class Replay:
         """Count entry `seq` that `journal` has just written, and drop old entries to make room for
         it.
 
-        Every other entry may be dropped for it; it stays.
+        Every other entry may be dropped for it; it stays. One that needs the room of many gets it
+        a slice at a time, here and in `drop_old`: until then the bound is exceeded, by no more
+        than was written since the last call of that.
         """
         self._num_bytes += num_bytes
         self._num_entries += 1
         self._rest.push(ref(journal), seq)
-        while self._num_bytes > self._max_bytes and self._num_elements > 1:
-            first = self._first()
-            self._front.pop()
-            if first is not None:
-                first.drop_oldest()
+        for _ in range(ENTRIES_PER_SLICE):
+            if not self._is_over:
+                break
+            self._drop_first(self._first())
         if self._is_sweeping or self._num_elements > 2 * self._num_entries + _MIN_SWEEP:
             self._sweep()
 
@@ -87,33 +89,38 @@ class Replay:
         self._num_bytes -= num_bytes
         self._num_entries -= num_entries
 
-    def trim_later(self, journal: Journal, now_s: float) -> None:
-        """Schedule the trim of a journal whose newest entry exceeds its bound, so that readers get
-        it."""
-        self._oversize.append((now_s + OVERSIZE_GRACE_S, ref(journal)))
+    def trim_later(self, journal: Journal, due_s: float | None = None) -> None:
+        """Schedule the trim of a journal that exceeds its own bound; None: in the next slice."""
+        if due_s is None:
+            self._oversize.appendleft((-math.inf, ref(journal)))
+        else:
+            self._oversize.append((due_s, ref(journal)))
 
     def drop_old(self, now_s: float) -> bool:
-        """Drop entries that are too old or too large; look only at those that are due.
+        """Drop a slice of what is too old or exceeds a bound; look only at what is due.
 
         Returns:
             Whether there may be more than is dropped at a time.
         """
-        while self._oversize and self._oversize[0][0] <= now_s:
+        if self._oversize and self._oversize[0][0] <= now_s:
             journal = self._oversize.popleft()[1]()
             if journal is not None:
-                journal.trim()
+                journal.trim(now_s)
+            return True
         for _ in range(ENTRIES_PER_SLICE):
             if not self._num_elements:
                 return False
             first = self._first()
-            if first is not None:
+            if first is not None and not self._is_over:
                 assert first.oldest_s is not None, "the first element is not void"
                 if now_s - first.oldest_s <= self._max_age_s:
                     return False
-            self._front.pop()
-            if first is not None:
-                first.drop_oldest()
+            self._drop_first(first)
         return True
+
+    @property
+    def _is_over(self) -> bool:
+        return self._num_bytes > self._max_bytes and self._num_elements > 1
 
     @property
     def _num_elements(self) -> int:
@@ -129,6 +136,11 @@ class Replay:
         if journal is None or journal.first_seq != seq or journal.oldest_s is None:
             return None
         return journal
+
+    def _drop_first(self, first: Journal | None) -> None:
+        self._front.pop()
+        if first is not None:
+            first.drop_oldest()
 
     def _sweep(self) -> None:
         """Look at a few elements and remove the void ones; the sweep ends with the newest."""

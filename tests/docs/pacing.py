@@ -29,7 +29,7 @@ SLICES = (
     ),
     _constant("sessions.backlog:SLICE", "sessions that one change concerns", "items", _NEXT),
     _constant("sessions.turn_flow:RETRY_TOKENS", "history sent to a new engine", "tokens", _NEXT),
-    _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries that expire", "entries", _NEXT),
+    _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries dropped", "entries", _NEXT),
     _constant("sessions.replay:SWEPT_PER_ENTRY", "places of dropped entries", "places", _NEXT),
     _constant(
         "sessions.tokenizing:NUM_THREADS",

@@ -331,9 +331,9 @@ JOURNAL_IS_UNBOUNDED = Mutant(
     "A journal keeps every entry.",
     "llama.cpp#25740 (L12)",
     Edit(
-        "session_server.sessions.journal:Journal.append",
-        "while len(self._entries) > 1 and self._is_over():",
-        "while False:",
+        "session_server.sessions.journal:Journal.trim",
+        "if not self._is_over() or self.oldest_s is None:",
+        "if True:",
     ),
 )
 

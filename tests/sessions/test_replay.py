@@ -109,6 +109,40 @@ def test_what_is_due_all_at_once_is_dropped_a_little_at_a_time() -> None:
     assert journals.kept == [0]
 
 
+def test_a_large_entry_drops_a_bounded_number_of_others_at_a_time() -> None:
+    num = 3 * ENTRIES_PER_SLICE
+    journals = Journals(2, max_bytes=num * SIZE)
+    journals.write(*[0] * num)
+    large = TurnDelta("t", "i", "x" * (100 + num * SIZE - 2 * SIZE), ())
+    journals.all[1].append(large)
+    assert journals.kept == [2 * ENTRIES_PER_SLICE, 1]
+    journals.write(1)
+    assert journals.kept == [ENTRIES_PER_SLICE, 2], "what is written meanwhile drops a slice too"
+    assert journals.replay.drop_old(0.0)
+    assert journals.kept == [0, 2]
+    while journals.replay.drop_old(0.0):
+        pass
+    assert journals.kept == [0, 2]
+    assert journals.replay.num_bytes <= num * SIZE
+
+
+def test_a_large_entry_drops_a_bounded_number_of_its_own_journal_at_a_time() -> None:
+    num = 3 * ENTRIES_PER_SLICE
+    journals = Journals(0, max_bytes=1 << 30)
+    journal = journals.new(max_bytes=num * SIZE)
+    for _ in range(num):
+        journal.append(DELTA)
+    journal.append(TurnDelta("t", "i", "x" * (num * SIZE + 100), ()))
+    kept = [journal.num_entries]
+    while journals.replay.drop_old(0.0):
+        kept.append(journal.num_entries)
+    assert sorted(set(kept)) == [num + 1 - n * ENTRIES_PER_SLICE for n in (3, 2, 1)]
+    journals.replay.drop_old(OVERSIZE_GRACE_S - 0.1)
+    assert journal.num_entries == 1, "who reads now gets it"
+    journals.replay.drop_old(OVERSIZE_GRACE_S)
+    assert (journal.num_entries, journals.replay.num_bytes) == (0, 0)
+
+
 def test_entries_dropped_by_their_own_journals_leave_nothing_behind() -> None:
     journals = Journals(1, max_bytes=1 << 30)
     journals.all[0] = journals.new(max_bytes=2 * SIZE)
@@ -156,6 +190,8 @@ def test_a_sweep_looks_at_a_few_elements_with_each_entry_and_keeps_their_order(
     assert journals.kept == [0, 4000, 0, 1]
     journals.replay._max_bytes = 10 * SIZE
     journals.write(2)
+    while journals.replay.drop_old(0.0):
+        pass  # the rest of so many goes by the slice
     assert journals.kept == [0, 8, 1, 1]
     journals.write(2, 2, 2, 2, 2, 2, 2, 2)
     assert journals.kept == [0, 0, 9, 1]
