@@ -8,8 +8,12 @@ answers is never evicted.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
+
+EVICTED_AT_ONCE: Final = 32
+"""Connections evicted in one callback for the bytes of one."""
 
 
 class Connection(Protocol):
@@ -56,6 +60,14 @@ class _Scope:
     silent: dict[Connection, None] = field(default_factory=dict)
     unfinished: dict[Connection, int] = field(default_factory=dict)
     unread: dict[Connection, int] = field(default_factory=dict)
+
+    def first_excess(self) -> Connection | None:
+        """Return the connection to evict next; None if there are not too many bytes."""
+        if self.num_bytes > self.max_bytes:
+            return next(iter(self.unfinished))
+        if self.num_unread_bytes > self.max_unread_bytes and len(self.unread) > 1:
+            return next(iter(self.unread))
+        return None
 
 
 class ConnectionTable:
@@ -117,7 +129,7 @@ class ConnectionTable:
             self._remove_from_waiting(connection)
 
     def await_input(self, connection: Connection, *, num_bytes: int) -> None:
-        """Mark that the server waits for the rest of a message of which `num_bytes` are here.
+        """Mark that the server waits for the rest of a message, and that `num_bytes` are here.
 
         A connection keeps its place in the eviction order until `mark_served`. While there are too
         many bytes, the connections that have waited longest are evicted, this one included.
@@ -132,9 +144,7 @@ class ConnectionTable:
             scope.silent.pop(connection, None)
             scope.num_bytes += num_bytes - scope.unfinished.get(connection, 0)
             scope.unfinished[connection] = num_bytes
-        for scope in scopes:
-            while scope.num_bytes > scope.max_bytes:
-                self._evict(next(iter(scope.unfinished)))
+        self._evict_excess(scopes)
 
     def await_reader(self, connection: Connection, *, num_bytes: int) -> None:
         """Mark that the peer has `num_bytes` to read; 0: it has read everything.
@@ -150,9 +160,17 @@ class ConnectionTable:
             scope.unread[connection] = num_bytes
             if num_bytes == 0:
                 del scope.unread[connection]
-        for scope in scopes:
-            while scope.num_unread_bytes > scope.max_unread_bytes and len(scope.unread) > 1:
-                self._evict(next(iter(scope.unread)))
+        self._evict_excess(scopes)
+
+    def _evict_excess(self, scopes: tuple[_Scope, _Scope]) -> None:
+        """Evict while there are too many bytes; those beyond `EVICTED_AT_ONCE` come next."""
+        of_address, of_all = scopes
+        for _ in range(EVICTED_AT_ONCE):
+            connection = of_address.first_excess() or of_all.first_excess()
+            if connection is None:
+                return
+            self._evict(connection)
+        asyncio.get_running_loop().call_soon(self._evict_excess, scopes)
 
     def _make_room(self, scope: _Scope) -> bool:
         """Evict the connection that has kept the server waiting longest if the scope is full."""

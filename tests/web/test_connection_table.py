@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass, field
+
+import pytest
 
 from session_server.web.connection_table import ConnectionLimits, ConnectionTable
 
@@ -112,6 +115,27 @@ def test_unread_bytes_are_bounded_over_all_and_per_address() -> None:
         connections.await_reader(third, num_bytes=10)
         connections.await_reader(second, num_bytes=10)
         assert third.is_shed, "who read everything has a new place"
+
+
+@pytest.mark.parametrize("kind", ["input", "output"])
+def test_one_message_evicts_few_at_a_time_and_the_rest_next(kind: str) -> None:
+    async def run() -> list[int]:
+        connections = table(**{f"{kind}_bytes": 100, f"{kind}_bytes_per_address": 100})
+        wait = connections.await_input if kind == "input" else connections.await_reader
+        peers = [Peer() for _ in range(80)]
+        for peer in peers:
+            connections.add(peer)
+            wait(peer, num_bytes=1)
+        large = Peer()
+        connections.add(large)
+        shed = []
+        wait(large, num_bytes=90)
+        while len(shed) < 5:
+            shed.append(sum(peer.is_shed for peer in peers))
+            await asyncio.sleep(0)
+        return shed
+
+    assert asyncio.run(run()) == [32, 64, 70, 70, 70]
 
 
 def test_a_message_that_goes_on_keeps_its_place_and_the_next_one_gets_a_new_one() -> None:
