@@ -57,25 +57,29 @@ class SGLangState:
 
     def __init__(self, sessions: SessionManager) -> None:
         self.trees = RequestTrees(sessions)
-        self._running: dict[tuple[Owner, str], tuple[str, str]] = {}
+        self._running: dict[Owner, dict[str, tuple[str, str]]] = {}
         # Without sharing, callers could run any number of turns outside all quotas.
         self.probe = SharedTask[bool]()
         self._branching: WeakSet[Journal] = WeakSet()
 
     def add(self, owner: Owner, rid: str, turn: tuple[str, str]) -> None:
         """Make a turn (session id, turn id) abortable by `rid`. The newest turn of a rid wins."""
-        self._running[owner, rid] = turn
+        self._running.setdefault(owner, {})[rid] = turn
 
     def remove(self, owner: Owner, rid: str, turn: tuple[str, str]) -> None:
         """Forget a turn that has ended or lost its reader."""
-        if self._running.get((owner, rid)) == turn:
-            del self._running[owner, rid]
+        turns = self._running.get(owner, {})
+        if turns.get(rid) == turn:
+            del turns[rid]
+        if not turns:
+            self._running.pop(owner, None)
 
     def turns_of(self, owner: Owner, rid: str | None) -> list[tuple[str, str]]:
         """Return (session id, turn id) of one rid, or of all the owner's turns if it is None."""
+        turns = self._running.get(owner, {})
         if rid is not None:
-            return [self._running[owner, rid]] if (owner, rid) in self._running else []
-        return [turn for (its_owner, _), turn in self._running.items() if its_owner == owner]
+            return [turns[rid]] if rid in turns else []
+        return list(turns.values())
 
     def mark_branching(self, journal: Journal) -> None:
         """Mark the session of this journal as opened without `streaming`."""
@@ -254,4 +258,4 @@ def _sglang_errors(params: SessionParamsBody | None) -> Iterator[None]:
 
 
 def _encode_event(content: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+    return b"".join((b"data: ", msgspec.json.encode(content), b"\n\n"))

@@ -299,8 +299,8 @@ RID_IS_FORGOTTEN_BY_NAME = Mutant(
     "vllm#10583 (R4)",
     Edit(
         "session_server.web.generation_run:SGLangState.remove",
-        "if self._running.get((owner, rid)) == turn:",
-        "if (owner, rid) in self._running:",
+        "if turns.get(rid) == turn:",
+        "if rid in turns:",
     ),
 )
 
@@ -329,9 +329,8 @@ RID_MATCHES_A_PREFIX = Mutant(
     "SGLang's scheduler.abort_request, sglang#25561 (R8)",
     Edit(
         "session_server.web.generation_run:SGLangState.turns_of",
-        "[self._running[owner, rid]] if (owner, rid) in self._running else []",
-        "[turn for (of, name), turn in self._running.items() if of == owner "
-        "and name.startswith(rid)]",
+        "[turns[rid]] if rid in turns else []",
+        "[turn for name, turn in turns.items() if name.startswith(rid)]",
     ),
 )
 

@@ -7,9 +7,12 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from session_server.core.commands import FlushCache, SubmitTurn
+from session_server.core.owner import ANONYMOUS, Owner
 from session_server.sessions.quotas import QuotaLimits
+from session_server.web import sglang
 from tests.web.serving import DEADLINE_S, WORD, Served, served, serving, turn
 
 
@@ -121,6 +124,35 @@ async def test_an_aborted_turn_answers_200_and_rolls_back(this: Served) -> None:
     after = (await generate(this, [7], session_id))["meta_info"]
     assert after["prompt_tokens"] == total + 1
     assert after["cached_tokens"] in (total, total - 1)
+
+
+@served()
+async def test_others_are_served_while_abort_all_goes_on(this: Served) -> None:
+    passes: list[int] = []
+
+    async def count() -> None:
+        while True:
+            passes.append(len(canceled))
+            await asyncio.sleep(0)
+
+    this.is_held = True
+    canceled: list[str] = []
+    state = this.app.state.sglang
+    turns = [("s", f"t{number}") for number in range(7)]
+    for number, each in enumerate(turns):
+        state.add(ANONYMOUS, f"r{number}", each)
+    state.add(Owner("another"), "r", ("s", "t"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang, "ABORTED_AT_ONCE", 3)
+        patch.setattr(this.sessions, "cancel", lambda *which, **_: canceled.append(which[2]))
+        counting = asyncio.create_task(count())
+        await this.http.post("/abort_request", json={"abort_all": True})
+        counting.cancel()
+    assert canceled == [turn_id for _, turn_id in turns]
+    assert sorted(set(passes)) == [0, 3, 6, 7]
+    for number, each in enumerate(turns):
+        state.remove(ANONYMOUS, f"r{number}", each)
+    assert state.turns_of(ANONYMOUS, None) == state.turns_of(ANONYMOUS, "r0") == []
 
 
 @served()
