@@ -39,7 +39,7 @@ class GrowingArray:
 
     def value(self) -> msgspec.Raw:
         """Return the whole array, for msgspec to embed in another value."""
-        return msgspec.Raw(bytes(self._encoded) + b"]")
+        return msgspec.Raw(b"".join((self._encoded, b"]")))
 
 
 class GrowingString:
@@ -54,4 +54,4 @@ class GrowingString:
 
     def value(self) -> msgspec.Raw:
         """Return the whole string, for msgspec to embed in another value."""
-        return msgspec.Raw(bytes(self._encoded) + b'"')
+        return msgspec.Raw(b"".join((self._encoded, b'"')))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -19,8 +19,6 @@ from session_server.web.refusals import HttpRefusal
 T = TypeVar("T")
 
 HEARTBEAT = b": ping\n\n"
-PIECE_BYTES: Final = 1 << 18
-"""Bytes written to a socket at a time; the next piece waits until this one is sent."""
 
 
 class EventStream(Response):
@@ -53,9 +51,10 @@ class EventStream(Response):
             head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(head)
             async for chunk in chunks:
-                for start in range(0, len(chunk), PIECE_BYTES):
-                    piece = chunk[start : start + PIECE_BYTES]
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                del chunk
+                # Only what was written counts as unread: encode nothing more before it is read.
+                await send({"type": "http.response.body", "body": b"", "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -88,7 +87,7 @@ def event_chunk(frame: ServerFrame, *, seq: int | None) -> bytes:
     payload = msgspec.json.encode(frame)
     name = str(type(frame).__struct_config__.tag)
     head = f"event: {name}\n" if seq is None else f"id: {seq}\nevent: {name}\n"
-    return head.encode() + b"data: " + payload + b"\n\n"
+    return b"".join((head.encode(), b"data: ", payload, b"\n\n"))
 
 
 async def read_batches(

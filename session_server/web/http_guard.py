@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from session_server.core.errors import ServerBusy
 from session_server.web.guarded_config import guarded
 from session_server.web.refusals import HttpRefusal, refusal_bytes
+from session_server.web.request_guard import DRAIN
 from session_server.web.unread_output import UnreadOutput
 
 MAX_HEADER_BYTES: Final = 16_384
@@ -178,6 +179,7 @@ class GuardedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start a request."""
         super().on_message_begin()
+        self.scope["state"][DRAIN] = self.flow.drain
         self._phase, self._size = RequestPhase.HEAD, RequestSize()
 
     def on_url(self, url: bytes) -> None:

@@ -24,6 +24,9 @@ from session_server.web.headers import READ_BY_ROUTES, SHOWN_TO_PAGES
 from session_server.web.refusals import HttpRefusal, JsonResponse
 from session_server.web.services import WebSettings
 
+DRAIN: Final = "session_server.drain"
+"""In the state of a scope: waits until the peer has read what was written to its connection."""
+
 METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _LOOPBACK_ORIGIN: Final = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?"
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -75,6 +78,10 @@ class RequestGuard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        if drain := scope.get("state", {}).get(DRAIN):
+            await (
+                drain()
+            )  # or the peer could let an answer wait behind the one that it does not read
         try:
             self._check(scope, Headers(scope=scope))
         except HttpRefusal as refusal:

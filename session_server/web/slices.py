@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Final
 
 import msgspec
 
@@ -16,6 +17,9 @@ from session_server.core.session_events import (
 )
 from session_server.protocol.growing_json import SLICE_LENGTH, GrowingArray
 from session_server.protocol.scores import EncodedScores
+
+ENCODED_AT_ONCE: Final = 4
+"""Long values encoded at a time: what is encoded counts as unread only once it is written."""
 
 
 async def run_in_slices(steps: Iterator[None]) -> None:
@@ -30,16 +34,24 @@ async def encode_scores(entry: SessionEntry | None) -> EncodedScores | None:
         return None
     if not EncodedScores.is_needed(entry.outcome):
         return None
-    scores = EncodedScores(entry.outcome)
-    await run_in_slices(scores.encode())
+    async with _encoders(asyncio.get_running_loop()):
+        scores = EncodedScores(entry.outcome)
+        await run_in_slices(scores.encode())
     return scores
 
 
 async def encode_list(values: Sequence[Any]) -> Any:
     """Encode a list that may be long; the result stands for the list."""
-    array = GrowingArray()
-    await run_in_slices(array.extend_in_slices(values))
+    async with _encoders(asyncio.get_running_loop()):
+        array = GrowingArray()
+        await run_in_slices(array.extend_in_slices(values))
     return array.value()
+
+
+@lru_cache(maxsize=1)
+def _encoders(_: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """Return what admits encoders on a loop, the same one each time."""
+    return asyncio.Semaphore(ENCODED_AT_ONCE)
 
 
 async def encode_page(values: Iterable[Any], *, max_bytes: int) -> tuple[Any, int]:

@@ -1,7 +1,7 @@
 """Bound what the server holds for a peer that does not read it.
 
-A transport keeps every byte that the kernel did not take. Those bytes count in the connection
-table, and a peer that takes none of them for a while is given up.
+A transport keeps every byte that the kernel did not take. Those bytes, and those that wait behind
+them, count in the connection table, and a peer that takes none of them for a while is given up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from session_server.web.connection_table import Connection, ConnectionTable
 class UnreadOutput:
     """Count and time the bytes that one peer has not read."""
 
-    __slots__ = ("_connection", "_on_stall", "_stall_s", "_table", "_timer", "_transport")
+    __slots__ = (
+        "_connection",
+        "_num_behind",
+        "_on_stall",
+        "_stall_s",
+        "_table",
+        "_timer",
+        "_transport",
+    )
 
     def __init__(
         self,
@@ -31,6 +39,7 @@ class UnreadOutput:
         self._table = table
         self._stall_s = stall_s
         self._on_stall = on_stall
+        self._num_behind = 0
         self._timer: asyncio.TimerHandle | None = None
         # Call `pause_writing` as soon as the kernel does not take all bytes at once.
         transport.set_write_buffer_limits(high=0)
@@ -44,13 +53,24 @@ class UnreadOutput:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._table.await_reader(self._connection, num_bytes=0)
+            self._count(0)
+
+    def set_behind(self, num_bytes: int) -> None:
+        """Count these bytes too: frames that are written once the peer has read what was."""
+        self._num_behind = num_bytes
+        if not self._transport.is_closing():
+            is_counting = self._timer is not None
+            self._count(self._transport.get_write_buffer_size() if is_counting else 0)
 
     def _watch(self, num_bytes: int) -> None:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._stall_s, self._check, num_bytes)
-        # Last, because the table may evict this connection.
-        self._table.await_reader(self._connection, num_bytes=num_bytes)
+        self._count(num_bytes)  # last, because the table may evict this connection
+
+    def _count(self, num_bytes: int) -> None:
+        if self._transport.is_closing():
+            self._num_behind = 0
+        self._table.await_reader(self._connection, num_bytes=num_bytes + self._num_behind)
 
     def _check(self, num_bytes: int) -> None:
         still_unread = self._transport.get_write_buffer_size()

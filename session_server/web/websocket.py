@@ -52,6 +52,7 @@ from session_server.web.signal import Signal
 from session_server.web.slices import encode_scores
 from session_server.web.sockets import Sockets
 from session_server.web.views import hello_frame, snapshot_frame
+from session_server.web.websocket_guard import CONNECTION, GuardedWebSocket
 
 MAX_EPOCH_CHARS: Final = 64
 NEW_SESSION: Final = "new"
@@ -77,6 +78,7 @@ class SessionSocket:
         self._websocket = websocket
         self._sockets = sockets
         self._services = services_of(websocket)
+        self._connection: GuardedWebSocket = websocket.scope["state"][CONNECTION]
         self._wake = Signal()
         self._has_room = Signal()
         self._end_code: CloseCode | None = None
@@ -260,6 +262,7 @@ class SessionSocket:
                     command = self._protocol.receive_frame(message["text"], now_s=time.time())
                     if command is not None:
                         await self._handle_command(command, call, session_id, readers)
+                    self._connection.set_behind(self._protocol.outbox_bytes)
                 self._wake.set()
         except Exception:
             _logger.exception("reader failed session=%s", session_id)
@@ -354,8 +357,9 @@ class SessionSocket:
         self._protocol.send_entries(((item.seq, item.entry) for item in entries), scores=encoded)
 
     async def _flush(self) -> None:
-        while (frame := self._protocol.take_frame()) is not None:
-            await self._websocket.send_text(frame)
+        while num_bytes := self._protocol.outbox_bytes:
+            await self._connection.drain(num_behind=num_bytes)
+            await self._websocket.send_text(self._protocol.take_frame() or "")
             self._has_room.set()
 
     async def _close(self, code: CloseCode) -> None:

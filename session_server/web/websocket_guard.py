@@ -2,8 +2,8 @@
 
 Frames are parsed in small pieces, and nothing is parsed while a message waits to be handled, so a
 connection keeps few messages in memory however many its peer sends. An unfinished message has a
-deadline and a maximum number of fragments, and its bytes count in the connection table. The server
-does not wait for a peer that reads nothing.
+deadline and a maximum number of fragments. Its bytes count in the connection table, and so do those
+of messages and of frames that wait. The server does not wait for a peer that reads nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from session_server.web.refusals import HttpRefusal, refusal_bytes
 from session_server.web.signal import MessageQueue
 from session_server.web.unread_output import UnreadOutput
 
+CONNECTION: Final = "session_server.connection"
 MAX_FRAGMENTS: Final = 1_024
 """Maximum fragments of one message."""
 
@@ -47,6 +48,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._settings = config.web_settings
         self._held_back = b""
         self._num_fragments = 0
+        self._queued_bytes = 0
         self._unread_at_ping = 0
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -103,6 +105,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         message = await self.queue.get()
         if self.read_paused and self.queue.empty():
             self.read_paused = False
+            self._queued_bytes = 0
             self._parse()
             if not self.read_paused:
                 self.transport.resume_reading()
@@ -148,6 +151,7 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         uvicorn does the same, but logs an error with a stack, which any client could trigger.
         """
         self._num_fragments = 0
+        self._queued_bytes += sum(map(len, self.frames))
         self._stop_deadline()
         if self.curr_msg_data_type == "text" and not self.close_sent:
             try:
@@ -168,9 +172,10 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._update()
 
     def _update(self) -> None:
-        """Update the connection table and the deadline: is the peer in the middle of a message?"""
+        """Update the connection table and the deadline: is the peer in the middle of a message, or
+        does one wait?"""
         has_begun = self.conn.current_size is not None
-        num_bytes = len(self._held_back) + len(self.conn.reader.buffer)
+        num_bytes = len(self._held_back) + len(self.conn.reader.buffer) + self._queued_bytes
         if self.close_sent or not (has_begun or num_bytes):
             self._stop_deadline()
             self._table.mark_served(self)
@@ -216,6 +221,23 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
             self._deadline = None
 
     # -- what the application calls
+
+    async def run_asgi(self) -> None:
+        """Run the application, which finds this connection in the state of its scope."""
+        self.scope["state"][CONNECTION] = self
+        await super().run_asgi()
+
+    def set_behind(self, num_bytes: int) -> None:
+        """Count frames that wait behind what the peer has not read, if there is anything."""
+        if not self.writable.is_set():
+            self._unread.set_behind(num_bytes)
+
+    async def drain(self, *, num_behind: int) -> None:
+        """Wait until the peer has read what was written; `num_behind` bytes count meanwhile."""
+        if not self.writable.is_set():
+            self._unread.set_behind(num_behind)
+            await self.writable.wait()
+            self._unread.set_behind(0)
 
     async def send(self, message: Any) -> None:
         """Send if the peer is still connected, and mark a handshake refused by a response complete.

@@ -14,13 +14,15 @@ SLICES = (
     _constant("web.http_guard:PARSE_BYTES", "bytes of a request parsed", "bytes", _NEXT),
     _constant("web.websocket_guard:PARSE_BYTES", "bytes of a frame parsed", "bytes", _NEXT),
     _constant("sessions.journal:READ_BYTES", "journal entries that a reader takes", "bytes", _NEXT),
-    _constant("web.event_stream:PIECE_BYTES", "bytes written to an HTTP reader", "bytes", _NEXT),
+    _constant("web.connection_table:EVICTED_AT_ONCE", "connections evicted", "connections", _NEXT),
+    _constant("web.sglang:ABORTED_AT_ONCE", "requests that abort_all ends", "requests", _NEXT),
     _constant(
         "protocol.growing_json:SLICE_LENGTH",
         "entries of a long answer that are encoded",
         "entries",
         _NEXT,
     ),
+    _constant("web.slices:ENCODED_AT_ONCE", "such answers that are encoded", "answers", _NEXT),
     _constant(
         "protocol.scores:SCORES_AT_ONCE",
         "tokens with logprobs that are encoded with their frame",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,6 +42,27 @@ def test_others_go_on_between_two_slices() -> None:
     turns = asyncio.run(run())
     assert len(turns) == 3 * growing_json.SLICE_LENGTH
     assert turns[:: growing_json.SLICE_LENGTH] == [0, 1, 2]
+
+
+def test_few_long_values_are_encoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_running: list[int] = []
+    running: set[object] = set()
+
+    async def run_in_slices(steps: Iterator[None]) -> None:
+        running.add(steps)
+        num_running.append(len(running))
+        for _ in steps:
+            await asyncio.sleep(0)
+        running.remove(steps)
+
+    async def run() -> None:
+        monkeypatch.setattr(slices, "run_in_slices", run_in_slices)
+        values = range(3 * growing_json.SLICE_LENGTH)
+        results = await asyncio.gather(*(slices.encode_list(values) for _ in range(20)))
+        assert all(json.loads(bytes(each)) == list(values) for each in results)
+
+    asyncio.run(run())
+    assert max(num_running) == slices.ENCODED_AT_ONCE
 
 
 @pytest.mark.parametrize(("max_bytes", "lengths"), [(19, [1] * 3), (20, [2, 1]), (21, [2, 1])])

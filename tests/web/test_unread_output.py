@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 from session_server.core.owner import ANONYMOUS
-from session_server.core.session_events import Message
+from session_server.core.session_events import Message, Outcome, TokenUsage, TurnCompleted
+from session_server.protocol import session_protocol
 from session_server.sessions.views import OpenRequest
 from session_server.web import listener
 from session_server.web.connection_table import ConnectionLimits, ConnectionTable
@@ -23,12 +24,16 @@ class Buffer:
 
     def __init__(self, *sizes: int) -> None:
         self._sizes = iter(sizes)
+        self.is_over = False
 
     def set_write_buffer_limits(self, *, high: int) -> None:
         assert high == 0, "what the kernel does not take at once is heard of at once"
 
     def get_write_buffer_size(self) -> int:
         return next(self._sizes)
+
+    def is_closing(self) -> bool:
+        return self.is_over
 
 
 @pytest.mark.parametrize(
@@ -69,6 +74,101 @@ def test_a_peer_that_has_read_everything_is_not_looked_at_again() -> None:
         assert table.num_unread_bytes == 0
 
     asyncio.run(asyncio.wait_for(play(), 10))
+
+
+def test_what_waits_behind_unread_bytes_counts_until_the_connection_is_over() -> None:
+    async def play() -> None:
+        table, peer, buffer = ConnectionTable(ConnectionLimits()), Peer(), Buffer(9, 8)
+        table.add(peer)
+        unread = UnreadOutput(
+            peer, cast(Any, buffer), table=table, stall_s=60.0, on_stall=pytest.fail
+        )
+        unread.begin()
+        unread.set_behind(100)
+        assert table.num_unread_bytes == 8 + 100
+        unread.end()
+        assert table.num_unread_bytes == 100
+        unread.set_behind(0)
+        assert table.num_unread_bytes == 0
+        buffer.is_over = True
+        table.remove(peer)
+        unread.set_behind(100)
+        assert table.num_unread_bytes == 0
+
+    asyncio.run(play())
+
+
+@served()
+async def test_an_event_that_is_not_read_counts_whole(this: Served) -> None:
+    session_id = await this.open()
+    peer, loop = await narrow_socket(this.port), asyncio.get_running_loop()
+    request = f"GET /v1/sessions/{session_id}/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    await loop.sock_sendall(peer, request.encode())
+    await loop.sock_recv(peer, 4096)
+    outcome = Outcome("i", "x" * 2_000_000, (), TokenUsage(), None)
+    this.sessions.journal(ANONYMOUS, session_id).append(TurnCompleted("t", "stop", None, outcome))
+    table = this.app.state.connections
+    await this.until(lambda: table.num_unread_bytes > 0)
+    assert table.num_unread_bytes > 2_000_000 - 4 * listener.UNSENT_BYTES
+    peer.close()
+
+
+@served()
+async def test_a_request_behind_an_answer_that_is_not_read_waits(this: Served) -> None:
+    begun = OpenRequest(messages=(Message("system", "x" * 900_000),))
+    session_id = this.sessions.open(ANONYMOUS, begun).session_id
+    asked: list[str] = []
+    snapshot = this.sessions.snapshot
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            this.sessions, "snapshot", lambda *which: [asked.append("one"), snapshot(*which)][1]
+        )
+        peer, loop = await narrow_socket(this.port), asyncio.get_running_loop()
+        request = f"GET /v1/sessions/{session_id}/items HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        await loop.sock_sendall(peer, request.encode() * 2)
+        await this.until(lambda: this.app.state.connections.num_unread_bytes > 0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(asked) == 1
+        while len(asked) == 1:
+            await loop.sock_recv(peer, 1 << 20)
+    peer.close()
+
+
+@served()
+async def test_what_is_behind_the_unread_frames_of_a_socket_counts_too(this: Served) -> None:
+    session_id = await this.open()
+    narrow, table = await narrow_socket(this.port), this.app.state.connections
+    async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
+        journal = this.sessions.journal(ANONYMOUS, session_id)
+        outcome = Outcome("i", "x" * 1_000_000, (), TokenUsage(), None)
+        for number in range(3):
+            journal.append(TurnCompleted(f"t{number}", "stop", None, outcome))
+        await this.until(lambda: table.num_unread_bytes > 0)
+        assert table.num_unread_bytes > 1_500_000, "the frame being written has fewer"
+        before = table.num_unread_bytes
+        wrong = "{" * 5000
+        await wire.socket.send(wrong)
+        await this.until(lambda: table.num_unread_bytes > before)
+        for _ in range(3):
+            await wire.receive()
+        await this.until(lambda: table.num_unread_bytes == 0)
+
+
+@served()
+async def test_a_whole_message_that_waits_counts_as_input(this: Served) -> None:
+    session_id = await this.open()
+    table = this.app.state.connections
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session_protocol, "MAX_OUTBOX_BYTES", 0)  # full from the first frame on
+        async with this.bare_socket(session_id) as wire:
+            await wire.socket.send(" " * 50_000)
+            await this.until(lambda: table.num_input_bytes >= 50_000)
+            patch.undo()
+            this.sessions.journal(ANONYMOUS, session_id).append(
+                TurnCompleted("t", "stop", None, Outcome("i", "", (), TokenUsage(), None))
+            )
+    await this.until(lambda: table.num_input_bytes == 0)
 
 
 @served()
