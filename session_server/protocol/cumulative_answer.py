@@ -1,6 +1,8 @@
 """Build SGLang's answer to a generation, which is streamed as a whole with every new token.
 
-Every part is encoded once: sending a chunk copies the encoded parts and encodes nothing again.
+Every part is encoded once: sending a chunk copies the encoded parts and encodes nothing again. A
+long answer is sent less often than with every token, so that all its chunks together stay in
+proportion to it. Each chunk holds the whole answer, so a client misses nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ from session_server.protocol.growing_json import GrowingArray, GrowingString
 from session_server.protocol.sglang import Generation
 
 ABORT_MESSAGE: Final = "Aborted"
+MAX_UNPACED_BYTES: Final = 1 << 16
+"""Bytes of an answer up to which every token sends it."""
+
+PACED_PARTS: Final = 32
+"""A longer answer is sent once it has grown by one of so many parts."""
+
 TokenText = Callable[[int], str]
 """The text of one token id, for logprobs."""
 
@@ -39,6 +47,7 @@ class CumulativeAnswer:
         self._inputs = self._no_scores()
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._sent_bytes = 0
 
     def add(self, entry: SessionEntry) -> Iterator[None]:
         """Add one more entry of the turn. Iterate to the end: each step is a slice of work."""
@@ -49,14 +58,28 @@ class CumulativeAnswer:
                 self._text.append(entry.text)
                 self._output_ids.extend(entry.token_ids)
                 self._num_outputs += len(entry.token_ids)
-                yield from self._outputs.extend(entry.logprobs)
+                if self._generation.stream:  # else the end brings all of them
+                    yield from self._outputs.extend(entry.logprobs)
             case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
                 yield from self._take_scores(entry)
             case _:
                 return
 
+    @property
+    def is_due(self) -> bool:
+        """Return whether enough is new since the last `current_body` to send another one."""
+        num_bytes = self._num_bytes
+        grown_bytes = num_bytes - self._sent_bytes
+        return num_bytes <= MAX_UNPACED_BYTES or grown_bytes * PACED_PARTS >= self._sent_bytes
+
+    @property
+    def _num_bytes(self) -> int:
+        scores = len(self._outputs.chosen) + len(self._outputs.top)
+        return len(self._text) + len(self._output_ids) + scores
+
     def current_body(self) -> dict[str, Any]:
         """Return the object to stream now; parts of it are already encoded."""
+        self._sent_bytes = self._num_bytes
         meta: dict[str, Any] = {
             "id": self._generation.rid,
             "finish_reason": None,

@@ -15,11 +15,25 @@ SLICE_LENGTH: Final = 64
 texts 100."""
 
 
-class GrowingArray:
-    """Build a JSON array."""
+class _Growing:
+    """Build one JSON value between `_BRACKETS`."""
+
+    _BRACKETS = (b"[", b"]")
 
     def __init__(self) -> None:
-        self._encoded = bytearray(b"[")
+        self._encoded = bytearray(self._BRACKETS[0])
+
+    def __len__(self) -> int:
+        """Return the number of bytes encoded."""
+        return len(self._encoded)
+
+    def value(self) -> msgspec.Raw:
+        """Return the whole value, for msgspec to embed in another one."""
+        return msgspec.Raw(b"".join((self._encoded, self._BRACKETS[1])))
+
+
+class GrowingArray(_Growing):
+    """Build a JSON array."""
 
     def extend(self, values: Sequence[Any]) -> None:
         """Encode and append more values."""
@@ -37,21 +51,12 @@ class GrowingArray:
                 yield
             self.extend([body_of(value) for value in values[start : start + SLICE_LENGTH]])
 
-    def value(self) -> msgspec.Raw:
-        """Return the whole array, for msgspec to embed in another value."""
-        return msgspec.Raw(b"".join((self._encoded, b"]")))
 
-
-class GrowingString:
+class GrowingString(_Growing):
     """Build a JSON string."""
 
-    def __init__(self) -> None:
-        self._encoded = bytearray(b'"')
+    _BRACKETS = (b'"', b'"')
 
     def append(self, text: str) -> None:
         """Encode and append more text."""
         self._encoded += msgspec.json.encode(text)[1:-1]
-
-    def value(self) -> msgspec.Raw:
-        """Return the whole string, for msgspec to embed in another value."""
-        return msgspec.Raw(b"".join((self._encoded, b'"')))

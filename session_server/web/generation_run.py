@@ -148,7 +148,8 @@ class GenerationRun:
             return {"error": msgspec.to_builtins(failure_body(entry))}
         if isinstance(entry, TurnEnd):
             return self.answer.end(entry, latency_s=self.latency_s())
-        return self.answer.current_body() if isinstance(entry, TurnDelta) else {}
+        is_due = isinstance(entry, TurnDelta) and self.answer.is_due
+        return self.answer.current_body() if is_due else {}
 
     def latency_s(self) -> float:
         """Return the seconds since the request arrived."""

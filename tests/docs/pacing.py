@@ -29,6 +29,18 @@ SLICES = (
         "tokens",
         "those of a longer answer are encoded in slices",
     ),
+    _constant(
+        "protocol.cumulative_answer:MAX_UNPACED_BYTES",
+        "an SGLang stream's answer that every token sends whole",
+        "bytes",
+        "a longer one is sent when it has grown, and at the end",
+    ),
+    _constant(
+        "protocol.cumulative_answer:PACED_PARTS",
+        "part by which a longer one has grown then: one of",
+        "parts",
+        "fewer tokens wait for the next event",
+    ),
     _constant("sessions.backlog:SLICE", "sessions that one change concerns", "items", _NEXT),
     _constant("sessions.turn_flow:RETRY_TOKENS", "history sent to a new engine", "tokens", _NEXT),
     _constant("sessions.replay:ENTRIES_PER_SLICE", "journal entries dropped", "entries", _NEXT),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,7 +24,12 @@ from session_server.core.session_events import (
     TurnProgress,
     TurnRequest,
 )
-from session_server.protocol.cumulative_answer import CumulativeAnswer, finish_reason
+from session_server.protocol.cumulative_answer import (
+    MAX_UNPACED_BYTES,
+    PACED_PARTS,
+    CumulativeAnswer,
+    finish_reason,
+)
 from session_server.protocol.growing_json import SLICE_LENGTH
 from session_server.protocol.sglang import Generation
 
@@ -176,6 +182,37 @@ def test_a_score_is_encoded_once_and_many_in_slices() -> None:
     outcome = Outcome("i", "a", tuple(range(300)), TokenUsage(9, 3, 300), None, scores, scores)
     taken(answer, TurnCompleted("t", "length", None, outcome))
     assert encoded == [*range(300), *range(300)], "the answer's, then the prompt's"
+
+
+def test_a_long_answer_is_sent_when_it_has_grown_and_not_with_every_token() -> None:
+    answer = answer_of(job(logprobs=False))
+    num_sent_bytes, last, num_unpaced = 0, 0, 0
+    for _ in range(3000):
+        taken(answer, TurnDelta("t", "i", "x" * 100, (1,)))
+        if answer.is_due:
+            content = answer.current_body()
+            size = len(bytes(content["text"])) + len(bytes(content["output_ids"])) - 2
+            if size <= MAX_UNPACED_BYTES:
+                num_unpaced += 1
+            else:
+                assert last <= MAX_UNPACED_BYTES or 0 <= size - last - last / PACED_PARTS < 103
+            num_sent_bytes, last = num_sent_bytes + size, size
+    assert num_unpaced == MAX_UNPACED_BYTES // 102
+    assert last > 300_000 * PACED_PARTS / (PACED_PARTS + 1)
+    short = num_unpaced * MAX_UNPACED_BYTES
+    assert num_sent_bytes < short + last * (PACED_PARTS + 1)
+
+
+def test_scores_that_nobody_is_sent_before_the_end_are_encoded_there() -> None:
+    answer = CumulativeAnswer(replace(job(), stream=False), str)
+    scores = tuple(TokenLogprob(number, -1.0) for number in range(3))
+    for value in scores:
+        taken(answer, TurnDelta("t", "i", "a", (value.token_id,), (value,)))
+    assert sent(answer.current_body())["meta_info"]["output_token_logprobs"] == []
+    done = TurnCompleted("t", "length", None, outcome_with(NOTHING, scores, ()))
+    taken(answer, done)
+    written_at_end = sent(answer.end(done, latency_s=1.0))["meta_info"]["output_token_logprobs"]
+    assert written_at_end == written(scores, False)[0]
 
 
 def test_without_logprobs_none_are_sent() -> None:
