@@ -32,7 +32,7 @@ def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: 
         start=start,
         num_tokens=num_tokens + num_drafts,
         tokens=None if is_unseen else cache.tokens(session_id, start, end),
-        sample=turn.samples_at(end),
+        sample=turn.max_new > 0 and end == turn.expected_len,
         sampling=None if admission.is_sampler_started else _sampling_start(cache, turn),
         prompt_logprobs=_prompt_logprob_range(cache, turn, start, end),
         num_drafts=num_drafts,

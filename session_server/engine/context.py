@@ -1,14 +1,69 @@
-"""`EngineContext`: what all parts of one engine share."""
+"""`EngineContext`: what all parts of one engine share, its outbox and its totals among it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cache.session_cache import SessionAwareCache
+from cache.types import TableWrite
+from session_server.core.events import EngineEvent
 from session_server.engine.config import EngineConfig
 from session_server.engine.memory import MemoryWatch
-from session_server.engine.outbox import Outbox
-from session_server.engine.stats import Counters
+
+
+@dataclass(slots=True)
+class Counters:
+    """Count what an engine did since its start.
+
+    `host_s`: seconds outside forwards, measured by the loop that drives the engine. `overshoots`:
+    rows computed for turns that had ended or been retracted by then. `shortfalls`: turns that
+    waited another step because pages that the plan counted on were not there. `draft_tokens`:
+    drafts verified; `accepted_tokens`: drafts accepted.
+    """
+
+    steps: int = 0
+    forward_s: float = 0.0
+    host_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    retractions: int = 0
+    coolings: int = 0
+    overshoots: int = 0
+    shortfalls: int = 0
+
+
+class Outbox:
+    """Collect events and page table changes in order.
+
+    Table writes wait for the next launch, however many steps away it is. They are applied in launch
+    order, which makes it safe to reuse a freed page.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[EngineEvent] = []
+        self._table_writes: list[TableWrite] = []
+
+    def emit(self, event: EngineEvent) -> None:
+        """Add an event for the server."""
+        self._events.append(event)
+
+    def write(self, table_writes: Iterable[TableWrite]) -> None:
+        """Add page table changes for the device."""
+        self._table_writes.extend(table_writes)
+
+    def take_events(self) -> list[EngineEvent]:
+        """Return all events, oldest first, and clear them."""
+        events, self._events = self._events, []
+        return events
+
+    def take_writes(self) -> tuple[TableWrite, ...]:
+        """Return all page table changes, oldest first, and clear them."""
+        table_writes, self._table_writes = tuple(self._table_writes), []
+        return table_writes
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from session_server.engine.command_handler import CommandHandler
 from session_server.engine.config import EngineConfig
 from session_server.engine.context import EngineContext
 from session_server.engine.drafting import Drafting
-from session_server.engine.forced_retraction import force_retraction
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.in_flight import InFlight
 from session_server.engine.memory import MemoryWatch
@@ -98,11 +97,6 @@ class Engine:
         return self._scheduler.turn_limits.max_turn_len
 
     @property
-    def is_in_flight(self) -> bool:
-        """Return whether a forward is in flight."""
-        return len(self._in_flight) > 0
-
-    @property
     def has_shut_down(self) -> bool:
         """Return whether `Shutdown` was handled and every forward is settled."""
         return self._command_handler.is_shutting_down and not self._in_flight
@@ -147,7 +141,10 @@ class Engine:
             Whether the audit is complete. The next step acts on what it found, and asks for a
             probe.
         """
-        return self._guard.audit_slice()
+        is_complete = self._context.watch.audit_slice()
+        if is_complete:
+            self._guard.prober.request()
+        return is_complete
 
     def inspect(self) -> EngineParts:
         """Return the parts of this engine, for tests; the server never calls it."""
@@ -202,13 +199,13 @@ class Engine:
             # of the turns each take nearly twice as long, and those held back would be in every
             # second one only.
             return None, None
-        view = LiveView(self._cache, running, queue, self.is_in_flight, max_turn_pages)
+        view = LiveView(self._cache, running, queue, bool(self._in_flight), max_turn_pages)
         plan = plan_step(view, self._limits)
         if plan.is_denial and plan.blocked is not None:
             queue.note_denial(plan.blocked, len(running), view.supply)
         interval = self._context.config.retract_interval
         if interval and self._in_flight.num_forwards % interval == 0:
-            plan = force_retraction(plan, [turn.turn_id for turn in running])
+            plan = _force_retraction(plan, [turn.turn_id for turn in running])
         try:
             rows = self._apply(plan, now_s)
         except AuditFailed as error:
@@ -247,3 +244,19 @@ class Engine:
             return  # the page was kept for a rollback only; it may be the one that is missing
         error = ServerBusy("the memory that is left cannot hold this turn")
         self._settler.fail(turn, error)
+
+
+def _force_retraction(plan: StepPlan, running: Sequence[TurnId]) -> StepPlan:
+    """Return `plan` with the youngest of the `running` turns retracted, for tests.
+
+    Without this a turn is retracted only when pages are short. Returns `plan` itself where that
+    turn runs alone or is the only one with work, because the oldest turn must always go on, and
+    where `plan` retracts a turn anyway.
+    """
+    if len(running) < 2 or plan.retract:
+        return plan
+    youngest = running[-1]
+    work = tuple(work for work in plan.work if work.turn_id != youngest)
+    if not work:
+        return plan
+    return msgspec.structs.replace(plan, retract=(youngest,), work=work)

@@ -47,17 +47,6 @@ class MemoryGuard:
         self.num_rebuilds = 0
         self.num_dropped_tokens = 0
 
-    def audit_slice(self) -> bool:
-        """Recount a part of the memory, and ask for a probe once all is recounted.
-
-        Returns:
-            Whether the recount is complete. The next step repairs what it found.
-        """
-        is_complete = self._watch.audit_slice()
-        if is_complete:
-            self.prober.request()
-        return is_complete
-
     def end_step(self, plan: StepPlan | None, batch: Batch | None) -> bool:
         """End the record of a step, check what the step touched, and repair violations.
 

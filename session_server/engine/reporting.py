@@ -9,11 +9,14 @@ from cache.ledger import Accounts
 from cache.spec import CacheSpec
 from cache.views import SlotView
 from session_server.core.events import ACCOUNTS, EngineStats, PoolReport, SessionPages
-from session_server.engine.context import EngineContext
+from session_server.engine.context import Counters, EngineContext
 from session_server.engine.scheduler import Scheduler
 
 STATS_INTERVAL_S: Final = 1.0
 """Seconds between two samples of the counters, while there is work."""
+
+_TOTALS: Final = sorted({*EngineStats.__struct_fields__} & {*Counters.__slots__})
+"""What both count under one name."""
 
 
 class Reporter:
@@ -46,16 +49,9 @@ class Reporter:
     def _sample(self) -> EngineStats:
         counters = self._counters
         return EngineStats(
-            steps=counters.steps,
+            **{name: getattr(counters, name) for name in _TOTALS},
             forward_ms=counters.forward_s * 1e3,
             host_ms=counters.host_s * 1e3,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            generated_tokens=counters.generated_tokens,
-            draft_tokens=counters.draft_tokens,
-            accepted_tokens=counters.accepted_tokens,
-            retractions=counters.retractions,
-            coolings=counters.coolings,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             sessions=len(self._cache),

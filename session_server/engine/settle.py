@@ -193,7 +193,7 @@ class Settler:
     def _settle_drafts(self, turn: Turn, row: BatchRow, num_right: int) -> None:
         """Take back the positions of rejected drafts, and adapt how many the turn drafts next."""
         turn.current_admission.launched_len -= row.num_drafts - num_right
-        turn.adapt_draft_len(row.num_drafts, num_right)
+        turn.draft_len = 2 * num_right if num_right == row.num_drafts else num_right + 1
         self._counters.draft_tokens += row.num_drafts
         self._counters.accepted_tokens += num_right
 

@@ -209,10 +209,6 @@ class Turn:
             return self._input
         return np.concatenate((self._input, np.array(self.outputs, dtype=np.int32)))
 
-    def samples_at(self, end: int) -> bool:
-        """Return whether a row that ends at position `end` samples the next token."""
-        return self.max_new > 0 and end == self.expected_len
-
     def next_prompt_logprob_position(self) -> int | None:
         """Return the first position whose logits still have to give a prompt logprob.
 
@@ -231,10 +227,6 @@ class Turn:
         self.admission = Admission(loan, self.num_admissions, loan.cached_len)
         if self.num_admissions == 1:
             self.cached_len = min(loan.cached_len, self.prompt_len)
-
-    def adapt_draft_len(self, num_drafts: int, num_right: int) -> None:
-        """Propose twice as many drafts if all were accepted, else one more than were accepted."""
-        self.draft_len = 2 * num_drafts if num_right == num_drafts else num_right + 1
 
     def discard_in_flight(self) -> None:
         """Forget what is in flight: it is computed again, and its results are dropped."""

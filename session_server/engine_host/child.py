@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import Final
 
-from session_server.core.commands import EngineCommand, Shutdown
+from session_server.core.commands import Shutdown
 from session_server.core.events import EngineDied, EngineEvent
 from session_server.engine_host.loop import EngineAssembly, EngineLoop
 from session_server.engine_host.transport import Codec, FrameBuffer
@@ -105,7 +105,8 @@ class _Child:
         try:
             while data := self._socket.recv(READ_BYTES):
                 for payload in self._buffer.feed(data):
-                    self._post(self._codec.command(payload))
+                    assert self._loop is not None, "the server sends commands after EngineReady"
+                    self._loop.post(self._codec.command(payload))
         except BaseException:  # noqa: BLE001 - no command can be read any more
             if self._socket.fileno() < 0:
                 return  # `serve` has returned and closed the socket: the process exits as it says
@@ -116,10 +117,6 @@ class _Child:
             time.sleep(ORPHAN_GRACE_S)
         # No server is left, so do not wait for an engine that is half built or stuck.
         os._exit(EXIT_ORPHANED)
-
-    def _post(self, command: EngineCommand) -> None:
-        assert self._loop is not None, "the server sends commands after EngineReady"
-        self._loop.post(command)
 
     def _send_pulses(self, loop: EngineLoop) -> None:
         """Tell the server several times a second whether steps are completed.

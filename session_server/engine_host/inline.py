@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final
 
 from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.engine_client import EventListener
@@ -21,8 +21,6 @@ from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
 
 STOP_TIMEOUT_S: Final = 10.0
 """Seconds that the forwards in flight may take to finish when the engine stops."""
-
-_T = TypeVar("_T")
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -95,10 +93,12 @@ class InlineEngine:
             self._loop.run()
         except BaseException as error:  # noqa: BLE001 - the thread ends, and the server is told
             _LOG.exception("the engine ended with an exception")
-            self._call(self._die, f"{type(error).__name__}: {error}")
+            assert self._server is not None
+            self._server.call_soon_threadsafe(self._die, f"{type(error).__name__}: {error}")
 
     def _emit(self, events: list[EngineEvent]) -> None:
-        self._call(self._deliver, events)
+        assert self._server is not None
+        self._server.call_soon_threadsafe(self._deliver, events)
 
     def _deliver(self, events: list[EngineEvent]) -> None:
         assert self._listener is not None
@@ -130,7 +130,3 @@ class InlineEngine:
                 self._watch.cancel()
             self.failed.set_result(message)
             self._listener(EngineDied(message=message, will_restart=False))
-
-    def _call(self, function: Callable[[_T], None], argument: _T) -> None:
-        assert self._server is not None
-        self._server.call_soon_threadsafe(function, argument)

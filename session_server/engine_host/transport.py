@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec.msgpack import Decoder, Encoder
@@ -26,8 +26,7 @@ event is alone in its frame: a memory report."""
 
 _HEADER: Final = struct.Struct(">I")
 
-_LIST_HEADER: Final = 5
-"""Bytes that msgpack puts before the items of a list, at most."""
+_T = TypeVar("_T")
 
 
 class TransportError(Exception):
@@ -87,38 +86,24 @@ class Codec:
     def event_frames(self, events: Sequence[EngineEvent]) -> Iterator[bytes]:
         """Yield the events of one step as frames, nearly always as one."""
         payload = self._encoder.encode(events)
-        if len(payload) <= MAX_EVENTS_BYTES:
+        if len(payload) <= MAX_EVENTS_BYTES or len(events) == 1:
             yield frame(payload)
             return
-        part: list[msgspec.Raw] = []
-        num_bytes = _LIST_HEADER
-        for event in events:
-            encoded = self._encoder.encode(event)
-            if part and num_bytes + len(encoded) > MAX_EVENTS_BYTES:
-                yield frame(self._encoder.encode(part))
-                part, num_bytes = [], _LIST_HEADER
-            part.append(msgspec.Raw(encoded))
-            num_bytes += len(encoded)
-        yield frame(self._encoder.encode(part))
+        num_events = max(1, len(events) * MAX_EVENTS_BYTES // len(payload))
+        for start in range(0, len(events), num_events):
+            yield from self.event_frames(events[start : start + num_events])
 
     def command(self, payload: bytes) -> EngineCommand:
-        """Decode a command.
-
-        Raises:
-            TransportError: the payload is no command.
-        """
-        try:
-            return self._commands.decode(payload)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"not a command: {error}") from error
+        """Decode a command. Raises TransportError."""
+        return _decode(self._commands, payload)
 
     def events(self, payload: bytes) -> list[EngineEvent]:
-        """Decode a list of events.
+        """Decode a list of events. Raises TransportError."""
+        return _decode(self._events, payload)
 
-        Raises:
-            TransportError: the payload is no list of events.
-        """
-        try:
-            return self._events.decode(payload)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"not a list of events: {error}") from error
+
+def _decode(decoder: Decoder[_T], payload: bytes) -> _T:
+    try:
+        return decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"no message of this version: {error}") from error

@@ -150,7 +150,6 @@ BOUND_NOTHING = frozenset(
         # What something counts for, or how one unit becomes another.
         "session_server.engine_host.inbox:_ITEM_BYTES",
         "session_server.engine_host.inbox:_VALUE_BYTES",
-        "session_server.engine_host.transport:_LIST_HEADER",
         "session_server.engine_host.progress:STALL_RATIO",
         "session_server.engine_host.progress:_DECAY",
         "session_server.models.config:STATE_BYTES",

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from session_server.core.commands import EngineCommand, Shutdown
+from session_server.engine.context import Counters
 from session_server.engine.engine import StepOutcome
-from session_server.engine.stats import Counters
 from session_server.engine_host.audit_pace import (
     BUSY_PAUSE_RATIO,
     MAX_AUDIT_DELAY_S,

@@ -64,7 +64,7 @@ WRITES_GO_LOST = Mutant(
     "Page table deltas of a step that launches nothing are forgotten.",
     "sglang#27586 (A17)",
     Edit(
-        "session_server.engine.outbox:Outbox.take_events",
+        "session_server.engine.context:Outbox.take_events",
         "events, self._events = self._events, []",
         "events, self._events = self._events, []\n        self._table_writes = []",
     ),
@@ -74,7 +74,7 @@ WRITES_ARE_REVERSED = Mutant(
     "Page table deltas of one forward reach the device newest first.",
     "systematic",
     Edit(
-        "session_server.engine.outbox:Outbox.take_writes",
+        "session_server.engine.context:Outbox.take_writes",
         "tuple(self._table_writes)",
         "tuple(self._table_writes[::-1])",
     ),

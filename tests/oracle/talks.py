@@ -19,8 +19,8 @@ from session_server.core.events import TokensProduced, TurnFailed, TurnFinished
 from session_server.core.ids import SessionId, TurnId
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.engine.config import EngineConfig, MemoryCheck, MemoryPolicy, Speculation
+from session_server.engine.context import Counters
 from session_server.engine.engine import Engine
-from session_server.engine.stats import Counters
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
 from session_server.runner.model_runner import ModelRunner

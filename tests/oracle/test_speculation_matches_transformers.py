@@ -14,7 +14,7 @@ import transformers
 
 from session_server.core.ids import SessionId
 from session_server.engine.config import Drafter, Speculation
-from session_server.engine.stats import Counters
+from session_server.engine.context import Counters
 from tests.depth import cases
 from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.talks import Reference, Setup, Talk, assert_like_reference, run_talks
