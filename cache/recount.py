@@ -17,7 +17,6 @@ What is summed:
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -35,6 +34,17 @@ from cache.types import NULL_PAGE, NULL_ROW, Pages, PoolName, RowId, SessionId
 
 _PAGES_PER_UNIT: Final = 8192
 """Reading this many pages costs about as much as one visit."""
+
+_EDGES_PER_UNIT: Final = 4
+"""Comparing this many edges of a lock path costs about as much as one visit. Charged for first
+visits only: later ones read what has changed, and a recount under load must come to an end."""
+
+_FREED_PER_UNIT: Final = 16
+"""Dropping this many records costs less than one visit."""
+
+MAX_CHANGED: Final = 256
+"""Visits that one slice adds for what has changed since the last, beside two for each turn, whose
+session and edge may change in every step."""
 
 
 PageIndices = NDArray[np.intp]
@@ -108,7 +118,7 @@ class _Pending:
         self.changed = stores.changes.watch()
         self.num_left = 0
         self.sessions = list(slots)
-        self.rows = list(range(stores.rows.num_rows + 1))
+        self.num_rows = stores.rows.num_rows + 1
         self.nodes: list[tuple[RadixNode | None, bytes, RadixNode]] = [
             (None, root.key, root) for _, root in stores.tree.roots()
         ]
@@ -131,29 +141,45 @@ class Recount:
         self.violations: list[Violation] = []
         self.has_seen_changes = False
         self._sums = {p: _PoolSums(ledger.num_pages) for p, ledger in self._stores.ledgers.items()}
-        self._lock_diffs: defaultdict[RadixNode, int] = defaultdict(int)
+        self._lock_diffs: dict[RadixNode, int] = {}  # those that are not zero
         self._leases: dict[SessionId, _LeaseRecord] = {}
         self._nodes: dict[RadixNode, _NodeRecord] = {}
         self._pending = _Pending(cache)
+        self._num_walked = 0
+        self._is_compared = False
 
     def advance(self, num_units: int) -> bool:
-        """Visit all that changed since the last call, and `num_units` other sessions, rows or
-        edges; large ones count more. Return whether it is complete, and `violations` final.
+        """Visit what changed since the last call, and `num_units` other sessions, rows or edges;
+        large ones count more. Then compare, and drop the records in slices too. Return whether it
+        is complete.
+
+        It completes as long as no more than `MAX_CHANGED` change between two calls.
         """
         if self._cache.inspect().stores is not self._stores:
             # `rebuild` has replaced the stores: violations of the old ones no longer matter.
             self.violations.clear()
             return True
+        if self._is_compared:
+            return self._drop_records(_FREED_PER_UNIT * num_units)
         pending = self._pending
         self.has_seen_changes |= pending.num_changed > 0
-        left = num_units + max(0, pending.num_changed - pending.num_left)
+        num_new = max(0, pending.num_changed - pending.num_left)
+        left = num_units + min(num_new, MAX_CHANGED + 2 * self._cache.num_turns)
         while left > 0:
             if (cost := self._visit_next()) == 0:
                 self.violations += map(Violation, self._compare())
-                return True
+                self._is_compared = True
+                return self._drop_records(_FREED_PER_UNIT * num_units)
             left -= cost
         pending.num_left = pending.num_changed
         return False
+
+    def _drop_records(self, num_records: int) -> bool:
+        """Free up to `num_records` of each kind, and return whether none is left."""
+        for records in (self._leases, self._nodes):
+            for _ in range(min(num_records, len(records))):
+                records.popitem()
+        return not self._leases and not self._nodes
 
     def stop(self) -> None:
         """Stop recording changes. Call it once, when the recount is complete or abandoned."""
@@ -166,8 +192,9 @@ class Recount:
             return self._visit_session(pending.sessions.pop())
         if pending.changed.sessions:
             return self._visit_session(pending.changed.sessions.popitem()[0])
-        if pending.rows:
-            return self._visit_row(RowId(pending.rows.pop()))
+        if pending.num_rows:
+            pending.num_rows -= 1
+            return self._visit_row(RowId(pending.num_rows))
         if pending.nodes:
             parent, key, node = pending.nodes.pop()
             if node not in pending.changed.nodes and (node.parent is not parent or node.key != key):
@@ -176,6 +203,11 @@ class Recount:
         if pending.changed.nodes:
             return self._visit_node(pending.changed.nodes.popitem()[0])
         return 0
+
+    def _cost(self, num_pages: int, *, is_first: bool) -> int:
+        """Return the units of a visit to `num_pages`, and begin to count edges for the next."""
+        num_walked, self._num_walked = self._num_walked, 0
+        return 1 + num_pages // _PAGES_PER_UNIT + num_walked * is_first // _EDGES_PER_UNIT
 
     def _report(self, text: str) -> None:
         self.violations.append(Violation(text))
@@ -197,7 +229,8 @@ class Recount:
         record = self._read_lease(slot.lease, is_lent=slot.is_active)
         self._leases[session_id] = record
         self._add_lease(record, +1)
-        return 1 + slot.lease.num_pages // _PAGES_PER_UNIT
+        self._num_walked += len(self._stores.tree.path(slot.lease.receipt)) if was is None else 0
+        return self._cost(slot.lease.num_pages, is_first=was is None)
 
     def _read_lease(self, lease: KVLease, *, is_lent: bool) -> _LeaseRecord:
         stores = self._stores
@@ -215,6 +248,7 @@ class Recount:
         while node.parent is not None and node.lock_ref == 1:
             num_tokens += len(node.tokens)
             node = node.parent
+            self._num_walked += 1
         if num_tokens != lease.receipt.sole_tokens:
             known = lease.receipt.sole_tokens
             self._report(f"row {lease.row} alone has locked {num_tokens} tokens, not {known}")
@@ -240,7 +274,7 @@ class Recount:
         return _Locks(num_locks, positions)
 
     def _add_lease(self, record: _LeaseRecord, sign: int) -> None:
-        self._lock_diffs[record.end] -= sign
+        self._add_locks(record.end, -sign)
         for pool, sums in self._sums.items():
             sums.add_private(record.private[pool], sign, is_lent=record.is_lent)
             if pool in record.locks:
@@ -274,7 +308,7 @@ class Recount:
         self._add_node(node, record, +1)
         if was is None:
             self._pending.nodes += ((node, key, child) for key, child in node.children.items())
-        return 1 + len(node.tokens) // self._stores.page_size // _PAGES_PER_UNIT
+        return self._cost(len(node.tokens) // self._stores.page_size, is_first=was is None)
 
     def _shape(self, node: RadixNode) -> Iterator[str]:
         """Check that an edge has whole pages, is keyed by its first page and linked both ways."""
@@ -316,12 +350,13 @@ class Recount:
         while above is not None:
             num_tokens += len(above.tokens)
             above = above.parent
+            self._num_walked += 1
         return num_tokens // self._stores.page_size
 
     def _add_node(self, node: RadixNode, record: _NodeRecord, sign: int) -> None:
-        self._lock_diffs[node] += sign * record.lock_ref
+        self._add_locks(node, sign * record.lock_ref)
         if record.parent is not None:
-            self._lock_diffs[record.parent] -= sign * record.lock_ref
+            self._add_locks(record.parent, -sign * record.lock_ref)
         for pool, pages in record.pages.items():
             self._sums[pool].add_node(pages, record.num_protected[pool], sign)
             if pool in record.locks:
@@ -329,12 +364,17 @@ class Recount:
 
     # Sums
 
+    def _add_locks(self, node: RadixNode, num_locks: int) -> None:
+        diff = self._lock_diffs.pop(node, 0) + num_locks
+        if diff:
+            self._lock_diffs[node] = diff
+
     def _compare(self) -> Iterator[str]:
         """Compare the sums. Call it when nothing is left to visit."""
         for node, diff in self._lock_diffs.items():
-            if diff and node not in self._nodes:
+            if node not in self._nodes:
                 yield "a lock is held on a node that is not in the tree"
-            elif diff:
+            else:
                 held = f"{node.lock_ref} locks, {node.lock_ref - diff} are held"
                 yield f"a node of {len(node.tokens)} tokens counts {held}"
         yield from self._compare_rows()

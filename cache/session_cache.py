@@ -390,6 +390,11 @@ class SessionAwareCache:
     def __len__(self) -> int:
         return len(self._slots)
 
+    @property
+    def num_turns(self) -> int:
+        """Return the number of turns that have borrowed a session."""
+        return len(self._turns)
+
     def peek(self, tokens: Tokens, namespace: Namespace) -> MatchResult:
         """Return what a cold turn with these tokens would match in the tree. Changes nothing."""
         return self._stores.tree.match_prefix(namespace, tokens[: max(0, len(tokens) - 1)])

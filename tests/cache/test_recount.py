@@ -128,6 +128,60 @@ def test_what_a_slice_costs_does_not_grow_with_the_number_of_sessions(mixture: M
     assert cost(120) < 1.2 * cost(30)
 
 
+@pytest.mark.parametrize(("num_changed", "num_visits"), [(20, 20), (21, 21), (22, 21)])
+def test_a_slice_visits_so_much_of_what_has_changed(
+    monkeypatch: pytest.MonkeyPatch, num_changed: int, num_visits: int
+) -> None:
+    monkeypatch.setattr("cache.recount.MAX_CHANGED", 20)
+    cache = make_cache(4)
+    for number in range(30):
+        cache.open(SessionId(f"s{number}"), namespace=NAMESPACES[0])
+    recount, visited = Recount(cache), list[SessionId]()
+    recount.advance(30)
+    visit = recount._visit_session
+    monkeypatch.setattr(recount, "_visit_session", lambda name: visited.append(name) or visit(name))
+    for number in range(num_changed):
+        cache.rewind(SessionId(f"s{number}"), 0)
+    recount.advance(1)
+    assert len(visited) == num_visits
+
+
+@pytest.mark.parametrize(("num_sessions", "num_slices"), [(15, 1), (16, 1), (17, 2)])
+def test_records_are_dropped_in_slices(
+    monkeypatch: pytest.MonkeyPatch, num_sessions: int, num_slices: int
+) -> None:
+    cache = make_cache(4, num_pages=600, num_rows=num_sessions)
+    for number in range(num_sessions):
+        cache.open(SessionId(f"s{number}"), namespace=NAMESPACES[0])
+        run_turn(cache, SessionId(f"s{number}"), PROMPT)
+    recount, num_left = Recount(cache), list[int]()
+    drop = recount._drop_records
+    monkeypatch.setattr(
+        recount, "_drop_records", lambda most: num_left.append(len(recount._leases)) or drop(most)
+    )
+    while not recount.advance(1):
+        pass
+    assert num_left == [num_sessions, num_sessions - 16][:num_slices]
+
+
+def test_what_a_slice_costs_does_not_grow_with_the_edges_of_a_path() -> None:
+    def cost(num_sessions: int) -> int:
+        cache = make_cache(4, num_pages=400, num_rows=num_sessions + 2, max_context_len=400)
+        path = [number % 31 for number in range(160)]
+        for number in range(1, 40):
+            name = SessionId(f"branch{number}")
+            cache.open(name, namespace=NAMESPACES[0])
+            run_turn(cache, name, [*path[: 4 * number], *[99] * 5])
+            cache.close(name)
+        for number in range(num_sessions):
+            cache.open(SessionId(f"s{number}"), namespace=NAMESPACES[0])
+            run_turn(cache, SessionId(f"s{number}"), [*path, 1])
+        recount = Recount(cache)
+        return count_calls(lambda: recount.advance(8))
+
+    assert cost(8) < 1.2 * cost(2)
+
+
 def test_books_that_are_begun_anew_end_a_recount(world: World) -> None:
     recount = Recount(world.cache)
     assert not recount.advance(1)

@@ -73,6 +73,24 @@ SLICES = (
         "pages",
         "more pages are more units",
     ),
+    Constant(
+        "cache.recount:_EDGES_PER_UNIT",
+        "edges of a path that count as one such unit",
+        "edges",
+        "more edges are more units",
+    ),
+    Constant(
+        "cache.recount:MAX_CHANGED",
+        "units for what has changed since, and two for each turn that runs",
+        "units",
+        _NEXT,
+    ),
+    Constant(
+        "cache.recount:_FREED_PER_UNIT",
+        "records of a recount that are dropped for one such unit",
+        "records",
+        _NEXT,
+    ),
     _constant(
         "runner.model_runner:PROMPT_LOGPROB_BLOCK",
         "prompt logprobs computed at a time",
