@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,8 +64,21 @@ _CHILDREN: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Return its exit status; 2 for invalid arguments."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one subcommand. Return its exit status: 2 for invalid arguments, 130 after Ctrl-C."""
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            print(end="", flush=True)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of the output has left. The interpreter flushes once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in _CHILDREN:
         module_name, serve = _CHILDREN[arguments[0]]
         return int(getattr(importlib.import_module(module_name), serve)(int(arguments[1])))
@@ -107,7 +121,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen.error(
             explain_unknown_flags(surplus, chosen.flags, is_server=args.command == "serve")
         )
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        return 130
+    return run(args)

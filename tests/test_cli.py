@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 import subprocess
 import sys
@@ -38,6 +40,28 @@ def test_the_version_is_the_packages() -> None:
     done = run("--version")
     assert done.returncode == 0
     assert done.stdout.strip()[0].isdigit()
+
+
+def test_an_interrupt_while_a_command_is_imported_leaves_as_a_shell_expects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt(name)
+
+    monkeypatch.setattr(importlib, "import_module", interrupt)
+    assert [cli.main(["serve"]), cli.main(["_engine", "0"])] == [130, 130]
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    code = "from session_server import cli; cli._run = print; raise SystemExit(cli.main(['x']))"
+    command = [sys.executable, "-c", code]
+    with os.fdopen(theirs, "w") as output:
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_the_server_side_starts_without_torch() -> None:
