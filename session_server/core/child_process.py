@@ -7,12 +7,11 @@ import subprocess
 from collections.abc import Sequence
 
 
-def start_child(
-    argv: Sequence[str], *, process_group: int | None = None
-) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def start_child(argv: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Return our end of a socket and a child that alone holds the other end.
 
-    The number of the child's socket is appended to `argv`. Raises OSError.
+    The number of the child's socket is appended to `argv`. The child has a process group of its
+    own: Ctrl-C at the terminal is for the server, which decides when to stop. Raises OSError.
     """
     ours, theirs = socket.socketpair()
     try:
@@ -21,7 +20,7 @@ def start_child(
                 [*argv, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                process_group=process_group,
+                process_group=0,
             )
     except OSError:
         ours.close()

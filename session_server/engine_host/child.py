@@ -53,7 +53,7 @@ def serve_engine(fd: int, build: EngineFactory) -> int:
     # A supervisor that sees no progress sends SIGABRT. Then every thread's stack goes to stderr,
     # which needs neither the interpreter lock nor a running thread.
     faulthandler.enable()
-    # Ctrl-C and a service manager's SIGTERM reach the whole group; only the server decides.
+    # A service manager's signal reaches every process of the service; only the server decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(fileno=fd) as connection:

@@ -57,7 +57,7 @@ Answer = Rendered | NotRendered
 
 def serve_template(fd: int) -> int:
     """Render for the socket `fd` until the other end closes it. Returns the exit status."""
-    # Ctrl-C reaches the whole group of processes; only the server decides when to stop.
+    # A SIGINT sent to every process of a service; only the server decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with (
         contextlib.suppress(ConnectionError),  # the server is gone

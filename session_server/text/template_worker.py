@@ -121,7 +121,7 @@ class TemplateWorker:
     async def _spawn(self) -> None:
         self._kill()
         try:
-            ours, process = await asyncio.to_thread(start_child, _ARGV, process_group=0)
+            ours, process = await asyncio.to_thread(start_child, _ARGV)
             reader, writer = await asyncio.open_connection(sock=ours)
             self._child = _Child(process, reader, writer)
             answer = await self._request(self._settings, START_TIMEOUT_S)

@@ -390,6 +390,8 @@ def test_signals_meant_for_the_server_do_not_end_the_engine() -> None:
         server, client = ServerSide(), engine()
         await client.start(server.hear)
         assert client.pid is not None
+        # Ctrl-C during its imports, before it ignores the signal, would print a traceback.
+        assert os.getpgid(client.pid) == client.pid
         os.kill(client.pid, signal.SIGINT)
         os.kill(client.pid, signal.SIGTERM)
         await server.turn(client, "t", (1, 2))
