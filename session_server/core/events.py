@@ -27,8 +27,9 @@ class TurnTimings(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Hold the durations of one turn as the engine saw them, in milliseconds.
 
     `queue_ms`: submit to first admission. `prefill_ms`: admission to prompt computed. `ttft_ms`:
-    submit to first token settled. `decode_ms`: first token to the end. `forward_ms`: the whole time
-    of the forwards that the turn took part in. `num_steps`: how many there were.
+    submit to first token settled, or to the end without one. `decode_ms`: first token to the end.
+    `forward_ms`: the whole time of the forwards that the turn took part in. `num_steps`: how many
+    there were.
     """
 
     queue_ms: float

@@ -153,11 +153,10 @@ class _Turns:
         self.tokens.labels("generated").inc(event.num_outputs)
         timings = event.timings
         self.queued.observe(timings.queue_ms / 1e3)
-        if event.num_outputs:
+        # A canceled turn may have made tokens and kept none.
+        if event.num_outputs or timings.decode_ms:
             self.ttft.observe(timings.ttft_ms / 1e3)
-            self.seconds.observe((timings.ttft_ms + timings.decode_ms) / 1e3)
-        else:
-            self.seconds.observe((timings.queue_ms + timings.prefill_ms) / 1e3)
+        self.seconds.observe((timings.ttft_ms + timings.decode_ms) / 1e3)
 
     def count_failed(self, event: TurnFailed) -> None:
         self.ended.labels("failed").inc()

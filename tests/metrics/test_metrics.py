@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from msgspec.structs import replace
 
 from session_server.core.events import (
     CheckerReport,
@@ -127,6 +128,21 @@ def test_a_finished_turn_counts_once_with_its_tokens_and_times() -> None:
     assert value(metrics, "session_server_inter_token_seconds_sum") == 0.25
     assert value(metrics, "session_server_time_to_first_token_seconds_sum") == 0.03
     assert value(metrics, "session_server_turn_seconds_sum") == pytest.approx(0.07)
+
+
+@pytest.mark.parametrize(("decode_ms", "num_first_tokens"), [(3700.0, 1), (0.0, 0)])
+def test_a_canceled_turn_that_keeps_nothing_counts_its_whole_time(
+    decode_ms: float, num_first_tokens: int
+) -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    timings = replace(TIMINGS, decode_ms=decode_ms)
+    metrics.on_event(
+        replace(FINISHED, reason=FinishReason.CANCELLED, num_outputs=0, timings=timings)
+    )
+    seconds = (30.0 + decode_ms) / 1e3
+    assert value(metrics, "session_server_turn_seconds_sum") == pytest.approx(seconds)
+    name = "session_server_time_to_first_token_seconds_count"
+    assert value(metrics, name) == num_first_tokens
 
 
 def test_failures_are_counted_by_code_and_unknown_codes_together() -> None:
