@@ -115,7 +115,8 @@ def explain_unknown_flags(surplus: Iterable[str], known: Iterable[str], *, is_se
     words = list(surplus)
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     if not flags:
-        return f"unrecognized arguments: {' '.join(words)}"
+        hint = f"; pass a checkpoint as --model-path {words[0]}" if is_server else ""
+        return f"unrecognized arguments: {' '.join(words)}{hint}"
     known = list(known)
     return "\n  ".join(_explain_flag(flag, known, is_server=is_server) for flag in flags)
 

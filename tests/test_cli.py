@@ -76,14 +76,14 @@ def test_the_server_side_starts_without_torch() -> None:
         ("serve --hots ::1", "unrecognized argument --hots; did you mean --host?"),
         ("chat --urll=x", "unrecognized argument --urll; did you mean --url?"),
         ("chat extra", "unrecognized arguments: extra"),
+        (
+            "serve dir/of/model",
+            "unrecognized arguments: dir/of/model; pass a checkpoint as --model-path dir/of/model",
+        ),
         ("chat --tp 2", "unrecognized argument --tp"),
         ("serve --tp 2", "--tp is not supported, because a model runs on one device"),
         ("serve --max-model-len=8", "--max-model-len is called --context-length here"),
         ("audit --limit -1", "argument --limit: expected a whole number at least 0, got '-1'"),
-        (
-            "bench mla --turns 3",
-            "argument --turns: expected a whole number between 22 and 10000, got '3'",
-        ),
         (
             "demo --turns two",
             "argument --turns: expected a whole number between 1 and 4096, got 'two'",
@@ -112,6 +112,18 @@ def test_a_session_to_resume_needs_the_server_that_has_it(
 ) -> None:
     assert cli.main(["chat", "--session", "s_gone"]) == 2
     assert capsys.readouterr().err == "session-server chat: --session needs --url\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["kept --turns 30", "mla --plot x.png", "sessions --turns 21", "sessions --turns 10001"],
+)
+def test_a_benchmark_refuses_flags_that_it_would_not_use(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", *words.split()]) == 2
+    reason = "--turns N, 22 to 10000, and --plot are flags of `bench sessions`"
+    assert capsys.readouterr().err == f"session-server bench: {reason}\n"
 
 
 def test_every_unknown_flag_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

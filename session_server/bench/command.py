@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +30,6 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from session_server.arguments import whole_number
 from session_server.bench import growth, kept, kv_dtype, memory_check, mla, speculation
 from session_server.progress import StepProgress
 
@@ -46,6 +46,9 @@ BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[..., Any]]]] = Mapping
 """Each workload has `total_steps`; each module has `measure(workload, on_step=...)`, which returns
 figures, and `SHEETS`, which show them."""
 
+_TURNS: Final = range(22, 10_001)
+_FLAGS_OF_SESSIONS: Final = "--turns N, 22 to 10000, and --plot are flags of `bench sessions`"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `session-server bench`."""
@@ -55,10 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sessions = parser.add_argument_group("sessions", "Flags of the benchmark `sessions`.")
     sessions.add_argument(
         "--turns",
-        type=whole_number(22, 10_000),
+        type=int,
         metavar="N",
-        default=300,
-        help="turns of the session (default: 300)",
+        help="turns of the session, 22 to 10000 (default: 300)",
     )
     sessions.add_argument("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib)")
     output = parser.add_argument_group("output")
@@ -69,13 +71,16 @@ def run(args: argparse.Namespace) -> int:
     """Run one benchmark and return 0 when it finished. Figures never change the exit status."""
     console = Console(stderr=args.json)
     benchmark, workload = BENCHMARKS[args.benchmark]
-    flags = {"num_turns": args.turns} if benchmark is growth else {}
-    load = workload(**flags)
+    is_foreign = benchmark is not growth and (args.turns, args.plot) != (None, None)
+    if is_foreign or (args.turns is not None and args.turns not in _TURNS):
+        print(f"session-server bench: {_FLAGS_OF_SESSIONS}", file=sys.stderr)
+        return 2
+    load = workload() if args.turns is None else workload(num_turns=args.turns)
     with StepProgress(console) as progress:
         task = progress.add_task("steps", total=load.total_steps)
         figures = benchmark.measure(load, on_step=lambda: progress.advance(task))
     report = {"benchmark": args.benchmark, "machine": _machine(), **figures}
-    if args.plot is not None and benchmark is growth:
+    if args.plot is not None:
         growth.plot_growth(report["growth"]["turns"], args.plot)
         console.print(f"plot written to {args.plot}")
     if args.json:
