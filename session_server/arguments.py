@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from session_server.core.owner import KEY_VARIABLE
-
-KEY_ADVICE: Final = f"this server requires an API key: pass --api-key or set {KEY_VARIABLE}"
-"""The hint of a subcommand whose request a server has refused."""
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         memory, sessions = _fetch(args)
     except SERVER_FAILURES as error:
-        return print_failure(error, console)
+        return print_failure(error, console, key=args.api_key)
     problems = imbalances(memory)
     if args.json:
         console.print_json(json.dumps({"memory": memory, "sessions": sessions}))

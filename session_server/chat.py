@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             with _LoopThread() as loop:
                 return _Chat(console, args, url, loop).run()
     except SERVER_FAILURES as error:
-        return print_failure(error, console)
+        return print_failure(error, console, key=args.api_key)
 
 
 def describe(result: TurnResult) -> str:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from session_server.arguments import KEY_ADVICE
 from session_server.client import ClientError, ConnectionLost, Refused
+from session_server.core.owner import KEY_VARIABLE
 from session_server.local_server import ServerFailed
 
 SERVER_FAILURES: Final = (ServerFailed, ClientError, httpx.HTTPError)
@@ -33,27 +33,39 @@ def make_table(
     return table
 
 
+def refusal_text(response: httpx.Response) -> str:
+    """Return the status and the message of a refusal; without a message the start of its body."""
+    try:
+        text = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        text = response.text[:400]
+    return f"{response.status_code}: {text}"
+
+
 def print_failure(
     error: Exception,
     console: Console,
     *,
+    key: str | None,
     prefix: str = "",
     advice: str = "`session-server serve` starts one",
 ) -> int:
     """Print why a command could not use its server, and what to do. Return exit status 1.
 
-    `advice` follows the question whether a server is running there.
+    `key`: the API key that the server was given. `advice` follows the question whether a server is
+    running there. Lines are not wrapped: an address stays in one piece.
     """
     is_refused = isinstance(error, Refused) and error.code == "unauthorized"
     text = str(error)
     if isinstance(error, httpx.HTTPStatusError):
         is_refused = error.response.status_code == HTTPStatus.UNAUTHORIZED
-        text = f"{error.response.status_code}: {error.response.text[:400]}"
+        text = refusal_text(error.response)
     elif isinstance(error, httpx.HTTPError):
         text = f"no answer from {error.request.url}: {error}"
-    console.print(f"[red]{prefix}{escape(text)}[/]")
+    console.print(f"[red]{prefix}{escape(text)}[/]", soft_wrap=True)
     if is_refused:
-        console.print(KEY_ADVICE)
+        what = "does not know the key of" if key else "requires an API key: pass"
+        console.print(f"this server {what} --api-key or {KEY_VARIABLE}", soft_wrap=True)
     if isinstance(error, httpx.TransportError | ConnectionLost):
-        console.print(f"is a server running there? {advice}")
+        console.print(f"is a server running there? {advice}", soft_wrap=True)
     return 1

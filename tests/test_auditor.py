@@ -77,6 +77,7 @@ def test_what_is_off_is_said_in_words(books: dict[str, Any], words: list[str]) -
 def served() -> Iterator[tuple[str, dict[str, Any]]]:
     """A server that answers what the test puts into the dictionary."""
     answers: dict[str, Any] = {}
+    refusal = {"type": "x", "code": "x", "message": "a sentence " * 9, "param": None}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -85,7 +86,7 @@ def served() -> Iterator[tuple[str, dict[str, Any]]]:
             wants_key = "key" in answers and self.headers["Authorization"] != answers["key"]
             self.send_response(401 if wants_key else status)
             self.end_headers()
-            self.wfile.write(dumps(found or {"error": "no"}).encode())
+            self.wfile.write(dumps(found or {"error": refusal}).encode())
 
         def log_message(self, format: str, *args: object) -> None:
             """Stay quiet."""
@@ -133,7 +134,7 @@ def test_a_refusal_and_a_dead_address_are_errors_and_not_tracebacks(
 ) -> None:
     url, _ = served
     assert audit(url) == 1
-    assert "404" in capsys.readouterr().out
+    assert capsys.readouterr().out == "404: " + "a sentence " * 9 + "\n", "no JSON, no line breaks"
     assert audit("http://127.0.0.1:1") == 1
     assert "no answer" in capsys.readouterr().out
     assert audit("127.0.0.1:30000") == 1
@@ -148,7 +149,11 @@ def test_a_server_that_asks_for_a_key_gets_one_or_the_flag_is_named(
     url, answers = served
     answers |= {"key": "Bearer k", "/v1/admin/memory": memory(), "/v1/sessions": {"data": []}}
     assert audit(url) == 1
-    assert "--api-key" in capsys.readouterr().out
+    assert "pass --api-key" in capsys.readouterr().out
+    assert audit(url, "--api-key", "bad") == 1
+    said = capsys.readouterr().out
+    assert "does not know the key" in said
+    assert "pass --api-key" not in said
     assert audit(url, "--api-key", "k") == 0
 
 

@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
             report = asyncio.run(_run_sessions(url, args, console))
     except SERVER_FAILURES as error:
         advice = "without --url the demo starts its own"
-        return print_failure(error, console, prefix="the demo could not run: ", advice=advice)
+        prefix = "the demo could not run: "
+        return print_failure(error, console, key=args.api_key, prefix=prefix, advice=advice)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
