@@ -19,10 +19,11 @@ import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Any
 
 from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 TERMINAL = {"turn.completed", "turn.cancelled", "turn.failed"}
 MAX_ATTEMPTS = 10
@@ -31,8 +32,9 @@ MAX_ATTEMPTS = 10
 class Session:
     """Hold one session: its id, the last sequence number seen, and the socket."""
 
-    def __init__(self, url: str, session_id: str) -> None:
+    def __init__(self, url: str, session_id: str, api_key: str | None) -> None:
         self.url = url.replace("http", "ws", 1)
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.session_id = session_id
         self.epoch: str | None = None
         self.seq = 0
@@ -44,6 +46,7 @@ class Session:
         self.socket = await connect(
             f"{self.url}/v1/sessions/{self.session_id}/ws{query}",
             subprotocols=["kvsession.v1"],  # type: ignore[list-item]
+            additional_headers=self.headers,
             compression=None,
         )
         hello = json.loads(await self.socket.recv())
@@ -97,9 +100,12 @@ async def main() -> None:
     """Read lines and run each as a turn, until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--api-key")
     parser.add_argument("--session", default="new", help="come back to this session")
     args = parser.parse_args()
-    session = Session(args.url, args.session)
+    if "://" not in args.url:
+        parser.error("argument --url: give it as http://HOST:PORT")
+    session = Session(args.url, args.session, args.api_key)
     await session.attach()
     print(
         f"session {session.session_id}; an empty line, Ctrl-D or Ctrl-C ends the program, "
@@ -111,10 +117,21 @@ async def main() -> None:
     await session.socket.close()
 
 
+def refusal(error: InvalidStatus) -> str:
+    """Return why the server refused the socket, in its own words if it has some."""
+    advice = "; pass --api-key" if error.response.status_code == HTTPStatus.UNAUTHORIZED else ""
+    try:
+        return f"refused: {json.loads(error.response.body or b'')['error']['message']}{advice}"
+    except (ValueError, KeyError, TypeError):  # another kind of server
+        return f"refused: {error}{advice}"
+
+
 if __name__ == "__main__":
     # asyncio would wait for the thread that reads the terminal, until Enter is pressed.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         asyncio.run(main())
+    except InvalidStatus as error:
+        raise SystemExit(refusal(error)) from None
     except OSError as error:
         raise SystemExit(f"{error}: is a server running? `session-server serve`") from None

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,7 @@ from session_server.client import (
     server_address,
 )
 from session_server.demo.corpus import Exchange, dialogue, is_right
+from session_server.terminal import SERVER_FAILURES, print_failure
 
 HELD_ACCOUNTS = ("session_held", "active", "tree_protected", "fenced", "spill", "quarantine")
 LEDGER_PATIENCE_S = 10.0
@@ -84,6 +86,7 @@ class Load:
     errors: Counter[str] = field(default_factory=Counter)
     num_disconnects: int = 0
     num_reconnects: int = 0
+    is_interrupted: bool = False
 
     def add(self, record: TurnRecord) -> None:
         """Record a turn that has ended."""
@@ -236,15 +239,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=args.json is not None and str(args.json) == "-")
     try:
         report = asyncio.run(run(args, console))
-    except httpx.HTTPStatusError as error:
-        console.print(f"[red]refused by {args.url}:[/red] {error.response.text[:400]}")
-        if error.response.status_code == httpx.codes.UNAUTHORIZED:
-            console.print("pass --api-key")
-        return 1
-    except httpx.HTTPError as error:
-        console.print(f"[red]no answer from {args.url}:[/red] {str(error) or type(error).__name__}")
-        console.print("is a server running there? `session-server serve` starts one")
-        return 1
+    except KeyboardInterrupt:
+        return 130
+    except SERVER_FAILURES as error:
+        return print_failure(error, console, key=args.api_key)
     show(report, console)
     if args.json is not None:
         text = json.dumps(report, indent=2)
@@ -252,6 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot is not None:
         plot(report, args.plot)
         console.print(f"plot written to {args.plot}")
+    if report["interrupted"]:
+        return 130
     return 0 if report["ok"] else 1
 
 
@@ -296,7 +296,15 @@ async def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
             task = progress.add_task("turns", total=args.sessions * args.turns)
             load = Load(args, progress, task, begin_s)
-            await asyncio.gather(*(Talk(load, number).run() for number in range(args.sessions)))
+            talks = asyncio.gather(*(Talk(load, number).run() for number in range(args.sessions)))
+            loop = asyncio.get_running_loop()
+            # Ctrl-C ends the load and reports it so far; a second one ends the program.
+            loop.add_signal_handler(signal.SIGINT, talks.cancel)
+            try:
+                await talks
+            except asyncio.CancelledError:
+                load.is_interrupted = True
+            loop.remove_signal_handler(signal.SIGINT)
         elapsed_s = clock() - begin_s
         after = await settled_ledger(http, before)
     return summarize(load, elapsed_s, before, after)
@@ -338,6 +346,7 @@ def summarize(
     is_balanced = after["violations"] == 0 and after["held"] <= before["held"]
     return {
         "ok": not load.errors and is_balanced,
+        "interrupted": load.is_interrupted,
         "sessions": load.args.sessions,
         "turns": len(turns),
         "elapsed_s": elapsed_s,
@@ -415,6 +424,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
     for what, count in report["errors"].items():
         console.print(f"[red]error: {count} x {what}[/]")
+    if report["interrupted"]:
+        console.print("[yellow]interrupted[/]")
     console.print("[green]no errors[/]" if not report["errors"] else "[red]there were errors[/]")
 
 

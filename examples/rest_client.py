@@ -23,6 +23,8 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--api-key")
     args = parser.parse_args()
+    if "://" not in args.url:
+        parser.error("argument --url: give it as http://HOST:PORT")
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     with httpx.Client(base_url=args.url, headers=headers, timeout=120.0) as http:
         session = opened(http)
@@ -60,6 +62,8 @@ def stream(http: httpx.Client, session: str, text: str) -> Iterator[tuple[str, d
         json=turn_body(text),
         headers={"Accept": "text/event-stream"},
     ) as answer:
+        if answer.is_error:
+            answer.read()  # its message
         answer.raise_for_status()
         for line in answer.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
@@ -75,6 +79,15 @@ def turn_body(text: str) -> dict[str, Any]:
     }
 
 
+def refusal(answer: httpx.Response) -> str:
+    """Return why the server refused a request, in its own words if it has some."""
+    advice = "; pass --api-key" if answer.status_code == httpx.codes.UNAUTHORIZED else ""
+    try:
+        return f"refused: {answer.json()['error']['message']}{advice}"
+    except (ValueError, KeyError, TypeError):  # another kind of server
+        return f"refused: {answer.status_code} {answer.reason_phrase}{advice}"
+
+
 def print_turn(text: str, body: dict[str, Any]) -> None:
     """Print the question, the answer and the usage."""
     usage = body["usage"]
@@ -86,6 +99,8 @@ if __name__ == "__main__":
     try:
         main()
     except httpx.HTTPStatusError as error:
-        raise SystemExit(f"refused: {error}") from None
-    except httpx.ConnectError as error:
+        raise SystemExit(refusal(error.response)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except httpx.TransportError as error:
         raise SystemExit(f"{error}: is a server running? `session-server serve`") from None

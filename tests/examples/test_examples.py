@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import psutil
+import pytest
 
 from session_server.local_server import LocalServer
 
@@ -90,6 +95,78 @@ def test_a_load_on_no_server_is_an_error_and_not_a_traceback() -> None:
     assert "no answer" in done.stdout
     assert "ConnectError(" not in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def closed_url() -> Iterator[str]:
+    """Where a server is that refuses every key."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            error = {"type": "x", "code": "unauthorized", "message": "Not you.", "param": None}
+            body = json.dumps({"error": error}).encode()
+            self.send_response(401)
+            self.send_header("content-length", str(len(body)))
+            self.send_header("connection", "close")
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Stay quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def said_by(name: str, *argv: str, patch: pytest.MonkeyPatch) -> str | int | None:
+    """What a program of this process exits with."""
+    patch.setattr(sys, "argv", [name, *argv])
+    patch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return left.value.code
+
+
+@pytest.mark.parametrize("name", ["rest_client.py", "chat_client.py", "load_test.py"])
+def test_a_refused_key_and_an_address_without_a_scheme_are_told_in_a_line(
+    name: str,
+    closed_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    refused = said_by(name, "--url", closed_url, patch=monkeypatch)
+    said = str(refused) + capsys.readouterr().out
+    assert "Not you." in said
+    assert "pass --api-key" in said
+    assert said_by(name, "--url", "localhost:30000", patch=monkeypatch) in {1, 2}
+    told = capsys.readouterr()
+    assert "as http://HOST:PORT" in told.out + told.err
+
+
+def test_ctrl_c_ends_a_load_and_reports_it_so_far(url: str) -> None:
+    argv = [sys.executable, str(EXAMPLES / "load_test.py"), "--url", url, "--json", "-"]
+    argv += ["--sessions", "2", "--turns", "10000", "--think-s", "0.01", "--ramp-s", "0"]
+    pipe = subprocess.PIPE
+
+    def num_sessions() -> int:
+        return len(httpx.get(f"{url}/v1/sessions").json()["data"])
+
+    before = num_sessions()
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as load:
+        while num_sessions() < before + 2:
+            assert load.poll() is None, "the load ended before it began"
+        load.send_signal(signal.SIGINT)
+        output, errors = load.communicate(timeout=60)
+    assert load.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert json.loads(output)["interrupted"]
+    assert json.loads(output)["ledger"]["balanced"]
 
 
 def test_a_share_is_between_none_and_all() -> None:
