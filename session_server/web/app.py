@@ -99,7 +99,9 @@ async def _asyncapi(request: Request) -> Response:
 async def _no_such_path(request: Request, _: Exception) -> Response:
     """Answer an unknown path with a list of the known ones."""
     is_under_v1 = request.scope["path"].startswith("/v1/")
-    hint = f"Under /v1 there are {', '.join(_PATHS)}." if is_under_v1 else "GET / lists the paths."
+    hint = "GET / lists the paths."
+    if is_under_v1:
+        hint = f"GET /openapi.json has all of them; under /v1 there are {', '.join(_PATHS)}."
     return error_response(HttpRefusal(404, f"There is no such path. {hint}"))
 
 

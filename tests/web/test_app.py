@@ -150,6 +150,7 @@ async def test_an_unknown_path_is_answered_with_what_there_is(this: Served) -> N
         answer = await this.http.get(path)
         assert answer.status_code == 404
         assert answer.json()["error"]["message"].endswith(told)
+        assert ("GET /openapi.json has all" in answer.json()["error"]["message"]) == ("v1" in path)
 
 
 @served()
