@@ -87,6 +87,8 @@ async def serve(
         )
         try:
             await server.serve(sockets=[listener])
+            if server.force_exit:  # else its lifespan is canceled with the loop: a logged error
+                await server.lifespan.shutdown()
         finally:
             for drainer in drainers:
                 drainer.cancel()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
+import signal
 import socket
 from unittest import mock
 
@@ -11,6 +13,8 @@ import pytest
 
 from session_server.web import listener as listening
 from session_server.web.listener import bind, connection_limits_for, max_readers_for
+from session_server.web.server import serve
+from tests.web.serving import Served, served
 
 
 def test_accepted_connections_send_small_frames_at_once() -> None:
@@ -93,3 +97,19 @@ def test_one_message_fits_whatever_the_bounds_are() -> None:
     )
     assert limits.connections_per_address == 7
     assert limits.input_bytes == limits.input_bytes_per_address == 2 << 20
+
+
+@served()
+async def test_a_third_signal_leaves_no_task_to_be_canceled_with_the_loop(this: Served) -> None:
+    def num_lifespans() -> int:
+        return sum(task.get_name() == "tick" for task in asyncio.all_tasks())
+
+    before, listener = num_lifespans(), bind("127.0.0.1", 0)
+    serving = asyncio.create_task(
+        serve(this.app, this.services, listener=listener, ready=io.StringIO())
+    )
+    await this.until(lambda: num_lifespans() > before)
+    for _ in range(3):
+        signal.raise_signal(signal.SIGINT)
+    await serving
+    assert num_lifespans() == before
