@@ -9,77 +9,53 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Final
 
-_ONE_DEVICE: Final = "a model runs on one device"
-_ONE_MACHINE: Final = "a server runs on one machine"
-_AS_STORED: Final = (
-    "weights are served as the checkpoint has them; FP8 of deepseek_v3 and MXFP4 of gpt_oss are "
-    "dequantized when they are loaded"
-)
-_NO_ADAPTERS: Final = "adapters are not implemented"
-_TEXT_ONLY: Final = "models read and write text only"
-_NOT_PARSED: Final = "tool calls and reasoning are not parsed out of answers"
-_NOT_CONSTRAINED: Final = "constrained decoding is not implemented"
-_NO_TIERS: Final = "KV that leaves the device is recomputed, not offloaded"
-_PLAIN_HTTP: Final = "the server speaks plain HTTP; put TLS in front of it"
-_OWN_FILES: Final = "it is part of the checkpoint; put the file into the checkpoint's directory"
-
-
-def _with_reason(text: str, names: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), text)
-
-
-UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = (
-    _with_reason(
-        _ONE_DEVICE,
-        "--tp --tp-size --tensor-parallel-size --pp --pp-size --pipeline-parallel-size --dp "
-        "--dp-size --data-parallel-size --ep --ep-size --expert-parallel-size "
-        "--enable-expert-parallel --enable-dp-attention --base-gpu-id --gpu-id-step",
-    )
-    | _with_reason(
-        _ONE_MACHINE,
-        "--nnodes --node-rank --dist-init-addr --dist-timeout --distributed-executor-backend "
-        "--disaggregation-mode --load-balance-method",
-    )
-    | _with_reason(
-        _AS_STORED, "--quantization -q --torchao-config --load-format --quantization-param-path"
-    )
-    | _with_reason(
-        _NO_ADAPTERS,
-        "--lora-paths --enable-lora --lora-modules --max-lora-rank --max-loras "
-        "--max-loras-per-batch --lora-backend",
-    )
-    | _with_reason(
-        _TEXT_ONLY,
-        "--enable-multimodal --limit-mm-per-prompt --mm-processor-kwargs --is-embedding --task "
-        "--runner --reward-model",
-    )
-    | _with_reason(
-        _NOT_PARSED,
-        "--tool-call-parser --reasoning-parser --enable-auto-tool-choice --tool-server",
-    )
-    | _with_reason(
-        _NOT_CONSTRAINED,
-        "--grammar-backend --guided-decoding-backend --structured-outputs-config",
-    )
-    | _with_reason(
-        _NO_TIERS,
-        "--enable-hierarchical-cache --hicache-ratio --hicache-size --hicache-write-policy "
-        "--swap-space --cpu-offload-gb --kv-transfer-config",
-    )
-    | _with_reason(
-        _PLAIN_HTTP,
-        "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-keyfile-password",
-    )
-    | _with_reason(
-        _OWN_FILES,
-        "--chat-template --tokenizer --tokenizer-path --tokenizer-mode --completion-template "
-        "--hf-overrides --generation-config --json-model-override-args",
-    )
-    | _with_reason(
-        "the Hugging Face cache (HF_HOME) decides where a model is stored",
-        "--download-dir --revision --code-revision --tokenizer-revision --hf-token",
-    )
-)
+UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = {
+    flag: reason
+    for reason, flags in {
+        "a model runs on one device": (
+            "--tp --tp-size --tensor-parallel-size --pp --pp-size --pipeline-parallel-size --dp "
+            "--dp-size --data-parallel-size --ep --ep-size --expert-parallel-size "
+            "--enable-expert-parallel --enable-dp-attention --base-gpu-id --gpu-id-step"
+        ),
+        "a server runs on one machine": (
+            "--nnodes --node-rank --dist-init-addr --dist-timeout --distributed-executor-backend "
+            "--disaggregation-mode --load-balance-method"
+        ),
+        "weights are served as the checkpoint has them; "
+        "FP8 of deepseek_v3 and MXFP4 of gpt_oss are dequantized when they are loaded": (
+            "--quantization -q --torchao-config --load-format --quantization-param-path"
+        ),
+        "adapters are not implemented": (
+            "--lora-paths --enable-lora --lora-modules --max-lora-rank --max-loras "
+            "--max-loras-per-batch --lora-backend"
+        ),
+        "models read and write text only": (
+            "--enable-multimodal --limit-mm-per-prompt --mm-processor-kwargs --is-embedding --task "
+            "--runner --reward-model"
+        ),
+        "tool calls and reasoning are not parsed out of answers": (
+            "--tool-call-parser --reasoning-parser --enable-auto-tool-choice --tool-server"
+        ),
+        "constrained decoding is not implemented": (
+            "--grammar-backend --guided-decoding-backend --structured-outputs-config"
+        ),
+        "KV that leaves the device is recomputed, not offloaded": (
+            "--enable-hierarchical-cache --hicache-ratio --hicache-size --hicache-write-policy "
+            "--swap-space --cpu-offload-gb --kv-transfer-config"
+        ),
+        "the server speaks plain HTTP; put TLS in front of it": (
+            "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-keyfile-password"
+        ),
+        "it is part of the checkpoint; put the file into the checkpoint's directory": (
+            "--chat-template --tokenizer --tokenizer-path --tokenizer-mode --completion-template "
+            "--hf-overrides --generation-config --json-model-override-args"
+        ),
+        "the Hugging Face cache (HF_HOME) decides where a model is stored": (
+            "--download-dir --revision --code-revision --tokenizer-revision --hf-token"
+        ),
+    }.items()
+    for flag in flags.split()
+}
 """Map each unsupported flag of SGLang or vLLM to the reason."""
 
 RENAMED_FLAGS: Final[Mapping[str, str]] = {
