@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Final
 
@@ -33,15 +34,6 @@ def make_table(
     return table
 
 
-def refusal_text(response: httpx.Response) -> str:
-    """Return the status and the message of a refusal; without a message the start of its body."""
-    try:
-        text = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        text = response.text[:400]
-    return f"{response.status_code}: {text}"
-
-
 def print_failure(
     error: Exception,
     console: Console,
@@ -58,8 +50,11 @@ def print_failure(
     is_refused = isinstance(error, Refused) and error.code == "unauthorized"
     text = str(error)
     if isinstance(error, httpx.HTTPStatusError):
-        is_refused = error.response.status_code == HTTPStatus.UNAUTHORIZED
-        text = refusal_text(error.response)
+        response = error.response
+        is_refused = response.status_code == HTTPStatus.UNAUTHORIZED
+        text = f"{response.status_code}: {response.text[:400]}"
+        with suppress(ValueError, KeyError, TypeError):  # from another kind of server
+            text = f"{response.status_code}: {response.json()['error']['message']}"
     elif isinstance(error, httpx.HTTPError):
         text = f"no answer from {error.request.url}: {error}"
     console.print(f"[red]{prefix}{escape(text)}[/]", soft_wrap=True)
