@@ -56,8 +56,7 @@ class EngineLink:
 
     @property
     def stalled_s(self) -> float | None:
-        """Return the seconds for which the engine has completed no step; None while it makes
-        progress."""
+        """Return the seconds since the last step of an engine that stalls; None for any other."""
         since_s = self._stalled_since_s
         return None if since_s is None else self._clock() - since_s
 
@@ -105,11 +104,8 @@ class EngineLink:
                 self._unsent.append(command)
 
     def resend(self) -> None:
-        """Send the commands that `send_or_queue` has queued.
-
-        Raises:
-            EngineUnavailable: the engine still takes nothing.
-        """
+        """Send the commands that `send_or_queue` has queued. Raises EngineUnavailable if the engine
+        still takes nothing."""
         while self._unsent:
             self._client.send(self._unsent[0])
             self._unsent.popleft()

@@ -27,11 +27,7 @@ class FairSlots:
 
     @contextlib.asynccontextmanager
     async def slot(self, owner: Owner, *, max_wait_s: float) -> AsyncIterator[None]:
-        """Hold a slot during the block.
-
-        Raises:
-            ServerBusy: none was free within `max_wait_s`.
-        """
+        """Hold a slot during the block. Raises ServerBusy if none was free within `max_wait_s`."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, OrderedDict())[granted] = None
         self._grant()

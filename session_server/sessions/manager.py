@@ -122,8 +122,7 @@ class SessionManager:
 
     @property
     def engine_stalled_s(self) -> float | None:
-        """Return the seconds for which the engine has completed no step; None while it makes
-        progress."""
+        """Return the seconds since the last step of an engine that stalls; None for any other."""
         return self._link.stalled_s
 
     @property
@@ -132,11 +131,8 @@ class SessionManager:
         return self._is_draining
 
     async def start(self, observers: Sequence[EventListener] = ()) -> EngineReady:
-        """Start the engine; `observers` get each of its events before the sessions do.
-
-        Raises:
-            EngineUnavailable: it did not come up.
-        """
+        """Start the engine; `observers` get each of its events before the sessions do. Raises
+        EngineUnavailable if it did not come up."""
         self._flow.backlog.bind(asyncio.get_running_loop())
         return await self._link.start((*observers, self.on_event))
 
@@ -213,11 +209,8 @@ class SessionManager:
         ttl_s: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> SessionView:
-        """Change settings (None keeps the present value) and journal the effective ones.
-
-        Raises:
-            SessionNotFound, SessionClosing, InvalidRequest
-        """
+        """Change settings (None keeps the present value) and journal the effective ones. Raises
+        SessionNotFound, SessionClosing, InvalidRequest."""
         session = self._sessions.get(owner, session_id)
         session.check_not_closing()
         if ttl_s is not None:
@@ -247,11 +240,8 @@ class SessionManager:
         return session.view()
 
     async def encode(self, owner: Owner, raw: RawInput, *, add_bos: bool) -> tuple[int, ...]:
-        """Return the token ids of raw input; encode a long text off the event loop.
-
-        Raises:
-            EngineUnavailable, ContextTooLong, TokenizeFailed, QuotaExceeded, ServerBusy
-        """
+        """Return the token ids of raw input; encode a long text off the event loop. Raises
+        EngineUnavailable, ContextTooLong, TokenizeFailed, QuotaExceeded, ServerBusy."""
         if self._link.ready is None:
             raise EngineUnavailable("there is no engine")
         encode, max_len = self._flow.prompt_builder.encode, self._link.ready.max_turn_len
@@ -363,20 +353,13 @@ class SessionManager:
     async def memory(
         self, *, full: bool = False, trace: bool = False, max_sessions: int = MAX_REPORTED_SESSIONS
     ) -> MemoryReported:
-        """Return the engine's memory accounts; see `ReportMemory` for the arguments.
-
-        Raises:
-            EngineUnavailable: there is no engine, or it does not answer.
-        """
+        """Return the engine's memory accounts; see `ReportMemory` for the arguments. Raises
+        EngineUnavailable if there is no engine, or it does not answer."""
         return await self._link.memory(full=full, trace=trace, max_sessions=max_sessions)
 
     async def flush(self) -> bool:
         """Cool every session and empty the radix tree; histories stay. Return False if turns are
-        live.
-
-        Raises:
-            EngineUnavailable: there is no engine, or it does not answer.
-        """
+        live. Raises EngineUnavailable if there is no engine, or it does not answer."""
         return await self._link.flush()
 
     def stats(self) -> ManagerStats:
@@ -546,10 +529,8 @@ class SessionManager:
 
     async def _wait_for_turns(self, deadline_s: float) -> None:
         """Wait until no turn is live, at most for `deadline_s`."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 while self._flow.counts.live:
                     self._became_idle.clear()
                     await self._became_idle.wait()
-        except TimeoutError:
-            return

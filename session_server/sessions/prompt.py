@@ -147,10 +147,7 @@ def check_beginning(
 
     Twice, because the last word of a beginning may be tokenized otherwise than in the whole. What a
     template may leave out (white space around a message, earlier answers) is not measured. None
-    measures the first messages of a session alone.
-
-    Raises:
-        ContextTooLong, TokenizeFailed
+    measures the first messages of a session alone. Raises ContextTooLong, TokenizeFailed.
     """
     match turn_input:
         case ChatInput() | None:

@@ -88,31 +88,21 @@ class Quotas:
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
         """Reject a session beyond the limit, or one that starts with more bytes than there is room
-        for.
-
-        Raises:
-            QuotaExceeded, ServerBusy
-        """
+        for. Raises QuotaExceeded, ServerBusy."""
         self.sessions.check(owner, 1)
         self.history_bytes.check(owner, num_bytes)
 
     def take_session(self, session: Session) -> None:
-        """Count a session about to open, and the bytes it keeps.
-
-        Raises:
-            QuotaExceeded, ServerBusy: nothing was counted.
-        """
+        """Count a session about to open, and the bytes it keeps. Raises QuotaExceeded, ServerBusy,
+        with nothing counted."""
         self.check_session(session.owner, session.num_bytes)
         self.sessions.take(session.owner)
         self.recount(session)
 
     @contextlib.contextmanager
     def opening(self, session: Session) -> Iterator[None]:
-        """Count a session during the block, while its first messages are measured.
-
-        Raises:
-            QuotaExceeded, ServerBusy: nothing was counted.
-        """
+        """Count a session during the block, while its first messages are measured. Raises
+        QuotaExceeded, ServerBusy, with nothing counted."""
         self.take_session(session)
         self.openings.add(session)
         try:
@@ -134,11 +124,8 @@ class Quotas:
         session.counted_bytes = 0
 
     def check_turn(self, owner: Owner, request: TurnRequest) -> None:
-        """Reject a turn beyond the limit, or one whose input does not fit beside all others.
-
-        Raises:
-            QuotaExceeded, ServerBusy
-        """
+        """Reject a turn beyond the limit, or one whose input does not fit beside all others. Raises
+        QuotaExceeded, ServerBusy."""
         self.turns.check(owner, 1)
         self.turn_bytes.check(owner, request_bytes(request))
         self.history_bytes.check(owner, input_bytes(request.input) + RECORD_BYTES)
@@ -160,10 +147,8 @@ class Quotas:
         its input and record will add to the conversation.
 
         Scores can take a thousand times the bytes of their tokens, so they are counted before the
-        first one is computed. `sampling` is clipped to the context.
-
-        Raises:
-            QuotaExceeded, ServerBusy: nothing was counted.
+        first one is computed. `sampling` is clipped to the context. Raises QuotaExceeded,
+        ServerBusy, with nothing counted.
         """
         num_bytes = token_bytes(len(prompt.tokens)) + max_score_bytes(sampling, prompt.context_len)
         self.turn_bytes.check(session.owner, num_bytes)
@@ -218,10 +203,8 @@ class InputRate:
         """Count new input tokens against the owner's rate.
 
         A full bucket lets one turn of any size through, so that a turn larger than a minute's
-        worth is slow and not impossible.
-
-        Raises:
-            QuotaExceeded: earlier turns have used up the rate; nothing was counted.
+        worth is slow and not impossible. Raises QuotaExceeded, with nothing counted, when earlier
+        turns have used up the rate.
         """
         if self._rate is None or owner.is_exempt:
             return

@@ -6,6 +6,7 @@ import asyncio
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Iterator
+from operator import attrgetter
 from typing import Final
 
 from session_server.core.errors import InvalidRequest, SessionExists, SessionNotFound
@@ -14,6 +15,7 @@ from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
 from session_server.sessions.session import Session
 
+_order: Final = attrgetter("life.order")
 _NOT_FOUND: Final = "No such session: closed, expired, or opened with another key."
 _CURSOR: Final = re.compile(r"~([0-9]{1,20})")
 """The order of a session, marked by a character that no session id has."""
@@ -82,10 +84,7 @@ class SessionRegistry:
     def page(self, owner: Owner, *, limit: int, after: str | None) -> tuple[list[Session], bool]:
         """Return up to `limit` sessions of an owner, oldest first, and whether more follow.
 
-        `after`: a cursor, or the id of an open session.
-
-        Raises:
-            InvalidRequest: `after` is neither.
+        `after`: a cursor, or the id of an open session. Raises InvalidRequest if it is neither.
         """
         in_order = self._in_order.get(owner, [])
         last = 0 if after is None else _order_of(self._by_owner.get(owner, {}), after)
@@ -96,10 +95,6 @@ class SessionRegistry:
 def cursor_of(session: Session) -> str:
     """Return the cursor of the sessions after this one. It stays valid when the session closes."""
     return f"~{session.life.order}"
-
-
-def _order(session: Session) -> int:
-    return session.life.order
 
 
 def _order_of(owned: dict[str, Session], after: str) -> int:

@@ -29,7 +29,5 @@ class TenantSalts:
 
     def id_for_key(self, owner: Owner, key: str) -> str:
         """Return the session id for a client's idempotency key; no other client can guess it."""
-        digest = hmac.new(
-            self._secret, f"{owner.owner_id}/{key}".encode(), hashlib.sha256
-        ).hexdigest()
-        return f"s_{digest[:32]}"
+        digest = hmac.new(self._secret, f"{owner.owner_id}/{key}".encode(), hashlib.sha256)
+        return f"s_{digest.hexdigest()[:32]}"

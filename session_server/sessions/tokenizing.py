@@ -129,11 +129,8 @@ class PromptBuilder:
     async def encode(
         self, owner: Owner, raw: RawInput, *, add_bos: bool, max_len: int
     ) -> tuple[int, ...]:
-        """Return the token ids of raw input, whose text may contain control tokens.
-
-        Raises:
-            ContextTooLong, TokenizeFailed, ServerBusy
-        """
+        """Return the token ids of raw input, whose text may contain control tokens. Raises
+        ContextTooLong, TokenizeFailed, ServerBusy."""
         if isinstance(raw, TokenInput):
             check_num_ids(raw, max_len)
             return raw.token_ids
@@ -150,11 +147,8 @@ class PromptBuilder:
         return tuple(outcome)
 
     async def check_opening(self, owner: Owner, state: PromptState, *, max_len: int) -> None:
-        """Reject first messages of a session that leave no room for a turn within `max_len`.
-
-        Raises:
-            ContextTooLong, TokenizeFailed, ServerBusy
-        """
+        """Reject first messages of a session that leave no room for a turn within `max_len`. Raises
+        ContextTooLong, TokenizeFailed, ServerBusy."""
         num_chars = sum(len(message.content) for message in state.open_messages)
         # A text never has more tokens than bytes, so messages this short always fit and need not
         # be tokenized twice. The other half is room for what the template adds.

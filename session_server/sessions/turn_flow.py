@@ -329,7 +329,10 @@ class TurnFlow:
         max_len = self._link.ready.max_turn_len
         try:
             sampling = fit_sampling(turn.request.sampling, prompt, max_len)
-            self._charge(session, turn, prompt)
+            if not turn.is_charged:  # once, however often it is sent to the engine again
+                num_tokens = len(prompt.tokens)
+                self._quotas.input_rate.charge(session.owner, num_tokens, now_s=self._clock())
+                turn.is_charged = True
             self._quotas.reserve(session, turn, prompt, sampling)
         except SessionServerError as error:
             self._refuse(session, turn, error)
@@ -351,13 +354,6 @@ class TurnFlow:
             self.counts.queued += 1
             self._waiting[session] = None
             self._quotas.release(session, turn)
-
-    def _charge(self, session: Session, turn: SessionTurn, prompt: Prompt) -> None:
-        """Charge the input once, however often the turn is sent to the engine again."""
-        if not turn.is_charged:
-            num_tokens = len(prompt.tokens)
-            self._quotas.input_rate.charge(session.owner, num_tokens, now_s=self._clock())
-            turn.is_charged = True
 
     def _make_submitted(
         self, session: Session, turn: SessionTurn, prompt: Prompt, *, sampling: SamplingParams
