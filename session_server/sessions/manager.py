@@ -487,8 +487,7 @@ class SessionManager:
         self._became_idle.set()
         if session.settings.is_single_turn and session.closing is None:
             session.closing = "client"
-        # The last cancel within `_close` may have finished the close already.
-        if session.closing is None or not session.is_idle or session.journal.is_closed:
+        if session.closing is None or not session.is_idle:
             return
         if session.copy.known_len(self._link.generation) is not None:
             self._link.send_or_queue(CloseSession(session_id=session.copy.session_id))
