@@ -18,13 +18,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import httptools
+import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from session_server.core.errors import ServerBusy
-from session_server.web.guarded_config import guarded
+from session_server.web.connection_table import ConnectionTable
 from session_server.web.refusals import HttpRefusal, refusal_bytes
 from session_server.web.request_guard import DRAIN
+from session_server.web.services import WebSettings
 from session_server.web.unread_output import UnreadOutput
 
 MAX_HEADER_BYTES: Final = 16_384
@@ -47,6 +50,23 @@ REFUSAL_LINGER_S: Final = 2.0
 """Seconds a refused peer may go on sending: closing earlier could destroy the answer (RST)."""
 
 _HTTP_VERSIONS: Final = ("1.0", "1.1")
+
+
+class GuardedConfig(uvicorn.Config):
+    """Configure uvicorn with protocols that bound what a peer makes the server keep."""
+
+    def __init__(
+        self, app: FastAPI, *, settings: WebSettings, table: ConnectionTable, **options: Any
+    ) -> None:
+        super().__init__(app, **options)
+        self.web_settings = settings
+        self.connection_table = table
+
+
+def guarded(config: uvicorn.Config) -> GuardedConfig:
+    """Return the configuration that a guard was created with."""
+    assert isinstance(config, GuardedConfig), "guards run under a GuardedConfig"
+    return config
 
 
 class RequestPhase(enum.Enum):

@@ -151,7 +151,7 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     view = await caller.sessions.submit(caller.owner, session_id, turn)
     keep_partial = True if turn.on_disconnect == "cancel" else None
     reader = TurnReader(caller, journal, view, keep_partial=keep_partial)
-    if wants_events(request):
+    if "text/event-stream" in request.headers.get(ACCEPT, ""):
         return EventStream(reader.events(), context=reader)
     with reader:
         end = await reader.end(request.receive)
@@ -200,11 +200,6 @@ async def read_events(
             owner=caller.owner, session_id=session_id, kind=ReaderKind.SSE
         ),
     )
-
-
-def wants_events(request: Request) -> bool:
-    """Return whether the client asked for server-sent events."""
-    return "text/event-stream" in request.headers.get(ACCEPT, "")
 
 
 def _last_event_id(request: Request) -> int | None:

@@ -21,8 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from session_server.protocol.session_protocol import CloseCode
-from session_server.web.guarded_config import GuardedConfig
-from session_server.web.http_guard import GuardedHttp
+from session_server.web.http_guard import GuardedConfig, GuardedHttp
 from session_server.web.listener import ACCEPTS_AT_ONCE, EXHAUSTED, bind
 from session_server.web.services import AppServices
 from session_server.web.sockets import Sockets

@@ -27,7 +27,6 @@ from session_server.core.errors import (
     SessionNotFound,
     SessionServerError,
 )
-from session_server.core.events import EngineReady
 from session_server.core.ids import new_turn_id
 from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
@@ -222,23 +221,20 @@ async def server_info(caller: Caller) -> Response:
         "running": 0 if sample is None else sample.running,
         "waiting": 0 if sample is None else sample.waiting,
     }
-    ready = stats.ready
+    ready = stats.ready  # the first page of a pool is padding
     return JsonResponse(
         {
             **caller.services.server_args,
             "context_length": caller.services.max_context,
             "page_size": None if ready is None else ready.page_size,
-            "max_total_num_tokens": None if ready is None else _num_tokens(ready),
+            "max_total_num_tokens": None
+            if ready is None
+            else (ready.num_pages - 1) * ready.page_size,
             "served_model_name": caller.services.model.name,
             "version": metadata.version("session-server"),
             "internal_states": [internal],
         }
     )
-
-
-def _num_tokens(ready: EngineReady) -> int:
-    """Return the token capacity of the largest pool; its first page is padding."""
-    return (ready.num_pages - 1) * ready.page_size
 
 
 def _state_of(request: Request) -> SGLangState:

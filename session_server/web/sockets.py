@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -23,41 +24,27 @@ class Sockets:
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
-        self._num_connections = 0
-        self._num_unauthenticated = 0
+        self._num_open: Counter[str] = Counter()
         self._by_session: dict[tuple[Owner, str], SessionSocket] = {}
 
-    @contextlib.contextmanager
-    def admit(self) -> Iterator[None]:
-        """Count one connection inside the block.
+    def admit(self) -> contextlib.AbstractContextManager[None]:
+        """Count one connection inside the block. Raises ServerBusy."""
+        return self._admit("are open", self._max_connections)
 
-        Raises:
-            ServerBusy: the maximum number is open.
-        """
-        if self._num_connections >= self._max_connections:
-            raise ServerBusy(f"{self._num_connections} connections are open, the maximum.")
-        self._num_connections += 1
+    def admit_unauthenticated(self) -> contextlib.AbstractContextManager[None]:
+        """Count one connection without a key inside the block. Raises ServerBusy."""
+        most = max(1, self._max_connections // UNAUTHENTICATED_SHARE)
+        return self._admit("have not shown a key", most)
+
+    @contextlib.contextmanager
+    def _admit(self, what: str, most: int) -> Iterator[None]:
+        if self._num_open[what] >= most:
+            raise ServerBusy(f"{self._num_open[what]} connections {what}, the maximum.")
+        self._num_open[what] += 1
         try:
             yield
         finally:
-            self._num_connections -= 1
-
-    @contextlib.contextmanager
-    def admit_unauthenticated(self) -> Iterator[None]:
-        """Count one connection without a key inside the block.
-
-        Raises:
-            ServerBusy: the maximum number of connections has not shown a key yet.
-        """
-        if self._num_unauthenticated >= max(1, self._max_connections // UNAUTHENTICATED_SHARE):
-            raise ServerBusy(
-                f"{self._num_unauthenticated} connections have not shown a key, the maximum."
-            )
-        self._num_unauthenticated += 1
-        try:
-            yield
-        finally:
-            self._num_unauthenticated -= 1
+            self._num_open[what] -= 1
 
     @contextlib.contextmanager
     def attach(self, owner: Owner, session_id: str, socket: SessionSocket) -> Iterator[None]:

@@ -53,14 +53,14 @@ class UnreadOutput:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._num_behind = 0
             self._count(0)
 
     def set_behind(self, num_bytes: int) -> None:
-        """Count these bytes too: frames that are written once the peer has read what was."""
-        self._num_behind = num_bytes
-        if not self._transport.is_closing():
-            is_counting = self._timer is not None
-            self._count(self._transport.get_write_buffer_size() if is_counting else 0)
+        """Count these bytes too, which are written once the peer has read what was."""
+        if self._timer is not None:
+            self._num_behind = num_bytes
+            self._count(self._transport.get_write_buffer_size())
 
     def _watch(self, num_bytes: int) -> None:
         loop = asyncio.get_running_loop()
@@ -68,8 +68,6 @@ class UnreadOutput:
         self._count(num_bytes)  # last, because the table may evict this connection
 
     def _count(self, num_bytes: int) -> None:
-        if self._transport.is_closing():
-            self._num_behind = 0
         self._table.await_reader(self._connection, num_bytes=num_bytes + self._num_behind)
 
     def _check(self, num_bytes: int) -> None:

@@ -358,7 +358,8 @@ class SessionSocket:
 
     async def _flush(self) -> None:
         while num_bytes := self._protocol.outbox_bytes:
-            await self._connection.drain(num_behind=num_bytes)
+            self._connection.set_behind(num_bytes)
+            await self._connection.drain()
             await self._websocket.send_text(self._protocol.take_frame() or "")
             self._has_room.set()
 

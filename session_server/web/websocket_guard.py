@@ -17,7 +17,7 @@ from websockets.frames import Frame
 from websockets.protocol import State
 
 from session_server.protocol.session_protocol import CloseCode
-from session_server.web.guarded_config import guarded
+from session_server.web.http_guard import guarded
 from session_server.web.refusals import HttpRefusal, refusal_bytes
 from session_server.web.signal import MessageQueue
 from session_server.web.unread_output import UnreadOutput
@@ -228,16 +228,12 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         await super().run_asgi()
 
     def set_behind(self, num_bytes: int) -> None:
-        """Count frames that wait behind what the peer has not read, if there is anything."""
-        if not self.writable.is_set():
-            self._unread.set_behind(num_bytes)
+        """Count the frames that wait behind what the peer has not read, if there is anything."""
+        self._unread.set_behind(num_bytes)
 
-    async def drain(self, *, num_behind: int) -> None:
-        """Wait until the peer has read what was written; `num_behind` bytes count meanwhile."""
-        if not self.writable.is_set():
-            self._unread.set_behind(num_behind)
-            await self.writable.wait()
-            self._unread.set_behind(0)
+    async def drain(self) -> None:
+        """Wait until the peer has read what was written."""
+        await self.writable.wait()
 
     async def send(self, message: Any) -> None:
         """Send if the peer is still connected, and mark a handshake refused by a response complete.
