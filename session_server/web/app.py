@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import cache
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any, Final
@@ -69,14 +70,16 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.sglang = SGLangState(services.sessions)
     app.state.sockets = Sockets(services.settings.max_connections)
     app.state.connections = ConnectionTable(services.settings.connections)
-    app.state.documents = {}
     app.state.recounts = (SharedTask[MemoryReported](), SharedTask[MemoryReported]())
     app.state.scraped_report = SharedTask[MemoryReported]()
     for router in _ROUTERS:
         app.include_router(router)
-    for path, endpoint in (("/openapi.json", _openapi), ("/asyncapi.json", _asyncapi)):
+    for name, make in (("openapi", openapi_of), ("asyncapi", asyncapi_of)):
         described = answers(None, "The published contract.")
-        app.add_api_route(path, endpoint, tags=["operations"], responses=described)
+        show = _document_of(app, make)
+        app.add_api_route(
+            f"/{name}.json", show, name=name, tags=["operations"], responses=described
+        )
     app.router.routes.append(WebSocketRoute("/v1/sessions/{session_id}/ws", session_endpoint))
     app.router.routes.append(WebSocketRoute("/{path:path}", _no_such_socket))
     app.add_exception_handler(SessionServerError, _answer_refusal)
@@ -86,14 +89,16 @@ def create_app(services: AppServices) -> FastAPI:
     return app
 
 
-async def _openapi(request: Request) -> Response:
-    """Return the OpenAPI document."""
-    return JsonResponse(_document(request, "openapi"))
+def _document_of(
+    app: FastAPI, make: Callable[[FastAPI], dict[str, Any]]
+) -> Callable[[], Awaitable[Response]]:
+    document = cache(make)
 
+    async def show() -> Response:
+        """Return the published contract."""
+        return JsonResponse(document(app))
 
-async def _asyncapi(request: Request) -> Response:
-    """Return the AsyncAPI document of the WebSocket."""
-    return JsonResponse(_document(request, "asyncapi"))
+    return show
 
 
 async def _no_such_path(request: Request, _: Exception) -> Response:
@@ -109,14 +114,6 @@ async def _no_such_socket(websocket: WebSocket) -> None:
     """Refuse a WebSocket on an unknown path; the framework would send a bare 403."""
     text = "There is no such path. Sockets are at /v1/sessions/new/ws and /v1/sessions/{id}/ws."
     await websocket.send_denial_response(error_response(HttpRefusal(404, text)))
-
-
-def _document(request: Request, kind: str) -> dict[str, Any]:
-    documents: dict[str, dict[str, Any]] = request.app.state.documents
-    if kind not in documents:
-        make = openapi_of if kind == "openapi" else asyncapi_of
-        documents[kind] = make(request.app)
-    return documents[kind]
 
 
 async def _answer_refusal(request: Request, error: Exception) -> Response:

@@ -19,9 +19,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from session_server.protocol.errors import ErrorResponse
 from session_server.web.headers import READ_BY_ROUTES, SHOWN_TO_PAGES
-from session_server.web.refusals import HttpRefusal, JsonResponse
+from session_server.web.refusals import HttpRefusal, error_response
 from session_server.web.services import WebSettings
 
 DRAIN: Final = "session_server.drain"
@@ -79,14 +78,12 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         if drain := scope.get("state", {}).get(DRAIN):
-            await (
-                drain()
-            )  # or the peer could let an answer wait behind the one that it does not read
+            # Or the peer could let an answer wait behind one that it does not read.
+            await drain()
         try:
             self._check(scope, Headers(scope=scope))
         except HttpRefusal as refusal:
-            response = JsonResponse(ErrorResponse(error=refusal.body), refusal.status)
-            await response(scope, receive, send)
+            await error_response(refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
