@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import Message, Outcome, TokenUsage, TurnCompleted
 from session_server.protocol import session_protocol
+from session_server.protocol.frames import frame_of
 from session_server.sessions.views import OpenRequest
 from session_server.web import listener
 from session_server.web.connection_table import ConnectionLimits, ConnectionTable
 from session_server.web.unread_output import UnreadOutput
+from session_server.web.websocket_guard import GuardedWebSocket
 from tests.web.serving import Served, served
 from tests.web.test_connection_table import Peer
 from tests.web.wire_client import narrow_socket
@@ -129,22 +132,27 @@ async def test_a_request_behind_an_answer_that_is_not_read_waits(this: Served) -
 
 @served()
 async def test_what_is_behind_the_unread_frames_of_a_socket_counts_too(this: Served) -> None:
-    session_id = await this.open()
-    narrow, table = await narrow_socket(this.port), this.app.state.connections
+    session_id, narrow = await this.open(), await narrow_socket(this.port)
     async with this.bare_socket(session_id, sock=narrow, max_queue=1) as wire:
+        (unread,) = (
+            connection._unread
+            for connection in this.server.server_state.connections
+            if isinstance(connection, GuardedWebSocket)
+        )
         journal = this.sessions.journal(ANONYMOUS, session_id)
-        outcome = Outcome("i", "x" * 1_000_000, (), TokenUsage(), None)
-        for number in range(3):
-            journal.append(TurnCompleted(f"t{number}", "stop", None, outcome))
-        await this.until(lambda: table.num_unread_bytes > 0)
-        assert table.num_unread_bytes > 1_500_000, "the frame being written has fewer"
-        before = table.num_unread_bytes
-        wrong = "{" * 5000
-        await wire.socket.send(wrong)
-        await this.until(lambda: table.num_unread_bytes > before)
-        for _ in range(3):
-            await wire.receive()
-        await this.until(lambda: table.num_unread_bytes == 0)
+        entry = TurnCompleted(
+            "t", "stop", None, Outcome("i", "x" * 160_000, (), TokenUsage(), None)
+        )
+        for _ in range(6):
+            journal.append(entry)
+        size = len(msgspec.json.encode(frame_of(journal.last_seq, entry)))
+        await this.until(lambda: unread._num_behind > 0)
+        assert unread._num_behind % size == 0
+        assert this.app.state.connections.num_unread_bytes > unread._num_behind
+        await wire.socket.send("{")
+        await this.until(lambda: unread._num_behind % size > 0)  # the refusal waits behind them
+        await wire.until("error")
+    await this.until(lambda: this.app.state.connections.num_unread_bytes == 0)
 
 
 @served()
