@@ -76,8 +76,8 @@ _MAX_TURNS: Final = 16_384
 def serve(settings: Settings) -> int:
     """Serve until a signal, and return the exit status.
 
-    0 after a clean shutdown, 1 if the engine or the address failed, 2 if the model or the keys
-    cannot be used.
+    0 after a clean shutdown, 1 if the engine or the address failed, 2 if the model, the keys or
+    the flags cannot be used.
     """
     logger = configure_logging(settings.http.log_level, settings.http.log_format)
     try:
@@ -91,6 +91,7 @@ def serve(settings: Settings) -> int:
         return asyncio.run(_serve(settings, keys, logger))
     except EngineUnavailable as error:
         print(f"session-server serve: the engine did not start: {error.message}", file=sys.stderr)
+        return EXIT_UNUSABLE if error.is_final else EXIT_FAILED
     except OSError as error:
         where = f"{settings.http.host}:{settings.http.port}"
         advice = "; pass another --port (0: any free port)" if error.errno == EADDRINUSE else ""

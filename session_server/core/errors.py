@@ -82,6 +82,8 @@ class ServerDraining(SessionServerError):
 class EngineUnavailable(SessionServerError):
     """There is no engine at the moment."""
 
+    is_final = False  # True if the settings allow none
+
 
 class EngineRestarting(SessionServerError):
     """The engine died under this turn; the session is intact."""

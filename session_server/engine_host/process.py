@@ -21,6 +21,7 @@ from session_server.core.commands import EngineCommand, Shutdown
 from session_server.core.engine_client import EventListener
 from session_server.core.errors import EngineUnavailable
 from session_server.core.events import EngineDied, EnginePulse, EngineReady
+from session_server.engine_host.child import EXIT_UNUSABLE
 from session_server.engine_host.restarts import RestartPolicy, Restarts
 from session_server.engine_host.transport import Codec, FrameBuffer, TransportError, frame
 from session_server.engine_host.watchdog import HANG_LIMIT_S, Watchdog
@@ -114,6 +115,10 @@ class EngineProcess:
             await child.end(0.0)
             message = f"the engine was not ready after {self._settings.ready_timeout_s} s"
             raise EngineUnavailable(message) from error
+        except EngineUnavailable as error:
+            await child.end(DEATH_PATIENCE_S)
+            error.is_final = child.process.returncode == EXIT_UNUSABLE
+            raise
         except BaseException:
             await child.end(0.0)
             raise

@@ -180,7 +180,8 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError:
         raise ValueError(f"{name!r} is no device; known: auto, cpu, cuda, cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{name!r}: torch {torch.__version__} sees no CUDA device")
+        advice = "it needs a driver, and torch with CUDA: make clean && make install TORCH=torch"
+        raise ValueError(f"{name!r}: torch {torch.__version__} sees no CUDA device: {advice}")
     return device
 
 

@@ -29,7 +29,7 @@ from session_server.core.events import (
     MemoryReported,
     SessionGone,
 )
-from session_server.engine_host.child import _Child
+from session_server.engine_host.child import EXIT_BUG, EXIT_UNUSABLE, _Child
 from session_server.engine_host.process import (
     EngineProcess,
     ProcessSettings,
@@ -358,6 +358,16 @@ def test_a_start_that_fails_says_what_the_child_said() -> None:
             await missing.start(lambda event: None)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("status", "is_final"), [(EXIT_UNUSABLE, True), (EXIT_BUG, False)])
+def test_a_first_start_tells_settings_that_no_engine_can_serve(
+    status: int, *, is_final: bool
+) -> None:
+    argv = (sys.executable, "-c", f"raise SystemExit({status})")
+    with pytest.raises(EngineUnavailable) as refused:
+        asyncio.run(EngineProcess(ProcessSettings(argv, b"")).start(lambda event: None))
+    assert refused.value.is_final == is_final
 
 
 def test_a_restart_that_finds_no_socket_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

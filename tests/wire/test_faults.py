@@ -198,6 +198,6 @@ def test_a_checkpoint_without_weights_is_said_without_a_stack(tmp_path: Path) ->
     argv = [sys.executable, "-m", "session_server", "serve", "--port", "0"]
     argv += ["--model-path", str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "has no *.safetensors" in done.stderr
     assert "Traceback" not in done.stderr
