@@ -9,13 +9,13 @@ it and the new one both have room to grow. Every call costs O(pages named + log 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cache.errors import AuditFailed, OutOfPages
+from cache.lazy_heap import LazyHeap
 from cache.ledger import Ledger
 from cache.types import NULL_PAGE, Holder, PageId, Pages
 
@@ -87,7 +87,7 @@ class Extents:
     def __init__(self, num_pages: int) -> None:
         self._length_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
-        self._largest: list[tuple[int, int]] = []
+        self._largest: LazyHeap[int] = LazyHeap()
         self._add(NULL_PAGE + 1, num_pages - NULL_PAGE - 1)
 
     def take(self, num_pages: int, after: int | None) -> list[int]:
@@ -96,7 +96,9 @@ class Extents:
         if after is not None and after + 1 in self._length_at:
             self._cut(after + 1, 0, min(num_pages, self._length_at[after + 1]), taken)
         while len(taken) < num_pages:
-            start, length = self._find_largest()
+            if (start := self._largest.first()) is None:
+                raise AuditFailed("nothing is free, though the ledger says so")
+            length = self._length_at[start]
             count = min(num_pages - len(taken), length)
             # No session ends before the first page, so none needs room to grow there.
             offset = 0 if start == NULL_PAGE + 1 else (length - count) // 2
@@ -141,23 +143,11 @@ class Extents:
             return
         self._length_at[start] = length
         self._start_before[start + length] = start
-        heapq.heappush(self._largest, (-length, start))
-        # Removed extents leave their heap entries behind; rebuilding at a fixed ratio keeps the
-        # heap proportional to what is alive at O(1) amortized.
-        if len(self._largest) > 4 * len(self._length_at) + 64:
-            self._largest = [(-length, start) for start, length in self._length_at.items()]
-            heapq.heapify(self._largest)
+        self._largest.push(start, -length, start)
 
     def _remove(self, start: int) -> int:
+        self._largest.remove(start)
         length = self._length_at.pop(start, 0)
         if self._start_before.pop(start + length, None) != start:
             raise AuditFailed("the starts and the ends of free extents disagree")
         return length
-
-    def _find_largest(self) -> tuple[int, int]:
-        while self._largest:
-            negated, start = self._largest[0]
-            if self._length_at.get(start) == -negated:
-                return start, -negated
-            heapq.heappop(self._largest)
-        raise AuditFailed("nothing is free, though the ledger says so")

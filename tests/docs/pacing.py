@@ -74,6 +74,12 @@ SLICES = (
         "more pages are more units",
     ),
     Constant(
+        "cache.lazy_heap:SWEPT_PER_PUSH",
+        "places of free runs and evictable edges that are void",
+        "places",
+        _NEXT,
+    ),
+    Constant(
         "cache.recount:_EDGES_PER_UNIT",
         "edges of a path that count as one such unit",
         "edges",

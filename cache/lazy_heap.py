@@ -1,0 +1,77 @@
+"""`LazyHeap`: order items by priority, the smallest first, with removal in O(1).
+
+The entry of an item that was removed or pushed again stays in the heap as a stale one. A sweep
+drops stale entries once they may outnumber the others, a few with each push: from the end of the
+heap's list, so that what is left of it is a heap at any time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable
+from typing import Final, Generic, TypeVar
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+SWEPT_PER_PUSH: Final = 16
+"""Entries that a sweep looks at with each push: a few microseconds."""
+
+_MIN_BOUND: Final = 1024
+
+
+class LazyHeap(Generic[_Item]):
+    """Hold at most one entry per item that is not stale."""
+
+    def __init__(self, is_valid: Callable[[_Item], bool] = lambda _: True) -> None:
+        """`is_valid`: whether a sweep keeps an item that was not removed."""
+        self._is_valid = is_valid
+        self._entries: dict[_Item, tuple[int, int, _Item]] = {}
+        self._rest: list[tuple[int, int, _Item]] = []
+        self._swept: list[tuple[int, int, _Item]] = []
+        self._is_sweeping = False
+        self._bound = _MIN_BOUND
+
+    def __len__(self) -> int:
+        """Return the number of entries, stale ones included."""
+        return len(self._rest) + len(self._swept)
+
+    def push(self, item: _Item, priority: int, tie: int) -> None:
+        """Enter an item, in place of its entry before. `tie` orders those of equal priority."""
+        entry = self._entries[item] = (priority, tie, item)
+        heapq.heappush(self._swept if self._is_sweeping else self._rest, entry)
+        if self._is_sweeping or len(self) > self._bound:
+            self._sweep()
+        self.first()  # so that stale entries in front are dropped as they arise
+
+    def priority(self, item: _Item) -> int | None:
+        """Return the priority of an item; None if it has no entry."""
+        entry = self._entries.get(item)
+        return entry[0] if entry is not None else None
+
+    def remove(self, item: _Item) -> None:
+        """Remove an item, if it has an entry."""
+        self._entries.pop(item, None)
+
+    def first(self) -> _Item | None:
+        """Return the first item, or None if there is none. Amortized O(log items)."""
+        for heap in (self._swept, self._rest):
+            while heap and self._entries.get(heap[0][2]) is not heap[0]:
+                heapq.heappop(heap)
+        fronts = [heap[0] for heap in (self._swept, self._rest) if heap]
+        return min(fronts)[2] if fronts else None
+
+    def _sweep(self) -> None:
+        """Look at a few entries, and end with a new bound once all were looked at."""
+        for _ in range(min(SWEPT_PER_PUSH, len(self._rest))):
+            entry = self._rest.pop()
+            item = entry[2]
+            if self._entries.get(item) is not entry:
+                continue
+            if self._is_valid(item):
+                heapq.heappush(self._swept, entry)
+            else:
+                del self._entries[item]
+        self._is_sweeping = bool(self._rest)
+        if not self._is_sweeping:
+            self._rest, self._swept = self._swept, self._rest
+            self._bound = 2 * len(self._rest) + _MIN_BOUND

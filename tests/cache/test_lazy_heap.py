@@ -1,0 +1,48 @@
+"""A heap that is swept a little with each push: its order, its size and its work."""
+
+from __future__ import annotations
+
+from random import Random
+
+from cache.lazy_heap import SWEPT_PER_PUSH, LazyHeap
+from tests.cache.work import count_calls
+
+
+def test_items_come_in_order_while_others_are_removed_and_pushed_again() -> None:
+    random, heap, plain = Random(3), LazyHeap[int](), dict[int, tuple[int, int]]()
+    for number in range(6_000):
+        item = random.randrange(300)
+        if random.random() < 0.3:
+            heap.remove(item)
+            plain.pop(item, None)
+        else:
+            plain[item] = (random.randrange(50), number)
+            heap.push(item, *plain[item])
+        assert heap.first() == min(plain, key=plain.__getitem__, default=None)
+        assert heap.priority(item) == plain.get(item, (None,))[0]
+
+
+def test_stale_entries_do_not_pile_up_and_no_push_drops_many() -> None:
+    def most_calls(num_items: int) -> int:
+        heap = LazyHeap[int]()
+        heap.push(-1, -1, 0)  # stays in front, so the others are swept and not dropped there
+        calls = []
+        for number in range(3 * num_items + 4000):
+            calls.append(count_calls(lambda n=number: heap.push(n % num_items, n, n)))
+        assert len(heap) <= 3 * num_items + 3000
+        return max(calls)
+
+    for num_items in (10, 3000):
+        assert most_calls(num_items) < 6 * SWEPT_PER_PUSH
+
+
+def test_a_sweep_drops_what_is_no_longer_valid() -> None:
+    valid = set(range(5000))
+    heap = LazyHeap[int](valid.__contains__)
+    for number in range(5000):
+        heap.push(number, -number, 0)
+    valid -= set(range(1, 5000))
+    for number in range(12_000):
+        heap.push(0, -10_000 - number, 0)
+    assert heap.priority(4999) is None
+    assert len(heap) < 4000
