@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import urlencode
 
 from session_server.protocol.session_protocol import CloseCode
+from session_server.web.websocket_guard import CONNECTION
 
 Message = MutableMapping[str, Any]
 
@@ -33,6 +34,16 @@ class Application(Protocol):
 
 SUBPROTOCOL: Final = "kvsession.v1"
 SEND_TIMEOUT_S: Final = 10.0
+
+
+class _Unguarded:
+    """What the server tells of frames that wait; `Socket` itself makes it wait."""
+
+    def set_behind(self, num_bytes: int) -> None:
+        """See `GuardedWebSocket.set_behind`."""
+
+    async def drain(self, *, num_behind: int = 0) -> None:
+        """See `GuardedWebSocket.drain`."""
 
 
 class Socket:
@@ -68,7 +79,7 @@ class Socket:
             "headers": [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())],
             "subprotocols": [SUBPROTOCOL],
             "extensions": {"websocket.http.response": {}},
-            "state": {},
+            "state": {CONNECTION: _Unguarded()},
         }
         self._task = self._loop.create_task(app(scope, self._receive, self._send))
 
