@@ -47,8 +47,9 @@ class JournalLimits:
     """Bound what one journal keeps; the first bound that is exceeded drops the oldest entries, a
     slice at a time.
 
-    An entry that is larger than `max_bytes` by itself is kept for a few seconds, for those who
-    read now (`replay.OVERSIZE_GRACE_S`).
+    An entry that is larger than `max_bytes` by itself counts nothing for a few seconds, or until
+    the next such entry: those who read now get it and what is before it
+    (`replay.OVERSIZE_GRACE_S`).
     """
 
     max_bytes: int = 4 << 20
@@ -85,6 +86,8 @@ class Journal:
         self._clock = clock
         self._entries: deque[JournalEntry] = deque()
         self._num_bytes = 0
+        self._oversize_seq = self._oversize_bytes = 0
+        self._oversize_due_s = 0.0
         self._last_seq = 0
         self._is_closed = False
         self._listeners: set[Callable[[], None]] = set()
@@ -136,6 +139,10 @@ class Journal:
         self._entries.append(JournalEntry(self._last_seq, now_s, num_bytes, entry))
         self._num_bytes += num_bytes
         self._is_closed = isinstance(entry, SessionClosed)
+        if num_bytes > self._limits.max_bytes:
+            self._oversize_seq, self._oversize_bytes = self._last_seq, num_bytes
+            self._oversize_due_s = now_s + OVERSIZE_GRACE_S
+            self._replay.trim_later(self, self._oversize_due_s)
         self.trim(now_s)
         self._replay.add(self, self._last_seq, num_bytes)
         self._notify_listeners()
@@ -194,26 +201,25 @@ class Journal:
 
     def drop_oldest(self) -> None:
         """Drop the oldest entry."""
-        num_bytes = self._entries.popleft().num_bytes
-        self._num_bytes -= num_bytes
-        self._replay.remove(num_bytes)
+        dropped = self._entries.popleft()
+        self._num_bytes -= dropped.num_bytes
+        if dropped.seq == self._oversize_seq:
+            self._oversize_bytes = 0
+        self._replay.remove(dropped.num_bytes)
 
     def trim(self, now_s: float) -> None:
-        """Drop entries until the bounds hold, a slice at a time; the newest one last, once those
-        who read now had time to get it."""
+        """Drop entries until the bounds hold, a slice at a time."""
+        if now_s >= self._oversize_due_s:
+            self._oversize_bytes = 0
         for _ in range(ENTRIES_PER_SLICE):
             if not self._is_over() or self.oldest_s is None:
-                return
-            due_s = self._entries[0].at_s + OVERSIZE_GRACE_S
-            if len(self._entries) == 1 and now_s < due_s:
-                self._replay.trim_later(self, due_s)
                 return
             self.drop_oldest()
         self._replay.trim_later(self)
 
     def _is_over(self) -> bool:
-        limits = self._limits
-        return self._num_bytes > limits.max_bytes or len(self._entries) > limits.max_entries
+        limits, num_bytes = self._limits, self._num_bytes - self._oversize_bytes
+        return num_bytes > limits.max_bytes or len(self._entries) > limits.max_entries
 
     def _notify_listeners(self) -> None:
         for listener in self._listeners:

@@ -213,6 +213,32 @@ def test_an_entry_larger_than_its_journal_may_be_goes_once_it_could_be_read() ->
     assert [found.seq for found in journal.read(3)] == [4]
 
 
+def test_what_is_around_an_entry_larger_than_its_journal_may_be_is_read_with_it() -> None:
+    """A turn's last delta, its end with many scores and the session's end come in one go."""
+    journals = Journals(0, max_bytes=1 << 30)
+    journal = journals.new(max_bytes=1000)
+    journal.append(DELTA)
+    journal.append(TurnDelta("t", "i", "x" * 2000, ()))
+    journal.append(SessionClosed("single_turn"))
+    assert [found.seq for found in journal.read(0)] == [1, 2, 3]
+    journals.replay.drop_old(OVERSIZE_GRACE_S)
+    assert journal.first_seq == 3
+
+
+def test_one_entry_larger_than_its_journal_may_be_is_kept_at_a_time() -> None:
+    journals = Journals(0, max_bytes=1 << 30)
+    journal = journals.new(max_bytes=1000)
+    for now_s in (0.0, 9.0):
+        journals.now_s = now_s
+        journal.append(DELTA)
+        journal.append(TurnDelta("t", "i", "x" * 2000, ()))
+    assert [found.seq for found in journal.read(2)] == [3, 4]
+    journals.replay.drop_old(OVERSIZE_GRACE_S)
+    assert journal.first_seq == 3, "the grace of another entry is over"
+    journals.replay.drop_old(9.0 + OVERSIZE_GRACE_S)
+    assert journal.num_entries == 0
+
+
 def test_the_end_of_a_session_is_kept_as_long_as_somebody_reads_it() -> None:
     journals = Journals(2, max_bytes=2 * SIZE, max_age_s=10.0)
     journals.write(0, 0)
