@@ -46,8 +46,8 @@ class KVLease:
     """
 
     __slots__ = (
+        "_base_len",
         "_first_entry",
-        "_len_at_start",
         "_mark_len",
         "_private",
         "_rollback_pages",
@@ -72,8 +72,8 @@ class KVLease:
         self._private: PagesByPool = {pool: [] for pool in stores.paged}
         # Per bounded pool: all entries of the row before this page are `NULL_PAGE`.
         self._first_entry = dict.fromkeys(stores.bounded, 0)
-        self._len_at_start = 0
-        self._mark_len = 0
+        self._base_len = 0  # what a rollback restores
+        self._mark_len = 0  # where the turn starts to compute, `_base_len` or before it
         # The private page that the mark cuts, once the tree's copy has replaced it in the row. A
         # rollback needs it if another session has locked the tree's copy by then.
         self._rollback_pages: PagesByPool = {}
@@ -221,8 +221,7 @@ class KVLease:
         """
         self._stores.rows.begin_changes(self.row)
         self.rewind(base_len)
-        # Two lengths: a rollback restores this one, though the turn itself may start before it.
-        self._len_at_start = self.computed_len
+        self._base_len = self.computed_len
         self.rewind(reuse_len)
         self._mark_len = self.computed_len
         if self._stores.bounded:
@@ -369,9 +368,9 @@ class KVLease:
         if self._rollback_pages and self.rewound_len(to_len) < self._mark_len:
             return self._restore_rollback_pages()
         self.rewind(to_len)
-        if self.computed_len < self._len_at_start:
+        if self.computed_len < self._base_len:
             # For instance because `mark` cut valid KV at `reuse_len`: the tree may still have it.
-            return self.extend_match(tokens[self.protected_len : self._len_at_start])
+            return self.extend_match(tokens[self.protected_len : self._base_len])
         return []
 
     def _page_at_mark(self) -> int | None:
@@ -439,7 +438,7 @@ class KVLease:
     def park(self) -> None:
         """Book the private pages ACTIVE -> SESSION_HELD and drop the mark."""
         self.release_rollback_page()
-        self._len_at_start = self._mark_len = 0
+        self._base_len = self._mark_len = 0
         self.states.keep_only(self.computed_len, self.holder)
         if self._stores.bounded:
             self._stores.tree.mark(self.receipt, None)

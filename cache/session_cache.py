@@ -1,7 +1,8 @@
 """`SessionAwareCache`: own the KV of all sessions of one engine, behind one set of verbs.
 
 A turn calls `begin_turn`, then `grow` and `record` per step, then one of `end_turn`, `discard` and
-`retract`. A verb that raises has changed nothing. Call it from one thread; nothing here blocks,
+`retract`. A verb that raises one of the errors it lists has changed nothing; after an assertion
+only `rebuild` is safe. Call it from one thread; nothing here blocks,
 logs or reads a clock. A verb costs O(new tokens) per turn and O(1) per step, whatever the length of
 the history and the number of idle sessions; only the match of a cold session reads the history.
 
@@ -40,10 +41,11 @@ from cache.types import (
 )
 from cache.views import CacheParts, Headroom, SlotView, TurnLimits, TurnLoan
 
-_LOW_WATER: Final = 32
-_HIGH_WATER: Final = 16
 EVICTED_AHEAD: Final = 256
 """Pages that `grow` evicts at most beyond those that it takes: about a millisecond."""
+
+_LOW_WATER_DIVISOR: Final = 32
+_HIGH_WATER_DIVISOR: Final = 16
 """Eviction begins when less than 1/32 of a pool would be free and continues to 1/16. Evicting page
 by page on demand would also hand out single pages, so that no session had consecutive ones: under
 churn the mean run was 1.3 pages long that way and is 2.7 this way."""
@@ -265,8 +267,8 @@ class SessionAwareCache:
                     f"{ledger.num_evictable} evictable"
                 )
         for ledger, count in wanted:
-            if ledger.num_free - count < ledger.num_pages // _LOW_WATER:
-                num_ahead = min(ledger.num_pages // _HIGH_WATER - ledger.num_free, EVICTED_AHEAD)
+            if ledger.num_free - count < ledger.num_pages // _LOW_WATER_DIVISOR:
+                num_ahead = min(ledger.num_pages // _HIGH_WATER_DIVISOR - ledger.num_free, EVICTED_AHEAD)
                 self._evict(ledger.pool, min(count + num_ahead, ledger.num_evictable))
         writes = turn.lease.grow(to_len, num_drafts)
         self._update_pinned(turn.slot)
@@ -333,6 +335,7 @@ class SessionAwareCache:
         """
         turn = self._changing_turn(turn_id)
         slot, lease = turn.slot, turn.lease
+        # Drop what was grown and not computed, so that whole computed pages are published.
         lease.rewind(lease.computed_len)
         self._publish(slot, lease)
         uncommitted = slot.tokens.copy(turn.base_len)

@@ -1,4 +1,5 @@
-"""Define the values that `SessionAwareCache` returns: made per call, owned by the caller."""
+"""Define the values that `SessionAwareCache` returns: made per call, owned by the caller. Only
+`TurnLoan` is a live view."""
 
 from __future__ import annotations
 

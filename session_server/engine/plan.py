@@ -60,11 +60,13 @@ class Work(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
-    """Hold what `Scheduler.apply` carries out, in order: cool, retract, admit, work.
+    """Hold what `Scheduler.apply` carries out, in order: cool, retract, admit, work; `Engine` ends
+    `refuse`.
 
     Attributes:
         cool: idle sessions that lose their KV.
-        retract: running turns that lose their KV and wait again, youngest first.
+        retract: running turns that give their KV back (whole pages stay in the tree, evictable)
+            and wait again, youngest first.
         admit: waiting turns that start to run. They also appear in `work`.
         work: what each turn computes.
         refuse: a turn that must end, or all would wait forever: nothing runs, nothing more can be

@@ -1,4 +1,4 @@
-"""`Scheduler`: the waiting and running turns, and the one place that applies a plan."""
+"""`Scheduler`: the waiting and running turns; it cools, retracts, admits and works as planned."""
 
 from __future__ import annotations
 

@@ -191,7 +191,10 @@ class OpenBody(Body, frozen=True, kw_only=True):
     metadata: Annotated[Metadata, _doc("yours; shown with the session")] | None = None
     pinned: Annotated[
         bool,
-        _doc("pressure never takes the session's KV; refused unless `--pinned-fraction` is set"),
+        _doc(
+            "pressure does not take the KV of the session at rest, within `--pinned-fraction`, "
+            "which all owners share; a running turn may be retracted; refused unless that is set"
+        ),
     ] = False
     history: (
         Annotated[

@@ -313,8 +313,8 @@ class SessionManager:
         """End a turn early (None: the running one, else the first in the queue).
 
         This call decides whether the output processed so far stays (`keep_partial`) or is dropped;
-        a waiting turn leaves nothing either way. The terminal entry follows when the engine has
-        released the turn. Canceling twice has the effect of canceling once.
+        a turn not yet sent to the engine leaves nothing. The terminal entry follows when the engine
+        has released the turn. Canceling twice has the effect of canceling once.
 
         Raises:
             SessionNotFound, TurnNotFound

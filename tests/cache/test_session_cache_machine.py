@@ -145,7 +145,7 @@ OF_MIXTURE: Mapping[Mixture, frozenset[str]] = {
 
 
 PAGED = list(zip(OF_MIXTURE, (16, 1, 16, 4, 4), strict=True))
-"""Each mixture once and each page size, for walks take the same actions in the others."""
+"""One page size for each mixture; the walks below take the other pairs."""
 
 
 @pytest.mark.parametrize(

@@ -189,8 +189,8 @@ BOUND_NOTHING = frozenset(
         # From where on another way of doing the same is cheaper.
         "cache.components:_FIRST_BLOCK",
         "cache.pair_check:_SHORT",
-        "cache.session_cache:_HIGH_WATER",
-        "cache.session_cache:_LOW_WATER",
+        "cache.session_cache:_HIGH_WATER_DIVISOR",
+        "cache.session_cache:_LOW_WATER_DIVISOR",
         "session_server.attention.mla:BLOCK_LEN",
         "session_server.attention.recurrent:CHUNK",
         "session_server.engine_host.child:READ_BYTES",

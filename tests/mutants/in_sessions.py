@@ -291,7 +291,7 @@ JOURNAL_BYTES_DRIFT = Mutant(
     "llama.cpp#25740 (L12)",
     Edit(
         "session_server.sessions.journal:Journal.drop_oldest",
-        "self._num_bytes -= num_bytes",
+        "self._num_bytes -= dropped.num_bytes",
         "pass",
     ),
 )
@@ -301,7 +301,7 @@ DROPPED_ENTRIES_STAY_IN_THE_SUM = Mutant(
     "systematic",
     Edit(
         "session_server.sessions.journal:Journal.drop_oldest",
-        "self._replay.remove(num_bytes)",
+        "self._replay.remove(dropped.num_bytes)",
         "pass",
     ),
 )

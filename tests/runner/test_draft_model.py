@@ -105,7 +105,6 @@ def test_the_same_noise_makes_strangers_agree_more_often_than_chance(
     said = run_turns(rows, requests, num=NUM, guess=always(1))
     accepted = [n for heard in said.values() for n in heard.accepted]
     assert sum(accepted) > 0.5 * len(accepted)
-    assert 1 / VOCAB_SIZE < 0.05
 
 
 def test_every_way_a_position_can_be_computed_leaves_the_drafts_kv_right(
@@ -151,7 +150,7 @@ def test_pages_shared_with_another_row_carry_the_drafts_kv_along(target: Decoder
     first_page = np.array([1, 2], dtype=np.int32)
     shared = TableWrite(FULL_POOL, RowId(2), 0, first_page)
     tail = rows.row(2, prompt[32:], start=32)
-    begun = rows.row(2, prompt[:1])  # brings the sampler's start; its own pages are not used
+    begun = rows.row(2, prompt[:1])  # gives row 2 a sampler state; its pages are replaced below
     rows.run(begun)
     rows.runner.launch(rows.batch(tail, writes=(shared,))).wait()
     last = np.array(plain[1].tokens[:1], dtype=np.int32)
