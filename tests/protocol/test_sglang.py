@@ -96,6 +96,8 @@ def test_logprobs_are_asked_for_where_sglang_would() -> None:
         ({"input_ids": [1]}, "Either text or input_ids"),
         ({"text": ["a"]}, "batch"),
         ({"text": None, "input_ids": [[1]]}, "batch"),
+        ({"text": None, "input_ids": [[1], 2]}, "batch"),
+        ({"text": None, "input_ids": [1, [2]]}, "token ids"),
         ({"text": None, "input_ids": [-1]}, "token ids"),
         ({"text": None, "input_ids": [1.5]}, "token ids"),
         ({"sampling_params": [{}]}, "batch"),

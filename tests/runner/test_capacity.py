@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from cache.spec import CacheSpec, LayerGroup, LayerKind
 from session_server.models.config import FULL_POOL
+from session_server.runner import capacity
 from session_server.runner.capacity import (
     CPU_FRACTION,
     CapacityPlan,
@@ -64,3 +67,14 @@ def test_memory_for_less_than_a_page_is_refused() -> None:
 
 def test_free_memory_is_between_nothing_and_everything() -> None:
     assert 1 << 20 < free_bytes(CPU) < 1 << 50
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("1000\n", 600), ("300", 0), ("max", 5000)])
+def test_a_container_has_what_its_limit_leaves(
+    limit: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text("400\n")
+    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
+    monkeypatch.setattr(capacity, "_available_host_bytes", lambda: 5000)
+    assert capacity.free_bytes(torch.device("cpu")) == expected

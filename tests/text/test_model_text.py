@@ -83,7 +83,11 @@ def test_sampling_defaults_come_from_the_generation_config(folder: Path) -> None
 def test_tokens_declared_special_elsewhere_are_special(folder: Path) -> None:
     edit(
         folder / "tokenizer_config.json",
-        added_tokens_decoder={"9": {"content": "<think>", "special": True}},
+        added_tokens_decoder={
+            "9": {"content": "<think>", "special": True},
+            "10": {"special": True},
+            "11": "no token",
+        },
         additional_special_tokens=["<not in the vocabulary>"],
         extra_special_tokens={"end_of_thinking": "</think>"},
     )
@@ -93,6 +97,14 @@ def test_tokens_declared_special_elsewhere_are_special(folder: Path) -> None:
         assert not set(tokenizer.encode_content(text)) & tokenizer.special_ids
         assert tokenizer.encode_control(text) == [tokenizer.token_to_id(text)]
     assert tokenizer.token_to_id("<not in the vocabulary>") is None
+
+
+def test_a_word_of_the_vocabulary_can_be_declared_special(folder: Path) -> None:
+    word = next(text for text in load_local_text(folder).tokenizer.vocabulary if text.isalpha())
+    edit(folder / "tokenizer_config.json", additional_special_tokens=[word])
+    tokenizer = load_local_text(folder).tokenizer
+    assert tokenizer.token_to_id(word) in tokenizer.special_ids
+    assert tokenizer.encode_control(word) == [tokenizer.token_to_id(word)]
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(folder: Path) -> None:
