@@ -268,7 +268,9 @@ class SessionAwareCache:
                 )
         for ledger, count in wanted:
             if ledger.num_free - count < ledger.num_pages // _LOW_WATER_DIVISOR:
-                num_ahead = min(ledger.num_pages // _HIGH_WATER_DIVISOR - ledger.num_free, EVICTED_AHEAD)
+                num_ahead = min(
+                    ledger.num_pages // _HIGH_WATER_DIVISOR - ledger.num_free, EVICTED_AHEAD
+                )
                 self._evict(ledger.pool, min(count + num_ahead, ledger.num_evictable))
         writes = turn.lease.grow(to_len, num_drafts)
         self._update_pinned(turn.slot)
