@@ -1,4 +1,4 @@
-"""Measure a decode step of latent attention while the history grows.
+"""`python -m tests.bench.mla`: measure a decode step of latent attention while the history grows.
 
 Layers have the sizes of DeepSeek-V2-Lite and random weights, attention only: a feed-forward costs
 the same at every history and would hide how attention grows. Absorbed attention reads the latents
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from cache.pool.mla import MlaPool
@@ -171,3 +172,8 @@ class _LatentLayers:
 
     def _noise(self, *shape: int, std: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=self._generator).mul_(std)
+
+
+if __name__ == "__main__":
+    report = measure(MlaWorkload(), on_step=lambda: None)
+    Console().print(*(sheet.table(report) for sheet in SHEETS))
