@@ -173,7 +173,7 @@ def test_a_tokenizer_that_raises_refuses_that_turn_and_disturbs_no_other(points:
                 points.strike()
 
 
-@injects("tokenizer raises or hangs", "every call that decodes raises, in four ways", points=80)
+@injects("tokenizer raises or hangs", "every call that decodes raises, in four ways", points=72)
 def test_an_answer_that_cannot_be_decoded_ends_well_with_its_tokens(points: Points) -> None:
     for kind in (ValueError, RuntimeError, MemoryError, Panic):
         trap = Trap(kind)
