@@ -116,7 +116,12 @@ def test_a_session_to_resume_needs_the_server_that_has_it(
 
 @pytest.mark.parametrize(
     "words",
-    ["kept --turns 30", "memory-check --plot x.png", "sessions --turns 21", "sessions --turns 10001"],
+    [
+        "kept --turns 30",
+        "memory-check --plot x.png",
+        "sessions --turns 21",
+        "sessions --turns 10001",
+    ],
 )
 def test_a_benchmark_refuses_flags_that_it_would_not_use(
     words: str, capsys: pytest.CaptureFixture[str]
