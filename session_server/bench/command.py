@@ -4,7 +4,6 @@
   kept          the next turn on a kept session against resending all of it
   speculation   answers with drafts from the session's own text, and without
   memory-check  what the memory checker adds to a step, beside idle sessions
-  kv-dtype      a decode step with KV stored as 16-bit floats, over one in fp32
 
 Shared machines are noisy: quote ratios of one run, and run twice before
 believing one.
@@ -29,7 +28,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from session_server.bench import growth, kept, kv_dtype, memory_check, speculation
+from session_server.bench import growth, kept, memory_check, speculation
 from session_server.progress import StepProgress
 
 BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[..., Any]]]] = MappingProxyType(
@@ -37,7 +36,6 @@ BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[..., Any]]]] = Mapping
         "sessions": (growth, growth.GrowthWorkload),
         "kept": (kept, kept.KeptWorkload),
         "memory-check": (memory_check, memory_check.MemoryCheckWorkload),
-        "kv-dtype": (kv_dtype, kv_dtype.KvDtypeWorkload),
         "speculation": (speculation, speculation.SpeculationWorkload),
     }
 )

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from session_server.bench import kept, kv_dtype, memory_check, speculation
+from session_server.bench import kept, memory_check, speculation
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.growth import GrowthWorkload, measure_growth, plot_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
 from session_server.runner.capacity import MemoryLimits
 from session_server.runner.loader import RunnerOptions, load_runner
-from tests.bench import mla
+from tests.bench import kv_dtype, mla
 
 
 def test_the_random_checkpoint_loads_through_the_real_path(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compare a decode step with KV stored in 16 bits to one with KV in fp32.
+"""`python -m tests.bench.kv_dtype`: compare a decode step with KV in 16 bits to one with fp32.
 
 One model, fp32 weights, one row. The pages hold noise: content does not affect time, but the memory
 reads do. Histories and dtypes are interleaved, so that a noisy minute affects them alike.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from rich.console import Console
 
 from cache.types import RowId, TableWrite, TurnId, pages_for
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
@@ -149,3 +150,8 @@ def _figures(times: Mapping[DTypeName, list[float]]) -> dict[str, dict[str, floa
         }
         for dtype in times
     }
+
+
+if __name__ == "__main__":
+    report = measure(KvDtypeWorkload(), on_step=lambda: None)
+    Console().print(*(sheet.table(report) for sheet in SHEETS))
