@@ -36,6 +36,10 @@ class Deadlines:
 
     def is_due(self, now_s: float) -> bool:
         """Return whether any session may have expired; look once at each second that passes."""
+        if self._wheel and now_s - self._next_s > len(self._wheel):
+            self._next_s = int(
+                min(self._wheel)
+            )  # the clock has leaped over more than there is to see
         while self._wheel and self._next_s < now_s:
             if self._next_s in self._wheel:
                 return True

@@ -165,7 +165,7 @@ async def test_strangers_who_say_nothing_keep_nobody_out(points: Points) -> None
             peer.vanish(hard=False)
         server.sessions.close(Owner(digest_of("secret")), "s")
         await server.assert_empty()
-        await server.this.until(lambda: server.this.sockets._num_unauthenticated == 0)
+        await server.this.until(lambda: not any(server.this.sockets._num_open.values()))
 
 
 LIMITS = SessionLimits(

@@ -57,6 +57,17 @@ def test_a_tick_looks_at_nothing_that_is_not_due() -> None:
         assert [is_open(world, f"s{index}") for index in range(3)] == [False, False, True]
 
 
+def test_a_clock_that_leaps_is_not_followed_second_by_second() -> None:
+    with World() as world:
+        first = world.open(ttl_s=1000.0, session_id="first")
+        world.now_s += 1e12
+        world.manager.tick()
+        assert not is_open(world, first)
+        second = world.open(ttl_s=1000.0, session_id="second")
+        world.manager.tick()
+        assert is_open(world, second)
+
+
 def test_many_that_expire_at_once_are_closed_a_slice_at_a_time() -> None:
     with World(quotas=MANY) as world:
         for _ in range(2 * SLICE + 1):
