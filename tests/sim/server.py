@@ -16,6 +16,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from session_server.sessions.salts import TenantSalts
+from session_server.sessions.tokenizing import NUM_THREADS
 from session_server.text.model_text import ModelText
 from session_server.web.app import create_app
 from session_server.web.keys import KeyRing, digest_of
@@ -77,12 +78,13 @@ class SimServer:
             embedded_text(),
             salts=self.salts,
             limits=self.limits,
-            # What the clients can have open at once, and no more: whatever is counted and not
-            # given back shows soon.
+            # What the clients can have open at once, with canceled inputs that threads still
+            # hold, and no more: whatever is counted and not given back shows soon.
             quotas=QuotaLimits(
                 owner_sessions=config.habits.num_sessions,
                 owner_turns=-(-config.habits.num_sessions // config.habits.num_owners)
-                * (1 + MAX_QUEUED_TURNS),
+                * (1 + MAX_QUEUED_TURNS)
+                + NUM_THREADS,
                 # Too little for all journals at once.
                 replay_bytes=config.habits.num_sessions
                 * config.habits.journal_entries
