@@ -128,6 +128,9 @@ async def test_the_openapi_document_names_every_route_body_and_answer(this: Serv
             assert operation["responses"]["default"]
     operations = [op["operationId"] for item in document["paths"].values() for op in item.values()]
     assert len(operations) == len(set(operations))
+    listing = document["paths"]["/v1/sessions"]["get"]["parameters"]
+    (limit,) = (each["schema"] for each in listing if each["name"] == "limit")
+    assert (limit["minimum"], limit["maximum"], limit["default"]) == (1, 1000, 100)
 
 
 @served()
