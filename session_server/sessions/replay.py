@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 from weakref import ref
-
-if TYPE_CHECKING:
-    from session_server.sessions.journal import Journal
 
 OVERSIZE_GRACE_S: Final = 10.0
 """How long an entry larger than its journal's bound is kept for those who read now."""
@@ -29,6 +26,24 @@ SWEPT_PER_ENTRY: Final = 16
 _MIN_SWEEP: Final = 1024
 
 
+class BoundedLog(Protocol):
+    """Name what `Replay` asks of a `Journal`."""
+
+    @property
+    def first_seq(self) -> int:
+        """Return the sequence number of the oldest entry kept."""
+
+    @property
+    def oldest_s(self) -> float | None:
+        """Return when the oldest entry was written that may be dropped, if there is one."""
+
+    def drop_oldest(self) -> None:
+        """Drop the oldest entry."""
+
+    def trim(self, now_s: float) -> None:
+        """Drop what exceeds its own bound."""
+
+
 class _Elements:
     """Queue the journal and the sequence number of entries.
 
@@ -36,14 +51,14 @@ class _Elements:
     """
 
     def __init__(self) -> None:
-        self.journals: deque[ref[Journal]] = deque()
+        self.journals: deque[ref[BoundedLog]] = deque()
         self.seqs: deque[int] = deque()
 
-    def push(self, journal: ref[Journal], seq: int) -> None:
+    def push(self, journal: ref[BoundedLog], seq: int) -> None:
         self.journals.append(journal)
         self.seqs.append(seq)
 
-    def pop(self) -> tuple[ref[Journal], int]:
+    def pop(self) -> tuple[ref[BoundedLog], int]:
         return self.journals.popleft(), self.seqs.popleft()
 
 
@@ -59,14 +74,14 @@ class Replay:
         self._swept = _Elements()
         self._rest = _Elements()
         self._is_sweeping = False
-        self._oversize: deque[tuple[float, ref[Journal]]] = deque()
+        self._oversize: deque[tuple[float, ref[BoundedLog]]] = deque()
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all journals."""
         return self._num_bytes
 
-    def add(self, journal: Journal, seq: int, num_bytes: int) -> None:
+    def add(self, journal: BoundedLog, seq: int, num_bytes: int) -> None:
         """Count entry `seq` that `journal` has just written, and drop old entries to make room for
         it.
 
@@ -89,7 +104,7 @@ class Replay:
         self._num_bytes -= num_bytes
         self._num_entries -= num_entries
 
-    def trim_later(self, journal: Journal, due_s: float | None = None) -> None:
+    def trim_later(self, journal: BoundedLog, due_s: float | None = None) -> None:
         """Schedule the trim of a journal that exceeds its own bound; None: in the next slice."""
         if due_s is None:
             self._oversize.appendleft((-math.inf, ref(journal)))
@@ -130,14 +145,14 @@ class Replay:
     def _front(self) -> _Elements:
         return self._swept if self._swept.seqs else self._rest
 
-    def _first(self) -> Journal | None:
+    def _first(self) -> BoundedLog | None:
         """Return the journal with the oldest entry of all, or None if the first element is void."""
         journal, seq = self._front.journals[0](), self._front.seqs[0]
         if journal is None or journal.first_seq != seq or journal.oldest_s is None:
             return None
         return journal
 
-    def _drop_first(self, first: Journal | None) -> None:
+    def _drop_first(self, first: BoundedLog | None) -> None:
         self._front.pop()
         if first is not None:
             first.drop_oldest()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from session_server.core.errors import ServerBusy
 from session_server.core.owner import Owner
 from session_server.protocol.session_protocol import CloseCode
 
-if TYPE_CHECKING:
-    from session_server.web.websocket import SessionSocket
-
 UNAUTHENTICATED_SHARE: Final = 10
 """Of so many connections one may be unauthenticated, so that clients without a key cannot keep
 others out."""
+
+
+class AttachedSocket(Protocol):
+    """Name what `Sockets` asks of a session's WebSocket."""
+
+    def end(self, code: CloseCode) -> None:
+        """Close the connection with this code."""
 
 
 class Sockets:
@@ -25,7 +29,7 @@ class Sockets:
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._num_open: Counter[str] = Counter()
-        self._by_session: dict[tuple[Owner, str], SessionSocket] = {}
+        self._by_session: dict[tuple[Owner, str], AttachedSocket] = {}
 
     def admit(self) -> contextlib.AbstractContextManager[None]:
         """Count one connection inside the block. Raises ServerBusy."""
@@ -47,7 +51,7 @@ class Sockets:
             self._num_open[what] -= 1
 
     @contextlib.contextmanager
-    def attach(self, owner: Owner, session_id: str, socket: SessionSocket) -> Iterator[None]:
+    def attach(self, owner: Owner, session_id: str, socket: AttachedSocket) -> Iterator[None]:
         """Be the session's connection inside the block; close the previous one with 4409."""
         # Two owners may choose the same session id.
         key = (owner, session_id)
