@@ -69,6 +69,34 @@ def guarded(config: uvicorn.Config) -> GuardedConfig:
     return config
 
 
+class Guard(asyncio.Protocol):
+    """Name the peer, watch what it does not read, and hold one deadline, for either protocol."""
+
+    client: tuple[str, int] | None
+    _unread: UnreadOutput
+    _deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> str:
+        """Return the peer's address, without its port."""
+        return self.client[0] if self.client else ""
+
+    def pause_writing(self) -> None:
+        """Count and time what the peer has not read."""
+        super().pause_writing()
+        self._unread.begin()
+
+    def resume_writing(self) -> None:
+        """Stop counting: the peer has read everything."""
+        super().resume_writing()
+        self._unread.end()
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
 class RequestPhase(enum.Enum):
     """Name how much of the newest request has arrived."""
 
@@ -109,7 +137,7 @@ class GatedFlow(FlowControl):
             super().resume_reading()
 
 
-class GuardedHttp(HttpToolsProtocol):
+class GuardedHttp(Guard, HttpToolsProtocol):
     """Serve one HTTP connection within bounds.
 
     A closing transport waits until its peer has read the last byte. A peer that stops reading would
@@ -128,15 +156,9 @@ class GuardedHttp(HttpToolsProtocol):
         self._held_back = b""
         self._num_unanswered = 0
         self._awaited_phase: RequestPhase | None = None
-        self._deadline: asyncio.TimerHandle | None = None
         self._refusal: Exception | None = None
         self._is_admitted = True
         self._is_over = False
-
-    @property
-    def address(self) -> str:
-        """Return the peer's address, without its port."""
-        return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, and bound the time until its first request head."""
@@ -153,16 +175,6 @@ class GuardedHttp(HttpToolsProtocol):
         self._stop_reading()
         self._table.remove(self)
         super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """Count and time what the peer has not read."""
-        super().pause_writing()
-        self._unread.begin()
-
-    def resume_writing(self) -> None:
-        """Stop counting: the peer has read everything."""
-        super().resume_writing()
-        self._unread.end()
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes that may be parsed now, and hold back the rest."""
@@ -413,8 +425,3 @@ class GuardedHttp(HttpToolsProtocol):
         self._stop_deadline()
         self._unread.end()
         self._unset_keepalive_if_required()
-
-    def _stop_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None

@@ -17,7 +17,7 @@ from websockets.frames import Frame
 from websockets.protocol import State
 
 from session_server.protocol.session_protocol import CloseCode
-from session_server.web.http_guard import guarded
+from session_server.web.http_guard import Guard, guarded
 from session_server.web.refusals import HttpRefusal, refusal_bytes
 from session_server.web.signal import MessageQueue
 from session_server.web.unread_output import UnreadOutput
@@ -37,7 +37,7 @@ FRAGMENT_BYTES: Final = 64
 """Bytes that a fragment counts in addition to its content."""
 
 
-class GuardedWebSocket(WebSocketsSansIOProtocol):
+class GuardedWebSocket(Guard, WebSocketsSansIOProtocol):
     """Serve one WebSocket connection within bounds, from its handshake on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,12 +50,6 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._num_fragments = 0
         self._queued_bytes = 0
         self._unread_at_ping = 0
-        self._deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def address(self) -> str:
-        """Return the peer's address, without its port."""
-        return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Count the connection."""
@@ -76,16 +70,6 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         self._held_back = b""
         self._table.remove(self)
         super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """Count and time what the peer has not read."""
-        super().pause_writing()
-        self._unread.begin()
-
-    def resume_writing(self) -> None:
-        """Stop counting: the peer has read everything."""
-        super().resume_writing()
-        self._unread.end()
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes that may be parsed now, and hold back the rest.
@@ -214,11 +198,6 @@ class GuardedWebSocket(WebSocketsSansIOProtocol):
         refusal = HttpRefusal(400, "The request is not a valid WebSocket handshake.")
         self.transport.write(refusal_bytes(refusal))
         self.transport.close()
-
-    def _stop_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
     # -- what the application calls
 
