@@ -236,6 +236,21 @@ def test_a_session_that_is_gone_is_followed_by_a_new_one() -> None:
     asyncio.run(test())
 
 
+def test_a_paste_ends_with_the_input_at_the_latest() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        create = await answer(peer, 1, "Noted.")
+        assert create["input"] == [{"role": "user", "content": "one\ntwo"}]
+        await peer.closed(3)
+
+    async def test() -> None:
+        async with playing(script) as server:
+            shown = await finish(await chat(server.url), "/paste", "one", "two")
+        assert "Noted." in shown
+
+    asyncio.run(test())
+
+
 def test_a_paste_of_several_lines_is_one_turn() -> None:
     pasted = "def f():\n    return 1\n\nf()"
     typed = f"\x1b[200~{pasted}\x1b[201~\r/paste\rone\rtwo\r.\r/quit\r".encode()

@@ -7,9 +7,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from session_server import engine_wiring
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.config import CacheOptions, EngineOptions, ModelOptions, Settings
 from session_server.demo import MODEL_DIR
@@ -52,6 +54,21 @@ def test_a_pool_that_is_smaller_than_the_context_is_told_at_start(
     caplog.clear()
     build_engine(Settings(model=ModelOptions(device="cpu", context_length=128)))
     assert "KV memory is smaller" not in caplog.text
+
+
+def test_progress_is_logged_every_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    times_s = iter([100.0, 101.9, 102.0, 102.0, 103.9, 104.0, 104.0])
+    monkeypatch.setattr(engine_wiring, "time", SimpleNamespace(monotonic=lambda: next(times_s)))
+    report = engine_wiring._progress_logger()
+    for num_read in range(1, 5):
+        report(num_read, 9)
+    assert [record.getMessage() for record in caplog.records] == [
+        "loading weights 2 of 9 tensors",
+        "loading weights 4 of 9 tensors",
+    ]
 
 
 def test_a_draft_model_is_loaded_beside_the_embedded_one(draft: Path) -> None:

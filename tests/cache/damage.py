@@ -78,6 +78,11 @@ def leak_a_row(cache: SessionAwareCache) -> None:
     cache.inspect().stores.rows.alloc()
 
 
+def lose_the_last_free_row(cache: SessionAwareCache) -> None:
+    free = cache.inspect().stores.rows._free_rows
+    free.remove(max(free))
+
+
 def run_ahead_of_the_history(cache: SessionAwareCache) -> None:
     lease_of(cache, PARKED).computed_len = 8
 

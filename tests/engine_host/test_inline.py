@@ -52,6 +52,8 @@ def test_many_turns_at_once_say_what_each_would_say_alone(is_device: bool) -> No
         for outputs, prompt in zip(said, prompts.values(), strict=True):
             assert outputs == replay("a", prompt, seed=1, max_new=9)
         await client.stop()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing watches what has ended"
 
     asyncio.run(scenario())
 
@@ -210,6 +212,8 @@ def test_a_device_that_hangs_is_given_up_and_what_it_says_later_is_not_heard(
         assert not death.will_restart
         with pytest.raises(EngineUnavailable):
             submit(client, "u", (1, 2))
+        (hanging,) = (thread for thread in threading.enumerate() if thread.name == "engine")
+        assert hanging.daemon, "the process can end without it"
         way_out.set()
         await client.stop()
         assert isinstance(server.events[-1], EngineDied)

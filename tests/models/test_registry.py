@@ -101,6 +101,13 @@ def test_the_upper_layers_of_qwen_have_a_window_where_one_is_used() -> None:
     assert config.pools == {FULL_POOL: (0,), WINDOW_POOL: (1, 2)}
 
 
+def test_all_layers_of_qwen_with_experts_have_its_window() -> None:
+    window = {"sliding_window": 1000, "use_sliding_window": True}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = parse_config({**BASE, "model_type": "qwen3_moe", **window, **experts})
+    assert config.pools == {WINDOW_POOL: (0, 1, 2)}
+
+
 @pytest.mark.parametrize(
     ("model_type", "window"),
     [

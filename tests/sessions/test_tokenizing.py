@@ -11,6 +11,7 @@ import pytest
 
 from session_server.core.session_events import ChatInput, Message, TextInput, TokenInput, TurnInput
 from session_server.sessions.footprint import request_bytes
+from session_server.sessions.prompt import check_text
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.tokenizing import MESSAGE_CHARS, NUM_THREADS
 from session_server.sessions.turn import TurnPhase
@@ -112,3 +113,14 @@ def test_many_short_messages_are_large() -> None:
         opening = world.open(messages=(empty,) * 9)
         assert is_large(TokenInput((5,)), opening, "tokens")
         assert not is_large(TokenInput((5,)), world.open(messages=(empty,) * 8), "few")
+
+
+def test_of_many_texts_as_many_characters_are_probed_as_of_one() -> None:
+    probed = []
+
+    def encode(text: str) -> list[int]:
+        probed.append(text)
+        return [0]
+
+    check_text(encode, ["a" * 100, "b" * 30, "c" * 200, "d"], max_len=10, param="input")
+    assert probed == ["a" * 100, "b" * 30, "c" * 30, ""]

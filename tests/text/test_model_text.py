@@ -8,6 +8,7 @@ import pytest
 from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.models.errors import ModelError
 from session_server.models.files import MAX_CONFIG_BYTES
+from session_server.text import model_files
 from session_server.text.model_files import (
     ModelFilesError,
     read_model_files,
@@ -66,6 +67,15 @@ def test_a_template_is_bounded_in_size(folder: Path) -> None:
     path.unlink()
     edit(folder / "tokenizer_config.json", chat_template="x" * (MAX_CONFIG_BYTES + 1))
     with pytest.raises(ModelFilesError, match="chat template is larger than"):
+        read_model_files(folder)
+
+
+def test_a_tokenizer_is_bounded_in_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = (folder / "tokenizer.json").stat().st_size
+    monkeypatch.setattr(model_files, "MAX_TOKENIZER_BYTES", num_bytes)
+    assert read_model_files(folder).tokenizer_path == folder / "tokenizer.json"
+    monkeypatch.setattr(model_files, "MAX_TOKENIZER_BYTES", num_bytes - 1)
+    with pytest.raises(ModelFilesError, match=f"larger than {num_bytes - 1:,} bytes"):
         read_model_files(folder)
 
 

@@ -279,6 +279,10 @@ async def test_the_server_and_its_model_describe_themselves(this: Served) -> Non
         server = (await this.http.get(path)).json()
         assert server["version"]
         assert server["max_total_num_tokens"] == (1024 - 1) * 16, "without the padding page"
+        (state,) = server["internal_states"]
+        assert state == dict.fromkeys(
+            ("sessions", "live_turns", "queued_turns", "running", "waiting"), 0
+        )
 
 
 async def open_session(this: Served, **fields: object) -> str:
