@@ -56,6 +56,14 @@ def test_a_pool_that_is_smaller_than_the_context_is_told_at_start(
     assert "KV memory is smaller" not in caplog.text
 
 
+def test_the_memory_of_a_pool_is_logged_in_mib(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    build(None, speculation="off")
+    (pool,) = (message for message in caplog.messages if message.startswith("kv pool=full "))
+    # 65 pages of 16 tokens, 4 layers, 2 heads of 32, keys and values in 16 bits: 2,080 KiB.
+    assert pool == "kv pool=full pages=65 tokens=1024 mib=2.0"
+
+
 def test_progress_is_logged_every_two_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -145,6 +145,20 @@ def test_a_canceled_turn_that_keeps_nothing_counts_its_whole_time(
     assert value(metrics, name) == num_first_tokens
 
 
+def test_every_decade_of_seconds_has_the_same_buckets() -> None:
+    metrics = ServerMetrics(now_s=Clock())
+    (family,) = (
+        family
+        for family in metrics.registry.collect()
+        if family.name == "session_server_inter_token_seconds"
+    )
+    bounds = [sample.labels["le"] for sample in family.samples if "le" in sample.labels]
+    assert bounds == [
+        *("0.001", "0.0025", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5"),
+        *("1.0", "2.5", "5.0", "10.0", "+Inf"),
+    ]
+
+
 def test_failures_are_counted_by_code_and_unknown_codes_together() -> None:
     metrics = ServerMetrics(now_s=Clock())
     metrics.on_event(FAILED)

@@ -117,6 +117,20 @@ def test_a_word_of_the_vocabulary_can_be_declared_special(folder: Path) -> None:
     assert tokenizer.encode_control(word) == [tokenizer.token_to_id(word)]
 
 
+def test_what_a_normalizer_makes_a_declared_word_is_not_that_word(folder: Path) -> None:
+    vocabulary = load_local_text(folder).tokenizer.vocabulary
+    words = sorted(text for text in vocabulary if text.isascii() and text.islower())
+    word, longer = next(
+        (one, other) for one in words for other in words if other[:-1] == one and len(one) > 1
+    )
+    edit(folder / "tokenizer_config.json", additional_special_tokens=[word])
+    edit(folder / "tokenizer.json", normalizer={"type": "NFKC"})
+    tokenizer = load_local_text(folder).tokenizer
+    assert tokenizer.encode_control(longer)[0] == tokenizer.token_to_id(word)
+    full_width = "".join(chr(ord(letter) - ord("a") + 0xFF41) for letter in longer)
+    assert tokenizer.encode_control(full_width) == [tokenizer.token_to_id(longer)]
+
+
 def test_truncation_and_padding_of_the_file_are_ignored(folder: Path) -> None:
     path = folder / "tokenizer.json"
     padding = {
