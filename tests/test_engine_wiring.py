@@ -8,15 +8,19 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from cache.types import NULL_ROW
 from session_server import engine_wiring
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.config import CacheOptions, EngineOptions, ModelOptions, Settings
+from session_server.core.batch import Batch, Runner, StepResult
 from session_server.demo import MODEL_DIR
+from session_server.engine.config import Drafter, Speculation
 from session_server.engine_host.loop import EngineAssembly
-from session_server.engine_wiring import build_engine
+from session_server.engine_wiring import build_engine, warm_up
 from session_server.models.errors import DraftMismatch
 
 DRAFT_SHAPE = RandomModel(num_hidden_layers=1, max_position_embeddings=4096)
@@ -54,6 +58,33 @@ def test_a_pool_that_is_smaller_than_the_context_is_told_at_start(
     caplog.clear()
     build_engine(Settings(model=ModelOptions(device="cpu", context_length=128)))
     assert "KV memory is smaller" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("speculation", "drafted"),
+    [
+        (Speculation(), []),
+        (Speculation(3), [(1, 4, 3, True), (2, 4, 3, True), (4, 4, 3, True), (8, 4, 3, True)]),
+        (
+            Speculation(3, Drafter.MODEL),
+            [(1, 4, 3, False), (2, 4, 3, False), (4, 4, 3, False), (8, 4, 3, False)],
+        ),
+    ],
+)
+def test_every_shape_runs_once_before_a_client_needs_it(
+    speculation: Speculation, drafted: list[tuple[int, int, int, bool]]
+) -> None:
+    shapes = []
+
+    def launch(batch: Batch) -> SimpleNamespace:
+        row = batch.rows[0]
+        assert all(each.row == NULL_ROW for each in batch.rows), "padding"
+        shapes.append((len(batch.rows), row.num_tokens, row.num_drafts, row.drafts is not None))
+        return SimpleNamespace(wait=lambda: StepResult(0, (), forward_s=0.0))
+
+    warm_up(cast("Runner", SimpleNamespace(launch=launch)), speculation)
+    plain = [(1, 1, 0, False), (1, 8, 0, False), (2, 1, 0, False), (4, 1, 0, False)]
+    assert shapes == [*plain, (8, 1, 0, False), *drafted]
 
 
 def test_the_memory_of_a_pool_is_logged_in_mib(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cache.checker import find_violations
 from cache.req_to_token import ReqToTokenPool
 from cache.session_cache import SessionAwareCache
-from cache.types import PageId, SessionId
+from cache.types import NULL_PAGE, PageId, SessionId
 from tests.cache.audit import audit
 from tests.cache.damage import lease_of
 from tests.cache.kv_world import MIXTURES, NAMESPACES, Mixture, make_cache
@@ -64,6 +64,15 @@ def test_level_1_reads_the_row_from_what_the_turn_touched_on(mixture: Mixture) -
         assert find_violations(cache, 2), "a recount reads all of it"
         table[lease.row, entry] = page
     audit(cache)
+
+
+@pytest.mark.parametrize("mixture", ["window", "full + window"])
+def test_a_page_of_the_window_that_the_row_does_not_name_is_missed(mixture: Mixture) -> None:
+    cache = make_parked(mixture, 4, 400)
+    pool, lease = cache.inspect().stores.components[-1].pool, lease_of(cache, SESSION)
+    cache.inspect().stores.rows._tables[pool][lease.row, lease.num_pages - 1] = NULL_PAGE
+    texts = [violation.text for violation in find_violations(cache, 1, SESSION)]
+    assert any("a page that the next forward reads is not kept" in text for text in texts), texts
 
 
 def test_a_row_knows_which_entries_changed_since_it_was_asked_to() -> None:

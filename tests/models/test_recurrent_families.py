@@ -114,6 +114,15 @@ def test_granite_with_positions_and_without_experts() -> None:
     assert config.layers[0].ffn == MlpConfig(96, layout=MlpLayout.GRANITE)
 
 
+def test_granite_without_multipliers_multiplies_by_one() -> None:
+    raw = {key: value for key, value in GRANITE.items() if not key.endswith("_multiplier")}
+    config = parse_config({key: value for key, value in raw.items() if key != "logits_scaling"})
+    attention = config.layers[2].mixer
+    assert isinstance(attention, AttentionConfig)
+    assert (attention.scale, config.embedding_multiplier, config.norm.final_scale) == (1, 1, 1)
+    assert config.layers[0].residual_multiplier == 1
+
+
 def test_every_fourth_layer_of_qwen3_5_is_gated_attention_rotated_in_part() -> None:
     config = parse_config(QWEN)
     assert config.pools == {FULL_POOL: (3,), STATE_POOL: (0, 1, 2)}

@@ -23,7 +23,7 @@ from cosmic_ray.work_item import WorkItem
 
 from tests.mutation.draw import draw
 from tests.mutation.judge import Judge
-from tests.mutation.report import report
+from tests.mutation.report import report, verdict
 from tests.mutation.stages import serving_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,9 @@ def main() -> int:
     parser.add_argument(
         "--patience", type=float, default=1200.0, help="seconds of passing tests per mutant"
     )
-    parser.add_argument("--again", action="store_true", help="run tests on survivors once more")
+    parser.add_argument(
+        "--again", action="store_true", help="try survivors without a verdict again"
+    )
     parser.add_argument("--report", action="store_true", help="run no tests, only report")
     parser.add_argument("--directory", type=Path, default=ROOT / "build" / "mutation")
     options = parser.parse_args()
@@ -101,7 +103,7 @@ def main() -> int:
                 item
                 for item in items
                 if (known := results.get(item.job_id)) is None
-                or (options.again and not known.is_killed)
+                or (options.again and verdict(item, known) == "open")
             ]
             print(f"{len(pending)} of {len(items)} mutants to run, kept in {directory}", flush=True)
             judge = Judge(ROOT, directory, num_workers=options.workers, patience_s=options.patience)

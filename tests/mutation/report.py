@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,7 @@ Change = tuple[str, str, str]
 """A file, what its line was, and what it becomes, both stripped: it outlives a shift of lines."""
 
 
+@cache
 def equivalents() -> dict[Change, str]:
     """Return the mutants that behave as the original, each with the reason."""
     entries = tomllib.loads(VERDICTS.read_text("utf-8")).get("equivalent", [])
@@ -36,6 +38,14 @@ def change(diff: str, file: Path) -> Change:
     return file.as_posix(), was, becomes
 
 
+def verdict(item: WorkItem, result: WorkResult) -> str:
+    """Return `killed`, `equivalent`, or `open` for a survivor that has no verdict."""
+    if result.is_killed:
+        return "killed"
+    changed = change(result.diff or "", item.mutations[0].module_path)
+    return "equivalent" if changed in equivalents() else "open"
+
+
 def report(completed: Sequence[tuple[WorkItem, WorkResult]]) -> tuple[list[str], bool]:
     """Return lines of figures and survivors, and whether enough mutants were killed."""
     reasons = equivalents()
@@ -44,11 +54,11 @@ def report(completed: Sequence[tuple[WorkItem, WorkResult]]) -> tuple[list[str],
     for item, result in completed:
         (spec,) = item.mutations
         changed = change(result.diff or "", spec.module_path)
-        verdict = "killed" if result.is_killed else "equivalent" if changed in reasons else "open"
+        judged = verdict(item, result)
         timeouts = int("timeout after" in (result.output or ""))
         for name in (package_of(spec.module_path), "all"):
-            counts[name].update({"drawn": 1, verdict: 1, "timeouts": timeouts})
-        if verdict != "killed":
+            counts[name].update({"drawn": 1, judged: 1, "timeouts": timeouts})
+        if judged != "killed":
             because = f"equivalent: {reasons[changed]}" if changed in reasons else "no verdict"
             where = f"{spec.module_path}:{spec.start_pos[0]} {spec.operator_name}"
             survivors.append(f"{where}\n  - {changed[1]}\n  + {changed[2]}\n  {because}")

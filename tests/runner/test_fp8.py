@@ -161,3 +161,8 @@ def test_other_quantisations_are_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": quantisation}))
     with pytest.raises(UnsupportedModel, match=message):
         load_config(tmp_path)
+
+
+def test_every_expert_has_scales_of_its_own() -> None:
+    assert fp8.scales_shape((256, 300)) == (2, 3)
+    assert fp8.scales_shape((5, 256, 300)) == (5, 2, 3)
