@@ -186,6 +186,14 @@ def test_a_turn_that_cannot_ever_proceed_is_named_and_not_left_hanging() -> None
     assert plan_step(replace(view, is_in_flight=True), LIMITS).refuse is None
 
 
+def test_the_first_turn_behind_a_full_forward_waits_for_tokens() -> None:
+    line = tuple(waiting(f"w{i}", 1) for i in range(5))
+    view = FakeView(waiting=line, headroom_pages=(99,))
+    plan = plan_step(view, structs.replace(LIMITS, num_tokens=4))
+    assert plan.admit == ("w0", "w1", "w2", "w3")
+    assert plan.blocked == ("w4", BlockReason.TOKENS)
+
+
 def test_at_most_the_limit_of_turns_runs() -> None:
     view = FakeView(
         running=tuple(running(f"r{i}", 1, spare=1) for i in range(7)),

@@ -185,6 +185,18 @@ class TestLife:
         with pytest.raises(InvalidRequest):
             world.open(ttl_s=ttl_s)
 
+    @pytest.mark.parametrize(
+        "metadata",
+        [{"": "v"}, {"k" * 65: "v"}, {"k": "v" * 513}, {str(number): "v" for number in range(17)}],
+        ids=["no key", "long key", "long value", "many keys"],
+    )
+    def test_metadata_is_bounded(self, world: World, metadata: dict[str, str]) -> None:
+        longest = {f"{number:064}": "v" * 512 for number in range(16)}
+        assert world.manager.get(OWNER, world.open(metadata=longest)).metadata == longest
+        with pytest.raises(InvalidRequest) as error:
+            world.open(metadata=metadata)
+        assert error.value.param == "metadata"
+
     def test_lists_come_in_pages(self, world: World) -> None:
         names = [world.open() for _ in range(5)]
         world.open(owner="other")

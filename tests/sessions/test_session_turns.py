@@ -544,6 +544,11 @@ class TestLengths:
                 assert model.chat is not None
                 assert len(run_to_end(steps, model.chat.renderer).tokens) > max_len
 
+    def test_where_nothing_was_sampled_no_end_of_turn_can_be_replaced(self) -> None:
+        # -1 is no token; 1 is the end of sequence of some models.
+        state = Transcript("append", (), now=datetime.now().astimezone()).state()
+        assert (state.answer_len, state.last_id) == (0, -1)
+
     def test_max_tokens_is_clipped_to_the_room(self) -> None:
         with World(max_turn_len=64) as world:
             session = world.open()

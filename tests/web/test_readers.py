@@ -73,6 +73,20 @@ async def test_a_reader_of_events_keeps_a_bound_turn_alive_and_is_counted_by_its
         assert line == "event: turn.completed"
 
 
+@served(heartbeat_s=0.02)
+async def test_a_silent_stream_goes_on_behind_its_heartbeats(this: Served) -> None:
+    session_id, num_heartbeats = await this.open(), 0
+    async with this.http.stream("GET", f"/v1/sessions/{session_id}/events") as events:
+        async for line in events.aiter_lines():
+            if line == ": ping":
+                num_heartbeats += 1
+                if num_heartbeats == 3:
+                    this.sessions.close(ANONYMOUS, session_id)
+            elif line.startswith("event:"):
+                assert (line, num_heartbeats) == ("event: session.closed", 3)
+                break
+
+
 @served(max_queued_turns=0)
 async def test_readers_of_one_session_are_bounded_and_its_websocket_is_one_more(
     this: Served,
