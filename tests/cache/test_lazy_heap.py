@@ -36,6 +36,13 @@ def test_stale_entries_do_not_pile_up_and_no_push_drops_many() -> None:
         assert most_calls(num_items) < 6 * SWEPT_PER_PUSH
 
 
+def test_most_pushes_sweep_nothing() -> None:
+    heap = LazyHeap[int]()
+    heap.push(-1, -1, 0)  # stays in front, so the others are swept and not dropped there
+    calls = [count_calls(lambda n=number: heap.push(n % 600, n, n)) for number in range(12_000)]
+    assert sum(num_calls > SWEPT_PER_PUSH for num_calls in calls) < len(calls) / 8
+
+
 def test_a_sweep_drops_what_is_no_longer_valid() -> None:
     valid = set(range(5000))
     heap = LazyHeap[int](valid.__contains__)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
 
 from cache.changes import Changes
+from cache.checker import Violation
 from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
 from cache.types import PoolName, SessionId, SlotState
 from session_server.core.commands import ReportMemory
 from session_server.core.events import EngineStats, MemoryReported, SessionCooled
 from session_server.engine import guard
-from session_server.engine.config import MemoryCheck
+from session_server.engine.config import MemoryCheck, MemoryPolicy
+from session_server.engine.memory import Damage, MemoryWatch
 from session_server.engine_host.inline import InlineEngine
 from session_server.engine_host.loop import EngineAssembly
 from tests.engine.bench import POOL, Bench
@@ -123,6 +126,22 @@ def test_a_report_looks_at_no_more_sessions_than_it_lists(
     monkeypatch.setattr(guard, "session_pages", lambda slot: seen.append(slot.session_id))
     report = bench.engine._guard.report(ReportMemory(request_id=1, max_sessions=most), 0.0)
     assert (report.num_sessions, seen) == (3, [str(each) for each in opened[:listed]])
+
+
+def test_what_a_probe_finds_in_the_tree_has_the_books_rebuilt_whoever_else_is_blamed() -> None:
+    watch = MemoryWatch(
+        Bench(Sizes()).cache, MemoryPolicy(MemoryCheck.WARN), stopwatch=time.perf_counter
+    )
+    blamed = Violation("a session's page is wrong", SessionId("s"))
+    watch.note_content([blamed])
+    assert watch.take_damage() == Damage((SessionId("s"),))
+    for violations in ([blamed, Violation("a page is wrong")], [Violation("a page is wrong")]):
+        watch.note_content(violations)
+        watch.note_content([blamed])
+        assert watch.take_damage() == Damage(
+            (SessionId("s"),), has_unattributed=True, must_rebuild=True
+        )
+    assert watch.take_damage() == Damage()
 
 
 def test_in_strict_mode_a_violation_raises_at_the_next_step() -> None:
