@@ -190,10 +190,17 @@ def test_a_server_that_goes_away_is_told_and_so_is_its_return() -> None:
         assert create["turn_id"] == asked[0]
         await peer.send("turn.delta", seq=1, turn_id=asked[0], text="Back.", n=1)
         await peer.complete(2, asked[0], "Back.")
-        await peer.closed(3)
+        asked.append((await peer.receive())["turn_id"])
+        peer.cut()
+
+    async def third(peer: Peer) -> None:
+        await peer.hello(resumed=True)
+        create = await answer(peer, 3, "At once.")
+        assert create["turn_id"] == asked[1]
+        await peer.closed(5)
 
     async def test() -> None:
-        async with playing(first, second) as server:
+        async with playing(first, second, third) as server:
             process = await chat(server.url)
             assert process.stdin is not None
             process.stdin.write(b"are you there?\n")
@@ -202,7 +209,10 @@ def test_a_server_that_goes_away_is_told_and_so_is_its_return() -> None:
             shown = await read_until(process, "you > ")
             assert "connected again" in shown
             assert "Back." in shown
-            await finish(process, "/quit")
+            shown = await finish(process, "and now?", "/quit")
+            assert "At once." in shown
+            # Who comes back within half a second says nothing.
+            assert shown.count("connected again") == shown.count("connection lost")
 
     asyncio.run(test())
 
