@@ -272,7 +272,8 @@ LOST_ENTRIES_ARE_NOT_SAID = Mutant(
     Edit(
         "session_server.sessions.journal:Journal.read",
         "if not self.first_seq - 1 <= after_seq <= self._last_seq:",
-        "after_seq = max(after_seq, self.first_seq - 1)\n        if after_seq > self._last_seq:",
+        "if self._entries:\n            after_seq = max(after_seq, self.first_seq - 1)\n"
+        "        if not self.first_seq - 1 <= after_seq <= self._last_seq:",
     ),
 )
 
