@@ -67,7 +67,7 @@ def test_level_1_reads_the_row_from_what_the_turn_touched_on(mixture: Mixture) -
 
 
 @pytest.mark.parametrize("mixture", ["window", "full + window"])
-def test_a_page_of_the_window_that_the_row_does_not_name_is_missed(mixture: Mixture) -> None:
+def test_a_page_of_the_window_that_the_row_does_not_name_is_reported(mixture: Mixture) -> None:
     cache = make_parked(mixture, 4, 400)
     pool, lease = cache.inspect().stores.components[-1].pool, lease_of(cache, SESSION)
     cache.inspect().stores.rows._tables[pool][lease.row, lease.num_pages - 1] = NULL_PAGE

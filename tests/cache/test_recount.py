@@ -9,7 +9,7 @@ import pytest
 
 from cache.recount import Recount
 from cache.session_cache import SessionAwareCache
-from cache.types import SessionId
+from cache.types import Holder, SessionId
 from tests.cache.kv_world import MIXTURES, NAMESPACES, POOL, Mixture, World, make_cache
 from tests.cache.plain_turns import run_turn
 from tests.cache.player import Player, act
@@ -103,6 +103,28 @@ def test_a_recount_ends_although_something_changes_between_all_of_its_slices() -
     found, num_slices = recount_in_slices(cache, 4, talk)
     assert found == []
     assert num_slices <= num_quiet + 2
+
+
+def test_a_recount_beside_evictions_ends_no_later_than_a_quiet_one() -> None:
+    def make_tree() -> SessionAwareCache:
+        cache = make_cache(4, num_pages=2000, num_rows=2, max_context_len=40)
+        for number in range(300):
+            cache.open(SessionId("s"), namespace=NAMESPACES[0])
+            run_turn(cache, SessionId("s"), [number % 31, number // 31, *PROMPT])
+            cache.close(SessionId("s"))
+        return cache
+
+    def evict() -> None:
+        stores = cache.inspect().stores
+        for pool, pages in stores.tree.evict(POOL, 8).items():
+            stores.allocators[pool].release(pages, Holder.TREE)
+
+    found, num_quiet = recount_in_slices(make_tree(), 4)
+    assert found == []
+    cache = make_tree()
+    found, num_slices = recount_in_slices(cache, 4, evict)
+    assert found == []
+    assert num_slices <= num_quiet
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +21,6 @@ Change = tuple[str, str, str]
 """A file, what its line was, and what it becomes, both stripped: it outlives a shift of lines."""
 
 
-@cache
 def equivalents() -> dict[Change, str]:
     """Return the mutants that behave as the original, each with the reason."""
     entries = tomllib.loads(VERDICTS.read_text("utf-8")).get("equivalent", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -42,7 +43,7 @@ from session_server.sessions.journal import JournalLimits
 from session_server.sessions.prompt import build_prompt, check_beginning
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.transcript import Transcript
-from session_server.sessions.turn import fingerprint
+from session_server.sessions.turn import SessionTurn, SubmittedTurn, fingerprint
 from session_server.text.tokenizer import Tokenizer
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, model_text, turn
 from tests.text.local_text import run_to_end
@@ -728,3 +729,11 @@ class TestCancel:
             world.submit(session, turn(f"b{index}", "y", max_tokens=1))
             world.engine.run()
             completed(world.end_of(session, f"b{index}"))
+
+
+@pytest.mark.parametrize("kind", [SessionTurn, SubmittedTurn])
+def test_a_turn_is_told_from_its_likeness(kind: type[SessionTurn | SubmittedTurn]) -> None:
+    fields = [field for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+    one, other = (kind(**{f.name: 1 for f in fields}) for _ in range(2))
+    assert one != other
+    assert len({one, other}) == 2

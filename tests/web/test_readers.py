@@ -83,8 +83,9 @@ async def test_a_silent_stream_goes_on_behind_its_heartbeats(this: Served) -> No
                 if num_heartbeats == 3:
                     this.sessions.close(ANONYMOUS, session_id)
             elif line.startswith("event:"):
-                assert (line, num_heartbeats) == ("event: session.closed", 3)
                 break
+    assert line == "event: session.closed"
+    assert num_heartbeats >= 3, "one more may be on its way"
 
 
 @served(max_queued_turns=0)

@@ -63,6 +63,18 @@ async def test_a_request_without_a_session_leaves_none_behind(this: Served) -> N
     await this.until(lambda: this.sessions.stats().sessions == 0)
 
 
+@served()
+async def test_a_probe_does_not_wait_for_an_engine_that_restarts(this: Served) -> None:
+    this.engine.die()
+    await this.until(lambda: this.sessions.engine_ready is None)
+    probe = asyncio.create_task(this.http.get("/health_generate"))
+    await asyncio.wait([probe], timeout=1.0)
+    this.engine.come_up()
+    assert (await probe).status_code == 503
+    await this.until(lambda: this.sessions.engine_ready is not None)
+    assert (await this.http.get("/health_generate")).status_code == 200
+
+
 def test_the_server_is_probed_though_clients_hold_all_there_is() -> None:
     async def check() -> None:
         async with serving(quotas=QuotaLimits(sessions=1, turns=1)) as this:
