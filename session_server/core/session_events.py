@@ -50,9 +50,14 @@ class ConversationItem(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """Append messages, rendered by the model's chat template, token-exactly."""
+    """Append messages, rendered by the model's chat template, token-exactly.
+
+    `is_whole`: the messages are the whole conversation. What the history holds up to the last
+    answer that they agree with stays, token for token; the rest of them replaces what follows.
+    """
 
     messages: tuple[Message, ...]
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

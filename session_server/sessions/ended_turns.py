@@ -25,12 +25,13 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.turn import SessionTurn
 
-RECORD_BYTES: Final = 192
+RECORD_BYTES: Final = 208
 """Host memory of one record at most, its place in the table included."""
 
-_RECORD: Final = Struct("<16sBBQIIIII")
+_RECORD: Final = Struct("<16sBBQIIIIII")
 """Fingerprint, kind, reason or code, sequence number of the end, entries since the beginning,
-item, tokens of the context, of it cached, generated. Packed, because a session keeps every one."""
+number of the item, its index, tokens of the context, of it cached, generated. Packed, because a
+session keeps every one."""
 
 _KINDS: Final = ("stop", "length", "kept", "dropped", "failed")
 _REASONS: Final[tuple[CancelReason, ...]] = get_args(CancelReason)
@@ -41,15 +42,16 @@ _FAILED: Final = "The turn failed. What was said about it then is no longer kept
 
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
-    """Describe one ended turn. `item` is the index of the answer among the conversation's items if
-    the conversation has an answer with tokens, otherwise the number in its item id."""
+    """Describe one ended turn. `answer_index` is where the answer `item_id` was among the items of
+    the conversation, if it was kept."""
 
     fingerprint: bytes
     kind: str
     detail: int
     end_seq: int
     created_seq: int
-    item: int
+    item_id: str
+    answer_index: int
     usage: TokenUsage
 
     @property
@@ -63,15 +65,10 @@ class EndedTurn:
             case _:
                 return "cancelled"
 
-    @property
-    def has_answer(self) -> bool:
-        """Return whether the conversation holds tokens of the answer."""
-        return self.usage.output_tokens > 0
-
-    def short_end(self, turn_id: str, item_id: str, text: str) -> TurnEnd:
+    def short_end(self, turn_id: str, text: str) -> TurnEnd:
         """Return the turn's end without what is no longer kept: token ids, logprobs, timings, the
         stop token or string that matched, the message of an error."""
-        outcome = Outcome(item_id, text, (), self.usage, None)
+        outcome = Outcome(self.item_id, text, (), self.usage, None)
         match self.kind:
             case "stop" | "length" as reason:
                 return TurnCompleted(turn_id, reason, None, outcome)
@@ -103,14 +100,14 @@ class EndedTurns:
         """
         kind, detail = _kind_of(end)
         usage = end.outcome.usage
-        item = num_items - 1 if usage.output_tokens else int(turn.item_id.removeprefix("i_"))
         self._records[_key(turn.request.turn_id)] = _RECORD.pack(
             turn.fingerprint,
             _KINDS.index(kind),
             detail,
             end_seq,
             end_seq - turn.created_seq,
-            item,
+            int(turn.item_id.removeprefix("i_")),
+            max(0, num_items - 1),
             usage.input_tokens,
             usage.cached_tokens,
             usage.output_tokens,
@@ -121,9 +118,17 @@ class EndedTurns:
         record = self._records.get(_key(turn_id))
         if record is None:
             return None
-        digest, kind, detail, end_seq, length, item, *tokens = _RECORD.unpack(record)
-        created_seq, usage = end_seq - length, TokenUsage(*tokens)
-        return EndedTurn(digest, _KINDS[kind], detail, end_seq, created_seq, item, usage)
+        digest, kind, detail, end_seq, length, item, index, *tokens = _RECORD.unpack(record)
+        return EndedTurn(
+            fingerprint=digest,
+            kind=_KINDS[kind],
+            detail=detail,
+            end_seq=end_seq,
+            created_seq=end_seq - length,
+            item_id=f"i_{item}",
+            answer_index=index,
+            usage=TokenUsage(*tokens),
+        )
 
 
 def _key(turn_id: str) -> int:

@@ -43,6 +43,8 @@ class PromptState:
     `open_messages`: messages after it that no answer follows yet; what the history holds beyond
     `answer_len` is their render, and they are rendered again together with new ones. `messages`:
     the whole conversation, None when raw input made it unknown; kept for `mode` "template" only.
+    `num_agreed`: of an input that is a whole conversation, the leading messages that the history
+    holds already, the last of them an answer; everything above describes the history up to there.
     """
 
     mode: HistoryMode
@@ -52,14 +54,20 @@ class PromptState:
     open_messages: tuple[Message, ...]
     messages: tuple[Message, ...] | None
     now: datetime
+    num_agreed: int = 0
+
+    def new_messages(self, chat: ChatInput) -> tuple[Message, ...]:
+        """Return the messages that the history does not hold yet."""
+        return chat.messages[self.num_agreed :]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Describe the context of a turn: the first `keep_len` tokens of the history, then `tokens`.
 
-    `messages` holds the chat messages given, empty for raw input, whose text is `raw_text`. With
-    `generate` False the turn only computes its input.
+    `messages` holds the new chat messages, empty for raw input, whose text is `raw_text`. With
+    `generate` False the turn only computes its input. `num_items`: the items of the conversation
+    that stay; None keeps all.
     """
 
     keep_len: int
@@ -67,6 +75,7 @@ class Prompt:
     messages: tuple[Message, ...]
     raw_text: str | None
     generate: bool
+    num_items: int | None = None
 
     @property
     def context_len(self) -> int:
@@ -86,8 +95,8 @@ def build_prompt(
             session whose history is rendered anew each turn.
     """
     match turn_input:
-        case ChatInput(messages=messages):
-            return (yield from _chat_prompt(text, state, messages, generate=generate))
+        case ChatInput():
+            return (yield from _chat_prompt(text, state, turn_input, generate=generate))
         case TextInput(text=raw):
             ids = text.tokenizer.encode_control(raw, add_bos=state.num_tokens == 0)
             return (yield from _raw_prompt(text, state, ids, raw, generate=generate))
@@ -152,7 +161,7 @@ def check_beginning(
     match turn_input:
         case ChatInput() | None:
             encode = text.tokenizer.encode_content
-            messages = () if turn_input is None else turn_input.messages
+            messages = () if turn_input is None else state.new_messages(turn_input)
             measured = (m for m in (*state.open_messages, *messages) if m.role != "assistant")
             parts = [message.content.strip() for message in measured]
         case TextInput(text=raw):
@@ -227,9 +236,10 @@ def check_length(num_tokens: int, max_tokens: int, *, param: str) -> None:
 
 
 def _chat_prompt(
-    text: ModelText, state: PromptState, messages: tuple[Message, ...], *, generate: bool
+    text: ModelText, state: PromptState, turn_input: ChatInput, *, generate: bool
 ) -> Rendering[Prompt]:
     chat = _chat_of(text)
+    messages = state.new_messages(turn_input)
     pending = (*state.open_messages, *messages)
     if not pending or not (messages or generate):
         raise InvalidRequest("a turn needs at least one message", param="input")
@@ -251,7 +261,8 @@ def _chat_prompt(
         keep_len = state.answer_len - drop
     if keep_len + len(ids) - skip == 0:
         raise TokenizeFailed("the chat template wrote nothing", param="input")
-    return Prompt(keep_len, tuple(ids[skip:]), messages, None, generate)
+    num_items = state.num_agreed if turn_input.is_whole else None
+    return Prompt(keep_len, tuple(ids[skip:]), messages, None, generate, num_items)
 
 
 def _raw_prompt(

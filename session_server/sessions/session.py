@@ -200,7 +200,8 @@ class Session:
         the record holds (see `EndedTurn.short_end`)."""
         found = self.journal.find(ended.end_seq)
         if not isinstance(found, TurnEnd):
-            found = self._short_end(turn_id, ended)
+            item = self.transcript.find_item(ended.answer_index, ended.item_id)
+            found = ended.short_end(turn_id, "" if item is None else item.content)
         return TurnView(
             turn_id=turn_id,
             session_id=self.session_id,
@@ -210,12 +211,6 @@ class Session:
             text=found.outcome.text,
             end=found,
         )
-
-    def _short_end(self, turn_id: str, ended: EndedTurn) -> TurnEnd:
-        if not ended.has_answer:
-            return ended.short_end(turn_id, f"i_{ended.item}", "")
-        item = self.transcript.item(ended.item)
-        return ended.short_end(turn_id, item.id, item.content)
 
     def _state(self) -> SessionState:
         if self.closing is not None:

@@ -235,7 +235,7 @@ class PromptBuilder:
         num_chars = 0
         match turn_input:
             case ChatInput():
-                messages += [state.messages or (), turn_input.messages]
+                messages += [state.messages or (), state.new_messages(turn_input)]
             case TextInput(text=text):
                 num_chars = len(text)
             case TokenInput():

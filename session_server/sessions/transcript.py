@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from datetime import datetime
 
 import numpy as np
+from msgspec import structs
 
-from session_server.core.session_events import ConversationItem, Message
+from session_server.core.session_events import ChatInput, ConversationItem, Message, TurnInput
 from session_server.sessions.footprint import MESSAGE_BYTES, item_bytes
 from session_server.sessions.prompt import Prompt, PromptState
 from session_server.sessions.views import HistoryMode
@@ -31,6 +33,11 @@ class Transcript:
         self._open = messages
         self._messages: list[Message] | None = list(messages)
         self._items: list[ConversationItem] = []
+        self._answers = array("i")
+        """Indexes of the items that turns have said."""
+        self._answer_ends = array("i")
+        """The length of the history at the end of each, inverted (~) if its end token was
+        replaced."""
         self._num_items = 0
         self._item_bytes = 0
         self.attached_bytes = 0
@@ -45,7 +52,8 @@ class Transcript:
     @property
     def num_bytes(self) -> int:
         """Return the host memory of tokens, items, messages and attached data."""
-        return sys.getsizeof(self._tokens) + self._item_bytes + self.attached_bytes
+        arrays = (self._tokens, self._answers, self._answer_ends)
+        return sum(map(sys.getsizeof, arrays)) + self._item_bytes + self.attached_bytes
 
     @property
     def num_items(self) -> int:
@@ -57,9 +65,11 @@ class Transcript:
         """Return the conversation so far, oldest item first."""
         return tuple(self._items)
 
-    def item(self, index: int) -> ConversationItem:
-        """Return one item; the oldest has index 0."""
-        return self._items[index]
+    def find_item(self, index: int, item_id: str) -> ConversationItem | None:
+        """Return the item at `index`, the oldest at 0; None if it is gone, whatever is there
+        now."""
+        found = self._items[index] if index < len(self._items) else None
+        return found if found is not None and found.id == item_id else None
 
     def growth(self, prompt: Prompt, turn_id: str) -> int:
         """Return the bytes that the input of a turn will add to the conversation."""
@@ -77,8 +87,10 @@ class Transcript:
         self._num_items += 1
         return f"i_{self._num_items}"
 
-    def state(self) -> PromptState:
-        """Return what the next turn's prompt depends on."""
+    def state(self, turn_input: TurnInput | None = None) -> PromptState:
+        """Return what the next turn's prompt depends on, if that turn's input is this."""
+        if isinstance(turn_input, ChatInput) and turn_input.is_whole:
+            return self._state_where_agreed(turn_input.messages)
         answer_len = self._answer_len
         # If the template's end of turn replaced a sampled one, treat the answer as cut off before
         # it: the token that is now last must not be replaced as well.
@@ -95,6 +107,34 @@ class Transcript:
             messages=messages,
             now=self._now,
         )
+
+    def _state_where_agreed(self, messages: tuple[Message, ...]) -> PromptState:
+        """Return the state behind the last answer up to which the messages say what the history
+        holds. At least one message is left to render."""
+        num_equal = 0
+        for item, message in zip(self._items, messages[:-1], strict=False):
+            if item.role != message.role or item.content != message.content:
+                break
+            num_equal += 1
+        num_answers = bisect_left(self._answers, num_equal)
+        num_agreed = self._answers[num_answers - 1] + 1 if num_answers else 0
+        answer_len, is_cut = self._answer_end(num_answers)
+        return PromptState(
+            mode=self.mode,
+            num_tokens=answer_len,
+            answer_len=answer_len,
+            last_id=-1 if is_cut or not num_answers else self._tokens[answer_len - 1],
+            open_messages=(),
+            messages=messages[:num_agreed] if self.mode == "template" else None,
+            now=self._now,
+            num_agreed=num_agreed,
+        )
+
+    def _answer_end(self, num_answers: int) -> tuple[int, bool]:
+        """Return the length of the history behind the last of so many answers, and whether the
+        token that ended it was replaced."""
+        end = self._answer_ends[num_answers - 1] if num_answers else 0
+        return (~end, True) if end < 0 else (end, False)
 
     def common_len(self, prompt: Prompt) -> int:
         """Return the length of the longest common prefix of the history and the prompt's
@@ -116,6 +156,9 @@ class Transcript:
         """Replace the history by the context of an ended turn and its `output`, whose text is
         `text`."""
         assert prompt.keep_len <= len(self._tokens), "a prompt was built on another history"
+        if prompt.num_items is not None:
+            self._drop_items(prompt.num_items)
+        self._note_replaced_end(prompt)
         del self._tokens[prompt.keep_len :]
         self._tokens.extend(prompt.tokens)
         self._add_inputs(prompt, turn_id)
@@ -133,9 +176,33 @@ class Transcript:
         if not is_chat:
             self._messages = None
         if prompt.generate:
+            self._answers.append(len(self._items))
+            self._answer_ends.append(len(self._tokens))
             self._add_item(turn_id, "assistant", text, item_id=item_id)
             if self._messages is not None and self.mode == "template":
                 self._messages.append(Message("assistant", text))
+
+    def _drop_items(self, num_kept: int) -> None:
+        """Go back to behind the first items, of which the last is an answer."""
+        dropped = self._items[num_kept:]
+        self._item_bytes -= sum(_item_bytes(item.turn_id, item.content) for item in dropped)
+        del self._items[num_kept:]
+        num_answers = bisect_left(self._answers, num_kept)
+        del self._answers[num_answers:], self._answer_ends[num_answers:]
+        self._answer_len, self._is_end_replaced = self._answer_end(num_answers)
+        self._open = ()
+        if self.mode == "template":
+            self._messages = [Message(item.role, item.content) for item in self._items]
+
+    def _note_replaced_end(self, prompt: Prompt) -> None:
+        """Note that the prompt replaces the token which ended the last answer, if it does."""
+        if self.mode == "append" and self._answers:
+            end, _ = self._answer_end(len(self._answers))
+            if prompt.keep_len < end:
+                self._answer_ends[-1] = ~prompt.keep_len
+                index = self._answers[-1]
+                item = structs.replace(self._items[index], end_len=prompt.keep_len)
+                self._items[index] = item
 
     def _add_inputs(self, prompt: Prompt, turn_id: str) -> None:
         if prompt.raw_text is not None:

@@ -312,7 +312,8 @@ class TurnFlow:
                 self.start_next(session)
 
         assert self._link.ready is not None, "a turn before the engine was ever ready"
-        state, max_len = session.transcript.state(), self._link.ready.max_turn_len
+        state = session.transcript.state(turn.request.input)
+        max_len = self._link.ready.max_turn_len
         outcome = self.prompt_builder.build(session.owner, state, turn, on_built, max_len=max_len)
         if outcome is not None:
             self._on_prompt(session, turn, outcome)
