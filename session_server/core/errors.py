@@ -51,6 +51,10 @@ class SessionClosing(SessionServerError):
     """Close was requested for the session."""
 
 
+class UnknownModel(SessionServerError):
+    """This server serves another model."""
+
+
 class TurnNotFound(SessionServerError):
     """No such turn in this session."""
 
@@ -122,6 +126,7 @@ WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = {
     SessionNotFound: WireError("session_not_found", 404, retryable=False),
     SessionExists: WireError("session_exists", 409, retryable=False),
     SessionClosing: WireError("session_closing", 409, retryable=False),
+    UnknownModel: WireError("model_not_found", 404, retryable=False),
     TurnNotFound: WireError("turn_not_found", 404, retryable=False),
     TurnConflict: WireError("turn_conflict", 409, retryable=False),
     SessionBusy: WireError("session_busy", 409, retryable=True),

@@ -47,7 +47,7 @@ MAX_TTL_S: Final = 7 * 86_400.0
 MAX_SEQ: Final = (1 << 53) - 1
 
 
-def _doc(text: str) -> Meta:
+def doc(text: str) -> Meta:
     """Describe a field for the published schemas and the documentation."""
     return Meta(description=text)
 
@@ -105,13 +105,13 @@ class MessageBody(Body, frozen=True, kw_only=True):
 class SamplingBody(Body, frozen=True, kw_only=True):
     """Sampling options; a field that is absent or null takes the server's default."""
 
-    max_tokens: Annotated[NumTokens, _doc("of the answer, at most")] | None = None
-    min_tokens: Annotated[NumTokens, _doc("before the answer may end by itself")] | None = None
-    temperature: Annotated[Temperature, _doc("0 is greedy and exact")] | None = None
-    top_k: Annotated[TopK, _doc("most likely tokens kept; 0 and -1: all")] | None = None
-    top_p: Annotated[TopP, _doc("probability kept, from the most likely on")] | None = None
+    max_tokens: Annotated[NumTokens, doc("of the answer, at most")] | None = None
+    min_tokens: Annotated[NumTokens, doc("before the answer may end by itself")] | None = None
+    temperature: Annotated[Temperature, doc("0 is greedy and exact")] | None = None
+    top_k: Annotated[TopK, doc("most likely tokens kept; 0 and -1: all")] | None = None
+    top_p: Annotated[TopP, doc("probability kept, from the most likely on")] | None = None
     min_p: (
-        Annotated[Fraction, _doc("least probability kept, relative to the most likely")] | None
+        Annotated[Fraction, doc("least probability kept, relative to the most likely")] | None
     ) = None
     repetition_penalty: (
         Annotated[
@@ -119,19 +119,19 @@ class SamplingBody(Body, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    presence_penalty: Annotated[Penalty, _doc("once per token of the answer")] | None = None
-    frequency_penalty: Annotated[Penalty, _doc("each time a token is in the answer")] | None = None
-    seed: Annotated[Seed, _doc("makes the text a function of seed and context")] | None = None
-    logit_bias: Annotated[LogitBias, _doc("added to the logits of token ids")] | None = None
+    presence_penalty: Annotated[Penalty, doc("once per token of the answer")] | None = None
+    frequency_penalty: Annotated[Penalty, doc("each time a token is in the answer")] | None = None
+    seed: Annotated[Seed, doc("makes the text a function of seed and context")] | None = None
+    logit_bias: Annotated[LogitBias, doc("added to the logits of token ids")] | None = None
     stop: (
-        Annotated[StopString, _doc("texts that end the answer")]
+        Annotated[StopString, doc("texts that end the answer")]
         | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
         | None
     ) = None
-    stop_token_ids: Annotated[StopTokenIds, _doc("token ids that end the answer")] | None = None
-    ignore_eos: Annotated[bool, _doc("do not end at the model's end tokens")] | None = None
-    logprobs: Annotated[bool, _doc("of the answer's tokens")] | None = None
-    top_logprobs: Annotated[TopLogprobs, _doc("alternatives beside each logprob")] | None = None
+    stop_token_ids: Annotated[StopTokenIds, doc("token ids that end the answer")] | None = None
+    ignore_eos: Annotated[bool, doc("do not end at the model's end tokens")] | None = None
+    logprobs: Annotated[bool, doc("of the answer's tokens")] | None = None
+    top_logprobs: Annotated[TopLogprobs, doc("alternatives beside each logprob")] | None = None
     prompt_logprobs_from: (
         Annotated[
             int,
@@ -139,32 +139,32 @@ class SamplingBody(Body, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    keep_stop: Annotated[bool, _doc("leave the stop string in the text")] | None = None
-    skip_special_tokens: Annotated[bool, _doc("leave control tokens out of the text")] | None = None
+    keep_stop: Annotated[bool, doc("leave the stop string in the text")] | None = None
+    skip_special_tokens: Annotated[bool, doc("leave control tokens out of the text")] | None = None
 
 
 class TurnFields(Body, frozen=True, kw_only=True):
     """One turn. Exactly one of `input`, `text` and `input_ids` is given."""
 
-    turn_id: Annotated[Id, _doc("yours; sent again, it is the same turn")] | None = None
+    turn_id: Annotated[Id, doc("yours; sent again, it is the same turn")] | None = None
     input: (
-        Annotated[Content, _doc("new messages; a string is one message of the user")]
+        Annotated[Content, doc("new messages; a string is one message of the user")]
         | Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)]
         | None
     ) = None
-    text: Annotated[Content, _doc("new raw text, without the chat template")] | None = None
-    input_ids: Annotated[TokenIds, _doc("new token ids")] | None = None
-    sampling: Annotated[SamplingBody, _doc("see below")] | None = None
-    generate: Annotated[bool, _doc("false: compute the input, answer nothing")] = True
-    queue: Annotated[bool, _doc("false: refuse instead of waiting behind a running turn")] = True
+    text: Annotated[Content, doc("new raw text, without the chat template")] | None = None
+    input_ids: Annotated[TokenIds, doc("new token ids")] | None = None
+    sampling: Annotated[SamplingBody, doc("see below")] | None = None
+    generate: Annotated[bool, doc("false: compute the input, answer nothing")] = True
+    queue: Annotated[bool, doc("false: refuse instead of waiting behind a running turn")] = True
     priority: Annotated[
         Priority,
-        _doc("each level is worth ten seconds of waiting; above your key's ceiling it is lowered"),
+        doc("each level is worth ten seconds of waiting; above your key's ceiling it is lowered"),
     ] = 0
     on_disconnect: (
         Annotated[
             OnDisconnect,
-            _doc("when the last reader goes; sockets `detach`, plain HTTP `cancel`"),
+            doc("when the last reader goes; sockets `detach`, plain HTTP `cancel`"),
         ]
         | None
     ) = None
@@ -177,9 +177,9 @@ class TurnBody(TurnFields, frozen=True, kw_only=True):
 class OpenBody(Body, frozen=True, kw_only=True):
     """Body of `POST /v1/sessions`."""
 
-    id: Annotated[Id, _doc("none: made by the server")] | None = None
+    id: Annotated[Id, doc("none: made by the server")] | None = None
     model: Annotated[str, Meta(max_length=256, description="must be the one served")] | None = None
-    instructions: Annotated[Content, _doc("the system message before `messages`")] | None = None
+    instructions: Annotated[Content, doc("the system message before `messages`")] | None = None
     messages: (
         Annotated[
             list[MessageBody],
@@ -188,10 +188,10 @@ class OpenBody(Body, frozen=True, kw_only=True):
         | None
     ) = None
     ttl_s: TtlS | None = None
-    metadata: Annotated[Metadata, _doc("yours; shown with the session")] | None = None
+    metadata: Annotated[Metadata, doc("yours; shown with the session")] | None = None
     pinned: Annotated[
         bool,
-        _doc(
+        doc(
             "pressure does not take the KV of the session at rest, within `--pinned-fraction`, "
             "which all owners share; a running turn may be retracted; refused unless that is set"
         ),
@@ -199,7 +199,7 @@ class OpenBody(Body, frozen=True, kw_only=True):
     history: (
         Annotated[
             Literal["append", "template"],
-            _doc(
+            doc(
                 "render new messages only, or the whole conversation each turn; none: append "
                 "wherever the chat template allows it"
             ),
@@ -212,13 +212,13 @@ class UpdateBody(Body, frozen=True, kw_only=True):
     """Body of `PATCH /v1/sessions/{id}`; what is absent stays."""
 
     ttl_s: TtlS | None = None
-    metadata: Annotated[Metadata, _doc("replaces what there is")] | None = None
+    metadata: Annotated[Metadata, doc("replaces what there is")] | None = None
 
 
 class CancelBody(Body, frozen=True, kw_only=True):
     """Body of a cancel. `keep_partial` false leaves the session as it was before the turn."""
 
-    keep_partial: Annotated[bool, _doc(_KEEP_PARTIAL)] = True
+    keep_partial: Annotated[bool, doc(_KEEP_PARTIAL)] = True
 
 
 class SessionAuth(ClientFrame, frozen=True, kw_only=True, tag="session.auth"):
@@ -234,8 +234,8 @@ class TurnCreate(TurnFields, frozen=True, kw_only=True, tag_field="type", tag="t
 class TurnCancel(ClientFrame, frozen=True, kw_only=True, tag="turn.cancel"):
     """Cancel one turn; without an id, the running one."""
 
-    turn_id: Annotated[Id, _doc("none: the running one")] | None = None
-    keep_partial: Annotated[bool, _doc(_KEEP_PARTIAL)] = True
+    turn_id: Annotated[Id, doc("none: the running one")] | None = None
+    keep_partial: Annotated[bool, doc(_KEEP_PARTIAL)] = True
 
 
 class SessionUpdate(UpdateBody, frozen=True, kw_only=True, tag_field="type", tag="session.update"):

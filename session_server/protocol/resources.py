@@ -117,6 +117,7 @@ class IndexBody(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "session-server"
     sessions: str = "/v1/sessions"
     socket: str = "/v1/sessions/new/ws"
+    chat_completions: str = "/v1/chat/completions"
     models: str = "/v1/models"
     openapi: str = "/openapi.json"
     asyncapi: str = "/asyncapi.json"

@@ -24,7 +24,7 @@ from session_server.protocol.resources import (
 )
 from session_server.web.openapi import answers
 from session_server.web.refusals import JsonResponse
-from session_server.web.requests import Caller, services_of
+from session_server.web.requests import Call, Caller, services_of
 from session_server.web.services import AppServices
 from session_server.web.shared_task import SharedTask
 
@@ -75,15 +75,25 @@ async def metrics(request: Request, caller: Caller) -> Response:
 @router.get("/v1/models", responses=answers(ModelList, "The models served: one."))
 async def list_models(caller: Caller) -> Response:
     """List the models."""
+    return JsonResponse(ModelList(object="list", data=[_model_body(caller)]))
+
+
+@router.get("/v1/models/{model_id:path}", responses=answers(ModelBody, "The model."))
+async def show_model(model_id: str, caller: Caller) -> Response:
+    """Show one model."""
+    caller.services.check_model(model_id)
+    return JsonResponse(_model_body(caller))
+
+
+def _model_body(caller: Call) -> ModelBody:
     card = caller.services.model
-    model = ModelBody(
+    return ModelBody(
         id=card.name,
         object="model",
         created=card.created_s,
         owned_by="session-server",
         max_model_len=caller.services.max_context,
     )
-    return JsonResponse(ModelList(object="list", data=[model]))
 
 
 @router.get("/v1/admin/memory", responses=answers(MemoryBody, "The memory accounts."))

@@ -21,7 +21,8 @@ from starlette.websockets import WebSocket
 
 from session_server.core.errors import SessionServerError, wire_error
 from session_server.core.events import MemoryReported
-from session_server.web import admin, rest, sglang
+from session_server.sessions.conversations import UnnamedConversations
+from session_server.web import admin, chat_completions, rest, sglang
 from session_server.web.connection_table import ConnectionTable
 from session_server.web.generation_run import SGLangState
 from session_server.web.openapi import answers, asyncapi_of, openapi_of
@@ -37,7 +38,7 @@ from session_server.web.websocket import session_endpoint
 TICK_S: Final = 1.0
 LAG_PROBE_S: Final = 0.1
 
-_ROUTERS: Final = (rest.router, admin.router, sglang.router)
+_ROUTERS: Final = (rest.router, chat_completions.router, admin.router, sglang.router)
 _PATHS: Final = sorted(
     {
         route.path
@@ -68,6 +69,7 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.services = services
     app.state.readers = Readers(services)
     app.state.sglang = SGLangState(services.sessions)
+    app.state.unnamed = UnnamedConversations(services.sessions)
     app.state.sockets = Sockets(services.settings.max_connections)
     app.state.connections = ConnectionTable(services.settings.connections)
     app.state.recounts = (SharedTask[MemoryReported](), SharedTask[MemoryReported]())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +19,8 @@ from session_server.web.refusals import HttpRefusal
 T = TypeVar("T")
 
 HEARTBEAT = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+"""The last event where events have no names."""
 
 
 class EventStream(Response):
@@ -32,8 +34,9 @@ class EventStream(Response):
         chunks: AsyncGenerator[bytes, None],
         *,
         context: contextlib.AbstractContextManager[object],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(media_type="text/event-stream")
+        super().__init__(media_type="text/event-stream", headers=headers)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
         self.headers["x-accel-buffering"] = "no"
@@ -80,6 +83,11 @@ async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def data_event(body: Any) -> bytes:
+    """Encode an event without a name, as OpenAI's clients and SGLang's expect it."""
+    return b"".join((b"data: ", msgspec.json.encode(body), b"\n\n"))
 
 
 def event_chunk(frame: ServerFrame, *, seq: int | None) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 from weakref import WeakSet
 
 import msgspec
@@ -40,13 +40,11 @@ from session_server.sessions.journal import Journal
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.request_tree import BranchPoint, RequestTrees
 from session_server.sessions.views import OpenRequest, TurnView
-from session_server.web.event_stream import HEARTBEAT
+from session_server.web.event_stream import DONE, HEARTBEAT, data_event
 from session_server.web.requests import Call
 from session_server.web.shared_task import SharedTask
 from session_server.web.slices import run_in_slices
 from session_server.web.turns import TurnReader
-
-_DONE: Final = b"data: [DONE]\n\n"
 
 
 class SGLangState:
@@ -120,10 +118,10 @@ class GenerationRun:
                     continue
                 await self.add_entry(item[1])
                 if content := self._content(item[1]):
-                    yield _encode_event(content)
+                    yield data_event(content)
         except SessionClosing as error:
-            yield _encode_event({"error": msgspec.to_builtins(error_body(error))})
-        yield _DONE
+            yield data_event({"error": msgspec.to_builtins(error_body(error))})
+        yield DONE
 
     async def body(self, receive: Receive) -> dict[str, Any] | TurnFailedEntry:
         """Wait for the turn's end and return the answer.
@@ -256,7 +254,3 @@ def _sglang_errors(params: SessionParamsBody | None) -> Iterator[None]:
         raise InvalidRequest(text) from None
     except (ContextTooLong, TurnNotFound, TurnConflict) as error:
         raise InvalidRequest(error.message, param=error.param) from None
-
-
-def _encode_event(content: dict[str, Any]) -> bytes:
-    return b"".join((b"data: ", msgspec.json.encode(content), b"\n\n"))

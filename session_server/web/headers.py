@@ -9,7 +9,28 @@ AUTHORIZATION: Final = "authorization"
 CONTENT_TYPE: Final = "content-type"
 IDEMPOTENCY_KEY: Final = "idempotency-key"
 LAST_EVENT_ID: Final = "last-event-id"
+REQUEST_ID: Final = "x-request-id"
+"""In answers: what OpenAI's clients show as the id of a request."""
 
-READ_BY_ROUTES: Final = (ACCEPT, AUTHORIZATION, CONTENT_TYPE, IDEMPOTENCY_KEY, LAST_EVENT_ID)
-SHOWN_TO_PAGES: Final = ("location", "retry-after")
+
+CONVERSATION_NAMES: Final = (
+    "x-session-id",
+    "x-conversation-id",
+    "session-id",
+    "thread-id",
+    "x-session-affinity",
+    "x-claude-code-session-id",
+    "x-dynamo-session-id",
+)
+"""Headers in which clients name their conversation; the first that is there counts."""
+
+READ_BY_ROUTES: Final = (
+    ACCEPT,
+    AUTHORIZATION,
+    CONTENT_TYPE,
+    IDEMPOTENCY_KEY,
+    LAST_EVENT_ID,
+    *CONVERSATION_NAMES,
+)
+SHOWN_TO_PAGES: Final = ("location", "retry-after", REQUEST_ID)
 """Response headers that a page of another origin may read."""

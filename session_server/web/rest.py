@@ -55,8 +55,7 @@ AfterSeq = Annotated[int | None, Query(ge=0, le=MAX_SEQ)]
 async def open_session(request: Request, caller: Caller) -> Response:
     """Open a session. A request repeated with its `Idempotency-Key` gives the same session."""
     body = await read_body(request, OpenBody)
-    if body.model not in (None, caller.services.model.name):
-        raise InvalidRequest("There is no such model here; see /v1/models.", param="model")
+    caller.services.check_model(body.model)
     key = None if body.id is not None else request.headers.get(IDEMPOTENCY_KEY)
     if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
         raise InvalidRequest("The Idempotency-Key is too long or empty.", param=IDEMPOTENCY_KEY)

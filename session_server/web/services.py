@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from session_server.core.errors import UnknownModel
 from session_server.core.sampling import SamplingParams
 from session_server.metrics.prometheus import ServerMetrics
 from session_server.sessions.manager import SessionManager
@@ -68,6 +69,15 @@ class AppServices:
     settings: WebSettings
     server_args: dict[str, object] = field(default_factory=dict)
     now_s: Callable[[], float] = time.monotonic
+    wall_clock_s: Callable[[], float] = time.time
+
+    def check_model(self, name: str | None) -> None:
+        """Reject the name of another model; None takes the one that is served. Raises
+        UnknownModel."""
+        if name not in (None, self.model.name):
+            raise UnknownModel(
+                f"There is no such model here; {self.model.name} is served.", param="model"
+            )
 
     @property
     def max_context(self) -> int:

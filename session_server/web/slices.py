@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -40,11 +40,14 @@ async def encode_scores(entry: SessionEntry | None) -> EncodedScores | None:
     return scores
 
 
-async def encode_list(values: Sequence[Any]) -> Any:
-    """Encode a list that may be long; the result stands for the list."""
+async def encode_list(
+    values: Sequence[Any], body_of: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """Encode a list that may be long, each value converted by `body_of`; the result stands for the
+    list."""
     async with _encoders(asyncio.get_running_loop()):
         array = GrowingArray()
-        await run_in_slices(array.extend_in_slices(values))
+        await run_in_slices(array.extend_in_slices(values, body_of))
     return array.value()
 
 

@@ -50,6 +50,9 @@ class TurnReader:
         self._journal = journal
         self._view = view
         self._keep_partial = keep_partial
+        self.has_gap = False
+        """Whether entries were lost: the reader fell behind the journal."""
+
         self._scope = contextlib.ExitStack()
         self._session_readers = SessionReaders()
 
@@ -115,6 +118,7 @@ class TurnReader:
                         yield seq, entry
                 raise SessionClosing("The session closed before the turn's end was read.")
             except OffsetLost as lost:
+                self.has_gap = True
                 position = lost.last_seq
                 end = self._current_end()
                 if end is not None:

@@ -258,6 +258,12 @@ SESSIONS = (
         "it is dropped",
     ),
     _constant(
+        "sessions.conversations:MAX_UNNAMED",
+        "sessions of Chat Completions without a name that one key keeps at rest",
+        "sessions",
+        "the oldest is closed",
+    ),
+    _constant(
         "web.readers:MAX_SESSION_READERS",
         "event streams and waiting HTTP turns of one session, beside one for each turn",
         "readers",

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from session_server.config import Settings
 from session_server.core.bounds import Bound
 from session_server.flags import FLAGS
-from session_server.protocol import messages, sglang
+from session_server.protocol import chat_completions, messages, sglang
 from tests.docs.constants import GROUPS
 from tests.docs.pacing import ARITHMETIC, BOUND_NOTHING, HARMLESS_BEGINNINGS, ONLY_WEIGHTS
 from tests.docs.wire_fields import fields_of, number, range_text, sized
@@ -39,6 +39,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "SGLang: `/generate`": sglang.GenerateBody,
     "SGLang: `sampling_params`": sglang.GenerateSampling,
     "SGLang: `session_params`": sglang.SessionParamsBody,
+    "OpenAI: chat completion": chat_completions.ChatBody,
+    "OpenAI: chat message": chat_completions.ChatMessageBody,
 }
 
 PROVERS = ("sim", "demo", "bench", "inspector", "client")
@@ -48,6 +50,7 @@ TOOLS = ("chat.py", "doctor.py", "auditor.py", "local_server.py")
 
 WIRE_MODULES = (
     "session_server.core.sampling",
+    "session_server.protocol.chat_completions",
     "session_server.protocol.messages",
     "session_server.protocol.sglang",
 )

@@ -11,7 +11,7 @@ from msgspec import inspect
 from session_server.core.events import TurnTimings
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import ConversationItem, TextOptions
-from session_server.protocol import frames, messages, resources, scores
+from session_server.protocol import chat_completions, frames, messages, resources, scores
 from tests.docs.wire_fields import fields_of, number
 
 OBJECTS: tuple[type[msgspec.Struct], ...] = (
@@ -38,6 +38,11 @@ def message_table() -> str:
 def session_table() -> str:
     """Every field of a session that is opened."""
     return _body_table(messages.OpenBody)
+
+
+def chat_table() -> str:
+    """Every field of a chat completion that is read."""
+    return _body_table(chat_completions.ChatBody)
 
 
 def sampling_table() -> str:

@@ -195,6 +195,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("limits.md", "constants"): limits.constant_table,
     ("models.md", "worst"): error_of_families_table,
     ("protocol.md", "errors"): error_table,
+    ("openai.md", "chat"): protocol_tables.chat_table,
     ("protocol.md", "frames"): protocol_tables.frame_table,
     ("protocol.md", "message"): protocol_tables.message_table,
     ("protocol.md", "objects"): protocol_tables.object_table,

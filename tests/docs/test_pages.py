@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from session_server.cli import COMMANDS
 from session_server.client.session import RETRYABLE_CLOSE_CODES
 from session_server.protocol.session_protocol import CloseCode
-from session_server.web import admin, rest, sglang
+from session_server.web import admin, chat_completions, rest, sglang
 from tests.docs.tables import DOCS, TABLES, metric_table, with_table
 
 ROOT = DOCS.parent
@@ -75,10 +75,10 @@ def test_every_metric_named_is_scraped() -> None:
 
 
 def test_every_route_is_in_the_protocol_page() -> None:
-    text = (DOCS / "protocol.md").read_text("utf-8")
+    text = "".join((DOCS / page).read_text("utf-8") for page in ("protocol.md", "openai.md"))
     routes = {
-        re.sub(r"\{\w+\}", "{}", route.path)
-        for module in (admin, rest, sglang)
+        re.sub(r"\{[\w:]+\}", "{}", route.path)
+        for module in (admin, chat_completions, rest, sglang)
         for route in module.router.routes
         if isinstance(route, APIRoute)
     }

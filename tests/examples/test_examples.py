@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import signal
 import subprocess
@@ -37,6 +38,18 @@ def test_the_rest_client_remembers_and_streams(url: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "Your name is Ada." in done.stdout.split("> What is my name?")[1]
     assert "1 2 3 4 5" in done.stdout
+
+
+def test_the_openai_client_computes_what_is_new(url: str) -> None:
+    done = run("openai_chat.py", "--url", url)
+    assert done.returncode == 0, done.stderr
+    assert "Your name is Ada." in done.stdout.split("> What is my name?")[1]
+    assert "Oslo" in done.stdout.split("> What is my city?")[1]
+    counts = re.findall(r"(\d+) of (\d+) tokens were cached", done.stdout)
+    (first, *rest), new = [tuple(map(int, each)) for each in counts], 20
+    assert first[0] == 0
+    assert len(rest) == 3
+    assert all(0 < total - cached <= new for cached, total in rest)
 
 
 def test_the_chat_client_comes_back_to_its_session(url: str) -> None:
@@ -133,7 +146,9 @@ def said_by(name: str, *argv: str, patch: pytest.MonkeyPatch) -> str | int | Non
     return left.value.code
 
 
-@pytest.mark.parametrize("name", ["rest_client.py", "chat_client.py", "load_test.py"])
+@pytest.mark.parametrize(
+    "name", ["rest_client.py", "openai_chat.py", "chat_client.py", "load_test.py"]
+)
 def test_a_refused_key_and_an_address_without_a_scheme_are_told_in_a_line(
     name: str,
     closed_url: str,

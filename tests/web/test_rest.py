@@ -96,7 +96,7 @@ async def test_a_taken_id_and_a_model_that_is_not_there_are_refused(this: Served
     taken = await this.http.post("/v1/sessions", json={"id": "mine"})
     assert (taken.status_code, taken.json()["error"]["code"]) == (409, "session_exists")
     other = await this.http.post("/v1/sessions", json={"model": "another"})
-    assert (other.status_code, other.json()["error"]["param"]) == (400, "model")
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @served()

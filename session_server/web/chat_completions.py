@@ -1,0 +1,257 @@
+"""Serve OpenAI's Chat Completions over sessions, so that its clients run unchanged.
+
+A call that names its conversation runs in the session of that name, which it opens if there is
+none. `session_id` is the session itself: calls wait behind each other. `prompt_cache_key` and
+headers are hints, which many conversations may share: a call that finds their session busy runs as
+one without a name. A client that leaves cancels its turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from session_server.core.errors import (
+    InvalidRequest,
+    ServerDraining,
+    SessionBusy,
+    SessionClosing,
+    SessionNotFound,
+    SessionServerError,
+)
+from session_server.core.session_events import (
+    TurnCancelled,
+    TurnDelta,
+    TurnEnd,
+    TurnFailedEntry,
+    TurnProgress,
+)
+from session_server.protocol.chat_completions import (
+    ChatAnswer,
+    ChatBody,
+    ChatCall,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    parse_chat,
+    session_id_of,
+)
+from session_server.protocol.errors import error_body, sanitize
+from session_server.protocol.frames import failure_body
+from session_server.sessions.conversations import UnnamedConversations
+from session_server.sessions.views import OpenRequest, TurnView
+from session_server.web.event_stream import DONE, HEARTBEAT, EventStream, data_event
+from session_server.web.headers import CONVERSATION_NAMES, REQUEST_ID
+from session_server.web.openapi import answers, body_of
+from session_server.web.refusals import JsonResponse, failure_response
+from session_server.web.requests import Call, Caller, read_body
+from session_server.web.slices import encode_list
+from session_server.web.turns import TurnReader
+
+router = APIRouter(tags=["openai"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    openapi_extra=body_of(ChatBody),
+    responses=answers(ChatCompletion, "The completion; or its chunks, with `stream`."),
+)
+async def create_chat_completion(request: Request, caller: Caller) -> Response:
+    """Answer a conversation."""
+    caller.readers.check_capacity(caller.owner, None)
+    body = await read_body(request, ChatBody)
+    caller.services.check_model(body.model)
+    names = (request.headers.get(name) for name in CONVERSATION_NAMES)
+    chat = parse_chat(
+        body,
+        turn_id=f"chatcmpl-{secrets.token_hex(12)}",
+        hint=next(filter(None, names), None),
+        defaults=caller.services.model.defaults,
+    )
+    unnamed: UnnamedConversations = request.app.state.unnamed
+    run = await start_chat(caller, chat, unnamed)
+    headers = {REQUEST_ID: chat.request.turn_id}
+    if chat.stream:
+        return EventStream(run.events(), context=run.reader, headers=headers)
+    with run.reader:
+        return await run.response(request.receive, headers)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRun:
+    """Hold the state of one running completion."""
+
+    chat: ChatCall
+    reader: TurnReader
+    answer: ChatAnswer
+
+    async def response(self, receive: Receive, headers: dict[str, str]) -> Response:
+        """Wait for the turn's end and return the whole answer.
+
+        Raises:
+            HttpRefusal: the client disconnected before.
+            SessionClosing, ServerDraining: the turn was ended with its session.
+        """
+        end = await self.reader.end(receive)
+        if isinstance(end, TurnFailedEntry):
+            return failure_response(end)
+        if (error := _cause_of(end)) is not None:
+            raise error
+        logprobs = await self._logprobs(end)
+        return JsonResponse(self.answer.completion(end, logprobs=logprobs), headers=headers)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the chunks as events without a name, then `[DONE]`."""
+        try:
+            yield data_event(self.answer.opening())
+            async for item in self.reader.entries():
+                entry = None if item is None else item[1]
+                if entry is None:
+                    yield HEARTBEAT
+                elif isinstance(entry, TurnProgress):
+                    self.answer.note_progress(entry)
+                elif isinstance(entry, TurnEnd):
+                    async for chunk in self._last_events(entry):
+                        yield chunk
+                elif isinstance(entry, TurnDelta) and self._is_shown(entry):
+                    yield data_event(await self._chunk(entry))
+        except SessionClosing as error:
+            yield _error_event(error)
+        yield DONE
+
+    async def _last_events(self, end: TurnEnd) -> AsyncGenerator[bytes, None]:
+        if isinstance(end, TurnFailedEntry):
+            yield data_event({"error": msgspec.to_builtins(failure_body(end))})
+            return
+        if (error := _cause_of(end)) is not None:
+            yield _error_event(error)
+            return
+        unsent = self.answer.unsent(end)
+        if self.reader.has_gap and (unsent.text or unsent.logprobs):
+            yield data_event(await self._chunk(unsent))
+        for chunk in self.answer.closing(end):
+            yield data_event(chunk)
+
+    def _is_shown(self, delta: TurnDelta) -> bool:
+        """Return whether a delta makes a chunk. Behind a gap it would not be where it belongs."""
+        return bool(delta.text or delta.logprobs) and not self.reader.has_gap
+
+    async def _chunk(self, delta: TurnDelta) -> ChatChunk:
+        return self.answer.add(delta, logprobs=await self._logprobs(delta))
+
+    async def _logprobs(self, entry: TurnDelta | TurnEnd) -> ChatLogprobs | None:
+        if not self.chat.request.sampling.logprobs:
+            return None
+        values = entry.logprobs if isinstance(entry, TurnDelta) else entry.outcome.logprobs
+        return ChatLogprobs(content=await encode_list(values, self.answer.logprob_body))
+
+
+async def start_chat(call: Call, chat: ChatCall, unnamed: UnnamedConversations) -> ChatRun:
+    """Submit the turn to the session of its conversation.
+
+    Raises:
+        SessionServerError: refused; a session opened for it is gone.
+    """
+    view = await _submit(call, chat, unnamed)
+    card = call.services.model
+    return ChatRun(
+        chat=chat,
+        reader=TurnReader(
+            call,
+            call.sessions.journal(call.owner, view.session_id),
+            view,
+            keep_partial=not chat.is_append,
+        ),
+        answer=ChatAnswer(
+            chat,
+            model=card.name,
+            session_id=view.session_id,
+            created_s=int(call.services.wall_clock_s()),
+            token_text=card.token_text,
+        ),
+    )
+
+
+async def _submit(call: Call, chat: ChatCall, unnamed: UnnamedConversations) -> TurnView:
+    if chat.is_append:
+        return await _submit_append(call, chat)
+    if chat.conversation is None:
+        return await _submit_unnamed(call, chat, unnamed)
+    try:
+        return await _submit_named(call, chat, session_id_of(chat.conversation))
+    except SessionBusy:
+        if not chat.is_hint:
+            raise
+        return await _submit_unnamed(call, chat, unnamed)
+
+
+async def _submit_append(call: Call, chat: ChatCall) -> TurnView:
+    session_id = chat.conversation or ""
+    try:
+        return await call.sessions.submit(call.owner, session_id, chat.request)
+    except SessionNotFound:
+        name = sanitize(session_id)
+        raise InvalidRequest(
+            f"Invalid request: session id {name} does not exist", param="session_params.id"
+        ) from None
+
+
+async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> TurnView:
+    is_new = False
+    try:
+        call.sessions.get(call.owner, session_id)
+    except SessionNotFound:
+        call.sessions.open(call.owner, OpenRequest(session_id=session_id))
+        is_new = True
+    try:
+        # A hint does not wait for another conversation that took the name first.
+        request = replace(chat.request, queue=not chat.is_hint)
+        return await call.sessions.submit(call.owner, session_id, request)
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(SessionServerError):
+                call.sessions.close(call.owner, session_id)
+        raise
+
+
+async def _submit_unnamed(call: Call, chat: ChatCall, unnamed: UnnamedConversations) -> TurnView:
+    borrowed = unnamed.borrow(call.owner, chat.messages)
+    is_lent = True
+
+    def give_back(end: TurnEnd) -> None:
+        nonlocal is_lent
+        is_lent = False
+        unnamed.give_back(borrowed, end)
+
+    try:
+        return await call.sessions.submit(
+            call.owner, borrowed.session_id, chat.request, on_end=give_back
+        )
+    except SessionServerError:
+        if is_lent:
+            unnamed.give_back(borrowed, None)
+        raise
+
+
+def _cause_of(end: TurnEnd) -> SessionServerError | None:
+    """Return the error for a turn that ended with its session or the server; None for one that
+    somebody canceled: what it said until then is its answer."""
+    match end:
+        case TurnCancelled(reason="draining"):
+            return ServerDraining("The server shuts down: it ended the turn.")
+        case TurnCancelled(reason="session_closed"):
+            return SessionClosing("The session was closed before the turn's end.")
+        case _:
+            return None
+
+
+def _error_event(error: SessionServerError) -> bytes:
+    return data_event({"error": msgspec.to_builtins(error_body(error))})

@@ -1,0 +1,104 @@
+"""What a Chat Completion's body becomes, and what its answer is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from session_server.core.errors import InvalidRequest
+from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams, TokenLogprob
+from session_server.core.session_events import ChatInput, Message
+from session_server.protocol.chat_completions import (
+    ChatAnswer,
+    ChatBody,
+    ChatCall,
+    parse_chat,
+    session_id_of,
+)
+from session_server.protocol.messages import decode
+
+HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def parsed(hint: str | None = None, **fields: Any) -> ChatCall:
+    body = decode(msgspec.json.encode(HELLO | fields), ChatBody)
+    return parse_chat(body, turn_id="t", hint=hint, defaults=SamplingParams(temperature=0.5))
+
+
+def test_what_a_client_leaves_out_is_the_model_s_or_the_context_s() -> None:
+    sampling = parsed().request.sampling
+    assert sampling == SamplingParams(temperature=0.5, max_tokens=MAX_OUTPUT_TOKENS)
+    assert parsed(max_tokens=1 << 40).request.sampling.max_tokens == MAX_OUTPUT_TOKENS
+    both = parsed(max_tokens=5, max_completion_tokens=7, temperature=0, top_k=-1, stop="x")
+    assert both.request.sampling == SamplingParams(temperature=0, max_tokens=7)
+    assert both.request.text.stop == ("x",)
+    assert parsed(seed=-1).request.sampling.seed == (1 << 63) - 1
+    assert parsed(logit_bias={"7": 3}).request.sampling.logit_bias == ((7, 3.0),)
+    assert parsed().request.on_disconnect == "cancel"
+
+
+def test_parts_are_joined_and_an_answer_may_be_empty() -> None:
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": t} for t in "abc"], "name": "x"},
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+    ]
+    expected = (Message("system", "abc"), Message("assistant", ""), Message("assistant", ""))
+    assert parsed(messages=messages).request.input == ChatInput(expected, is_whole=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "hint", "expected"),
+    [
+        ({}, None, (None, True, False)),
+        ({}, "header", ("header", True, False)),
+        ({"prompt_cache_key": "key"}, "header", ("key", True, False)),
+        ({"session_id": "id", "prompt_cache_key": "key"}, "header", ("id", False, False)),
+        ({"session_params": {"id": "id"}, "prompt_cache_key": "key"}, None, ("id", False, True)),
+        ({"session_id": "", "prompt_cache_key": ""}, None, (None, True, False)),
+    ],
+)
+def test_who_names_a_conversation(
+    fields: dict[str, Any], hint: str | None, expected: tuple[str | None, bool, bool]
+) -> None:
+    call = parsed(hint, **fields)
+    assert (call.conversation, call.is_hint, call.is_append) == expected
+    assert isinstance(call.request.input, ChatInput)
+    assert call.request.input.is_whole != call.is_append
+
+
+def test_two_names_of_different_kinds_contradict() -> None:
+    with pytest.raises(InvalidRequest, match="cannot both be set"):
+        parsed(session_id="a", session_params={"id": "b"})
+
+
+@pytest.mark.parametrize("name", ["a", "A-Z_a.z:0", "x" * 64])
+def test_a_name_that_is_a_session_id_is_one(name: str) -> None:
+    assert session_id_of(name) == name
+
+
+@pytest.mark.parametrize("name", ["", "new", ".", "..", "a b", "ä", "x" * 65, "a/b", "a\n"])
+def test_any_other_name_stands_for_one(name: str) -> None:
+    session_id = session_id_of(name)
+    assert session_id.startswith("key_")
+    assert session_id_of(session_id) == session_id != session_id_of(name + "x")
+
+
+def test_a_logprob_names_its_token_and_says_its_bytes_where_they_are_text() -> None:
+    texts = {1: "ab", 2: "\ufffd", 3: "é"}
+    answer = ChatAnswer(
+        parsed(), model="m", session_id="s", created_s=0, token_text=texts.__getitem__
+    )
+    value = TokenLogprob(1, -0.5, ((2, -1.0), (3, float("-inf"))))
+    assert msgspec.to_builtins(answer.logprob_body(value)) == {
+        "token": "ab",
+        "logprob": -0.5,
+        "bytes": (97, 98),
+        "top_logprobs": (
+            {"token": "\ufffd", "logprob": -1.0, "bytes": None},
+            {"token": "é", "logprob": -9999.0, "bytes": (195, 169)},
+        ),
+    }
+    assert answer.logprob_body(TokenLogprob(1, None)).logprob == -9999.0
