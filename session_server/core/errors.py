@@ -55,6 +55,10 @@ class UnknownModel(SessionServerError):
     """This server serves another model."""
 
 
+class ItemNotFound(SessionServerError):
+    """No such item in this session."""
+
+
 class TurnNotFound(SessionServerError):
     """No such turn in this session."""
 
@@ -127,6 +131,7 @@ WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = {
     SessionExists: WireError("session_exists", 409, retryable=False),
     SessionClosing: WireError("session_closing", 409, retryable=False),
     UnknownModel: WireError("model_not_found", 404, retryable=False),
+    ItemNotFound: WireError("item_not_found", 404, retryable=False),
     TurnNotFound: WireError("turn_not_found", 404, retryable=False),
     TurnConflict: WireError("turn_conflict", 409, retryable=False),
     SessionBusy: WireError("session_busy", 409, retryable=True),

@@ -216,6 +216,36 @@ class SessionUpdated(msgspec.Struct, frozen=True, gc=False):
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class SessionRewound(msgspec.Struct, frozen=True, gc=False):
+    """Record that the conversation ends with item `to_item` now, None if it is empty.
+
+    `tokens`: the length of the history; `kept_tokens` of them have their KV.
+    """
+
+    to_item: str | None
+    tokens: int
+    kept_tokens: int
+
+
+class SessionForked(msgspec.Struct, frozen=True, gc=False):
+    """Record that session `session_id` was opened with the first `tokens` of the history."""
+
+    session_id: str
+    tokens: int
+
+
+class ItemEdited(msgspec.Struct, frozen=True, gc=False):
+    """Record that an item has another content now, and that those behind it are gone.
+
+    `tokens` and `kept_tokens` as in `SessionRewound`: the item itself is computed with the next
+    turn.
+    """
+
+    item_id: str
+    tokens: int
+    kept_tokens: int
+
+
 class SessionDraining(msgspec.Struct, frozen=True, gc=False):
     """Record that the server shuts down; running turns have `deadline_s` seconds left."""
 
@@ -229,15 +259,15 @@ class SessionClosed(msgspec.Struct, frozen=True, gc=False):
 
 
 TurnEnd = TurnCompleted | TurnCancelled | TurnFailedEntry
-SessionEntry = (
-    TurnCreated
-    | TurnProgress
-    | TurnDelta
-    | TurnCompleted
-    | TurnCancelled
-    | TurnFailedEntry
-    | SessionStateChanged
+SessionOnlyEntry = (
+    SessionStateChanged
     | SessionUpdated
+    | SessionRewound
+    | SessionForked
+    | ItemEdited
     | SessionDraining
     | SessionClosed
 )
+"""What is about no turn."""
+
+SessionEntry = TurnCreated | TurnProgress | TurnDelta | TurnEnd | SessionOnlyEntry

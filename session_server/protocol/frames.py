@@ -20,10 +20,14 @@ from session_server.core.session_events import (
     CancelReason,
     CloseReason,
     ConversationItem,
+    ItemEdited,
     Outcome,
     SessionClosed,
     SessionDraining,
     SessionEntry,
+    SessionForked,
+    SessionOnlyEntry,
+    SessionRewound,
     SessionState,
     SessionStateChanged,
     SessionUpdated,
@@ -200,6 +204,34 @@ class UpdatedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.updated"
     metadata: dict[str, str]
 
 
+class RewoundFrame(ServerFrame, frozen=True, kw_only=True, tag="session.rewound"):
+    """The conversation ends with item `to_item` now, or is empty. The history has `tokens`, of
+    which `kept_tokens` have their KV."""
+
+    seq: int
+    to_item: str | None
+    tokens: int
+    kept_tokens: int
+
+
+class ForkedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.forked"):
+    """Session `session_id` was opened with the first `tokens` of the history."""
+
+    seq: int
+    session_id: str
+    tokens: int
+
+
+class EditedFrame(ServerFrame, frozen=True, kw_only=True, tag="item.edited"):
+    """The item has another content now, and those behind it are gone. The next turn computes it;
+    before it the history has `tokens`, of which `kept_tokens` have their KV."""
+
+    seq: int
+    item_id: str
+    tokens: int
+    kept_tokens: int
+
+
 class DrainingFrame(ServerFrame, frozen=True, kw_only=True, tag="session.draining"):
     """The server shuts down; running turns have `deadline_s` left."""
 
@@ -230,7 +262,16 @@ class PongFrame(ServerFrame, frozen=True, kw_only=True, tag="pong"):
 TurnFrame = (
     CreatedFrame | ProgressFrame | DeltaFrame | CompletedFrame | CancelledFrame | FailedFrame
 )
-JournalFrame = TurnFrame | StateFrame | UpdatedFrame | DrainingFrame | ClosedFrame
+JournalFrame = (
+    TurnFrame
+    | StateFrame
+    | UpdatedFrame
+    | RewoundFrame
+    | ForkedFrame
+    | EditedFrame
+    | DrainingFrame
+    | ClosedFrame
+)
 AnyServerFrame = (
     JournalFrame | OpenedFrame | ResumeFailedFrame | SnapshotFrame | ErrorFrame | PongFrame
 )
@@ -290,10 +331,32 @@ def frame_of(seq: int, entry: SessionEntry, *, scores: EncodedScores | None = No
             )
         case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
             return end_frame(seq, entry, scores=scores)
+        case _:
+            return _session_frame(seq, entry)
+
+
+def _session_frame(seq: int, entry: SessionOnlyEntry) -> JournalFrame:
+    match entry:
         case SessionStateChanged():
             return StateFrame(seq=seq, state=entry.state, reason=entry.reason)
         case SessionUpdated():
             return UpdatedFrame(seq=seq, ttl_s=entry.ttl_s, metadata=entry.metadata)
+        case SessionRewound():
+            return RewoundFrame(
+                seq=seq,
+                to_item=entry.to_item,
+                tokens=entry.tokens,
+                kept_tokens=entry.kept_tokens,
+            )
+        case SessionForked():
+            return ForkedFrame(seq=seq, session_id=entry.session_id, tokens=entry.tokens)
+        case ItemEdited():
+            return EditedFrame(
+                seq=seq,
+                item_id=entry.item_id,
+                tokens=entry.tokens,
+                kept_tokens=entry.kept_tokens,
+            )
         case SessionDraining():
             return DrainingFrame(seq=seq, deadline_s=entry.deadline_s)
         case SessionClosed():

@@ -42,6 +42,7 @@ MAX_PRIORITY: Final = 100
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_METADATA: Final = 16
+MAX_ID_CHARS: Final = 64
 MIN_TTL_S: Final = 1.0
 MAX_TTL_S: Final = 7 * 86_400.0
 MAX_SEQ: Final = (1 << 53) - 1
@@ -53,6 +54,7 @@ def doc(text: str) -> Meta:
 
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:\-]{1,64}$(?!\n)", description="client-chosen id")]
+ItemId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_INPUT_IDS)]
 Metadata = Annotated[
@@ -148,8 +150,14 @@ class TurnFields(Body, frozen=True, kw_only=True):
 
     turn_id: Annotated[Id, doc("yours; sent again, it is the same turn")] | None = None
     input: (
-        Annotated[Content, doc("new messages; a string is one message of the user")]
-        | Annotated[list[MessageBody], Meta(min_length=1, max_length=MAX_MESSAGES)]
+        Annotated[
+            Content,
+            doc(
+                "new messages; a string is one message of the user, an empty list answers those "
+                "that wait for an answer"
+            ),
+        ]
+        | Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)]
         | None
     ) = None
     text: Annotated[Content, doc("new raw text, without the chat template")] | None = None
@@ -242,6 +250,39 @@ class SessionUpdate(UpdateBody, frozen=True, kw_only=True, tag_field="type", tag
     """Change settings of the session; answered by `session.updated`."""
 
 
+class RewindBody(Body, frozen=True, kw_only=True):
+    """Body of a rewind; refused while a turn runs."""
+
+    to_item: Annotated[ItemId, doc("the last item that stays; null: none does")] | None
+
+
+class ForkBody(Body, frozen=True, kw_only=True):
+    """Body of a fork; refused while a turn runs."""
+
+    at_item: Annotated[ItemId, doc("the last item of the fork; none: all of them")] | None = None
+    id: Annotated[Id, doc("of the new session; none: made by the server")] | None = None
+
+
+class EditBody(Body, frozen=True, kw_only=True):
+    """Body of an edit: the item's new text. The items behind it go."""
+
+    content: Content
+
+
+class SessionRewind(RewindBody, frozen=True, kw_only=True, tag_field="type", tag="session.rewind"):
+    """Go back to an item; answered by `session.rewound`."""
+
+
+class SessionFork(ForkBody, frozen=True, kw_only=True, tag_field="type", tag="session.fork"):
+    """Open a session with this conversation; answered by `session.forked`."""
+
+
+class ItemEdit(EditBody, frozen=True, kw_only=True, tag_field="type", tag="item.edit"):
+    """Give an item another text; answered by `item.edited`."""
+
+    item_id: ItemId
+
+
 class SessionClose(ClientFrame, frozen=True, kw_only=True, tag="session.close"):
     """Close the session; its last frame is `session.closed`."""
 
@@ -258,7 +299,18 @@ class Ack(ClientFrame, frozen=True, kw_only=True, tag="ack"):
     seq: Annotated[int, Meta(ge=0, le=MAX_SEQ)]
 
 
-ClientMessage = SessionAuth | TurnCreate | TurnCancel | SessionUpdate | SessionClose | Ping | Ack
+ClientMessage = (
+    SessionAuth
+    | TurnCreate
+    | TurnCancel
+    | SessionUpdate
+    | SessionRewind
+    | SessionFork
+    | ItemEdit
+    | SessionClose
+    | Ping
+    | Ack
+)
 
 
 def decode(payload: bytes | str, kind: type[BodyT]) -> BodyT:

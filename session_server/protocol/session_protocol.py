@@ -38,9 +38,12 @@ from session_server.protocol.frames import (
 from session_server.protocol.messages import (
     Ack,
     ClientMessage,
+    ItemEdit,
     Ping,
     SessionAuth,
     SessionClose,
+    SessionFork,
+    SessionRewind,
     SessionUpdate,
     TurnCancel,
     TurnCreate,
@@ -91,7 +94,16 @@ class StartTurn:
     request: TurnRequest
 
 
-ClientRequest = SessionAuth | StartTurn | TurnCancel | SessionUpdate | SessionClose
+ClientRequest = (
+    SessionAuth
+    | StartTurn
+    | TurnCancel
+    | SessionUpdate
+    | SessionRewind
+    | SessionFork
+    | ItemEdit
+    | SessionClose
+)
 """What a client asks for: its message itself, except that a turn is validated."""
 
 
@@ -222,7 +234,14 @@ class SessionProtocol:
         match message:
             case TurnCreate():
                 return self._start_turn(message)
-            case TurnCancel() | SessionUpdate() | SessionClose():
+            case (
+                TurnCancel()
+                | SessionUpdate()
+                | SessionRewind()
+                | SessionFork()
+                | ItemEdit()
+                | SessionClose()
+            ):
                 return message
             case Ping():
                 self._send(PongFrame(t=message.t, server_time=now_s))

@@ -13,11 +13,14 @@ from typing import Final, assert_never
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.core.session_events import (
     ChatInput,
+    ItemEdited,
     Message,
     Outcome,
     SessionClosed,
     SessionDraining,
     SessionEntry,
+    SessionForked,
+    SessionRewound,
     SessionStateChanged,
     SessionUpdated,
     TextInput,
@@ -132,6 +135,9 @@ def entry_bytes(entry: SessionEntry) -> int:
             TurnCreated()
             | TurnProgress()
             | SessionStateChanged()
+            | SessionRewound()
+            | SessionForked()
+            | ItemEdited()
             | SessionDraining()
             | SessionClosed()
         ):

@@ -15,9 +15,11 @@ from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import (
     EngineUnavailable,
     InvalidRequest,
+    ItemNotFound,
     ServerDraining,
     SessionBusy,
     SessionExists,
+    UnsupportedOperation,
 )
 from session_server.core.events import (
     EngineDied,
@@ -37,9 +39,13 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import (
     CancelReason,
     CloseReason,
+    ItemEdited,
+    Message,
     RawInput,
     SessionClosed,
     SessionDraining,
+    SessionForked,
+    SessionRewound,
     SessionUpdated,
     TurnEnd,
     TurnRequest,
@@ -62,7 +68,13 @@ from session_server.sessions.turn import (
     with_allowed_priority,
 )
 from session_server.sessions.turn_flow import TurnFlow
-from session_server.sessions.validation import check_metadata, check_open, check_ttl, check_turn
+from session_server.sessions.validation import (
+    check_messages,
+    check_metadata,
+    check_open,
+    check_ttl,
+    check_turn,
+)
 from session_server.sessions.views import (
     ManagerStats,
     OpenRequest,
@@ -238,6 +250,102 @@ class SessionManager:
         session = self._sessions.get(owner, session_id)
         self._close(session, reason)
         return session.view()
+
+    def rewind(self, owner: Owner, session_id: str, to_item: str | None) -> SessionView:
+        """Go back to where the conversation ended with this item; None: to its beginning.
+
+        Raises:
+            SessionNotFound, SessionClosing, ServerDraining
+            SessionBusy: a turn has not ended.
+            ItemNotFound: there is no such item.
+        """
+        session = self._resting(owner, session_id)
+        self._cut(session, 0 if to_item is None else _index_of(session, to_item) + 1)
+        lengths = len(session.transcript), self._kept_len(session)
+        session.journal.append(SessionRewound(to_item, *lengths))
+        return session.view()
+
+    def edit_item(self, owner: Owner, session_id: str, item_id: str, content: str) -> SessionView:
+        """Give an item another content, and drop those behind it.
+
+        It is a message like any other then: the next turn renders and computes it.
+
+        Raises:
+            SessionNotFound, SessionClosing, SessionBusy, ItemNotFound, ServerDraining
+            UnsupportedOperation: the item is raw input, which is no message.
+            InvalidRequest: the content is too long.
+            QuotaExceeded, ServerBusy: conversations have no room for it.
+        """
+        session = self._resting(owner, session_id)
+        index = _index_of(session, item_id)
+        item = session.transcript.items[index]
+        if item.role == "raw":
+            raise UnsupportedOperation(
+                "raw input is no message that can be edited", param="item_id"
+            )
+        message = Message(item.role, content)
+        check_messages((message,), self._limits)
+        self._quotas.history_bytes.check(owner, message_bytes(message))
+        self._cut(session, index)
+        session.transcript.add_open(item.role, content, item_id=item_id)
+        self._quotas.recount(session)
+        lengths = len(session.transcript), self._kept_len(session)
+        session.journal.append(ItemEdited(item_id, *lengths))
+        return session.view()
+
+    def fork(
+        self,
+        owner: Owner,
+        session_id: str,
+        *,
+        at_item: str | None = None,
+        new_id: str | None = None,
+    ) -> SessionView:
+        """Open a session with the conversation up to this item; None: with all of it.
+
+        Its first turn finds the KV that both have in common in the radix tree, as far as it is
+        there. Raises what `open` and `rewind` raise.
+        """
+        source = self._resting(owner, session_id)
+        num_items = source.transcript.num_items
+        if at_item is not None:
+            num_items = _index_of(source, at_item) + 1
+        request = OpenRequest(
+            session_id=new_id, ttl_s=source.settings.ttl_s, metadata=source.settings.metadata
+        )
+        self._quotas.history_bytes.check(owner, source.num_bytes)
+        session = self._make_session(owner, request)
+        session.transcript = source.transcript.fork(num_items)
+        view = self._add(session)
+        source.journal.append(SessionForked(view.session_id, view.num_tokens))
+        return view
+
+    def _resting(self, owner: Owner, session_id: str) -> Session:
+        """Return a session whose history may change now."""
+        if self._is_draining:
+            raise ServerDraining("the server is shutting down")
+        session = self._sessions.get(owner, session_id)
+        session.check_not_closing()
+        if not session.is_idle:
+            raise SessionBusy("a turn of this session has not ended")
+        return session
+
+    def _cut(self, session: Session, num_items: int) -> None:
+        """Keep the first items of a session at rest."""
+        if num_items < session.transcript.num_items:
+            session.transcript.cut(num_items)
+            known = session.copy.known_len(self._link.generation)
+            if known is not None:
+                kept = min(known, len(session.transcript))
+                session.copy.set_known_len(kept, self._link.generation)
+        session.life.last_active_s = self._clock()
+        self._deadlines.watch(session)
+        self._quotas.recount(session)
+
+    def _kept_len(self, session: Session) -> int:
+        """Return how many tokens of the history have KV, as far as is known here."""
+        known = session.copy.known_len(self._link.generation)
+        return known or 0 if session.copy.state == "resident" else 0
 
     async def encode(self, owner: Owner, raw: RawInput, *, add_bos: bool) -> tuple[int, ...]:
         """Return the token ids of raw input; encode a long text off the event loop. Raises
@@ -533,3 +641,11 @@ class SessionManager:
                 while self._flow.counts.live:
                     self._became_idle.clear()
                     await self._became_idle.wait()
+
+
+def _index_of(session: Session, item_id: str) -> int:
+    """Return the index of an item. Raises ItemNotFound."""
+    index = session.transcript.index_of(item_id)
+    if index is None:
+        raise ItemNotFound("no such item in this session", param="item_id")
+    return index

@@ -252,13 +252,8 @@ def _chat_prompt(
                 "messages cannot follow raw input where the template renders the whole history"
             )
         ids = yield from chat.encode_all((*state.messages, *messages), frame)
-    elif state.answer_len == 0:
-        ids = yield from chat.encode_all(pending, frame)
     else:
-        ids = yield from chat.encode_after_answer(pending, frame)
-        # The answer and the template may both spell its end of turn: keep one of them.
-        drop, skip = chat.join(state.last_id, ids, text.eos_token_ids)
-        keep_len = state.answer_len - drop
+        keep_len, ids, skip = yield from _encode_pending(text, state, pending, frame)
     if keep_len + len(ids) - skip == 0:
         raise TokenizeFailed("the chat template wrote nothing", param="input")
     num_items = state.num_agreed if turn_input.is_whole else None
@@ -273,10 +268,28 @@ def _raw_prompt(
         ids = ids[1:]
     if not ids:
         raise InvalidRequest("a turn needs at least one input token", param="input")
-    if state.num_tokens == 0 and state.open_messages:
+    keep_len = state.num_tokens
+    if state.open_messages and keep_len == state.answer_len:  # no turn has read them yet
         frame = RenderFrame(state.now, add_generation_prompt=False)
-        ids = [*(yield from _chat_of(text).encode_all(state.open_messages, frame)), *ids]
-    return Prompt(state.num_tokens, tuple(ids), (), raw, generate)
+        keep_len, rendered, skip = yield from _encode_pending(
+            text, state, state.open_messages, frame
+        )
+        ids = [*rendered[skip:], *ids]
+    return Prompt(keep_len, tuple(ids), (), raw, generate)
+
+
+def _encode_pending(
+    text: ModelText, state: PromptState, pending: Sequence[Message], frame: RenderFrame
+) -> Rendering[tuple[int, list[int], int]]:
+    """Encode messages behind the last answer. Return how many tokens of the history stay, the ids,
+    and how many of these to leave out."""
+    chat = _chat_of(text)
+    if state.answer_len == 0:
+        return 0, (yield from chat.encode_all(pending, frame)), 0
+    ids = yield from chat.encode_after_answer(pending, frame)
+    # The answer and the template may both spell its end of turn: keep one of them.
+    drop, skip = chat.join(state.last_id, ids, text.eos_token_ids)
+    return state.answer_len - drop, ids, skip
 
 
 def _chat_of(text: ModelText) -> ChatEncoder:

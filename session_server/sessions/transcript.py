@@ -65,6 +65,12 @@ class Transcript:
         """Return the conversation so far, oldest item first."""
         return tuple(self._items)
 
+    def index_of(self, item_id: str) -> int | None:
+        """Return the index of an item, None if there is none of this id; the newest is found
+        first."""
+        indexes = range(len(self._items) - 1, -1, -1)
+        return next((index for index in indexes if self._items[index].id == item_id), None)
+
     def find_item(self, index: int, item_id: str) -> ConversationItem | None:
         """Return the item at `index`, the oldest at 0; None if it is gone, whatever is there
         now."""
@@ -157,7 +163,8 @@ class Transcript:
         `text`."""
         assert prompt.keep_len <= len(self._tokens), "a prompt was built on another history"
         if prompt.num_items is not None:
-            self._drop_items(prompt.num_items)
+            self.cut(prompt.num_items)
+            self._open = ()
         self._note_replaced_end(prompt)
         del self._tokens[prompt.keep_len :]
         self._tokens.extend(prompt.tokens)
@@ -182,17 +189,54 @@ class Transcript:
             if self._messages is not None and self.mode == "template":
                 self._messages.append(Message("assistant", text))
 
-    def _drop_items(self, num_kept: int) -> None:
-        """Go back to behind the first items, of which the last is an answer."""
-        dropped = self._items[num_kept:]
+    def cut(self, num_items: int) -> None:
+        """Keep the first items alone. Messages behind the last of them that has tokens of its own
+        are rendered with the next turn."""
+        dropped = self._items[num_items:]
         self._item_bytes -= sum(_item_bytes(item.turn_id, item.content) for item in dropped)
-        del self._items[num_kept:]
-        num_answers = bisect_left(self._answers, num_kept)
+        del self._items[num_items:]
+        num_answers = bisect_left(self._answers, num_items)
         del self._answers[num_answers:], self._answer_ends[num_answers:]
         self._answer_len, self._is_end_replaced = self._answer_end(num_answers)
-        self._open = ()
+        first_open = self._answers[-1] + 1 if num_answers else 0
+        for index in range(num_items - 1, first_open - 1, -1):
+            if self._items[index].role == "raw":
+                self._answer_len, self._is_end_replaced = self._items[index].end_len, False
+                first_open = index + 1
+                break
         if self.mode == "template":
-            self._messages = [Message(item.role, item.content) for item in self._items]
+            is_chat = all(item.role != "raw" for item in self._items)
+            self._messages = self._as_messages(0) if is_chat else None
+            if is_chat:
+                # Every turn renders all of it, and none of it is where it was.
+                self._answer_len, first_open = 0, 0
+        self._open = tuple(self._as_messages(first_open))
+        del self._tokens[self._answer_len :]
+
+    def add_open(self, role: str, content: str, *, item_id: str | None = None) -> None:
+        """Append a message that is rendered with the next turn."""
+        message = Message(role, content)
+        self._open = (*self._open, message)
+        if self._messages is not None:
+            self._messages.append(message)
+        self._add_item("", role, content, item_id=item_id)
+
+    def fork(self, num_items: int) -> Transcript:
+        """Return a conversation of its own with the first items of this one."""
+        copy = Transcript(self.mode, (), now=self._now)
+        copy._tokens = self._tokens[:]
+        copy._answer_len, copy._is_end_replaced = self._answer_len, self._is_end_replaced
+        copy._open = self._open
+        copy._messages = None if self._messages is None else self._messages[:]
+        copy._items, copy._item_bytes = self._items[:], self._item_bytes
+        copy._answers, copy._answer_ends = self._answers[:], self._answer_ends[:]
+        copy._num_items = self._num_items
+        if num_items < len(self._items):
+            copy.cut(num_items)
+        return copy
+
+    def _as_messages(self, start: int) -> list[Message]:
+        return [Message(item.role, item.content) for item in self._items[start:]]
 
     def _note_replaced_end(self, prompt: Prompt) -> None:
         """Note that the prompt replaces the token which ended the last answer, if it does."""

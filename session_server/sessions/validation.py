@@ -42,7 +42,7 @@ def check_open(request: OpenRequest, limits: SessionLimits) -> None:
     if request.ttl_s is not None:
         check_ttl(request.ttl_s, limits)
     check_metadata(request.metadata, limits)
-    _check_messages(request.messages, limits)
+    check_messages(request.messages, limits)
 
 
 def check_ttl(ttl_s: float, limits: SessionLimits) -> None:
@@ -81,7 +81,7 @@ def check_turn(request: TurnRequest, limits: SessionLimits, vocab_size: int) -> 
 def _check_input(turn_input: TurnInput, limits: SessionLimits, vocab_size: int) -> None:
     match turn_input:
         case ChatInput(messages=messages):
-            _check_messages(messages, limits)
+            check_messages(messages, limits)
         case TextInput(text=text):
             _check_size(len(text), limits)
         case TokenInput(token_ids=token_ids):
@@ -91,7 +91,8 @@ def _check_input(turn_input: TurnInput, limits: SessionLimits, vocab_size: int) 
             assert_never(turn_input)
 
 
-def _check_messages(messages: tuple[Message, ...], limits: SessionLimits) -> None:
+def check_messages(messages: tuple[Message, ...], limits: SessionLimits) -> None:
+    """Reject too many or too long messages, and roles that are none. Raises InvalidRequest."""
     if len(messages) > limits.max_messages:
         raise InvalidRequest(f"at most {limits.max_messages} messages", param="input")
     check_roles(messages)

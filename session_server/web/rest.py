@@ -14,7 +14,10 @@ from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.messages import (
     MAX_SEQ,
     CancelBody,
+    EditBody,
+    ForkBody,
     OpenBody,
+    RewindBody,
     TurnBody,
     UpdateBody,
     chat_messages,
@@ -130,6 +133,44 @@ async def list_items(session_id: str, caller: Caller) -> Response:
     snapshot = caller.sessions.snapshot(caller.owner, session_id)
     data = await encode_list(snapshot.items)
     return JsonResponse(ItemList(object="list", data=data))
+
+
+@router.patch(
+    "/{session_id}/items/{item_id}",
+    openapi_extra=body_of(EditBody),
+    responses=answers(SessionBody, "The session, which ends with the edited item."),
+)
+async def edit_item(session_id: str, item_id: str, request: Request, caller: Caller) -> Response:
+    """Give an item another text. The items behind it go; the next turn goes on from it."""
+    body = await read_body(request, EditBody)
+    view = caller.sessions.edit_item(caller.owner, session_id, item_id, body.content)
+    return JsonResponse(session_body(view, caller.services.model))
+
+
+@router.post(
+    "/{session_id}/rewind",
+    openapi_extra=body_of(RewindBody),
+    responses=answers(SessionBody, "The session, which ends with that item."),
+)
+async def rewind_session(session_id: str, request: Request, caller: Caller) -> Response:
+    """Go back to an item."""
+    body = await read_body(request, RewindBody)
+    view = caller.sessions.rewind(caller.owner, session_id, body.to_item)
+    return JsonResponse(session_body(view, caller.services.model))
+
+
+@router.post(
+    "/{session_id}/fork",
+    status_code=201,
+    openapi_extra=body_of(ForkBody, required=False),
+    responses=answers(SessionBody, "The new session.", status=201),
+)
+async def fork_session(session_id: str, request: Request, caller: Caller) -> Response:
+    """Open a session with this one's conversation, or its beginning."""
+    body = await read_body(request, ForkBody)
+    view = caller.sessions.fork(caller.owner, session_id, at_item=body.at_item, new_id=body.id)
+    location = {"location": f"/v1/sessions/{view.session_id}"}
+    return JsonResponse(session_body(view, caller.services.model), 201, location)
 
 
 @router.post(

@@ -30,8 +30,11 @@ from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.frames import ResumeFailedFrame
 from session_server.protocol.messages import (
     MAX_SEQ,
+    ItemEdit,
     SessionAuth,
     SessionClose,
+    SessionFork,
+    SessionRewind,
     SessionUpdate,
     TurnCancel,
 )
@@ -283,6 +286,12 @@ class SessionSocket:
                     sessions.cancel(owner, session_id, turn_id, keep_partial=keep_partial)
                 case SessionUpdate(ttl_s=ttl_s, metadata=metadata):
                     sessions.update(owner, session_id, ttl_s=ttl_s, metadata=metadata)
+                case SessionRewind(to_item=to_item):
+                    sessions.rewind(owner, session_id, to_item)
+                case SessionFork(at_item=at_item, id=new_id):
+                    sessions.fork(owner, session_id, at_item=at_item, new_id=new_id)
+                case ItemEdit(item_id=item_id, content=content):
+                    sessions.edit_item(owner, session_id, item_id, content)
                 case SessionClose():
                     sessions.close(owner, session_id)
                 case SessionAuth():

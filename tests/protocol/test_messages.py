@@ -81,6 +81,8 @@ REQUIRED: dict[str, dict[str, object]] = {
     "MessageBody": {"role": "user", "content": "Hi"},
     "SessionAuth": {"token": "t"},
     "Ack": {"seq": 1},
+    "SessionRewind": {"to_item": None},
+    "ItemEdit": {"item_id": "i_1", "content": "Hi"},
 }
 
 

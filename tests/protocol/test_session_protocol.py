@@ -14,10 +14,13 @@ from session_server.core.events import TurnTimings
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
     ChatInput,
+    ItemEdited,
     Message,
     Outcome,
     SessionClosed,
     SessionDraining,
+    SessionForked,
+    SessionRewound,
     SessionStateChanged,
     SessionUpdated,
     TextInput,
@@ -37,7 +40,15 @@ from session_server.protocol.frames import (
     OpenedFrame,
     coalesce,
 )
-from session_server.protocol.messages import SessionAuth, SessionClose, SessionUpdate, TurnCancel
+from session_server.protocol.messages import (
+    ItemEdit,
+    SessionAuth,
+    SessionClose,
+    SessionFork,
+    SessionRewind,
+    SessionUpdate,
+    TurnCancel,
+)
 from session_server.protocol.session_protocol import (
     MAX_OUTBOX_FRAMES,
     CloseCode,
@@ -97,6 +108,9 @@ TYPES = st.sampled_from(
         "turn.create",
         "turn.cancel",
         "session.update",
+        "session.rewind",
+        "session.fork",
+        "item.edit",
         "session.close",
         "ping",
         "ack",
@@ -253,6 +267,14 @@ def test_the_other_messages_become_commands() -> None:
             TurnCancel(turn_id="t", keep_partial=False),
         ),
         ({"type": "session.update", "ttl_s": 5}, SessionUpdate(ttl_s=5.0)),
+        ({"type": "session.rewind", "to_item": "i_3"}, SessionRewind(to_item="i_3")),
+        ({"type": "session.rewind", "to_item": None}, SessionRewind(to_item=None)),
+        ({"type": "session.fork"}, SessionFork()),
+        ({"type": "session.fork", "at_item": "i_3", "id": "b"}, SessionFork(at_item="i_3", id="b")),
+        (
+            {"type": "item.edit", "item_id": "i_3", "content": "x"},
+            ItemEdit(item_id="i_3", content="x"),
+        ),
         ({"type": "session.update", "metadata": {"a": "b"}}, SessionUpdate(metadata={"a": "b"})),
         ({"type": "session.close"}, SessionClose()),
         ({"type": "session.auth", "token": "late"}, None),
@@ -304,6 +326,9 @@ def test_a_session_as_frames_word_for_word() -> None:
                 TurnCancelled("t2", True, "client_cancelled", OUTCOME),
                 TurnFailedEntry("t3", "engine_restarting", "gone", True, OUTCOME),
                 SessionUpdated(60.0, {"a": "b"}),
+                SessionRewound("i_1", 118, 112),
+                SessionForked("s_b", 118),
+                ItemEdited("i_4", 131, 118),
                 SessionDraining(10.0),
                 SessionClosed("client"),
             ],
@@ -393,8 +418,17 @@ def test_a_session_as_frames_word_for_word() -> None:
             **end,
         },
         {"type": "session.updated", "seq": 9, "ttl_s": 60.0, "metadata": {"a": "b"}},
-        {"type": "session.draining", "seq": 10, "deadline_s": 10.0},
-        {"type": "session.closed", "seq": 11, "reason": "client"},
+        {
+            "type": "session.rewound",
+            "seq": 10,
+            "to_item": "i_1",
+            "tokens": 118,
+            "kept_tokens": 112,
+        },
+        {"type": "session.forked", "seq": 11, "session_id": "s_b", "tokens": 118},
+        {"type": "item.edited", "seq": 12, "item_id": "i_4", "tokens": 131, "kept_tokens": 118},
+        {"type": "session.draining", "seq": 13, "deadline_s": 10.0},
+        {"type": "session.closed", "seq": 14, "reason": "client"},
     ]
     assert made.close_code is CloseCode.SESSION_CLOSED
     assert made.receive_frame('{"type":"ping"}', now_s=0.0) is None

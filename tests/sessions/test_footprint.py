@@ -16,9 +16,12 @@ from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.core.session_events import (
     ChatInput,
     ConversationItem,
+    ItemEdited,
     Message,
     Outcome,
     SessionEntry,
+    SessionForked,
+    SessionRewound,
     SessionUpdated,
     TextInput,
     TextOptions,
@@ -100,6 +103,9 @@ ENTRIES = {
     "end": TurnCompleted("t", "stop", int("5000"), outcome(200)),
     "scored end": TurnCompleted("t", "length", None, outcome(50, 100, 20)),
     "failure": TurnFailedEntry("t", "numerical_error", "NaN " * 20, False, outcome()),
+    "rewind": SessionRewound("i_" + "1" * 3, int("1180"), int("1120")),
+    "fork": SessionForked("s_" + "b" * 32, int("1180")),
+    "edit": ItemEdited("i_" + "1" * 3, int("1180"), int("1120")),
     "metadata": SessionUpdated(1.5, {f"key {i}": f"value {i}" * 20 for i in range(16)}),
 }
 

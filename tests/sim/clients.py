@@ -13,9 +13,12 @@ from typing import Any, Final
 import msgspec
 
 from session_server.core.session_events import (
+    ItemEdited,
     SessionClosed,
     SessionDraining,
     SessionEntry,
+    SessionForked,
+    SessionRewound,
     SessionStateChanged,
     SessionUpdated,
     TurnCancelled,
@@ -40,6 +43,9 @@ _KINDS: Final[dict[type[SessionEntry], str]] = {
     TurnFailedEntry: "turn.failed",
     SessionStateChanged: "session.state",
     SessionUpdated: "session.updated",
+    SessionRewound: "session.rewound",
+    SessionForked: "session.forked",
+    ItemEdited: "item.edited",
     SessionDraining: "session.draining",
     SessionClosed: "session.closed",
 }

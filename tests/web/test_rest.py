@@ -91,6 +91,36 @@ async def test_how_history_is_kept_is_the_clients_choice(this: Served) -> None:
 
 
 @served()
+async def test_a_session_is_rewound_edited_and_forked(this: Served) -> None:
+    session_id = await this.open(id="mine")
+    url = f"/v1/sessions/{session_id}"
+    for text in ("Hello", "And?"):
+        ended = await this.http.post(f"{url}/turns", json=turn(input=text))
+        assert ended.status_code == 200
+    items = (await this.http.get(f"{url}/items")).json()["data"]
+    rewound = await this.http.post(f"{url}/rewind", json={"to_item": items[1]["id"]})
+    assert (rewound.status_code, rewound.json()["tokens"]) == (200, items[1]["end_len"])
+    forked = await this.http.post(f"{url}/fork", json={})
+    assert forked.status_code == 201
+    assert forked.headers["location"] == f"/v1/sessions/{forked.json()['id']}"
+    edited = await this.http.patch(f"{url}/items/{items[0]['id']}", json={"content": "Hi"})
+    assert edited.json()["tokens"] == 0
+    left = (await this.http.get(f"{url}/items")).json()["data"]
+    assert [(item["id"], item["content"]) for item in left] == [(items[0]["id"], "Hi")]
+    answered = await this.http.post(f"{url}/turns", json=turn(input=[]))
+    assert answered.status_code == 200
+    emptied = await this.http.post(f"{url}/rewind", json={"to_item": None})
+    assert emptied.json()["tokens"] == 0
+    nothing = await this.http.post(f"{url}/turns", json=turn(input=[]))
+    assert (nothing.status_code, nothing.json()["error"]["param"]) == (400, "input")
+    missing = await this.http.patch(f"{url}/items/i_99", json={"content": "x"})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "item_not_found")
+    assert (await this.http.post(f"{url}/rewind", json={})).status_code == 400
+    copy = (await this.http.get(f"/v1/sessions/{forked.json()['id']}/items")).json()["data"]
+    assert [item["content"] for item in copy] == [item["content"] for item in items[:2]]
+
+
+@served()
 async def test_a_taken_id_and_a_model_that_is_not_there_are_refused(this: Served) -> None:
     await this.open(id="mine")
     taken = await this.http.post("/v1/sessions", json={"id": "mine"})

@@ -129,6 +129,38 @@ async def test_a_cancel_without_an_id_ends_the_running_turn(this: Served) -> Non
 
 
 @served()
+async def test_what_was_said_can_be_changed_and_gone_on_from(this: Served) -> None:
+    async with this.socket() as wire:
+        hello = [{"role": "user", "content": "Hello"}]
+        first = await wire.turn("t1", input=hello)
+        second = await wire.turn("t2", input=[{"role": "user", "content": "And?"}])
+        await wire.send("session.rewind", to_item=first["item"]["id"])
+        rewound = await wire.until("session.rewound")
+        assert rewound["to_item"] == first["item"]["id"]
+        assert rewound["tokens"] == first["usage"]["total_tokens"]
+        assert rewound["kept_tokens"] in (rewound["tokens"], rewound["tokens"] - 1)
+        await wire.send("session.fork", id="other")
+        assert (await wire.until("session.forked"))["session_id"] == "other"
+        again = await wire.turn("t3", input=[{"role": "user", "content": "And?"}])
+        assert again["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+        items = (await this.http.get(f"/v1/sessions/{wire.hello['session_id']}/items")).json()
+        question = items["data"][2]
+        await wire.send("item.edit", item_id=question["id"], content="Or?")
+        assert (await wire.until("item.edited"))["item_id"] == question["id"]
+        edited = await wire.turn("t4", input=[])
+        assert edited["usage"]["cached_tokens"] >= first["usage"]["total_tokens"] - 1
+        for kind, fields, code in (
+            ("session.rewind", {"to_item": "i_99"}, "item_not_found"),
+            ("session.fork", {"id": "other"}, "session_exists"),
+            ("item.edit", {"item_id": "i_99", "content": "x"}, "item_not_found"),
+        ):
+            await wire.send(kind, **fields)
+            assert (await wire.until("error"))["error"]["code"] == code
+    forked = (await this.http.get("/v1/sessions/other/items")).json()["data"]
+    assert [item["role"] for item in forked] == ["user", "assistant"]
+
+
+@served()
 async def test_settings_pings_and_acks(this: Served) -> None:
     async with this.socket() as wire:
         await wire.send("session.update", ttl_s=77, metadata={"a": "b"})
