@@ -35,7 +35,6 @@ from session_server.core.session_events import (
 )
 from session_server.protocol.cumulative_answer import TokenText
 from session_server.protocol.messages import (
-    MAX_PARTS,
     MAX_STOP_STRINGS,
     Content,
     Fraction,
@@ -55,10 +54,12 @@ from session_server.protocol.messages import (
     text_options,
 )
 
-MAX_CHAT_MESSAGES: Final = 1024
+MAX_CHAT_MESSAGES: Final = 4096
+MAX_CHAT_PARTS: Final = 1024
 MAX_NAME_CHARS: Final = 256
 
 FinishReason = Literal["stop", "length"]
+NotOffered = Annotated[Any, doc("not offered")]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 NumTokensAsked = Annotated[int, Meta(ge=1, le=1 << 53)]
 
@@ -73,14 +74,24 @@ class ChatTextPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     text: Content
 
 
+class RefusalPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="refusal"):
+    """A part of an answer that said no."""
+
+    text: Content = msgspec.field(name="refusal")
+
+
+ChatPart = ChatTextPart | RefusalPart
+
+
 class ChatMessageBody(msgspec.Struct, frozen=True, kw_only=True):
     """One message of the conversation."""
 
     role: Role
     content: (
-        Content | Annotated[list[ChatTextPart], Meta(min_length=1, max_length=MAX_PARTS)] | None
+        Content | Annotated[list[ChatPart], Meta(min_length=1, max_length=MAX_CHAT_PARTS)] | None
     ) = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Any = None
+    function_call: Any = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,11 +103,14 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatSessionParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The session that `messages` are appended to. `rid` is accepted and has no meaning: a session
-    has one history."""
+    """The session that `messages` are appended to, under SGLang's names. `rid` is accepted and has
+    no meaning: a session has one history, which only grows."""
 
     id: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     rid: str | None = None
+    offset: int | None = None
+    replace: bool | None = None
+    drop_previous_output: bool | None = None
 
 
 class ChatBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,24 +158,47 @@ class ChatBody(msgspec.Struct, frozen=True, kw_only=True):
     session_params: (
         Annotated[ChatSessionParams, doc("append `messages` to this open session")] | None
     ) = None
+    include_stop_str_in_output: Annotated[bool, doc("leave the stop string in the text")] | None = (
+        None
+    )
     response_format: Annotated[dict[str, Any], doc("only `text` is offered")] | None = None
-    tools: Annotated[list[Any], doc("not offered yet")] | None = None
-    functions: Annotated[list[Any], doc("not offered")] | None = None
-    audio: Annotated[Any, doc("not offered")] = None
     modalities: Annotated[list[str], doc("only `text` is offered")] | None = None
+    add_generation_prompt: Annotated[bool, doc("only true is offered")] | None = None
+    tools: Annotated[Any, doc("not offered yet")] = None
+    tool_choice: Annotated[Any, doc("only `auto` and `none` are offered")] = None
+    functions: NotOffered = None
+    function_call: NotOffered = None
+    audio: NotOffered = None
+    bad_words: NotOffered = None
+    best_of: NotOffered = None
+    cache_salt: NotOffered = None
+    chat_template: NotOffered = None
+    chat_template_kwargs: NotOffered = None
+    continue_final_message: NotOffered = None
+    documents: NotOffered = None
+    ebnf: NotOffered = None
+    echo: NotOffered = None
+    guided_choice: NotOffered = None
+    guided_grammar: NotOffered = None
+    guided_json: NotOffered = None
+    guided_regex: NotOffered = None
+    json_schema: NotOffered = None
+    regex: NotOffered = None
+    structured_outputs: NotOffered = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
     """Hold one decoded request.
 
-    `conversation`: the client's name for the conversation, None for an unnamed one. `is_hint`:
-    others may share the name. `is_append`: it is an open session's, and the messages are new.
+    `session`: the client's name for the session, None where it names none. `hint`: what such a
+    call says about its conversation, which other conversations may share. `is_append`: the session
+    is open, and the messages are new.
     """
 
     request: TurnRequest
-    conversation: str | None
-    is_hint: bool
+    session: str | None
+    hint: str
     is_append: bool
     stream: bool
     include_usage: bool
@@ -289,15 +326,13 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | msgspec.UnsetType = msgspec.UNSET
 
 
-def parse_chat(
-    body: ChatBody, *, turn_id: str, hint: str | None, defaults: SamplingParams
-) -> ChatCall:
+def parse_chat(body: ChatBody, *, turn_id: str, hint: str, defaults: SamplingParams) -> ChatCall:
     """Translate a request.
 
     Args:
         body: as received.
         turn_id: the turn's id, and the completion's.
-        hint: the name that a header gave the conversation.
+        hint: the name that a header gave the conversation, or "".
         defaults: the model's sampling.
 
     Raises:
@@ -308,8 +343,7 @@ def parse_chat(
         raise InvalidRequest(
             "session_id and session_params cannot both be set.", param="session_params"
         )
-    appended_to = None if body.session_params is None else body.session_params.id
-    named = appended_to or body.session_id
+    appended_to = None if body.session_params is None else _appended_to(body.session_params)
     sampling = _sampling(body)
     # An answer ends by itself or with the context unless the client says otherwise.
     unbounded = msgspec.structs.replace(defaults, max_tokens=MAX_OUTPUT_TOKENS)
@@ -324,8 +358,8 @@ def parse_chat(
     options = body.stream_options or StreamOptions()
     return ChatCall(
         request=request,
-        conversation=named or body.prompt_cache_key or hint,
-        is_hint=not named,
+        session=appended_to or body.session_id or None,
+        hint=body.prompt_cache_key or hint,
         is_append=appended_to is not None,
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
@@ -462,41 +496,75 @@ def finish_reason(end: TurnEnd) -> FinishReason:
             assert_never(end)
 
 
-def session_id_of(conversation: str) -> str:
-    """Return the id of the session that a client's name for its conversation stands for."""
-    if _SESSION_ID.fullmatch(conversation):
-        return conversation
-    digest = hashlib.blake2b(conversation.encode("utf-8", "surrogatepass"), digest_size=16)
+def session_id_of(name: str) -> str:
+    """Return the id of the session that a client's name stands for."""
+    if _SESSION_ID.fullmatch(name):
+        return name
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16)
     return f"key_{digest.hexdigest()}"
 
 
+def _appended_to(params: ChatSessionParams) -> str:
+    for name in ("offset", "replace", "drop_previous_output"):
+        if getattr(params, name):
+            raise UnsupportedOperation(
+                f"{name} is not supported: messages are appended.", param=f"session_params.{name}"
+            )
+    return params.id
+
+
+_NOT_OFFERED: Final = (
+    "tools",
+    "functions",
+    "function_call",
+    "audio",
+    "bad_words",
+    "best_of",
+    "cache_salt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "ebnf",
+    "echo",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "json_schema",
+    "regex",
+    "structured_outputs",
+)
+"""Fields that other servers read and that would change the answer; empty ones change nothing."""
+
+
 def _refuse_unsupported(body: ChatBody) -> None:
-    kind = (body.response_format or {}).get("type", "text")
-    unsupported = {
-        "tools": body.tools,
-        "functions": body.functions,
-        "audio": body.audio,
-        "response_format": kind != "text",
-        "modalities": body.modalities not in (None, ["text"]),
+    """Refuse by name what would change the answer. Raises UnsupportedOperation."""
+    wrong = {
+        "response_format": (body.response_format or {}).get("type", "text") != "text",
+        "modalities": body.modalities not in (None, [], ["text"]),
+        "add_generation_prompt": body.add_generation_prompt is False,
+        "tool_choice": body.tool_choice not in (None, "auto", "none"),
         "n": body.n not in (None, 1),
-    }
-    for name, value in unsupported.items():
-        if value:
-            raise UnsupportedOperation(f"{name} is not supported yet.", param=name)
+    } | {name: bool(getattr(body, name)) for name in _NOT_OFFERED}
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise UnsupportedOperation(f"{name} is not supported here.", param=name)
 
 
 def _messages(bodies: Sequence[ChatMessageBody]) -> tuple[Message, ...]:
     for index, body in enumerate(bodies):
-        if body.tool_calls:
-            raise UnsupportedOperation(
-                "tool calls are not supported yet.", param=f"messages[{index}].tool_calls"
-            )
+        for name in ("tool_calls", "function_call"):
+            if getattr(body, name):
+                raise UnsupportedOperation(
+                    f"{name} is not supported here.", param=f"messages[{index}].{name}"
+                )
         if body.content is None and body.role != "assistant":
             raise InvalidRequest("A message needs content.", param=f"messages[{index}].content")
     return tuple(Message(role=body.role, content=_text_of(body.content)) for body in bodies)
 
 
-def _text_of(content: str | list[ChatTextPart] | None) -> str:
+def _text_of(content: str | list[ChatPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
@@ -515,6 +583,7 @@ def _sampling(body: ChatBody) -> SamplingBody:
         if name in ChatBody.__struct_fields__
     }
     same["max_tokens"] = min(max_tokens, MAX_OUTPUT_TOKENS)
+    same["keep_stop"] = body.include_stop_str_in_output
     if body.seed is not None:
         same["seed"] = body.seed % (1 << 63)
     return SamplingBody(**same)

@@ -1,26 +1,31 @@
 """Find the session of a conversation that its client does not name, by what was said in it.
 
 A client that sends the whole conversation with every call, and no name for it, would otherwise
-compute all of it again. Only sessions opened here are found, so that such a call never changes a
-session which somebody knows by name. While a call uses one nobody else finds it.
+compute all of it again. Only sessions opened here are found, and only as long as nobody else has
+used them: a session that somebody knows by its id is never changed by a call that did not name it.
+While a call uses one nobody else finds it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
-from session_server.core.errors import QuotaExceeded, ServerBusy, SessionServerError
+from session_server.core.errors import SessionNotFound
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message, TurnCompleted, TurnEnd
 from session_server.sessions.manager import SessionManager
-from session_server.sessions.views import OpenRequest
+from session_server.sessions.views import OpenRequest, SessionView
 
 MAX_UNNAMED: Final = 64
 """Sessions of unnamed conversations that one owner keeps at rest; the oldest closes."""
+
+_Key = TypeVar("_Key")
+
+CountReaders = Callable[[Owner, str], int]
+"""How many readers a session of an owner has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +42,55 @@ class Borrowed:
     answered: bytes | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Resting:
+    """Hold a session at rest, and how to tell that somebody else has used it since."""
+
+    owner: Owner
+    session_id: str
+    digest: bytes
+    epoch: str
+    num_turns: int
+
+
 @dataclass(slots=True)
 class _AtRest:
-    """Hold one owner's sessions at rest, oldest first, and find them by what was said in them."""
+    """Hold sessions at rest, oldest first, and find them by owner and by what was said."""
 
-    digests: dict[str, bytes] = field(default_factory=dict)
-    by_digest: dict[bytes, list[str]] = field(default_factory=dict)
+    sessions: dict[tuple[Owner, str], _Resting] = field(default_factory=dict)
+    by_owner: dict[Owner, dict[str, None]] = field(default_factory=dict)
+    by_digest: dict[tuple[Owner, bytes], dict[str, None]] = field(default_factory=dict)
 
-    def add(self, session_id: str, digest: bytes) -> None:
-        self.digests[session_id] = digest
-        self.by_digest.setdefault(digest, []).append(session_id)
+    def add(self, resting: _Resting) -> None:
+        owner, session_id = resting.owner, resting.session_id
+        self.sessions[owner, session_id] = resting
+        self.by_owner.setdefault(owner, {})[session_id] = None
+        self.by_digest.setdefault((owner, resting.digest), {})[session_id] = None
 
-    def pop(self, session_id: str) -> None:
-        digest = self.digests.pop(session_id)
-        same = self.by_digest[digest]
-        same.remove(session_id)
-        if not same:
-            del self.by_digest[digest]
+    def pop(self, owner: Owner, session_id: str) -> _Resting:
+        resting = self.sessions.pop((owner, session_id))
+        _discard(self.by_owner, owner, session_id)
+        _discard(self.by_digest, (owner, resting.digest), session_id)
+        return resting
 
 
 class UnnamedConversations:
-    """Lend sessions to calls without a name, and take them back when their turn has ended."""
+    """Lend sessions to calls without a name, and take them back when their turn has ended.
 
-    def __init__(self, manager: SessionManager) -> None:
+    Those at rest close when the server or their owner has no room for another session or turn.
+    """
+
+    def __init__(self, manager: SessionManager, *, count_readers: CountReaders) -> None:
         self._manager = manager
-        self._at_rest: dict[Owner, _AtRest] = {}
+        self._count_readers = count_readers
+        self._at_rest = _AtRest()
+        manager.on_no_room(self._make_room)
 
-    def borrow(self, owner: Owner, messages: Sequence[Message]) -> Borrowed:
+    def borrow(self, owner: Owner, messages: Sequence[Message], *, hint: str) -> Borrowed:
         """Return the session that holds the longest beginning of a conversation up to an answer, or
-        a new one. Raises what `SessionManager.open` raises."""
-        digests = _digests_of(messages)
+        a new one. Conversations of different hints are different. Raises what
+        `SessionManager.open` raises."""
+        digests = _digests_of(messages, hint)
         # The last message is new, even where it is an answer that the client wrote.
         answers = [
             digest
@@ -77,66 +101,87 @@ class UnnamedConversations:
             session_id = self._take(owner, digest)
             if session_id is not None:
                 return Borrowed(owner, session_id, digests[-1], digest)
-        return Borrowed(owner, self._open(owner), digests[-1], None)
+        session_id = self._manager.open(owner, OpenRequest()).session_id
+        return Borrowed(owner, session_id, digests[-1], None)
 
     def give_back(self, borrowed: Borrowed, end: TurnEnd | None) -> None:
         """Take a session back after its turn's end; None: the turn was refused."""
         digest = borrowed.answered
         if isinstance(end, TurnCompleted):
             digest = _next_digest(borrowed.said, Message("assistant", end.outcome.text))
-        if digest is None:
-            self._close(borrowed.owner, borrowed.session_id)
+        view = self._unused(borrowed.owner, borrowed.session_id, max_readers=1)
+        if view is None:
             return
-        at_rest = self._at_rest.setdefault(borrowed.owner, _AtRest())
-        at_rest.add(borrowed.session_id, digest)
-        if len(at_rest.digests) > MAX_UNNAMED:
+        if digest is None:
+            self._manager.close(borrowed.owner, borrowed.session_id)
+            return
+        self._at_rest.add(
+            _Resting(borrowed.owner, borrowed.session_id, digest, view.epoch, view.num_turns)
+        )
+        if self.num_at_rest(borrowed.owner) > MAX_UNNAMED:
             self._close_oldest(borrowed.owner)
 
     def num_at_rest(self, owner: Owner) -> int:
         """Return how many sessions an owner keeps here."""
-        at_rest = self._at_rest.get(owner)
-        return 0 if at_rest is None else len(at_rest.digests)
+        return len(self._at_rest.by_owner.get(owner, ()))
 
     def _take(self, owner: Owner, digest: bytes) -> str | None:
-        """Take out an open session in which this was said; forget those that have closed."""
-        at_rest = self._at_rest.get(owner)
-        while at_rest is not None and digest in at_rest.by_digest:
-            session_id = at_rest.by_digest[digest][-1]
-            self._forget(owner, session_id)
-            with contextlib.suppress(SessionServerError):
-                if self._manager.get(owner, session_id).state != "closing":
-                    return session_id
+        """Take out a session in which this was said; forget those that somebody else has used."""
+        while same := self._at_rest.by_digest.get((owner, digest)):
+            session_id = next(reversed(same))
+            if self._pop_unused(owner, session_id):
+                return session_id
         return None
 
-    def _open(self, owner: Owner) -> str:
-        """Open a session; if there are too many, in place of one at rest."""
-        while True:
-            try:
-                return self._manager.open(owner, OpenRequest()).session_id
-            except (QuotaExceeded, ServerBusy):
-                if not self.num_at_rest(owner):
-                    raise
-                self._close_oldest(owner)
+    def _make_room(self, owner: Owner) -> bool:
+        """Close a session at rest, of this owner or else of any; return whether there was one."""
+        if self._close_oldest(owner):
+            return True
+        while self._at_rest.sessions:
+            oldest, _ = next(iter(self._at_rest.sessions))
+            if self._close_oldest(oldest):
+                return True
+        return False
 
-    def _close_oldest(self, owner: Owner) -> None:
-        session_id = next(iter(self._at_rest[owner].digests))
-        self._forget(owner, session_id)
-        self._close(owner, session_id)
+    def _close_oldest(self, owner: Owner) -> bool:
+        while of_owner := self._at_rest.by_owner.get(owner):
+            session_id = next(iter(of_owner))
+            if self._pop_unused(owner, session_id):
+                self._manager.close(owner, session_id)
+                return True
+        return False
 
-    def _forget(self, owner: Owner, session_id: str) -> None:
-        at_rest = self._at_rest[owner]
-        at_rest.pop(session_id)
-        if not at_rest.digests:
-            del self._at_rest[owner]
+    def _pop_unused(self, owner: Owner, session_id: str) -> bool:
+        """Take a session out; return whether it is as it was left."""
+        resting = self._at_rest.pop(owner, session_id)
+        view = self._unused(owner, session_id, max_readers=0)
+        left = (resting.epoch, resting.num_turns)
+        return view is not None and (view.epoch, view.num_turns) == left
 
-    def _close(self, owner: Owner, session_id: str) -> None:
-        with contextlib.suppress(SessionServerError):  # it may have closed by itself
-            self._manager.close(owner, session_id)
+    def _unused(self, owner: Owner, session_id: str, *, max_readers: int) -> SessionView | None:
+        """Return a session that is open, in which no turn runs or waits, and that nobody reads;
+        None for any other."""
+        try:
+            view = self._manager.get(owner, session_id)
+        except SessionNotFound:
+            return None
+        is_idle = view.running_turn is None and view.queued_turns == 0
+        if not is_idle or view.state == "closing":
+            return None
+        return view if self._count_readers(owner, session_id) <= max_readers else None
 
 
-def _digests_of(messages: Sequence[Message]) -> list[bytes]:
+def _discard(found: dict[_Key, dict[str, None]], key: _Key, session_id: str) -> None:
+    """Remove a session under a key, and the key with the last."""
+    del found[key][session_id]
+    if not found[key]:
+        del found[key]
+
+
+def _digests_of(messages: Sequence[Message], hint: str) -> list[bytes]:
     """Return, for each message, a digest of the conversation up to it."""
-    digest, digests = b"", []
+    digest = _next_digest(b"", Message("", hint))
+    digests = []
     for message in messages:
         digest = _next_digest(digest, message)
         digests.append(digest)
@@ -145,7 +190,6 @@ def _digests_of(messages: Sequence[Message]) -> list[bytes]:
 
 def _next_digest(digest: bytes, message: Message) -> bytes:
     """Return the digest of a conversation with one more message."""
-    content = message.content.encode("utf-8", "surrogatepass")
     state = hashlib.blake2b(digest + message.role.encode() + b"\0", digest_size=16)
-    state.update(content)
+    state.update(message.content.encode("utf-8", "surrogatepass"))
     return state.digest()

@@ -19,6 +19,7 @@ from session_server.core.errors import (
     ServerDraining,
     SessionBusy,
     SessionExists,
+    SessionNotFound,
     UnsupportedOperation,
 )
 from session_server.core.events import (
@@ -229,7 +230,7 @@ class SessionManager:
             check_ttl(ttl_s, self._limits)
         if metadata is not None:
             check_metadata(metadata, self._limits)
-            self._quotas.history_bytes.check(owner, metadata_bytes(metadata))
+            self._quotas.check_growth(owner, metadata_bytes(metadata))
         settings = session.settings
         settings.ttl_s = settings.ttl_s if ttl_s is None else ttl_s
         settings.metadata = settings.metadata if metadata is None else dict(metadata)
@@ -278,14 +279,14 @@ class SessionManager:
         """
         session = self._resting(owner, session_id)
         index = _index_of(session, item_id)
-        item = session.transcript.items[index]
+        item = session.transcript.item(index)
         if item.role == "raw":
             raise UnsupportedOperation(
                 "raw input is no message that can be edited", param="item_id"
             )
         message = Message(item.role, content)
         check_messages((message,), self._limits)
-        self._quotas.history_bytes.check(owner, message_bytes(message))
+        self._quotas.check_growth(owner, message_bytes(message))
         self._cut(session, index)
         session.transcript.add_open(item.role, content, item_id=item_id)
         self._quotas.recount(session)
@@ -313,7 +314,7 @@ class SessionManager:
         request = OpenRequest(
             session_id=new_id, ttl_s=source.settings.ttl_s, metadata=source.settings.metadata
         )
-        self._quotas.history_bytes.check(owner, source.num_bytes)
+        self._quotas.check_growth(owner, source.num_bytes)
         session = self._make_session(owner, request)
         session.transcript = source.transcript.fork(num_items)
         view = self._add(session)
@@ -358,7 +359,19 @@ class SessionManager:
 
     def check_room(self, owner: Owner, num_bytes: int) -> None:
         """Reject bytes that conversations have no room for. Raises QuotaExceeded, ServerBusy."""
-        self._quotas.history_bytes.check(owner, num_bytes)
+        self._quotas.check_growth(owner, num_bytes)
+
+    def on_no_room(self, make_room: Callable[[Owner], bool]) -> None:
+        """Set what is asked before an owner is refused for want of room. It closes a session and
+        returns True, or returns False."""
+        self._quotas.make_room = make_room
+
+    def close_unused(self, owner: Owner, session_id: str) -> None:
+        """Close a session in which nothing was ever said, and nothing waits to be."""
+        with contextlib.suppress(SessionNotFound):
+            session = self._sessions.get(owner, session_id)
+            if session.is_idle and not len(session.ended) and not session.transcript.num_items:
+                self._close(session, "client")
 
     def set_attached_bytes(self, owner: Owner, session_id: str, num_bytes: int) -> None:
         """Set the bytes that another surface keeps with a session. Raises SessionNotFound."""
@@ -591,8 +604,11 @@ class SessionManager:
         self._flow.cancel(session, *waiting_first, keep_partial=True, reason=cancel_reason)
 
     def _on_idle(self, session: Session) -> None:
-        """Finish a close that waited for the last turn to end."""
+        """Finish a close that waited for the last turn to end. Does nothing for a session that is
+        closed already: whoever is told of a turn's end may close its session."""
         self._became_idle.set()
+        if session.journal.is_closed:
+            return
         if session.settings.is_single_turn and session.closing is None:
             session.closing = "client"
         if session.closing is None or not session.is_idle:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
-from session_server.core.errors import QuotaExceeded
+from session_server.core.errors import QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import TurnRequest
@@ -24,6 +25,9 @@ from session_server.sessions.prompt import Prompt
 from session_server.sessions.session import Session
 from session_server.sessions.turn import SessionTurn
 from session_server.text.tokenizer import LONG_TEXT_CHARS
+
+MAX_SPARED: Final = 64
+"""Sessions that close to make room for one other, or for one turn."""
 
 _MINUTE_S = 60.0
 
@@ -42,7 +46,7 @@ class SessionLimits:
     max_ttl_s: float = 7 * 86_400.0
     max_queued_turns: int = 4
     max_input_chars: int = 4 << 20
-    max_messages: int = 1024
+    max_messages: int = 4096
     max_metadata: int = 16
     max_stop_strings: int = 16
     max_stop_chars: int = 256
@@ -85,12 +89,18 @@ class Quotas:
         self.openings: set[Session] = set()
         """Sessions that are counted and not open yet."""
         self.input_rate = InputRate(limits.owner_input_tokens_per_min)
+        self.make_room: Callable[[Owner], bool] = lambda _owner: False
+        """Closes a session that can be spared, if there is one."""
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
         """Reject a session beyond the limit, or one that starts with more bytes than there is room
         for. Raises QuotaExceeded, ServerBusy."""
-        self.sessions.check(owner, 1)
-        self.history_bytes.check(owner, num_bytes)
+        self._check(self.sessions, owner, 1)
+        self._check(self.history_bytes, owner, num_bytes)
+
+    def check_growth(self, owner: Owner, num_bytes: int) -> None:
+        """Reject bytes that conversations have no room for. Raises QuotaExceeded, ServerBusy."""
+        self._check(self.history_bytes, owner, num_bytes)
 
     def take_session(self, session: Session) -> None:
         """Count a session about to open, and the bytes it keeps. Raises QuotaExceeded, ServerBusy,
@@ -128,7 +138,7 @@ class Quotas:
         QuotaExceeded, ServerBusy."""
         self.turns.check(owner, 1)
         self.turn_bytes.check(owner, request_bytes(request))
-        self.history_bytes.check(owner, input_bytes(request.input) + RECORD_BYTES)
+        self._check(self.history_bytes, owner, input_bytes(request.input) + RECORD_BYTES)
 
     def take_turn(self, owner: Owner, turn: SessionTurn) -> None:
         """Count a turn that `check_turn` allows, from the moment it waits."""
@@ -153,6 +163,7 @@ class Quotas:
         num_bytes = token_bytes(len(prompt.tokens)) + max_score_bytes(sampling, prompt.context_len)
         self.turn_bytes.check(session.owner, num_bytes)
         growth = session.transcript.growth(prompt, turn.request.turn_id) + RECORD_BYTES
+        self._check(self.history_bytes, session.owner, growth)
         self.history_bytes.take(session.owner, growth)
         turn.reserved_bytes = growth
         self.add_turn_bytes(session.owner, turn, num_bytes)
@@ -169,6 +180,17 @@ class Quotas:
         self.turn_bytes.add(owner, -turn.held_bytes)
         self.history_bytes.add(owner, -turn.reserved_bytes)
         turn.held_bytes = turn.reserved_bytes = 0
+
+    def _check(self, budget: OwnerBudget, owner: Owner, amount: int) -> None:
+        """Reject what there is no room for, after sessions that can be spared have closed. Raises
+        QuotaExceeded, ServerBusy."""
+        for _ in range(MAX_SPARED):
+            try:
+                return budget.check(owner, amount)
+            except (QuotaExceeded, ServerBusy):
+                if not self.make_room(owner):
+                    break
+        return budget.check(owner, amount)
 
     @property
     def owners(self) -> frozenset[Owner]:

@@ -198,10 +198,11 @@ class Session:
     def ended_view(self, turn_id: str, ended: EndedTurn) -> TurnView:
         """Return the state of an ended turn: its whole end while the journal has it, otherwise what
         the record holds (see `EndedTurn.short_end`)."""
-        found = self.journal.find(ended.end_seq)
+        found, is_lost = self.journal.find(ended.end_seq), False
         if not isinstance(found, TurnEnd):
             item = self.transcript.find_item(ended.answer_index, ended.item_id)
             found = ended.short_end(turn_id, "" if item is None else item.content)
+            is_lost = item is None and ended.usage.output_tokens > 0
         return TurnView(
             turn_id=turn_id,
             session_id=self.session_id,
@@ -210,6 +211,7 @@ class Session:
             created_seq=ended.created_seq,
             text=found.outcome.text,
             end=found,
+            is_answer_lost=is_lost,
         )
 
     def _state(self) -> SessionState:

@@ -65,6 +65,10 @@ class Transcript:
         """Return the conversation so far, oldest item first."""
         return tuple(self._items)
 
+    def item(self, index: int) -> ConversationItem:
+        """Return one item; the oldest has index 0."""
+        return self._items[index]
+
     def index_of(self, item_id: str) -> int | None:
         """Return the index of an item, None if there is none of this id; the newest is found
         first."""

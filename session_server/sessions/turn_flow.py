@@ -36,6 +36,7 @@ from session_server.core.ids import TurnId
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
     CancelReason,
+    SessionRewound,
     SessionStateChanged,
     StateReason,
     TurnCreated,
@@ -526,6 +527,14 @@ class TurnFlow:
         self, session: Session, turn: SessionTurn, submitted: SubmittedTurn, *, kept: bool
     ) -> None:
         """Update the history, and the length that the engine holds of it, to what stays."""
+        num_items = submitted.prompt.num_items
+        if kept and num_items is not None and num_items < session.transcript.num_items:
+            # Readers hold items that the whole conversation of this turn replaces.
+            last = session.transcript.item(num_items - 1).id if num_items else None
+            keep_len = submitted.prompt.keep_len
+            session.journal.append(
+                SessionRewound(last, keep_len, min(keep_len, submitted.base_len))
+            )
         if kept:
             session.transcript.commit(
                 submitted.prompt,

@@ -94,6 +94,8 @@ class TurnView:
     created_seq: int
     text: str
     end: TurnEnd | None
+    is_answer_lost: bool = False
+    """Whether the turn has said something that neither journal nor conversation hold any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,9 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.services = services
     app.state.readers = Readers(services)
     app.state.sglang = SGLangState(services.sessions)
-    app.state.unnamed = UnnamedConversations(services.sessions)
+    app.state.unnamed = UnnamedConversations(
+        services.sessions, count_readers=app.state.readers.num_readers
+    )
     app.state.sockets = Sockets(services.settings.max_connections)
     app.state.connections = ConnectionTable(services.settings.connections)
     app.state.recounts = (SharedTask[MemoryReported](), SharedTask[MemoryReported]())

@@ -1,17 +1,17 @@
 """Serve OpenAI's Chat Completions over sessions, so that its clients run unchanged.
 
-A call that names its conversation runs in the session of that name, which it opens if there is
-none. `session_id` is the session itself: calls wait behind each other. `prompt_cache_key` and
-headers are hints, which many conversations may share: a call that finds their session busy runs as
-one without a name. A client that leaves cancels its turn.
+A call that names a session runs in it, and opens it if there is none; calls of one name wait
+behind each other. Any other call runs in the session in which its conversation was held so far.
+`prompt_cache_key` and headers narrow down which that is, and many conversations may share them. A
+client that leaves cancels its turn.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter
@@ -22,10 +22,10 @@ from starlette.types import Receive
 from session_server.core.errors import (
     InvalidRequest,
     ServerDraining,
-    SessionBusy,
     SessionClosing,
     SessionNotFound,
     SessionServerError,
+    TurnNotFound,
 )
 from session_server.core.session_events import (
     TurnCancelled,
@@ -47,6 +47,7 @@ from session_server.protocol.chat_completions import (
 from session_server.protocol.errors import error_body, sanitize
 from session_server.protocol.frames import failure_body
 from session_server.sessions.conversations import UnnamedConversations
+from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest, TurnView
 from session_server.web.event_stream import DONE, HEARTBEAT, EventStream, data_event
 from session_server.web.headers import CONVERSATION_NAMES, REQUEST_ID
@@ -69,19 +70,19 @@ async def create_chat_completion(request: Request, caller: Caller) -> Response:
     caller.readers.check_capacity(caller.owner, None)
     body = await read_body(request, ChatBody)
     caller.services.check_model(body.model)
-    names = (request.headers.get(name) for name in CONVERSATION_NAMES)
+    hints = (request.headers.get(name) for name in CONVERSATION_NAMES)
     chat = parse_chat(
         body,
         turn_id=f"chatcmpl-{secrets.token_hex(12)}",
-        hint=next(filter(None, names), None),
+        hint=next(filter(None, hints), ""),
         defaults=caller.services.model.defaults,
     )
     unnamed: UnnamedConversations = request.app.state.unnamed
     run = await start_chat(caller, chat, unnamed)
     headers = {REQUEST_ID: chat.request.turn_id}
     if chat.stream:
-        return EventStream(run.events(), context=run.reader, headers=headers)
-    with run.reader:
+        return EventStream(run.events(), context=run.scope(), headers=headers)
+    with run.scope():
         return await run.response(request.receive, headers)
 
 
@@ -89,9 +90,32 @@ async def create_chat_completion(request: Request, caller: Caller) -> Response:
 class ChatRun:
     """Hold the state of one running completion."""
 
+    call: Call
     chat: ChatCall
+    session_id: str
     reader: TurnReader
     answer: ChatAnswer
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Cancel the turn if it has not ended behind the block, whoever else reads its session.
+
+        Raises:
+            ServerBusy: too many read the session.
+        """
+        try:
+            with self.reader:
+                yield
+        finally:
+            if not self.reader.has_ended:
+                with contextlib.suppress(SessionServerError):  # it may have ended unread
+                    self.call.sessions.cancel(
+                        self.call.owner,
+                        self.session_id,
+                        self.chat.request.turn_id,
+                        keep_partial=not self.chat.is_append,
+                        reason="disconnected",
+                    )
 
     async def response(self, receive: Receive, headers: dict[str, str]) -> Response:
         """Wait for the turn's end and return the whole answer.
@@ -99,6 +123,7 @@ class ChatRun:
         Raises:
             HttpRefusal: the client disconnected before.
             SessionClosing, ServerDraining: the turn was ended with its session.
+            TurnNotFound: its answer was replaced before it was read.
         """
         end = await self.reader.end(receive)
         if isinstance(end, TurnFailedEntry):
@@ -123,7 +148,7 @@ class ChatRun:
                         yield chunk
                 elif isinstance(entry, TurnDelta) and self._is_shown(entry):
                     yield data_event(await self._chunk(entry))
-        except SessionClosing as error:
+        except (SessionClosing, TurnNotFound) as error:
             yield _error_event(error)
         yield DONE
 
@@ -160,16 +185,13 @@ async def start_chat(call: Call, chat: ChatCall, unnamed: UnnamedConversations) 
     Raises:
         SessionServerError: refused; a session opened for it is gone.
     """
-    view = await _submit(call, chat, unnamed)
+    view, journal = await _submit(call, chat, unnamed)
     card = call.services.model
     return ChatRun(
+        call=call,
         chat=chat,
-        reader=TurnReader(
-            call,
-            call.sessions.journal(call.owner, view.session_id),
-            view,
-            keep_partial=not chat.is_append,
-        ),
+        session_id=view.session_id,
+        reader=TurnReader(call, journal, view, keep_partial=None),
         answer=ChatAnswer(
             chat,
             model=card.name,
@@ -180,31 +202,37 @@ async def start_chat(call: Call, chat: ChatCall, unnamed: UnnamedConversations) 
     )
 
 
-async def _submit(call: Call, chat: ChatCall, unnamed: UnnamedConversations) -> TurnView:
-    if chat.is_append:
-        return await _submit_append(call, chat)
-    if chat.conversation is None:
+async def _submit(
+    call: Call, chat: ChatCall, unnamed: UnnamedConversations
+) -> tuple[TurnView, Journal]:
+    """Submit the turn; return it with its journal, which stays readable when the session closes."""
+    if chat.session is None:
         return await _submit_unnamed(call, chat, unnamed)
+    if not chat.is_append:
+        return await _submit_named(call, chat, session_id_of(chat.session))
     try:
-        return await _submit_named(call, chat, session_id_of(chat.conversation))
-    except SessionBusy:
-        if not chat.is_hint:
-            raise
-        return await _submit_unnamed(call, chat, unnamed)
-
-
-async def _submit_append(call: Call, chat: ChatCall) -> TurnView:
-    session_id = chat.conversation or ""
-    try:
-        return await call.sessions.submit(call.owner, session_id, chat.request)
+        return await _submit_to(call, chat, chat.session)
     except SessionNotFound:
-        name = sanitize(session_id)
+        name = sanitize(chat.session)
         raise InvalidRequest(
             f"Invalid request: session id {name} does not exist", param="session_params.id"
         ) from None
 
 
-async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> TurnView:
+async def _submit_to(
+    call: Call,
+    chat: ChatCall,
+    session_id: str,
+    *,
+    on_end: Callable[[TurnEnd], None] | None = None,
+) -> tuple[TurnView, Journal]:
+    journal = call.sessions.journal(call.owner, session_id)
+    call.readers.check_capacity(call.owner, session_id)
+    view = await call.sessions.submit(call.owner, session_id, chat.request, on_end=on_end)
+    return view, journal
+
+
+async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> tuple[TurnView, Journal]:
     is_new = False
     try:
         call.sessions.get(call.owner, session_id)
@@ -212,18 +240,17 @@ async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> TurnView
         call.sessions.open(call.owner, OpenRequest(session_id=session_id))
         is_new = True
     try:
-        # A hint does not wait for another conversation that took the name first.
-        request = replace(chat.request, queue=not chat.is_hint)
-        return await call.sessions.submit(call.owner, session_id, request)
-    except BaseException:
-        if is_new:
-            with contextlib.suppress(SessionServerError):
-                call.sessions.close(call.owner, session_id)
+        return await _submit_to(call, chat, session_id)
+    except SessionServerError:
+        if is_new:  # others may have joined it meanwhile
+            call.sessions.close_unused(call.owner, session_id)
         raise
 
 
-async def _submit_unnamed(call: Call, chat: ChatCall, unnamed: UnnamedConversations) -> TurnView:
-    borrowed = unnamed.borrow(call.owner, chat.messages)
+async def _submit_unnamed(
+    call: Call, chat: ChatCall, unnamed: UnnamedConversations
+) -> tuple[TurnView, Journal]:
+    borrowed = unnamed.borrow(call.owner, chat.messages, hint=chat.hint)
     is_lent = True
 
     def give_back(end: TurnEnd) -> None:
@@ -232,10 +259,8 @@ async def _submit_unnamed(call: Call, chat: ChatCall, unnamed: UnnamedConversati
         unnamed.give_back(borrowed, end)
 
     try:
-        return await call.sessions.submit(
-            call.owner, borrowed.session_id, chat.request, on_end=give_back
-        )
-    except SessionServerError:
+        return await _submit_to(call, chat, borrowed.session_id, on_end=give_back)
+    except Exception:  # a caller that is canceled leaves its turn, whose end gives back
         if is_lent:
             unnamed.give_back(borrowed, None)
         raise

@@ -24,6 +24,26 @@ CONVERSATION_NAMES: Final = (
 )
 """Headers in which clients name their conversation; the first that is there counts."""
 
+SENT_BY_SDKS: Final = tuple(
+    f"x-stainless-{name}"
+    for name in (
+        "arch",
+        "async",
+        "helper-method",
+        "lang",
+        "os",
+        "package-version",
+        "poll-helper",
+        "raw-response",
+        "read-timeout",
+        "retry-count",
+        "runtime",
+        "runtime-version",
+        "timeout",
+    )
+)
+"""What OpenAI's clients say of themselves; nobody reads it."""
+
 READ_BY_ROUTES: Final = (
     ACCEPT,
     AUTHORIZATION,

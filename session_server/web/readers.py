@@ -69,6 +69,11 @@ class Readers:
         if session_id is not None:
             self._check_session(owner, session_id)
 
+    def num_readers(self, owner: Owner, session_id: str) -> int:
+        """Return how many readers a session has."""
+        found = self._by_session.get((owner, session_id))
+        return 0 if found is None else found.num_readers
+
     @contextlib.contextmanager
     def register(
         self, *, owner: Owner, session_id: str, kind: ReaderKind

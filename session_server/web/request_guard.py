@@ -19,7 +19,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from session_server.web.headers import READ_BY_ROUTES, SHOWN_TO_PAGES
+from session_server.web.headers import READ_BY_ROUTES, SENT_BY_SDKS, SHOWN_TO_PAGES
 from session_server.web.refusals import HttpRefusal, error_response
 from session_server.web.services import WebSettings
 
@@ -53,7 +53,7 @@ def guards(settings: WebSettings) -> list[Middleware]:
         allow_origins=[origin.rstrip("/").lower() for origin in settings.allowed_origins],
         allow_origin_regex=_LOOPBACK_ORIGIN if is_loopback(settings.host) else None,
         allow_methods=METHODS,
-        allow_headers=READ_BY_ROUTES,
+        allow_headers=(*READ_BY_ROUTES, *SENT_BY_SDKS),
         expose_headers=SHOWN_TO_PAGES,
     )
     return [Middleware(RequestGuard, settings=settings), cors]

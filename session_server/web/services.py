@@ -72,9 +72,9 @@ class AppServices:
     wall_clock_s: Callable[[], float] = time.time
 
     def check_model(self, name: str | None) -> None:
-        """Reject the name of another model; None takes the one that is served. Raises
+        """Reject the name of another model; none takes the one that is served. Raises
         UnknownModel."""
-        if name not in (None, self.model.name):
+        if name and name != self.model.name:
             raise UnknownModel(
                 f"There is no such model here; {self.model.name} is served.", param="model"
             )

@@ -53,6 +53,9 @@ class TurnReader:
         self.has_gap = False
         """Whether entries were lost: the reader fell behind the journal."""
 
+        self.has_ended = False
+        """Whether the turn's end was read."""
+
         self._scope = contextlib.ExitStack()
         self._session_readers = SessionReaders()
 
@@ -112,7 +115,7 @@ class TurnReader:
                         if not belongs_to(entry, turn_id):
                             continue
                         if isinstance(entry, TurnEnd):
-                            self._session_readers.unbind_turn(turn_id)
+                            self._note_end()
                             yield seq, entry
                             return
                         yield seq, entry
@@ -122,7 +125,7 @@ class TurnReader:
                 position = lost.last_seq
                 end = self._current_end()
                 if end is not None:
-                    self._session_readers.unbind_turn(turn_id)
+                    self._note_end()
                     yield position, end
                     return
 
@@ -135,12 +138,20 @@ class TurnReader:
             body = error_body(error, turn_id=self._view.turn_id)
             yield event_chunk(ErrorFrame(error=body), seq=None)
 
+    def _note_end(self) -> None:
+        self.has_ended = True
+        self._session_readers.unbind_turn(self._view.turn_id)
+
     def _current_end(self) -> TurnEnd | None:
+        """Return the turn's end if it has ended. Raises TurnNotFound if what it said is gone."""
         call, view = self._call, self._view
         try:
-            return call.sessions.turn(call.owner, view.session_id, view.turn_id).end
+            found = call.sessions.turn(call.owner, view.session_id, view.turn_id)
         except (SessionNotFound, TurnNotFound):
             return None
+        if found.is_answer_lost:
+            raise TurnNotFound("The turn has ended, and what it said was replaced since.")
+        return found.end
 
 
 async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGenerator[bytes, None]:

@@ -264,6 +264,12 @@ SESSIONS = (
         "the oldest is closed",
     ),
     _constant(
+        "sessions.quotas:MAX_SPARED",
+        "sessions without a name that close to make room for one session or turn",
+        "sessions",
+        "what there is no room for is refused: `quota_exceeded`, `server_busy`",
+    ),
+    _constant(
         "web.readers:MAX_SESSION_READERS",
         "event streams and waiting HTTP turns of one session, beside one for each turn",
         "readers",

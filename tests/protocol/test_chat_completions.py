@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from session_server.core.errors import InvalidRequest
+from session_server.core.errors import InvalidRequest, UnsupportedOperation
 from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams, TokenLogprob
 from session_server.core.session_events import ChatInput, Message
 from session_server.protocol.chat_completions import (
@@ -22,7 +22,7 @@ from session_server.protocol.messages import decode
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 
 
-def parsed(hint: str | None = None, **fields: Any) -> ChatCall:
+def parsed(hint: str = "", **fields: Any) -> ChatCall:
     body = decode(msgspec.json.encode(HELLO | fields), ChatBody)
     return parse_chat(body, turn_id="t", hint=hint, defaults=SamplingParams(temperature=0.5))
 
@@ -44,29 +44,63 @@ def test_parts_are_joined_and_an_answer_may_be_empty() -> None:
         {"role": "system", "content": [{"type": "text", "text": t} for t in "abc"], "name": "x"},
         {"role": "assistant", "content": None},
         {"role": "assistant"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     ]
-    expected = (Message("system", "abc"), Message("assistant", ""), Message("assistant", ""))
+    said = ("", "", "No.")
+    expected = (Message("system", "abc"), *(Message("assistant", text) for text in said))
     assert parsed(messages=messages).request.input == ChatInput(expected, is_whole=True)
 
 
 @pytest.mark.parametrize(
     ("fields", "hint", "expected"),
     [
-        ({}, None, (None, True, False)),
-        ({}, "header", ("header", True, False)),
-        ({"prompt_cache_key": "key"}, "header", ("key", True, False)),
-        ({"session_id": "id", "prompt_cache_key": "key"}, "header", ("id", False, False)),
-        ({"session_params": {"id": "id"}, "prompt_cache_key": "key"}, None, ("id", False, True)),
-        ({"session_id": "", "prompt_cache_key": ""}, None, (None, True, False)),
+        ({}, "", (None, "", False)),
+        ({}, "header", (None, "header", False)),
+        ({"prompt_cache_key": "key"}, "header", (None, "key", False)),
+        ({"session_id": "id", "prompt_cache_key": "key"}, "header", ("id", "key", False)),
+        ({"session_params": {"id": "id", "rid": "r"}}, "", ("id", "", True)),
+        ({"session_id": "", "prompt_cache_key": ""}, "", (None, "", False)),
     ],
 )
-def test_who_names_a_conversation(
-    fields: dict[str, Any], hint: str | None, expected: tuple[str | None, bool, bool]
+def test_who_names_a_session(
+    fields: dict[str, Any], hint: str, expected: tuple[str | None, str, bool]
 ) -> None:
     call = parsed(hint, **fields)
-    assert (call.conversation, call.is_hint, call.is_append) == expected
+    assert (call.session, call.hint, call.is_append) == expected
     assert isinstance(call.request.input, ChatInput)
     assert call.request.input.is_whole != call.is_append
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{}]},
+        {"tool_choice": "required"},
+        {"n": 2},
+        {"guided_json": {"type": "object"}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"cache_salt": "mine"},
+        {"modalities": ["text", "audio"]},
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_its_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedOperation) as refused:
+        parsed(**fields)
+    assert refused.value.param == next(iter(fields))
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    empty = {"tools": [], "tool_choice": "auto", "n": 1, "functions": None, "modalities": []}
+    assert parsed(**empty, best_of=0, echo=False).request.input == parsed().request.input
+    assert parsed(stop="x", include_stop_str_in_output=True).request.text.keep_stop
+
+
+@pytest.mark.parametrize("name", ["replace", "drop_previous_output", "offset"])
+def test_a_history_that_only_grows_is_not_cut(name: str) -> None:
+    with pytest.raises(UnsupportedOperation, match=name):
+        parsed(session_params={"id": "s", name: 3 if name == "offset" else True})
 
 
 def test_two_names_of_different_kinds_contradict() -> None:

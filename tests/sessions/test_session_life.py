@@ -24,6 +24,7 @@ from session_server.core.session_events import (
     TokenInput,
     TurnCancelled,
     TurnDelta,
+    TurnEnd,
 )
 from session_server.sessions import registry
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
@@ -323,3 +324,44 @@ class TestLife:
                 world.submit(session, turn("2", (60,) * 20))
             world.now_s += 7
             completed(world.run(session, turn("2", (60,) * 20)))
+
+
+@pytest.mark.parametrize("how", ["ends", "is canceled", "waits", "fails", "drains"])
+def test_who_is_told_of_a_turn_s_end_may_close_its_session(how: str) -> None:
+    """Its session closes in the middle of what ends the turn."""
+    with World() as world:
+        session, other = world.open(), world.open()
+        told: list[TurnEnd] = []
+
+        def close(end: TurnEnd) -> None:
+            told.append(end)
+            world.manager.close(OWNER, session)
+
+        world.submit(other, turn("other", max_tokens=500, ignore_eos=True))
+        if how == "waits":
+            world.engine.die()
+            world.engine.deliver()
+        asked = turn("t", max_tokens=5 if how == "ends" else 500, ignore_eos=True)
+        world.do(world.manager.submit(OWNER, session, asked, on_end=close))
+        for _ in range(4):
+            world.engine.step()
+            world.engine.deliver()
+        match how:
+            case "is canceled" | "waits":
+                world.manager.cancel(OWNER, session, "t")
+            case "fails":
+                world.engine.die()
+            case "drains":
+                world.do(world.manager.drain(0.0))
+            case _:
+                pass
+        world.engine.deliver()
+        if how in ("ends", "is canceled"):
+            for _ in range(10):
+                world.engine.step()
+                world.engine.deliver()
+        world.spin()
+        assert len(told) == 1
+        with pytest.raises(SessionNotFound):
+            world.manager.get(OWNER, session)
+        assert world.manager.stats().sessions == (0 if how == "drains" else 1)

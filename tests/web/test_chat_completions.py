@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnDelta
 from session_server.sessions.conversations import MAX_UNNAMED
-from session_server.sessions.quotas import QuotaLimits
+from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from tests.web.serving import DEADLINE_S, WORD, Served, served, serving, small_journal
 
 HELLO = [{"role": "user", "content": "Hello, how are you?"}]
@@ -152,7 +152,8 @@ async def test_a_conversation_named_in_any_way_computes_new_tokens_alone(this: S
     async with client_of(this) as client:
         ways: list[dict[str, Any]] = [
             {"extra_body": {"session_id": "mine"}},
-            {"prompt_cache_key": "a key of any form / with spaces"},
+            {"extra_body": {"session_id": "a name of any form / with spaces"}},
+            {"prompt_cache_key": "key"},
             {"extra_headers": {"X-Session-ID": "one"}},
             {"extra_headers": {"session-id": "two"}},
             {"extra_headers": {"x-claude-code-session-id": "three"}},
@@ -164,8 +165,29 @@ async def test_a_conversation_named_in_any_way_computes_new_tokens_alone(this: S
             ids.add(session_id)
             items = (await this.http.get(f"/v1/sessions/{session_id}/items")).json()["data"]
             assert [item["content"] for item in items] == [each["content"] for each in messages]
-        assert {"mine", "one", "two", "three"} < ids
+        assert "mine" in ids
         assert num_sessions(this) == len(ids) == len(ways)
+
+
+@served()
+async def test_conversations_that_share_a_hint_do_not_disturb_each_other(this: Served) -> None:
+    async with client_of(this) as client:
+        named = await this.open(id="key", instructions="Never lost.")
+        hint: dict[str, Any] = {"prompt_cache_key": "key"}
+        title = [{"role": "user", "content": "Find a title."}]
+        messages, completions = await talk(client, 1, **hint)
+        for index in range(3):
+            await ask(client, title, **hint)
+            messages.append({"role": "user", "content": f"More {index}"})
+            completion = await ask(client, messages, **hint)
+            usage = completions[-1].usage
+            assert usage is not None
+            assert cached(completion) >= usage.total_tokens - 1
+            messages.append({"role": "assistant", "content": text_of(completion)})
+            completions.append(completion)
+        assert len({session_of(completion) for completion in completions}) == 1
+        items = (await this.http.get(f"/v1/sessions/{named}/items")).json()["data"]
+        assert [item["content"] for item in items] == ["Never lost."]
 
 
 @served()
@@ -216,20 +238,65 @@ async def test_unnamed_sessions_are_no_more_than_may_rest(this: Served) -> None:
         assert num_sessions(this) == 1
 
 
-def test_an_owner_at_its_limit_gets_room_from_its_own_unnamed_sessions() -> None:
+def test_sessions_that_nobody_knows_by_name_make_room_for_others() -> None:
     async def check() -> None:
-        async with serving(quotas=QuotaLimits(sessions=3)) as this, client_of(this) as client:
+        quotas = QuotaLimits(sessions=3, history_bytes=60_000)
+        async with serving(quotas=quotas) as this, client_of(this) as client:
             for index in range(6):
                 await ask(client, [{"role": "user", "content": str(index)}])
             assert num_sessions(this) == 3
+            await ask(client, HELLO, extra_body={"session_id": "mine"})
+            await this.open(id="other")
+            for index in range(20):  # bytes run out before sessions do
+                await ask(client, [{"role": "user", "content": f"word {index} " * 150}])
             for view in this.sessions.list(ANONYMOUS).sessions:
-                this.sessions.close(ANONYMOUS, view.session_id)
-            for index in range(3):
-                await this.open(id=f"named{index}")
+                if view.session_id not in ("mine", "other"):
+                    this.sessions.close(ANONYMOUS, view.session_id)
+            await this.open(id="third")
             with pytest.raises(openai.InternalServerError):
                 await ask(client, HELLO)
 
     asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
+
+
+@served()
+async def test_a_session_that_somebody_uses_by_its_id_is_theirs(this: Served) -> None:
+    async with client_of(this) as client:
+        messages, completions = await talk(client, 1)
+        session_id = session_of(completions[0])
+        this.is_held = True
+        by_id: dict[str, Any] = {"extra_body": {"session_id": session_id}}
+        running = asyncio.create_task(
+            ask(client, [*messages, {"role": "user", "content": "Mine"}], **by_id)
+        )
+        await this.until(lambda: this.sessions.stats().live_turns == 1)
+        asked = [*messages, {"role": "user", "content": "Another"}]
+        unnamed = asyncio.create_task(ask(client, asked))
+        await this.until(lambda: this.sessions.stats().live_turns == 2)
+        this.is_held = False
+        assert session_of(await unnamed) != session_id
+        for index in range(MAX_UNNAMED + 1):
+            await ask(client, [{"role": "user", "content": str(index)}], max_tokens=1)
+        assert session_of(await running) == session_id
+        assert this.sessions.get(ANONYMOUS, session_id).num_turns == 2
+
+
+@served()
+async def test_an_attached_session_and_one_reopened_are_not_taken(this: Served) -> None:
+    async with client_of(this) as client:
+        messages, completions = await talk(client, 1)
+        asked = [*messages, {"role": "user", "content": "And?"}]
+        session_id = session_of(completions[0])
+        async with this.socket(session_id):
+            other = await ask(client, asked)
+            assert session_of(other) != session_id
+        again, completions = await talk(client, 1, prompt_cache_key="again")
+        session_id = session_of(completions[0])
+        this.sessions.close(ANONYMOUS, session_id)
+        await this.open(id=session_id)
+        asked = [*again, {"role": "user", "content": "And?"}]
+        assert session_of(await ask(client, asked, prompt_cache_key="again")) != session_id
+        assert this.sessions.get(ANONYMOUS, session_id).num_turns == 0
 
 
 @served()
@@ -249,7 +316,7 @@ async def test_a_refused_call_leaves_no_session(this: Served) -> None:
 
 
 @served()
-async def test_a_named_session_is_waited_for_and_a_hint_is_not(this: Served) -> None:
+async def test_calls_of_one_name_wait_behind_each_other(this: Served) -> None:
     async with client_of(this) as client:
         this.is_held = True
         options: dict[str, Any] = {"extra_body": {"session_id": "mine"}}
@@ -259,6 +326,7 @@ async def test_a_named_session_is_waited_for_and_a_hint_is_not(this: Served) -> 
         await this.until(lambda: this.sessions.stats().queued_turns == 1)
         hinted = asyncio.create_task(ask(client, HELLO, prompt_cache_key="mine"))
         await this.until(lambda: this.sessions.stats().live_turns == 2)
+        assert this.sessions.stats().queued_turns == 1
         this.is_held = False
         named = {session_of(await first), session_of(await second)}
         assert named == {"mine"}
@@ -378,8 +446,147 @@ async def test_a_client_that_leaves_cancels_its_turn_and_its_prompt_stays_cached
         assert cached(answer) == answer.usage.prompt_tokens - 1
 
 
+@served()
+async def test_the_first_call_of_an_unnamed_conversation_may_end_in_any_way(this: Served) -> None:
+    async with client_of(this) as client:
+        named = asyncio.create_task(
+            ask(client, HELLO, max_tokens=3000, extra_body={"session_id": "innocent"})
+        )
+        await this.until(lambda: num_sessions(this) == 1)
+
+        def unnamed_id() -> str:
+            views = this.sessions.list(ANONYMOUS).sessions
+            return next(view.session_id for view in views if view.session_id != "innocent")
+
+        for end in ("leaves", "is canceled", "is closed"):
+            asking = asyncio.create_task(stream(client, HELLO, max_tokens=3000))
+            await this.until(lambda: num_sessions(this) == 2)
+            await this.until(lambda: this.sessions.stats().live_turns == 2)
+            match end:
+                case "leaves":
+                    asking.cancel()
+                case "is canceled":
+                    this.sessions.cancel(ANONYMOUS, unnamed_id())
+                case _:
+                    this.sessions.close(ANONYMOUS, unnamed_id())
+            await asyncio.gather(asking, return_exceptions=True)
+            await this.until(lambda: num_sessions(this) == 1)
+        this.sessions.cancel(ANONYMOUS, "innocent")
+        assert (await named).choices[0].finish_reason == "length"
+        both = [asyncio.create_task(ask(client, HELLO, max_tokens=3000)) for _ in range(2)]
+        await this.until(lambda: this.sessions.stats().live_turns == 2)
+        this.engine.die()
+        for failed in await asyncio.gather(*both, return_exceptions=True):
+            assert isinstance(failed, openai.InternalServerError)
+            assert failed.code == "engine_restarting"
+        await this.until(lambda: num_sessions(this) == 1)
+        waits = asyncio.create_task(ask(client, HELLO))
+        await this.until(lambda: num_sessions(this) == 2)
+        this.sessions.close(ANONYMOUS, unnamed_id())
+        assert isinstance((await asyncio.gather(waits, return_exceptions=True))[0], openai.APIError)
+        this.engine.come_up()
+        assert cached(await ask(client, HELLO)) == 0
+
+
+@served()
+async def test_a_client_that_leaves_is_not_waited_for_though_others_read_its_session(
+    this: Served,
+) -> None:
+    async with client_of(this) as client:
+        name: dict[str, Any] = {"extra_body": {"session_id": "mine"}}
+        left = asyncio.create_task(ask(client, HELLO, max_tokens=3900, **name))
+        await this.until(lambda: this.sessions.stats().live_turns == 1)
+        await this.until(lambda: _has_said_something(this))
+        waits = asyncio.create_task(ask(client, HELLO, **name))
+        await this.until(lambda: this.sessions.stats().queued_turns == 1)
+        left.cancel()
+        answer = await waits
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens < 100
+        assert this.sessions.get(ANONYMOUS, "mine").num_turns == 2
+
+
+def test_a_name_whose_first_call_is_refused_stays_for_those_who_joined() -> None:
+    async def check() -> None:
+        limits = SessionLimits(inline_input_chars=2000)
+        async with serving(limits=limits) as this, client_of(this) as client:
+            name: dict[str, Any] = {"extra_body": {"session_id": "mine"}}
+            long = [{"role": "user", "content": "word " * 5000}]
+            first = asyncio.create_task(ask(client, long, **name))
+            await this.until(lambda: num_sessions(this) == 1)
+            second = await ask(client, HELLO, **name)
+            assert session_of(second) == "mine"
+            with pytest.raises(openai.UnprocessableEntityError):
+                await first
+            assert num_sessions(this) == 1
+
+    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
+
+
+@served()
+async def test_a_call_that_finds_too_many_readers_starts_nothing(this: Served) -> None:
+    async with client_of(this) as client, contextlib.AsyncExitStack() as stack:
+        await this.open(id="mine")
+        refused = None
+        while refused is None:
+            events = this.http.stream("GET", "/v1/sessions/mine/events")
+            answer = await stack.enter_async_context(events)
+            refused = None if answer.status_code == 200 else answer
+        with pytest.raises(openai.InternalServerError, match="readers of this session"):
+            await ask(client, HELLO, extra_body={"session_id": "mine"})
+        assert this.sessions.get(ANONYMOUS, "mine").num_turns == 0
+        assert this.sessions.stats().live_turns == 0
+
+
+def test_an_answer_that_was_replaced_before_it_was_read_is_an_error() -> None:
+    async def check() -> None:
+        async with serving(limits=small_journal(8)) as this, client_of(this) as client:
+            this.is_held = True
+            name: dict[str, Any] = {"extra_body": {"session_id": "mine"}}
+            first = asyncio.create_task(ask(client, HELLO, max_tokens=300, **name))
+            await this.until(lambda: this.sessions.stats().live_turns == 1)
+            other = [{"role": "user", "content": "Another beginning"}]
+            second = asyncio.create_task(ask(client, other, max_tokens=300, **name))
+            await this.until(lambda: this.sessions.stats().queued_turns == 1)
+            for _ in range(700):  # without a turn of the event loop: nobody reads
+                this.engine.step()
+                this.engine.deliver()
+            this.is_held = False
+            with pytest.raises(openai.NotFoundError, match="replaced"):
+                await first
+            assert len(text_of(await second)) > 300
+
+    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
+
+
+@served()
+async def test_readers_are_told_what_a_whole_conversation_replaces(this: Served) -> None:
+    async with client_of(this) as client:
+        name: dict[str, Any] = {"extra_body": {"session_id": "mine"}}
+        messages, _ = await talk(client, 2, **name)
+        async with this.socket("mine") as wire:
+            items = (await this.http.get("/v1/sessions/mine/items")).json()["data"]
+            await ask(client, [*messages[:2], {"role": "user", "content": "Or?"}], **name)
+            rewound = await wire.until("session.rewound")
+            assert rewound["to_item"] == items[1]["id"]
+            assert rewound["tokens"] == items[1]["end_len"]
+            await wire.until("turn.completed")
+
+
+@served(allowed_origins=("https://page.example",))
+async def test_a_page_may_use_the_sdk(this: Served) -> None:
+    asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    preflight = {
+        "origin": "https://page.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": asked,
+    }
+    answer = await this.http.options("/v1/chat/completions", headers=preflight)
+    assert answer.status_code == 200, answer.text
+
+
 def _has_said_something(this: Served) -> bool:
-    (view,) = this.sessions.list(ANONYMOUS).sessions
+    (view, *_) = this.sessions.list(ANONYMOUS).sessions
     journal = this.sessions.journal(ANONYMOUS, view.session_id)
     newest = journal.read(journal.last_seq - 1)
     return bool(newest) and isinstance(newest[-1].entry, TurnDelta)
