@@ -31,6 +31,10 @@ class ContextTooLong(InvalidRequest):
     """The context cannot fit the model or the pool."""
 
 
+class ContextLengthExceeded(ContextTooLong):
+    """The same, as OpenAI's clients expect it on OpenAI's routes."""
+
+
 class TokenizeFailed(InvalidRequest):
     """The tokenizer or the chat template could not take the input."""
 
@@ -125,6 +129,7 @@ WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = {
     InvalidRequest: WireError("invalid_request", 400, retryable=False),
     UnsupportedOperation: WireError("unsupported_operation", 400, retryable=False),
     ContextTooLong: WireError("context_too_long", 422, retryable=False),
+    ContextLengthExceeded: WireError("context_length_exceeded", 400, retryable=False),
     TokenizeFailed: WireError("tokenize_failed", 400, retryable=False),
     Unauthorized: WireError("unauthorized", 401, retryable=False, kind="authentication_error"),
     SessionNotFound: WireError("session_not_found", 404, retryable=False),

@@ -12,6 +12,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 from fastapi import APIRouter
@@ -20,6 +21,9 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from session_server.core.errors import (
+    WIRE_ERRORS,
+    ContextLengthExceeded,
+    ContextTooLong,
     InvalidRequest,
     ServerDraining,
     SessionClosing,
@@ -58,6 +62,8 @@ from session_server.web.slices import encode_list
 from session_server.web.turns import TurnReader
 
 router = APIRouter(tags=["openai"])
+
+_TOO_LONG: Final = WIRE_ERRORS[ContextTooLong].code
 
 
 @router.post(
@@ -126,10 +132,10 @@ class ChatRun:
             TurnNotFound: its answer was replaced before it was read.
         """
         end = await self.reader.end(receive)
-        if isinstance(end, TurnFailedEntry):
-            return failure_response(end)
         if (error := _cause_of(end)) is not None:
             raise error
+        if isinstance(end, TurnFailedEntry):
+            return failure_response(end)
         logprobs = await self._logprobs(end)
         return JsonResponse(self.answer.completion(end, logprobs=logprobs), headers=headers)
 
@@ -153,11 +159,11 @@ class ChatRun:
         yield DONE
 
     async def _last_events(self, end: TurnEnd) -> AsyncGenerator[bytes, None]:
-        if isinstance(end, TurnFailedEntry):
-            yield data_event({"error": msgspec.to_builtins(failure_body(end))})
-            return
         if (error := _cause_of(end)) is not None:
             yield _error_event(error)
+            return
+        if isinstance(end, TurnFailedEntry):
+            yield data_event({"error": msgspec.to_builtins(failure_body(end))})
             return
         unsent = self.answer.unsent(end)
         if self.reader.has_gap and (unsent.text or unsent.logprobs):
@@ -228,7 +234,10 @@ async def _submit_to(
 ) -> tuple[TurnView, Journal]:
     journal = call.sessions.journal(call.owner, session_id)
     call.readers.check_capacity(call.owner, session_id)
-    view = await call.sessions.submit(call.owner, session_id, chat.request, on_end=on_end)
+    try:
+        view = await call.sessions.submit(call.owner, session_id, chat.request, on_end=on_end)
+    except ContextTooLong as error:
+        raise ContextLengthExceeded(error.message, param="messages") from None
     return view, journal
 
 
@@ -267,9 +276,11 @@ async def _submit_unnamed(
 
 
 def _cause_of(end: TurnEnd) -> SessionServerError | None:
-    """Return the error for a turn that ended with its session or the server; None for one that
-    somebody canceled: what it said until then is its answer."""
+    """Return the error for a turn that ended with its session or the server, or did not fit when
+    its time came; None for one that somebody canceled: what it said until then is its answer."""
     match end:
+        case TurnFailedEntry(code=code, message=message) if code == _TOO_LONG:
+            return ContextLengthExceeded(message, param="messages")
         case TurnCancelled(reason="draining"):
             return ServerDraining("The server shuts down: it ended the turn.")
         case TurnCancelled(reason="session_closed"):

@@ -304,12 +304,15 @@ async def test_a_refused_call_leaves_no_session(this: Served) -> None:
     async with client_of(this) as client:
         long = [{"role": "user", "content": "word " * 5000}]
         for way in ({}, {"extra_body": {"session_id": "mine"}}):
-            with pytest.raises(openai.UnprocessableEntityError) as refused:
+            with pytest.raises(openai.BadRequestError) as refused:
                 await ask(client, long, **way)
-            assert refused.value.code == "context_too_long"
+            assert (refused.value.code, refused.value.param) == (
+                "context_length_exceeded",
+                "messages",
+            )
             assert num_sessions(this) == 0
         messages, _ = await talk(client, 2)
-        with pytest.raises(openai.UnprocessableEntityError):
+        with pytest.raises(openai.BadRequestError):
             await ask(client, [*messages, *long])
         assert num_sessions(this) == 1
         assert cached(await ask(client, [*messages, *HELLO])) > 0
@@ -374,6 +377,26 @@ async def test_logprobs_are_those_of_the_tokens(this: Served) -> None:
             for token in chunk.choices[0].logprobs.content or []
         ]
         assert streamed == logprobs.content
+
+
+@served()
+async def test_a_queued_call_that_does_not_fit_when_its_time_comes_is_told_so(
+    this: Served,
+) -> None:
+    async with client_of(this) as client:
+        session_id = await this.open()
+        append: dict[str, Any] = {"extra_body": {"session_params": {"id": session_id}}}
+        this.is_held = True
+        first = asyncio.create_task(ask(client, HELLO, max_tokens=4000, **append))
+        await this.until(lambda: this.sessions.stats().live_turns == 1)
+        long = [{"role": "user", "content": "word " * 300}]
+        rest = [asyncio.create_task(how(client, long, **append)) for how in (ask, stream)]
+        await this.until(lambda: this.sessions.stats().queued_turns == 2)
+        this.is_held = False
+        await first
+        for failed in await asyncio.gather(*rest, return_exceptions=True):
+            assert isinstance(failed, openai.APIError)
+            assert failed.code == "context_length_exceeded"
 
 
 @served()
@@ -516,7 +539,7 @@ def test_a_name_whose_first_call_is_refused_stays_for_those_who_joined() -> None
             await this.until(lambda: num_sessions(this) == 1)
             second = await ask(client, HELLO, **name)
             assert session_of(second) == "mine"
-            with pytest.raises(openai.UnprocessableEntityError):
+            with pytest.raises(openai.BadRequestError):
                 await first
             assert num_sessions(this) == 1
 
