@@ -8,12 +8,13 @@ While a call uses one nobody else finds it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from session_server.core.errors import SessionNotFound
+from session_server.core.errors import SessionBusy, SessionClosing, SessionNotFound
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message, TurnCompleted, TurnEnd
 from session_server.sessions.manager import SessionManager
@@ -38,6 +39,7 @@ class Borrowed:
 
     owner: Owner
     session_id: str
+    hint: str
     said: bytes
     answered: bytes | None
 
@@ -48,6 +50,7 @@ class _Resting:
 
     owner: Owner
     session_id: str
+    hint: str
     digest: bytes
     epoch: str
     num_turns: int
@@ -87,8 +90,8 @@ class UnnamedConversations:
         manager.on_no_room(self._make_room)
 
     def borrow(self, owner: Owner, messages: Sequence[Message], *, hint: str) -> Borrowed:
-        """Return the session that holds the longest beginning of a conversation up to an answer, or
-        a new one. Conversations of different hints are different. Raises what
+        """Return the session that holds the longest beginning of a conversation up to an answer and
+        nothing else, or a new one. Conversations of different hints are different. Raises what
         `SessionManager.open` raises."""
         digests = _digests_of(messages, hint)
         # The last message is new, even where it is an answer that the client wrote.
@@ -100,9 +103,10 @@ class UnnamedConversations:
         for digest in reversed(answers):
             session_id = self._take(owner, digest)
             if session_id is not None:
-                return Borrowed(owner, session_id, digests[-1], digest)
-        session_id = self._manager.open(owner, OpenRequest()).session_id
-        return Borrowed(owner, session_id, digests[-1], None)
+                return Borrowed(owner, session_id, hint, said=digests[-1], answered=digest)
+        session_id, num_agreed = self._branch(owner, messages, hint)
+        answered = digests[num_agreed - 1] if num_agreed else None
+        return Borrowed(owner, session_id, hint, said=digests[-1], answered=answered)
 
     def give_back(self, borrowed: Borrowed, end: TurnEnd | None) -> None:
         """Take a session back after its turn's end; None: the turn was refused."""
@@ -115,8 +119,9 @@ class UnnamedConversations:
         if digest is None:
             self._manager.close(borrowed.owner, borrowed.session_id)
             return
+        left = (view.epoch, view.num_turns)
         self._at_rest.add(
-            _Resting(borrowed.owner, borrowed.session_id, digest, view.epoch, view.num_turns)
+            _Resting(borrowed.owner, borrowed.session_id, borrowed.hint, digest, *left)
         )
         if self.num_at_rest(borrowed.owner) > MAX_UNNAMED:
             self._close_oldest(borrowed.owner)
@@ -124,6 +129,23 @@ class UnnamedConversations:
     def num_at_rest(self, owner: Owner) -> int:
         """Return how many sessions an owner keeps here."""
         return len(self._at_rest.by_owner.get(owner, ()))
+
+    def _branch(self, owner: Owner, messages: Sequence[Message], hint: str) -> tuple[str, int]:
+        """Return a new session, and how many messages it holds: those up to an answer behind which
+        a session at rest went on otherwise. So an answer that is asked for again, or a branch, has
+        the tokens of those before it."""
+        longest, source, at_item = 0, "", None
+        for session_id in self._at_rest.by_owner.get(owner, ()):
+            if self._at_rest.sessions[owner, session_id].hint != hint:
+                continue
+            with contextlib.suppress(SessionNotFound):
+                num_agreed, item_id = self._manager.last_agreed(owner, session_id, messages)
+                if num_agreed > longest:
+                    longest, source, at_item = num_agreed, session_id, item_id
+        if longest:
+            with contextlib.suppress(SessionNotFound, SessionClosing, SessionBusy):
+                return self._manager.fork(owner, source, at_item=at_item).session_id, longest
+        return self._manager.open(owner, OpenRequest()).session_id, 0
 
     def _take(self, owner: Owner, digest: bytes) -> str | None:
         """Take out a session in which this was said; forget those that somebody else has used."""

@@ -318,8 +318,18 @@ class SessionManager:
         session = self._make_session(owner, request)
         session.transcript = source.transcript.fork(num_items)
         view = self._add(session)
-        source.journal.append(SessionForked(view.session_id, view.num_tokens))
+        if not source.journal.is_closed:  # it may have closed to make room
+            source.journal.append(SessionForked(view.session_id, view.num_tokens))
         return view
+
+    def last_agreed(
+        self, owner: Owner, session_id: str, messages: Sequence[Message]
+    ) -> tuple[int, str | None]:
+        """Return how many items of a session, up to an answer, are what a whole conversation begins
+        with, and the id of the last. Raises SessionNotFound."""
+        transcript = self._sessions.get(owner, session_id).transcript
+        num_agreed = transcript.num_agreed(messages)
+        return num_agreed, transcript.item(num_agreed - 1).id if num_agreed else None
 
     def _resting(self, owner: Owner, session_id: str) -> Session:
         """Return a session whose history may change now."""

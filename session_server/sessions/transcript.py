@@ -118,16 +118,22 @@ class Transcript:
             now=self._now,
         )
 
-    def _state_where_agreed(self, messages: tuple[Message, ...]) -> PromptState:
-        """Return the state behind the last answer up to which the messages say what the history
-        holds. At least one message is left to render."""
+    def num_agreed(self, messages: Sequence[Message]) -> int:
+        """Return how many leading messages say what the history holds, up to an answer. At least
+        the last of them is new."""
         num_equal = 0
         for item, message in zip(self._items, messages[:-1], strict=False):
             if item.role != message.role or item.content != message.content:
                 break
             num_equal += 1
         num_answers = bisect_left(self._answers, num_equal)
-        num_agreed = self._answers[num_answers - 1] + 1 if num_answers else 0
+        return self._answers[num_answers - 1] + 1 if num_answers else 0
+
+    def _state_where_agreed(self, messages: tuple[Message, ...]) -> PromptState:
+        """Return the state behind the last answer up to which the messages say what the history
+        holds."""
+        num_agreed = self.num_agreed(messages)
+        num_answers = bisect_left(self._answers, num_agreed)
         answer_len, is_cut = self._answer_end(num_answers)
         return PromptState(
             mode=self.mode,

@@ -205,6 +205,26 @@ async def test_a_conversation_without_a_name_is_found_by_what_was_said(this: Ser
 
 
 @served()
+async def test_an_answer_asked_for_again_and_a_branch_are_forks(this: Served) -> None:
+    async with client_of(this) as client:
+        messages, completions = await talk(client, 3)
+        kept = completions[1].usage
+        assert kept is not None
+        again = await ask(client, messages[:-1])
+        branch = await ask(client, [*messages[:4], {"role": "user", "content": "A branch " * 9}])
+        sessions = {session_of(each) for each in (completions[0], again, branch)}
+        assert len(sessions) == 3
+        base = this.sessions.history(ANONYMOUS, session_of(completions[0]))[: kept.total_tokens]
+        for session_id in sessions:
+            history = this.sessions.history(ANONYMOUS, session_id)
+            assert history[: len(base) - 1] == base[:-1]
+        goes_on = await ask(client, [*messages, {"role": "user", "content": "More"}])
+        assert session_of(goes_on) in {session_of(completions[0]), session_of(again)}
+        apart = await ask(client, messages[:-1], prompt_cache_key="another conversation")
+        assert session_of(apart) not in sessions
+
+
+@served()
 async def test_two_calls_at_once_never_share_an_unnamed_session(this: Served) -> None:
     async with client_of(this) as client:
         messages, _ = await talk(client, 1)
