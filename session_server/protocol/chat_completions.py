@@ -154,7 +154,9 @@ class ChatBody(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=128, description="only 1 is offered")] | None = None
     priority: Annotated[Priority, doc("as in a turn of the native protocol")] | None = None
     session_id: Annotated[Name, doc("the session of this conversation")] | None = None
-    prompt_cache_key: Annotated[Name, doc("a hint: the same, unless it is busy")] | None = None
+    prompt_cache_key: (
+        Annotated[Name, doc("without `session_id`: conversations of other keys are others")] | None
+    ) = None
     session_params: (
         Annotated[ChatSessionParams, doc("append `messages` to this open session")] | None
     ) = None

@@ -66,6 +66,10 @@ class OwnerBudget:
         if held > allowed:
             raise QuotaExceeded(f"you would hold {held:,} {self._noun}, and may hold {allowed:,}")
 
+    def has_room_for(self, owner: Owner, amount: int) -> bool:
+        """Return whether an owner could hold this amount if nobody held anything."""
+        return amount <= min(self._limit, self._allowed(owner, 0))
+
     def take(self, owner: Owner, amount: int = 1) -> None:
         """Count what `check` allows. Raises like `check`, with nothing counted."""
         self.check(owner, amount)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -53,7 +53,7 @@ class _Resting:
     hint: str
     digest: bytes
     epoch: str
-    num_turns: int
+    num_uses: int
 
 
 @dataclass(slots=True)
@@ -113,16 +113,14 @@ class UnnamedConversations:
         digest = borrowed.answered
         if isinstance(end, TurnCompleted):
             digest = _next_digest(borrowed.said, Message("assistant", end.outcome.text))
-        view = self._unused(borrowed.owner, borrowed.session_id, max_readers=1)
+        view = self._idle(borrowed.owner, borrowed.session_id)
         if view is None:
             return
         if digest is None:
-            self._manager.close(borrowed.owner, borrowed.session_id)
+            if self._count_readers(borrowed.owner, borrowed.session_id) <= 1:  # the call itself
+                self._manager.close(borrowed.owner, borrowed.session_id)
             return
-        left = (view.epoch, view.num_turns)
-        self._at_rest.add(
-            _Resting(borrowed.owner, borrowed.session_id, borrowed.hint, digest, *left)
-        )
+        self._rest(view, borrowed.owner, borrowed.hint, digest)
         if self.num_at_rest(borrowed.owner) > MAX_UNNAMED:
             self._close_oldest(borrowed.owner)
 
@@ -144,53 +142,65 @@ class UnnamedConversations:
                     longest, source, at_item = num_agreed, session_id, item_id
         if longest:
             with contextlib.suppress(SessionNotFound, SessionClosing, SessionBusy):
-                return self._manager.fork(owner, source, at_item=at_item).session_id, longest
+                return self._fork(owner, source, at_item), longest
         return self._manager.open(owner, OpenRequest()).session_id, 0
 
+    def _fork(self, owner: Owner, source: str, at_item: str | None) -> str:
+        """Fork a session at rest, which rests on if nobody else has used it."""
+        resting = self._at_rest.pop(owner, source)  # so that nothing spares it for its own fork
+        is_unused = self._is_unused(resting)
+        try:
+            return self._manager.fork(owner, source, at_item=at_item).session_id
+        finally:
+            if is_unused:
+                view = self._manager.get(owner, source)
+                self._rest(view, owner, resting.hint, resting.digest)
+
+    def _rest(self, view: SessionView, owner: Owner, hint: str, digest: bytes) -> None:
+        left = (view.epoch, view.num_uses)
+        self._at_rest.add(_Resting(owner, view.session_id, hint, digest, *left))
+
     def _take(self, owner: Owner, digest: bytes) -> str | None:
-        """Take out a session in which this was said; forget those that somebody else has used."""
-        while same := self._at_rest.by_digest.get((owner, digest)):
-            session_id = next(reversed(same))
-            if self._pop_unused(owner, session_id):
+        """Take out a session in which this was said, the newest."""
+        same = self._at_rest.by_digest.get((owner, digest), {})
+        return self._pop_unused(owner, reversed(list(same)))
+
+    def _make_room(self, owner: Owner, *, of_others: bool) -> bool:
+        """Close a session at rest, of this owner or else of another; return whether there was
+        one."""
+        others = self._at_rest.by_owner if of_others else ()
+        return any(map(self._close_oldest, [owner, *others]))
+
+    def _close_oldest(self, owner: Owner) -> bool:
+        session_id = self._pop_unused(owner, list(self._at_rest.by_owner.get(owner, ())))
+        if session_id is not None:
+            self._manager.close(owner, session_id)
+        return session_id is not None
+
+    def _pop_unused(self, owner: Owner, session_ids: Iterable[str]) -> str | None:
+        """Take out the first session that is as it was left and that nobody reads; forget those
+        that somebody has used."""
+        for session_id in session_ids:
+            if not self._is_unused(self._at_rest.sessions[owner, session_id]):
+                self._at_rest.pop(owner, session_id)
+            elif not self._count_readers(owner, session_id):
+                self._at_rest.pop(owner, session_id)
                 return session_id
         return None
 
-    def _make_room(self, owner: Owner) -> bool:
-        """Close a session at rest, of this owner or else of any; return whether there was one."""
-        if self._close_oldest(owner):
-            return True
-        while self._at_rest.sessions:
-            oldest, _ = next(iter(self._at_rest.sessions))
-            if self._close_oldest(oldest):
-                return True
-        return False
+    def _is_unused(self, resting: _Resting) -> bool:
+        view = self._idle(resting.owner, resting.session_id)
+        left = (resting.epoch, resting.num_uses)
+        return view is not None and (view.epoch, view.num_uses) == left
 
-    def _close_oldest(self, owner: Owner) -> bool:
-        while of_owner := self._at_rest.by_owner.get(owner):
-            session_id = next(iter(of_owner))
-            if self._pop_unused(owner, session_id):
-                self._manager.close(owner, session_id)
-                return True
-        return False
-
-    def _pop_unused(self, owner: Owner, session_id: str) -> bool:
-        """Take a session out; return whether it is as it was left."""
-        resting = self._at_rest.pop(owner, session_id)
-        view = self._unused(owner, session_id, max_readers=0)
-        left = (resting.epoch, resting.num_turns)
-        return view is not None and (view.epoch, view.num_turns) == left
-
-    def _unused(self, owner: Owner, session_id: str, *, max_readers: int) -> SessionView | None:
-        """Return a session that is open, in which no turn runs or waits, and that nobody reads;
-        None for any other."""
+    def _idle(self, owner: Owner, session_id: str) -> SessionView | None:
+        """Return a session that is open and in which no turn runs or waits; None for any other."""
         try:
             view = self._manager.get(owner, session_id)
         except SessionNotFound:
             return None
         is_idle = view.running_turn is None and view.queued_turns == 0
-        if not is_idle or view.state == "closing":
-            return None
-        return view if self._count_readers(owner, session_id) <= max_readers else None
+        return view if is_idle and view.state != "closing" else None
 
 
 def _discard(found: dict[_Key, dict[str, None]], key: _Key, session_id: str) -> None:

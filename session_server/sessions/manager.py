@@ -57,7 +57,7 @@ from session_server.sessions.footprint import input_bytes, message_bytes, metada
 from session_server.sessions.journal import Journal
 from session_server.sessions.opening import check_repeated, new_session
 from session_server.sessions.prompt import check_num_ids
-from session_server.sessions.quotas import QuotaLimits, Quotas, SessionLimits
+from session_server.sessions.quotas import MakeRoom, QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry, cursor_of
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
@@ -224,7 +224,7 @@ class SessionManager:
     ) -> SessionView:
         """Change settings (None keeps the present value) and journal the effective ones. Raises
         SessionNotFound, SessionClosing, InvalidRequest."""
-        session = self._sessions.get(owner, session_id)
+        session = self._used(owner, session_id)
         session.check_not_closing()
         if ttl_s is not None:
             check_ttl(ttl_s, self._limits)
@@ -284,6 +284,8 @@ class SessionManager:
             raise UnsupportedOperation(
                 "raw input is no message that can be edited", param="item_id"
             )
+        if self.text.chat is None or not session.transcript.can_render(index):
+            raise UnsupportedOperation("no later turn could render this item", param="item_id")
         message = Message(item.role, content)
         check_messages((message,), self._limits)
         self._quotas.check_growth(owner, message_bytes(message))
@@ -305,7 +307,7 @@ class SessionManager:
         """Open a session with the conversation up to this item; None: with all of it.
 
         Its first turn finds the KV that both have in common in the radix tree, as far as it is
-        there. Raises what `open` and `rewind` raise.
+        there. It is not pinned. Raises what `open` and `rewind` raise.
         """
         source = self._resting(owner, session_id)
         num_items = source.transcript.num_items
@@ -314,7 +316,6 @@ class SessionManager:
         request = OpenRequest(
             session_id=new_id, ttl_s=source.settings.ttl_s, metadata=source.settings.metadata
         )
-        self._quotas.check_growth(owner, source.num_bytes)
         session = self._make_session(owner, request)
         session.transcript = source.transcript.fork(num_items)
         view = self._add(session)
@@ -328,17 +329,24 @@ class SessionManager:
         """Return how many items of a session, up to an answer, are what a whole conversation begins
         with, and the id of the last. Raises SessionNotFound."""
         transcript = self._sessions.get(owner, session_id).transcript
-        num_agreed = transcript.num_agreed(messages)
+        num_agreed, _ = transcript.num_agreed(messages)
         return num_agreed, transcript.item(num_agreed - 1).id if num_agreed else None
 
     def _resting(self, owner: Owner, session_id: str) -> Session:
         """Return a session whose history may change now."""
         if self._is_draining:
             raise ServerDraining("the server is shutting down")
-        session = self._sessions.get(owner, session_id)
+        session = self._used(owner, session_id)
         session.check_not_closing()
         if not session.is_idle:
             raise SessionBusy("a turn of this session has not ended")
+        return session
+
+    def _used(self, owner: Owner, session_id: str) -> Session:
+        """Return a session that is used by its id: from here on it is nobody's to spare. Raises
+        SessionNotFound."""
+        session = self._sessions.get(owner, session_id)
+        session.life.num_uses += 1
         return session
 
     def _cut(self, session: Session, num_items: int) -> None:
@@ -371,9 +379,8 @@ class SessionManager:
         """Reject bytes that conversations have no room for. Raises QuotaExceeded, ServerBusy."""
         self._quotas.check_growth(owner, num_bytes)
 
-    def on_no_room(self, make_room: Callable[[Owner], bool]) -> None:
-        """Set what is asked before an owner is refused for want of room. It closes a session and
-        returns True, or returns False."""
+    def on_no_room(self, make_room: MakeRoom) -> None:
+        """Set what is asked before an owner is refused for want of room."""
         self._quotas.make_room = make_room
 
     def close_unused(self, owner: Owner, session_id: str) -> None:
@@ -412,7 +419,7 @@ class SessionManager:
             ContextTooLong: it cannot fit; a turn that must wait first fails later instead.
             QuotaExceeded, ServerBusy, ServerDraining, EngineUnavailable
         """
-        session = self._sessions.get(owner, session_id)
+        session = self._used(owner, session_id)
         if self._link.ready is not None:
             check_num_ids(request.input, self._link.ready.max_turn_len)
         digest = fingerprint(request)

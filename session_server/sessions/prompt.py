@@ -45,6 +45,7 @@ class PromptState:
     the whole conversation, None when raw input made it unknown; kept for `mode` "template" only.
     `num_agreed`: of an input that is a whole conversation, the leading messages that the history
     holds already, the last of them an answer; everything above describes the history up to there.
+    `num_kept`: the items that stay, of which those behind that answer are rendered again.
     """
 
     mode: HistoryMode
@@ -55,6 +56,12 @@ class PromptState:
     messages: tuple[Message, ...] | None
     now: datetime
     num_agreed: int = 0
+    num_kept: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing comes before the next input."""
+        return self.num_tokens == 0 and not self.open_messages
 
     def new_messages(self, chat: ChatInput) -> tuple[Message, ...]:
         """Return the messages that the history does not hold yet."""
@@ -65,9 +72,9 @@ class PromptState:
 class Prompt:
     """Describe the context of a turn: the first `keep_len` tokens of the history, then `tokens`.
 
-    `messages` holds the new chat messages, empty for raw input, whose text is `raw_text`. With
-    `generate` False the turn only computes its input. `num_items`: the items of the conversation
-    that stay; None keeps all.
+    `messages` holds the chat messages that become items, empty for raw input, whose text is
+    `raw_text`. With `generate` False the turn only computes its input. `num_items`: the items of
+    the conversation that stay; None keeps all.
     """
 
     keep_len: int
@@ -98,7 +105,7 @@ def build_prompt(
         case ChatInput():
             return (yield from _chat_prompt(text, state, turn_input, generate=generate))
         case TextInput(text=raw):
-            ids = text.tokenizer.encode_control(raw, add_bos=state.num_tokens == 0)
+            ids = text.tokenizer.encode_control(raw, add_bos=state.is_empty)
             return (yield from _raw_prompt(text, state, ids, raw, generate=generate))
         case TokenInput(token_ids=token_ids):
             ids = list(token_ids)
@@ -256,7 +263,9 @@ def _chat_prompt(
         keep_len, ids, skip = yield from _encode_pending(text, state, pending, frame)
     if keep_len + len(ids) - skip == 0:
         raise TokenizeFailed("the chat template wrote nothing", param="input")
-    num_items = state.num_agreed if turn_input.is_whole else None
+    num_items = None
+    if turn_input.is_whole:
+        num_items, messages = state.num_kept, turn_input.messages[state.num_kept :]
     return Prompt(keep_len, tuple(ids[skip:]), messages, None, generate, num_items)
 
 
@@ -264,7 +273,7 @@ def _raw_prompt(
     text: ModelText, state: PromptState, ids: list[int], raw: str, *, generate: bool
 ) -> Rendering[Prompt]:
     # A BOS belongs at the start of the context only.
-    if state.num_tokens and ids and ids[0] == text.bos_token_id:
+    if not state.is_empty and ids and ids[0] == text.bos_token_id:
         ids = ids[1:]
     if not ids:
         raise InvalidRequest("a turn needs at least one input token", param="input")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from session_server.core.errors import QuotaExceeded, ServerBusy
 from session_server.core.owner import Owner
@@ -78,6 +78,18 @@ class QuotaLimits:
     owner_input_tokens_per_min: int | None = None
 
 
+class MakeRoom(Protocol):
+    """Close one session that can be spared, the owner's or also another's."""
+
+    def __call__(self, owner: Owner, *, of_others: bool) -> bool:
+        """Return whether there was one."""
+        ...
+
+
+def _spare_none(owner: Owner, *, of_others: bool) -> bool:
+    return False
+
+
 class Quotas:
     """Count everything that is limited per owner."""
 
@@ -89,8 +101,7 @@ class Quotas:
         self.openings: set[Session] = set()
         """Sessions that are counted and not open yet."""
         self.input_rate = InputRate(limits.owner_input_tokens_per_min)
-        self.make_room: Callable[[Owner], bool] = lambda _owner: False
-        """Closes a session that can be spared, if there is one."""
+        self.make_room: MakeRoom = _spare_none
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
         """Reject a session beyond the limit, or one that starts with more bytes than there is room
@@ -184,12 +195,15 @@ class Quotas:
     def _check(self, budget: OwnerBudget, owner: Owner, amount: int) -> None:
         """Reject what there is no room for, after sessions that can be spared have closed. Raises
         QuotaExceeded, ServerBusy."""
-        for _ in range(MAX_SPARED):
+        for _ in range(MAX_SPARED if budget.has_room_for(owner, amount) else 0):
             try:
                 return budget.check(owner, amount)
-            except (QuotaExceeded, ServerBusy):
-                if not self.make_room(owner):
-                    break
+            except QuotaExceeded:
+                is_spared = self.make_room(owner, of_others=False)
+            except ServerBusy:
+                is_spared = self.make_room(owner, of_others=True)
+            if not is_spared:
+                break
         return budget.check(owner, amount)
 
     @property

@@ -64,12 +64,14 @@ class SessionLife:
     """Hold when a session was last used, and the second under which `Deadlines` files it; both
     monotonic.
 
-    `order` counts up in the order in which sessions were opened (`SessionRegistry.add`).
+    `order` counts up in the order in which sessions were opened (`SessionRegistry.add`);
+    `num_uses` with every call that changes the session or runs a turn in it.
     """
 
     last_active_s: float
     deadline_s: float = math.inf
     order: int = 0
+    num_uses: int = 0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -138,6 +140,7 @@ class Session:
             state=self._state(),
             num_tokens=len(self.transcript),
             num_turns=len(self.ended),
+            num_uses=self.life.num_uses,
             running_turn=self.live.request.turn_id if self.live else None,
             queued_turns=len(self.queue),
             ttl_s=self.settings.ttl_s,
@@ -200,7 +203,7 @@ class Session:
         the record holds (see `EndedTurn.short_end`)."""
         found, is_lost = self.journal.find(ended.end_seq), False
         if not isinstance(found, TurnEnd):
-            item = self.transcript.find_item(ended.answer_index, ended.item_id)
+            item = self.transcript.answer_of(turn_id, ended.answer_index, ended.item_id)
             found = ended.short_end(turn_id, "" if item is None else item.content)
             is_lost = item is None and ended.usage.output_tokens > 0
         return TurnView(

@@ -31,7 +31,7 @@ class Transcript:
         self._answer_len = 0
         self._is_end_replaced = False
         self._open = messages
-        self._messages: list[Message] | None = list(messages)
+        self._messages: list[Message] | None = list(messages) if mode == "template" else None
         self._items: list[ConversationItem] = []
         self._answers = array("i")
         """Indexes of the items that turns have said."""
@@ -75,11 +75,11 @@ class Transcript:
         indexes = range(len(self._items) - 1, -1, -1)
         return next((index for index in indexes if self._items[index].id == item_id), None)
 
-    def find_item(self, index: int, item_id: str) -> ConversationItem | None:
-        """Return the item at `index`, the oldest at 0; None if it is gone, whatever is there
-        now."""
+    def answer_of(self, turn_id: str, index: int, item_id: str) -> ConversationItem | None:
+        """Return the answer that a turn has left at `index`; None if it is gone, or was edited."""
         found = self._items[index] if index < len(self._items) else None
-        return found if found is not None and found.id == item_id else None
+        is_same = found is not None and (found.id, found.turn_id) == (item_id, turn_id)
+        return found if is_same else None
 
     def growth(self, prompt: Prompt, turn_id: str) -> int:
         """Return the bytes that the input of a turn will add to the conversation."""
@@ -118,32 +118,42 @@ class Transcript:
             now=self._now,
         )
 
-    def num_agreed(self, messages: Sequence[Message]) -> int:
-        """Return how many leading messages say what the history holds, up to an answer. At least
-        the last of them is new."""
+    def num_agreed(self, messages: Sequence[Message]) -> tuple[int, int]:
+        """Compare the history with a whole conversation.
+
+        Returns:
+            How many leading messages say what the history holds, up to an answer; at least the last
+            message is new. How many items stay: with those, messages that no answer follows.
+        """
         num_equal = 0
-        for item, message in zip(self._items, messages[:-1], strict=False):
+        for item, message in zip(self._items, messages, strict=False):
             if item.role != message.role or item.content != message.content:
                 break
             num_equal += 1
-        num_answers = bisect_left(self._answers, num_equal)
-        return self._answers[num_answers - 1] + 1 if num_answers else 0
+        num_answers = bisect_left(self._answers, min(num_equal, len(messages) - 1))
+        num_agreed = self._answers[num_answers - 1] + 1 if num_answers else 0
+        if num_answers < len(self._answers):
+            num_equal = min(num_equal, self._answers[num_answers])
+        return num_agreed, num_equal
 
     def _state_where_agreed(self, messages: tuple[Message, ...]) -> PromptState:
         """Return the state behind the last answer up to which the messages say what the history
         holds."""
-        num_agreed = self.num_agreed(messages)
-        num_answers = bisect_left(self._answers, num_agreed)
-        answer_len, is_cut = self._answer_end(num_answers)
+        num_agreed, num_kept = self.num_agreed(messages)
+        answer_len, last_id, is_template = 0, -1, self.mode == "template"
+        if num_agreed and not is_template:
+            answer_len, is_cut = self._answer_end(bisect_left(self._answers, num_agreed))
+            last_id = -1 if is_cut else self._tokens[answer_len - 1]
         return PromptState(
             mode=self.mode,
             num_tokens=answer_len,
             answer_len=answer_len,
-            last_id=-1 if is_cut or not num_answers else self._tokens[answer_len - 1],
+            last_id=last_id,
             open_messages=(),
-            messages=messages[:num_agreed] if self.mode == "template" else None,
+            messages=messages[:num_agreed] if is_template else None,
             now=self._now,
             num_agreed=num_agreed,
+            num_kept=num_kept,
         )
 
     def _answer_end(self, num_answers: int) -> tuple[int, bool]:
@@ -174,7 +184,6 @@ class Transcript:
         assert prompt.keep_len <= len(self._tokens), "a prompt was built on another history"
         if prompt.num_items is not None:
             self.cut(prompt.num_items)
-            self._open = ()
         self._note_replaced_end(prompt)
         del self._tokens[prompt.keep_len :]
         self._tokens.extend(prompt.tokens)
@@ -249,14 +258,23 @@ class Transcript:
         return [Message(item.role, item.content) for item in self._items[start:]]
 
     def _note_replaced_end(self, prompt: Prompt) -> None:
-        """Note that the prompt replaces the token which ended the last answer, if it does."""
-        if self.mode == "append" and self._answers:
-            end, _ = self._answer_end(len(self._answers))
-            if prompt.keep_len < end:
-                self._answer_ends[-1] = ~prompt.keep_len
-                index = self._answers[-1]
-                item = structs.replace(self._items[index], end_len=prompt.keep_len)
-                self._items[index] = item
+        """Note that the prompt replaces the token which ended the last answer or raw input, if it
+        does."""
+        if self.mode == "template" or not self._items or prompt.keep_len >= self._answer_len:
+            return
+        index = len(self._items) - 1
+        if self._answers and prompt.keep_len < self._answer_end(len(self._answers))[0]:
+            index = self._answers[-1]
+            self._answer_ends[-1] = ~prompt.keep_len
+        elif self._items[index].role != "raw":
+            return
+        self._items[index] = structs.replace(self._items[index], end_len=prompt.keep_len)
+
+    def can_render(self, index: int) -> bool:
+        """Return whether the next turn renders a message at `index`: not behind raw input where the
+        template renders the whole conversation."""
+        before = self._items[:index]
+        return self.mode == "append" or all(item.role != "raw" for item in before)
 
     def _add_inputs(self, prompt: Prompt, turn_id: str) -> None:
         if prompt.raw_text is not None:

@@ -40,7 +40,7 @@ class OpenRequest:
 @dataclass(frozen=True, slots=True)
 class SessionView:
     """Describe the present state of a session. `seq` is that of its newest journal entry;
-    `num_tokens` is the length of the history.
+    `num_tokens` is the length of the history; `num_uses` grows with every use by its id.
 
     `created_s` is wall-clock seconds, for display only.
     """
@@ -51,6 +51,7 @@ class SessionView:
     state: SessionState
     num_tokens: int
     num_turns: int
+    num_uses: int
     running_turn: str | None
     queued_turns: int
     ttl_s: float

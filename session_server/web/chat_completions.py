@@ -150,6 +150,7 @@ class ChatRun:
                 elif isinstance(entry, TurnProgress):
                     self.answer.note_progress(entry)
                 elif isinstance(entry, TurnEnd):
+                    self.reader.close()  # the client may send its next call before the last chunk
                     async for chunk in self._last_events(entry):
                         yield chunk
                 elif isinstance(entry, TurnDelta) and self._is_shown(entry):

@@ -70,6 +70,10 @@ class TurnReader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop to count as a reader."""
         self._scope.close()
 
     async def end(self, receive: Receive, *, on_entry: OnEntry | None = None) -> TurnEnd:

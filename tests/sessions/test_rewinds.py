@@ -27,8 +27,10 @@ from session_server.core.session_events import (
     SessionRewound,
     TextInput,
 )
+from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
 from tests.depth import at_depth
+from tests.sessions.test_footprint import kept_bytes
 from tests.sessions.world import OWNER, World, completed, turn
 
 APPENDING = ("chatml", "llama3", "alternating")
@@ -228,6 +230,82 @@ def test_edits_and_forks_are_counted() -> None:
         world.manager.fork(OWNER, session)
         with pytest.raises((QuotaExceeded, ServerBusy)):
             world.manager.fork(OWNER, session)
+
+
+def test_edits_leave_nothing_of_what_they_replace() -> None:
+    with World() as world:
+        session = world.open()
+        talk(world, session, 1)
+        answer = items(world, session)[1].id
+        world.manager.edit_item(OWNER, session, answer, "x" * 10_000)
+        transcript = world.manager._sessions.get(OWNER, session).transcript
+        before = kept_bytes(transcript)
+        for index in range(30):
+            world.manager.edit_item(OWNER, session, answer, f"{index}".rjust(10_000))
+        assert kept_bytes(transcript) - before < 10_000
+
+
+@pytest.mark.parametrize("raw", [TextInput("raw"), None])
+def test_raw_input_behind_messages_that_no_turn_has_read_begins_with_one_bos(
+    raw: TextInput | None,
+) -> None:
+    with World("llama3") as world:
+        bos = world.text.bos_token_id
+        assert bos is not None
+        session = world.open(messages=(Message("system", "Be brief."),))
+        world.run(session, turn("1", raw or (bos, 60, 61)))
+        assert world.history(session).count(bos) == 1
+        world.manager.rewind(OWNER, session, items(world, session)[0].id)
+        world.run(session, turn("2", raw or (bos, 60, 61)))
+        assert world.history(session).count(bos) == 1
+
+
+def test_what_no_turn_could_render_is_not_edited() -> None:
+    with World("counting") as world:
+        session = world.open()
+        world.run(session, turn("1", TextInput("raw"), max_tokens=3))
+        with pytest.raises(UnsupportedOperation, match="could render"):
+            world.manager.edit_item(OWNER, session, items(world, session)[1].id, "x")
+        world.run(session, turn("2", TextInput(" more"), max_tokens=3))
+    with World("none") as world:
+        session = world.open()
+        world.run(session, turn("1", TextInput("raw"), max_tokens=3))
+        with pytest.raises(UnsupportedOperation, match="could render"):
+            world.manager.edit_item(OWNER, session, items(world, session)[1].id, "x")
+
+
+def test_an_edited_answer_is_not_told_as_what_the_turn_has_said() -> None:
+    with World(limits=SessionLimits(journal=JournalLimits(max_bytes=1))) as world:
+        session = world.open()
+        asked = turn("1")
+        world.run(session, asked)
+        answer = items(world, session)[1]
+        world.run(session, turn("2"))
+        assert world.submit(session, asked).text == answer.content
+        world.manager.edit_item(OWNER, session, answer.id, "Never sampled.")
+        view = world.submit(session, asked)
+        assert (view.text, view.is_answer_lost) == ("", True)
+
+
+def test_a_rewind_to_raw_input_leaves_no_token_of_the_template() -> None:
+    with World() as world:
+        session = world.open()
+        end = world.control("<|endoftext|>")[0]
+        world.run(session, turn("raw", (90, 73, 95, end), max_tokens=0))
+        world.run(session, turn("chat"))
+        world.manager.rewind(OWNER, session, items(world, session)[0].id)
+        assert world.history(session) == (90, 73, 95)
+
+
+def test_a_fork_needs_room_for_what_it_holds() -> None:
+    with World(quotas=QuotaLimits(history_bytes=35_000)) as world:
+        session = world.open()
+        talk(world, session, 1)
+        world.run(session, turn("long", "word " * 700, max_tokens=1))
+        answer = items(world, session)[1].id
+        with pytest.raises((QuotaExceeded, ServerBusy)):
+            world.manager.fork(OWNER, session)
+        assert world.manager.fork(OWNER, session, at_item=answer).num_turns == 0
 
 
 STEPS = st.lists(

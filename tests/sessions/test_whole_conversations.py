@@ -14,6 +14,7 @@ from session_server.core.session_events import (
     ConversationItem,
     Message,
     Outcome,
+    SessionRewound,
     TurnCompleted,
 )
 from session_server.sessions.journal import JournalLimits
@@ -234,6 +235,38 @@ def test_bytes_counted_are_those_of_what_is_left(kind: str) -> None:
         for index in range(10):
             run(world, fresh, str(index), user("Short"))
         assert counted - world.manager._sessions.get(OWNER, fresh).num_bytes < 2000
+
+
+@pytest.mark.parametrize("kind", REWRITING)
+def test_where_answers_shrink_when_rendered_again_an_edit_goes_on(kind: str) -> None:
+    with World(kind) as world:
+        session = world.open(history="template")
+        first, _ = run(world, session, "1", user("Hello"), max_tokens=60, ignore_eos=True)
+        second, _ = run(world, session, "2", user("Hello"), first, user("And?"))
+        run(world, session, "3", user("Hello"), first, user("Or?"))
+        run(world, session, "4", user("Hello"), first, user("And?"), second, user("So?"))
+        world.manager.rewind(OWNER, session, items(world, session)[1].id)
+        answer, _ = run(world, session, "5", user("Hello"), first, user("Next"))
+        assert said(world, session) == (user("Hello"), first, user("Next"), answer)
+
+
+def test_messages_that_are_there_already_stay_the_items_they_are() -> None:
+    system = Message("system", "Be brief.")
+    with World() as world:
+        session = world.open(messages=(system,))
+        opening = items(world, session)[0]
+        answer, _ = run(world, session, "1", system, user("Hello"))
+        assert items(world, session)[0].id == opening.id
+        assert not any(isinstance(e, SessionRewound) for e in world.entries(session))
+        read = (system, user("Hello"), answer, user("Read this."))
+        run(world, session, "2", *read, max_tokens=0)
+        kept = items(world, session)
+        run(world, session, "3", *read)
+        assert items(world, session)[:4] == kept[:4]
+        assert not any(isinstance(e, SessionRewound) for e in world.entries(session))
+        run(world, session, "4", system, user("Hello"), answer, user("Other."))
+        rewound = [e for e in world.entries(session) if isinstance(e, SessionRewound)]
+        assert [e.to_item for e in rewound] == [kept[2].id]
 
 
 OPERATIONS = st.lists(

@@ -1,0 +1,173 @@
+"""Sessions of conversations without a name: lent, at rest, somebody else's, spared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from session_server.core.errors import QuotaExceeded, ServerBusy, SessionNotFound
+from session_server.core.owner import Owner
+from session_server.core.session_events import ChatInput, Message
+from session_server.sessions.conversations import Borrowed, UnnamedConversations
+from session_server.sessions.footprint import TOKEN_BYTES
+from session_server.sessions.quotas import QuotaLimits
+from tests.sessions.world import OWNER, World, completed, turn
+
+OTHER = Owner("other")
+
+
+class Lender:
+    """Unnamed calls over a world whose sessions nobody reads."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.unnamed = UnnamedConversations(world.manager, count_readers=lambda _o, _s: 0)
+        self.talk: list[Message] = []
+        self._count = 0
+
+    def call(self, *messages: Message, owner: Owner = OWNER, hint: str = "") -> str:
+        """Run one call to its end; the id of its session."""
+        world = self.world
+        borrowed: Borrowed = self.unnamed.borrow(owner, messages, hint=hint)
+        self._count += 1
+        request = turn(f"call {self._count}", ChatInput(messages, is_whole=True))
+        world.do(
+            world.manager.submit(
+                owner,
+                borrowed.session_id,
+                request,
+                on_end=lambda end: self.unnamed.give_back(borrowed, end),
+            )
+        )
+        world.engine.run()
+        end = completed_of(world, owner, borrowed.session_id, request.turn_id)
+        self.talk = [*messages, Message("assistant", end)]
+        return borrowed.session_id
+
+    def go_on(self, text: str = "And?") -> str:
+        """Run a call that goes on from the last one."""
+        return self.call(*self.talk, Message("user", text))
+
+
+def completed_of(world: World, owner: Owner, session: str, turn_id: str) -> str:
+    end = world.manager.turn(owner, session, turn_id).end
+    assert end is not None
+    return completed(end).outcome.text
+
+
+def hello(text: str = "Hello") -> Message:
+    return Message("user", text)
+
+
+def test_a_conversation_goes_on_in_its_session() -> None:
+    with World() as world:
+        lender = Lender(world)
+        session = lender.call(hello())
+        assert [lender.go_on(f"And {index}?") for index in range(3)] == [session] * 3
+        assert lender.call(hello(), hint="another") != session
+
+
+USES: dict[str, Callable[[World, str], object]] = {
+    "a turn": lambda world, session: world.run(session, turn("by id")),
+    "an edit": lambda world, session: world.manager.edit_item(
+        OWNER, session, world.manager.snapshot(OWNER, session).items[0].id, "My edit"
+    ),
+    "a rewind": lambda world, session: world.manager.rewind(OWNER, session, None),
+    "a fork": lambda world, session: world.manager.fork(OWNER, session),
+    "settings": lambda world, session: world.manager.update(OWNER, session, ttl_s=60.0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_who_uses_a_session_by_its_id_has_it_alone(use: str) -> None:
+    with World() as world:
+        lender = Lender(world)
+        session = lender.call(hello())
+        USES[use](world, session)
+        before = world.manager.snapshot(OWNER, session).items
+        assert lender.go_on() != session
+        for index in range(70):
+            lender.call(hello(str(index)))
+        assert world.manager.snapshot(OWNER, session).items == before
+
+
+def test_a_branch_is_a_fork_and_its_source_goes_on() -> None:
+    with World() as world:
+        lender = Lender(world)
+        session = lender.call(hello())
+        lender.go_on()
+        talk = lender.talk
+        branch = lender.call(*talk[:2], Message("user", "Or?"))
+        assert branch != session
+        first = world.manager.snapshot(OWNER, session).items[1]
+        assert (
+            world.history(branch)[: first.end_len - 1]
+            == (world.history(session)[: first.end_len - 1])
+        )
+        assert lender.go_on() == branch
+        lender.talk = talk
+        assert lender.go_on() == session
+        assert world.manager.get(OWNER, session).num_turns == 3
+
+
+BIG_USES: dict[str, Callable[[World, str, int], object]] = {
+    "a turn": lambda world, session, room: world.submit(
+        session, turn("big", (90,) * (room // TOKEN_BYTES + 1))
+    ),
+    "an edit": lambda world, session, room: world.manager.edit_item(
+        OWNER, session, world.manager.snapshot(OWNER, session).items[0].id, "x" * (room + 1)
+    ),
+    "settings": lambda world, session, room: world.manager.update(
+        OWNER, session, metadata={f"{index}": "x" * 512 for index in range(16)}
+    ),
+}
+
+
+@pytest.mark.parametrize("use", BIG_USES)
+def test_what_is_used_by_its_id_is_not_closed_to_make_room_for_that(use: str) -> None:
+    with World(quotas=QuotaLimits(history_bytes=9_000)) as world:
+        session = Lender(world).call(hello())
+        room = 9_000 - world.manager._quotas.history_bytes.total
+        with pytest.raises((QuotaExceeded, ServerBusy)):
+            BIG_USES[use](world, session, room)
+        assert world.manager.get(OWNER, session).num_turns == 1
+        completed(world.run(session, turn("small")))
+        world.manager.close(OWNER, session)
+        assert world.manager._quotas.history_bytes.total == 0
+        assert world.manager._quotas.turn_bytes.total == 0
+
+
+def test_a_fork_of_the_last_session_there_is_room_for_is_refused_and_leaves_it() -> None:
+    with World(quotas=QuotaLimits(sessions=1)) as world:
+        session = Lender(world).call(hello())
+        with pytest.raises((QuotaExceeded, ServerBusy)):
+            world.manager.fork(OWNER, session)
+        assert world.manager.get(OWNER, session).num_turns == 1
+
+
+def test_an_owner_at_its_own_limit_costs_others_nothing() -> None:
+    with World(quotas=QuotaLimits(owner_sessions=5)) as world:
+        lender = Lender(world)
+        for index in range(5):
+            lender.call(hello(str(index)), owner=OTHER)
+            world.open()
+        with pytest.raises(QuotaExceeded):
+            world.open()
+        assert lender.unnamed.num_at_rest(OTHER) == 5
+
+
+def test_a_full_server_spares_sessions_of_any_owner_and_none_for_what_never_fits() -> None:
+    quotas = QuotaLimits(sessions=4, history_bytes=60_000)
+    with World(quotas=quotas) as world:
+        lender = Lender(world)
+        oldest = lender.call(hello("0"), owner=OTHER)
+        for index in range(1, 4):
+            lender.call(hello(str(index)), owner=OTHER)
+        session = world.open()
+        with pytest.raises(SessionNotFound):
+            world.manager.get(OTHER, oldest)
+        assert lender.unnamed.num_at_rest(OTHER) == 3
+        with pytest.raises((QuotaExceeded, ServerBusy)):
+            world.submit(session, turn("huge", "x" * 70_000))
+        assert lender.unnamed.num_at_rest(OTHER) == 3
