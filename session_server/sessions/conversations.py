@@ -34,7 +34,7 @@ class Borrowed:
     """Hold the session of an unnamed conversation while one call uses it.
 
     `said`: digest of the conversation that is to be answered. `answered`: of that which the session
-    held before, None for a new session.
+    held before, None for a new session. `num_uses`: of the session, before the call's own.
     """
 
     owner: Owner
@@ -42,6 +42,7 @@ class Borrowed:
     hint: str
     said: bytes
     answered: bytes | None
+    num_uses: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +95,17 @@ class UnnamedConversations:
         nothing else, or a new one. Conversations of different hints are different. Raises what
         `SessionManager.open` raises."""
         digests = _digests_of(messages, hint)
-        # The last message is new, even where it is an answer that the client wrote.
-        answers = [
-            digest
-            for digest, message in zip(digests[:-1], messages[:-1], strict=True)
-            if message.role == "assistant"
-        ]
-        for digest in reversed(answers):
-            session_id = self._take(owner, digest)
-            if session_id is not None:
-                return Borrowed(owner, session_id, hint, said=digests[-1], answered=digest)
-        session_id, num_agreed = self._branch(owner, messages, hint)
-        answered = digests[num_agreed - 1] if num_agreed else None
-        return Borrowed(owner, session_id, hint, said=digests[-1], answered=answered)
+        session_id, num_held = self._find(owner, messages, digests, hint=hint)
+        if session_id is None:
+            session_id = self._manager.open(owner, OpenRequest()).session_id
+        return Borrowed(
+            owner,
+            session_id,
+            hint,
+            said=digests[-1],
+            answered=digests[num_held - 1] if num_held else None,
+            num_uses=self._manager.get(owner, session_id).num_uses,
+        )
 
     def give_back(self, borrowed: Borrowed, end: TurnEnd | None) -> None:
         """Take a session back after its turn's end; None: the turn was refused."""
@@ -114,8 +113,8 @@ class UnnamedConversations:
         if isinstance(end, TurnCompleted):
             digest = _next_digest(borrowed.said, Message("assistant", end.outcome.text))
         view = self._idle(borrowed.owner, borrowed.session_id)
-        if view is None:
-            return
+        if view is None or view.num_uses > borrowed.num_uses + 1:
+            return  # it is theirs who have used it meanwhile
         if digest is None:
             if self._count_readers(borrowed.owner, borrowed.session_id) <= 1:  # the call itself
                 self._manager.close(borrowed.owner, borrowed.session_id)
@@ -128,22 +127,39 @@ class UnnamedConversations:
         """Return how many sessions an owner keeps here."""
         return len(self._at_rest.by_owner.get(owner, ()))
 
-    def _branch(self, owner: Owner, messages: Sequence[Message], hint: str) -> tuple[str, int]:
-        """Return a new session, and how many messages it holds: those up to an answer behind which
-        a session at rest went on otherwise. So an answer that is asked for again, or a branch, has
-        the tokens of those before it."""
-        longest, source, at_item = 0, "", None
+    def _find(
+        self, owner: Owner, messages: Sequence[Message], digests: list[bytes], *, hint: str
+    ) -> tuple[str | None, int]:
+        """Return the session that holds the longest beginning of a conversation up to an answer,
+        and the number of messages in it: a session that holds nothing else, or a fork of one."""
+        branch: tuple[int, str, str | None] | None = None
+        # The last message is new, even where it is an answer that the client wrote.
+        for length in range(len(messages) - 1, 0, -1):
+            if messages[length - 1].role != "assistant":
+                continue
+            session_id = self._take(owner, digests[length - 1])
+            if session_id is not None:
+                return session_id, length
+            branch = branch or self._longest_branch(owner, messages, hint)
+            if branch[0] >= length:
+                with contextlib.suppress(SessionNotFound, SessionClosing, SessionBusy):
+                    return self._fork(owner, *branch[1:]), branch[0]
+        return None, 0
+
+    def _longest_branch(
+        self, owner: Owner, messages: Sequence[Message], hint: str
+    ) -> tuple[int, str, str | None]:
+        """Return how many messages the session at rest that goes on otherwise behind the longest
+        beginning holds of it, its id, and that of the last item there."""
+        longest: tuple[int, str, str | None] = 0, "", None
         for session_id in self._at_rest.by_owner.get(owner, ()):
             if self._at_rest.sessions[owner, session_id].hint != hint:
                 continue
             with contextlib.suppress(SessionNotFound):
                 num_agreed, item_id = self._manager.last_agreed(owner, session_id, messages)
-                if num_agreed > longest:
-                    longest, source, at_item = num_agreed, session_id, item_id
-        if longest:
-            with contextlib.suppress(SessionNotFound, SessionClosing, SessionBusy):
-                return self._fork(owner, source, at_item), longest
-        return self._manager.open(owner, OpenRequest()).session_id, 0
+                if num_agreed > longest[0]:
+                    longest = num_agreed, session_id, item_id
+        return longest
 
     def _fork(self, owner: Owner, source: str, at_item: str | None) -> str:
         """Fork a session at rest, which rests on if nobody else has used it."""

@@ -124,6 +124,41 @@ BIG_USES: dict[str, Callable[[World, str, int], object]] = {
 }
 
 
+def test_the_longest_beginning_counts_though_a_shorter_one_is_held_alone() -> None:
+    with World() as world:
+        lender = Lender(world)
+        short = lender.call(hello())
+        alone = lender.talk
+        lender.call(hello())
+        for index in range(3):
+            lender.go_on(f"And {index}?")
+        talk = lender.talk
+        branch = lender.call(*talk[:4], Message("user", "Or?"))
+        assert branch != short
+        base = world.manager.snapshot(OWNER, branch).items[3].end_len
+        assert base > world.manager.snapshot(OWNER, short).items[-1].end_len
+        lender.talk = alone
+        assert lender.go_on() == short
+
+
+def test_a_session_used_by_its_id_while_it_was_lent_is_theirs_who_used_it() -> None:
+    with World() as world:
+        lender = Lender(world)
+        session = lender.call(hello())
+        borrowed = lender.unnamed.borrow(OWNER, [*lender.talk, hello("And?")], hint="")
+        assert borrowed.session_id == session
+        asked = turn("lent", ChatInput((*lender.talk, hello("And?")), is_whole=True))
+        world.do(
+            world.manager.submit(
+                OWNER, session, asked, on_end=lambda end: lender.unnamed.give_back(borrowed, end)
+            )
+        )
+        world.manager.update(OWNER, session, ttl_s=60.0)
+        world.engine.run()
+        assert lender.unnamed.num_at_rest(OWNER) == 0
+        assert world.manager.get(OWNER, session).num_turns == 2
+
+
 @pytest.mark.parametrize("use", BIG_USES)
 def test_what_is_used_by_its_id_is_not_closed_to_make_room_for_that(use: str) -> None:
     with World(quotas=QuotaLimits(history_bytes=9_000)) as world:
