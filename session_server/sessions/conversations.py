@@ -30,7 +30,7 @@ CountReaders = Callable[[Owner, str], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
+class Claim:
     """Hold the session of an unnamed conversation while one call uses it.
 
     `said`: digest of the conversation that is to be answered. `answered`: of that which the session
@@ -79,7 +79,7 @@ class _AtRest:
 
 
 class UnnamedConversations:
-    """Lend sessions to calls without a name, and take them back when their turn has ended.
+    """Find or open the session of each call without a name, and keep it at rest between calls.
 
     Those at rest close when the server or their owner has no room for another session or turn.
     """
@@ -90,7 +90,7 @@ class UnnamedConversations:
         self._at_rest = _AtRest()
         manager.on_no_room(self._make_room)
 
-    def borrow(self, owner: Owner, messages: Sequence[Message], *, hint: str) -> Borrowed:
+    def claim(self, owner: Owner, messages: Sequence[Message], *, hint: str) -> Claim:
         """Return the session that holds the longest beginning of a conversation up to an answer and
         nothing else, or a new one. Conversations of different hints are different. Raises what
         `SessionManager.open` raises."""
@@ -98,7 +98,7 @@ class UnnamedConversations:
         session_id, num_held = self._find(owner, messages, digests, hint=hint)
         if session_id is None:
             session_id = self._manager.open(owner, OpenRequest()).session_id
-        return Borrowed(
+        return Claim(
             owner,
             session_id,
             hint,
@@ -107,21 +107,21 @@ class UnnamedConversations:
             num_uses=self._manager.get(owner, session_id).num_uses,
         )
 
-    def give_back(self, borrowed: Borrowed, end: TurnEnd | None) -> None:
-        """Take a session back after its turn's end; None: the turn was refused."""
-        digest = borrowed.answered
+    def release(self, claim: Claim, end: TurnEnd | None) -> None:
+        """Leave a session to the next call, after its turn's end; None: the turn was refused."""
+        digest = claim.answered
         if isinstance(end, TurnCompleted):
-            digest = _next_digest(borrowed.said, Message("assistant", end.outcome.text))
-        view = self._idle(borrowed.owner, borrowed.session_id)
-        if view is None or view.num_uses > borrowed.num_uses + 1:
+            digest = _next_digest(claim.said, Message("assistant", end.outcome.text))
+        view = self._idle(claim.owner, claim.session_id)
+        if view is None or view.num_uses > claim.num_uses + 1:
             return  # it is theirs who have used it meanwhile
         if digest is None:
-            if self._count_readers(borrowed.owner, borrowed.session_id) <= 1:  # the call itself
-                self._manager.close(borrowed.owner, borrowed.session_id)
+            if self._count_readers(claim.owner, claim.session_id) <= 1:  # the call itself
+                self._manager.close(claim.owner, claim.session_id)
             return
-        self._rest(view, borrowed.owner, borrowed.hint, digest)
-        if self.num_at_rest(borrowed.owner) > MAX_UNNAMED:
-            self._close_oldest(borrowed.owner)
+        self._rest(view, claim.owner, claim.hint, digest)
+        if self.num_at_rest(claim.owner) > MAX_UNNAMED:
+            self._close_oldest(claim.owner)
 
     def num_at_rest(self, owner: Owner) -> int:
         """Return how many sessions an owner keeps here."""

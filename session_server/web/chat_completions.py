@@ -260,19 +260,19 @@ async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> tuple[Tu
 async def _submit_unnamed(
     call: Call, chat: ChatCall, unnamed: UnnamedConversations
 ) -> tuple[TurnView, Journal]:
-    borrowed = unnamed.borrow(call.owner, chat.messages, hint=chat.hint)
-    is_lent = True
+    claim = unnamed.claim(call.owner, chat.messages, hint=chat.hint)
+    is_held = True
 
-    def give_back(end: TurnEnd) -> None:
-        nonlocal is_lent
-        is_lent = False
-        unnamed.give_back(borrowed, end)
+    def release(end: TurnEnd) -> None:
+        nonlocal is_held
+        is_held = False
+        unnamed.release(claim, end)
 
     try:
-        return await _submit_to(call, chat, borrowed.session_id, on_end=give_back)
-    except Exception:  # a caller that is canceled leaves its turn, whose end gives back
-        if is_lent:
-            unnamed.give_back(borrowed, None)
+        return await _submit_to(call, chat, claim.session_id, on_end=release)
+    except Exception:  # a caller that is canceled leaves its turn, whose end releases
+        if is_held:
+            unnamed.release(claim, None)
         raise
 
 

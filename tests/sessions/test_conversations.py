@@ -1,4 +1,4 @@
-"""Sessions of conversations without a name: lent, at rest, somebody else's, spared."""
+"""Sessions of conversations without a name: claimed, at rest, somebody else's, spared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from session_server.core.errors import QuotaExceeded, ServerBusy, SessionNotFound
 from session_server.core.owner import Owner
 from session_server.core.session_events import ChatInput, Message
-from session_server.sessions.conversations import Borrowed, UnnamedConversations
+from session_server.sessions.conversations import Claim, UnnamedConversations
 from session_server.sessions.footprint import TOKEN_BYTES
 from session_server.sessions.quotas import QuotaLimits
 from tests.sessions.world import OWNER, World, completed, turn
@@ -17,7 +17,7 @@ from tests.sessions.world import OWNER, World, completed, turn
 OTHER = Owner("other")
 
 
-class Lender:
+class UnnamedCalls:
     """Unnamed calls over a world whose sessions nobody reads."""
 
     def __init__(self, world: World) -> None:
@@ -29,21 +29,21 @@ class Lender:
     def call(self, *messages: Message, owner: Owner = OWNER, hint: str = "") -> str:
         """Run one call to its end; the id of its session."""
         world = self.world
-        borrowed: Borrowed = self.unnamed.borrow(owner, messages, hint=hint)
+        claim: Claim = self.unnamed.claim(owner, messages, hint=hint)
         self._count += 1
         request = turn(f"call {self._count}", ChatInput(messages, is_whole=True))
         world.do(
             world.manager.submit(
                 owner,
-                borrowed.session_id,
+                claim.session_id,
                 request,
-                on_end=lambda end: self.unnamed.give_back(borrowed, end),
+                on_end=lambda end: self.unnamed.release(claim, end),
             )
         )
         world.engine.run()
-        end = completed_of(world, owner, borrowed.session_id, request.turn_id)
+        end = completed_of(world, owner, claim.session_id, request.turn_id)
         self.talk = [*messages, Message("assistant", end)]
-        return borrowed.session_id
+        return claim.session_id
 
     def go_on(self, text: str = "And?") -> str:
         """Run a call that goes on from the last one."""
@@ -62,10 +62,10 @@ def hello(text: str = "Hello") -> Message:
 
 def test_a_conversation_goes_on_in_its_session() -> None:
     with World() as world:
-        lender = Lender(world)
-        session = lender.call(hello())
-        assert [lender.go_on(f"And {index}?") for index in range(3)] == [session] * 3
-        assert lender.call(hello(), hint="another") != session
+        calls = UnnamedCalls(world)
+        session = calls.call(hello())
+        assert [calls.go_on(f"And {index}?") for index in range(3)] == [session] * 3
+        assert calls.call(hello(), hint="another") != session
 
 
 USES: dict[str, Callable[[World, str], object]] = {
@@ -82,32 +82,32 @@ USES: dict[str, Callable[[World, str], object]] = {
 @pytest.mark.parametrize("use", USES)
 def test_who_uses_a_session_by_its_id_has_it_alone(use: str) -> None:
     with World() as world:
-        lender = Lender(world)
-        session = lender.call(hello())
+        calls = UnnamedCalls(world)
+        session = calls.call(hello())
         USES[use](world, session)
         before = world.manager.snapshot(OWNER, session).items
-        assert lender.go_on() != session
+        assert calls.go_on() != session
         for index in range(70):
-            lender.call(hello(str(index)))
+            calls.call(hello(str(index)))
         assert world.manager.snapshot(OWNER, session).items == before
 
 
 def test_a_branch_is_a_fork_and_its_source_goes_on() -> None:
     with World() as world:
-        lender = Lender(world)
-        session = lender.call(hello())
-        lender.go_on()
-        talk = lender.talk
-        branch = lender.call(*talk[:2], Message("user", "Or?"))
+        calls = UnnamedCalls(world)
+        session = calls.call(hello())
+        calls.go_on()
+        talk = calls.talk
+        branch = calls.call(*talk[:2], Message("user", "Or?"))
         assert branch != session
         first = world.manager.snapshot(OWNER, session).items[1]
         assert (
             world.history(branch)[: first.end_len - 1]
             == (world.history(session)[: first.end_len - 1])
         )
-        assert lender.go_on() == branch
-        lender.talk = talk
-        assert lender.go_on() == session
+        assert calls.go_on() == branch
+        calls.talk = talk
+        assert calls.go_on() == session
         assert world.manager.get(OWNER, session).num_turns == 3
 
 
@@ -126,43 +126,43 @@ BIG_USES: dict[str, Callable[[World, str, int], object]] = {
 
 def test_the_longest_beginning_counts_though_a_shorter_one_is_held_alone() -> None:
     with World() as world:
-        lender = Lender(world)
-        short = lender.call(hello())
-        alone = lender.talk
-        lender.call(hello())
+        calls = UnnamedCalls(world)
+        short = calls.call(hello())
+        alone = calls.talk
+        calls.call(hello())
         for index in range(3):
-            lender.go_on(f"And {index}?")
-        talk = lender.talk
-        branch = lender.call(*talk[:4], Message("user", "Or?"))
+            calls.go_on(f"And {index}?")
+        talk = calls.talk
+        branch = calls.call(*talk[:4], Message("user", "Or?"))
         assert branch != short
         base = world.manager.snapshot(OWNER, branch).items[3].end_len
         assert base > world.manager.snapshot(OWNER, short).items[-1].end_len
-        lender.talk = alone
-        assert lender.go_on() == short
+        calls.talk = alone
+        assert calls.go_on() == short
 
 
-def test_a_session_used_by_its_id_while_it_was_lent_is_theirs_who_used_it() -> None:
+def test_a_session_used_by_its_id_while_it_was_claimed_is_theirs_who_used_it() -> None:
     with World() as world:
-        lender = Lender(world)
-        session = lender.call(hello())
-        borrowed = lender.unnamed.borrow(OWNER, [*lender.talk, hello("And?")], hint="")
-        assert borrowed.session_id == session
-        asked = turn("lent", ChatInput((*lender.talk, hello("And?")), is_whole=True))
+        calls = UnnamedCalls(world)
+        session = calls.call(hello())
+        claim = calls.unnamed.claim(OWNER, [*calls.talk, hello("And?")], hint="")
+        assert claim.session_id == session
+        asked = turn("claimed", ChatInput((*calls.talk, hello("And?")), is_whole=True))
         world.do(
             world.manager.submit(
-                OWNER, session, asked, on_end=lambda end: lender.unnamed.give_back(borrowed, end)
+                OWNER, session, asked, on_end=lambda end: calls.unnamed.release(claim, end)
             )
         )
         world.manager.update(OWNER, session, ttl_s=60.0)
         world.engine.run()
-        assert lender.unnamed.num_at_rest(OWNER) == 0
+        assert calls.unnamed.num_at_rest(OWNER) == 0
         assert world.manager.get(OWNER, session).num_turns == 2
 
 
 @pytest.mark.parametrize("use", BIG_USES)
 def test_what_is_used_by_its_id_is_not_closed_to_make_room_for_that(use: str) -> None:
     with World(quotas=QuotaLimits(history_bytes=9_000)) as world:
-        session = Lender(world).call(hello())
+        session = UnnamedCalls(world).call(hello())
         room = 9_000 - world.manager._quotas.history_bytes.total
         with pytest.raises((QuotaExceeded, ServerBusy)):
             BIG_USES[use](world, session, room)
@@ -175,7 +175,7 @@ def test_what_is_used_by_its_id_is_not_closed_to_make_room_for_that(use: str) ->
 
 def test_a_fork_of_the_last_session_there_is_room_for_is_refused_and_leaves_it() -> None:
     with World(quotas=QuotaLimits(sessions=1)) as world:
-        session = Lender(world).call(hello())
+        session = UnnamedCalls(world).call(hello())
         with pytest.raises((QuotaExceeded, ServerBusy)):
             world.manager.fork(OWNER, session)
         assert world.manager.get(OWNER, session).num_turns == 1
@@ -183,26 +183,26 @@ def test_a_fork_of_the_last_session_there_is_room_for_is_refused_and_leaves_it()
 
 def test_an_owner_at_its_own_limit_costs_others_nothing() -> None:
     with World(quotas=QuotaLimits(owner_sessions=5)) as world:
-        lender = Lender(world)
+        calls = UnnamedCalls(world)
         for index in range(5):
-            lender.call(hello(str(index)), owner=OTHER)
+            calls.call(hello(str(index)), owner=OTHER)
             world.open()
         with pytest.raises(QuotaExceeded):
             world.open()
-        assert lender.unnamed.num_at_rest(OTHER) == 5
+        assert calls.unnamed.num_at_rest(OTHER) == 5
 
 
 def test_a_full_server_spares_sessions_of_any_owner_and_none_for_what_never_fits() -> None:
     quotas = QuotaLimits(sessions=4, history_bytes=60_000)
     with World(quotas=quotas) as world:
-        lender = Lender(world)
-        oldest = lender.call(hello("0"), owner=OTHER)
+        calls = UnnamedCalls(world)
+        oldest = calls.call(hello("0"), owner=OTHER)
         for index in range(1, 4):
-            lender.call(hello(str(index)), owner=OTHER)
+            calls.call(hello(str(index)), owner=OTHER)
         session = world.open()
         with pytest.raises(SessionNotFound):
             world.manager.get(OTHER, oldest)
-        assert lender.unnamed.num_at_rest(OTHER) == 3
+        assert calls.unnamed.num_at_rest(OTHER) == 3
         with pytest.raises((QuotaExceeded, ServerBusy)):
             world.submit(session, turn("huge", "x" * 70_000))
-        assert lender.unnamed.num_at_rest(OTHER) == 3
+        assert calls.unnamed.num_at_rest(OTHER) == 3

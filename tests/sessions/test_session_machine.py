@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -27,6 +27,7 @@ from session_server.core.errors import (
     TurnConflict,
     TurnNotActive,
     TurnNotFound,
+    UnsupportedOperation,
 )
 from session_server.core.session_events import (
     ChatInput,
@@ -74,17 +75,47 @@ WANTED = (
     "generation after none",
     "cooled",
     "waited",
+    "rewind assistant",
+    "rewind user",
+    "rewind raw",
+    "begin",
+    "edit user",
+    "edit assistant",
+    "fork",
+    "change refused while busy",
+    "whole conversation",
+    "whole conversation again",
+    "whole conversation with another beginning",
+    "an end token replaced, and gone back to",
 )
 
 
 @dataclass
+class Said:
+    """One item. An answer and raw input know the history at their end; of an answer the template
+    may have replaced the token that ended it."""
+
+    role: str
+    content: str
+    end: list[int] | None = None
+    is_cut: bool = False
+
+
+@dataclass
 class Shadow:
-    """A client: its requests, and the history it believes in."""
+    """A client: its requests, and the history it believes in.
+
+    `is_open`: messages at its end were read and not answered. `pending`: messages behind it that no
+    turn has read.
+    """
 
     name: str
     journal: Journal
     tokens: list[int] = field(default_factory=list)
-    open_from: int | None = None
+    is_open: bool = False
+    is_cut: bool = False
+    pending: tuple[Message, ...] = ()
+    items: list[Said] = field(default_factory=list)
     requests: dict[str, TurnRequest] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -255,6 +286,111 @@ class SessionMachine(RuleBasedStateMachine):
             self.reached["cancel lost the race"] += 1
 
     @precondition(lambda self: self.names)
+    @rule(
+        index=INDEX,
+        place=st.integers(0, 9),
+        change=st.sampled_from(["nothing", "last", "an answer", "a question"]),
+        max_tokens=st.sampled_from([9, 9, 3, 0]),
+        ignore_eos=st.booleans(),
+    )
+    def submit_whole(  # noqa: PLR0917 - as `submit`
+        self, index: int, place: int, change: str, max_tokens: int, ignore_eos: bool
+    ) -> None:
+        """All that was said is sent again, with a question behind it, or some of it changed."""
+        name = self.name(index)
+        if place and self.world.engine.is_alive:
+            self.world.engine.run()
+        self.read_all()
+        if self.shadows[name].is_over:
+            return
+        said = [item for item in self.shadows[name].items if item.role != "raw"]
+        messages = [Message(item.role, item.content) for item in said][-12:]
+        if change == "last" and messages and messages[-1].role == "assistant":
+            messages.pop()  # its question is answered again
+        wanted = {"an answer": "assistant", "a question": "user"}.get(change)
+        places = [at for at, message in enumerate(messages) if message.role == wanted]
+        if places:
+            at = places[place % len(places)]
+            messages[at:] = [Message(messages[at].role, f"another {place}")]
+        self.num_turns += 1
+        if not messages or messages[-1].role == "assistant":
+            messages.append(Message("user", f"ask {self.num_turns}"))
+        whole = ChatInput(tuple(messages), is_whole=True)
+        request = turn(f"t{self.num_turns}", whole, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        self._submit(name, request)
+
+    @precondition(lambda self: self.names)
+    @rule(
+        index=INDEX,
+        place=st.integers(0, 9),
+        change=st.sampled_from(["rewind", "rewind", "rewind", "begin", "edit", "edit", "fork"]),
+        is_quiet=st.sampled_from([True, True, True, False]),
+    )
+    def change_history(self, index: int, place: int, change: str, is_quiet: bool) -> None:
+        name = self.name(index)
+        if is_quiet and self.world.engine.is_alive:
+            self.world.engine.run()
+        self.read_all()
+        shadow = self.shadows[name]
+        if shadow.is_over or not shadow.items:
+            return
+        roles = sorted({item.role for item in shadow.items})
+        role = roles[place % len(roles)]
+        places = [at for at, item in enumerate(shadow.items) if item.role == role]
+        at = places[place // 3 % len(places)]
+        item = shadow.items[at]
+        manager = self.world.manager
+        try:
+            item_id = manager.snapshot(OWNER, name).items[at].id
+            match change:
+                case "rewind":
+                    manager.rewind(OWNER, name, item_id)
+                case "begin":
+                    manager.rewind(OWNER, name, None)
+                case "edit":
+                    manager.edit_item(OWNER, name, item_id, f"edit {place}")
+                case _:
+                    if len(self.names) >= 3:
+                        return
+                    fork = manager.fork(OWNER, name, at_item=item_id).session_id
+                    self._fork(shadow, fork, at + 1)
+                    return
+        except SessionBusy:
+            self.reached["change refused while busy"] += 1
+        except UnsupportedOperation:
+            assert (change, item.role) == ("edit", "raw")
+        except (SessionClosing, SessionNotFound):
+            assert shadow.journal.is_closed or not shadow.is_over
+        else:
+            self._cut(shadow, {"begin": 0, "rewind": at + 1}.get(change, at))
+            if change == "edit":
+                shadow.items.append(Said(item.role, f"edit {place}"))
+                shadow.pending = (*shadow.pending, Message(item.role, f"edit {place}"))
+            self.reached[change if change == "begin" else f"{change} {item.role}"] += 1
+
+    def _fork(self, shadow: Shadow, name: str, num_items: int) -> None:
+        journal = self.world.manager.journal(OWNER, name)
+        fork = Shadow(name, journal, list(shadow.tokens), shadow.is_open, shadow.is_cut)
+        fork.pending, fork.items = shadow.pending, [replace(item) for item in shadow.items]
+        if num_items < len(fork.items):
+            self._cut(fork, num_items)
+        self.shadows[name] = fork
+        self.reached["fork"] += 1
+
+    def _cut(self, shadow: Shadow, num_items: int) -> None:
+        """Do to the shadow what a rewind does."""
+        if num_items == len(shadow.items):
+            return
+        del shadow.items[num_items:]
+        owned = [at for at, item in enumerate(shadow.items) if item.end is not None]
+        last = shadow.items[owned[-1]] if owned else Said("", "", [])
+        assert last.end is not None
+        shadow.tokens, shadow.is_open, shadow.is_cut = list(last.end), False, last.is_cut
+        behind = shadow.items[owned[-1] + 1 :] if owned else shadow.items
+        shadow.pending = tuple(Message(item.role, item.content) for item in behind)
+        self.reached["an end token replaced, and gone back to"] += last.is_cut
+
+    @precondition(lambda self: self.names)
     @rule(index=INDEX, chance=st.integers(0, 3))
     def close(self, index: int, chance: int) -> None:
         if chance:
@@ -321,7 +457,7 @@ class SessionMachine(RuleBasedStateMachine):
                 self.world.engine.cool(session_id)
                 self.reached["cooled"] += 1
 
-    @rule(seconds=st.sampled_from([1.0, 15.0]))
+    @rule(seconds=st.sampled_from([1.0, 15.0, 25.0]))
     def wait(self, seconds: float) -> None:
         self.world.now_s += seconds
         self.world.manager.tick()
@@ -336,6 +472,11 @@ class SessionMachine(RuleBasedStateMachine):
         for shadow in self.shadows.values():
             if not shadow.is_over:
                 assert self.world.history(shadow.name) == tuple(shadow.tokens)
+                items = self.world.manager.snapshot(OWNER, shadow.name).items
+                said = [(item.role, item.content) for item in shadow.items]
+                assert [(item.role, item.content) for item in items] == said
+                for item, known in zip(items, shadow.items, strict=True):
+                    assert known.end is None or item.end_len == len(known.end)
 
     def read_all(self) -> None:
         for shadow in self.shadows.values():
@@ -387,43 +528,85 @@ class SessionMachine(RuleBasedStateMachine):
 
     def _append(self, shadow: Shadow, request: TurnRequest, outcome: Outcome) -> None:
         """Do to the shadow what a kept turn does, and ask the model whether it was asked so."""
+        is_chat = isinstance(request.input, ChatInput)
+        items = list(shadow.items)
         context = self._context(shadow, request)
         assert outcome.usage.input_tokens == len(context)
         assert outcome.usage.cached_tokens <= len(context) - 1
         assert outcome.usage.output_tokens == len(outcome.token_ids)
+        generates = request.sampling.max_tokens > 0
+        if not is_chat:
+            shadow.items.append(Said("raw", "", list(context)))
         for token in outcome.token_ids:
             assert token == self.world.next_token(context), "the engine saw another context"
             context.append(token)
-        is_open = isinstance(request.input, ChatInput) and request.sampling.max_tokens == 0
-        if is_open:
-            shadow.open_from = len(context)
+        if is_chat and not generates:
+            shadow.is_open = True
             self.reached["no generation"] += 1
-        elif shadow.open_from is not None:
-            shadow.open_from = None
-            self.reached["generation after none"] += 1
-        shadow.tokens = context
+        else:
+            self.reached["generation after none"] += shadow.is_open
+            shadow.is_open = shadow.is_cut = False
+        if generates:
+            shadow.items.append(Said("assistant", outcome.text, list(context)))
+        shadow.tokens, shadow.pending = context, ()
         assert len(context) <= MAX_LEN
+        if isinstance(request.input, ChatInput) and request.input.is_whole:
+            self.reached["whole conversation"] += 1
+            num_same = len(shadow.items) - generates
+            self.reached["whole conversation again"] += num_same < len(items)
+            is_other = bool(items) and shadow.items[0].content != items[0].content
+            self.reached["whole conversation with another beginning"] += is_other
 
     def _context(self, shadow: Shadow, request: TurnRequest) -> list[int]:
-        """ChatML by hand."""
-        context = list(shadow.tokens)
-        text = self.world.text
+        """ChatML by hand. The shadow's items become those of the context."""
         if isinstance(request.input, TokenInput):
-            return context + list(request.input.token_ids)
+            context = self._rendered(shadow, shadow.pending) if shadow.pending else shadow.tokens
+            return [*context, *request.input.token_ids]
         assert isinstance(request.input, ChatInput)
-        control = self.world.control
-        if context and shadow.open_from is None:
+        messages = request.input.messages
+        if request.input.is_whole:
+            messages = messages[self._keep_agreed(shadow, messages) :]
+        shadow.items += [Said(message.role, message.content) for message in messages]
+        context = self._rendered(shadow, (*shadow.pending, *messages))
+        if request.sampling.max_tokens > 0:
+            context += self.world.control("<|im_start|>assistant\n")
+        return context
+
+    def _keep_agreed(self, shadow: Shadow, messages: tuple[Message, ...]) -> int:
+        """Go back to the last answer that a whole conversation agrees with; how many messages that
+        are."""
+        num_agreed = 0
+        for at, (item, message) in enumerate(zip(shadow.items, messages[:-1], strict=False), 1):
+            if (item.role, item.content) != (message.role, message.content):
+                break
+            if item.role == "assistant" and item.end is not None:
+                num_agreed = at
+        last = shadow.items[num_agreed - 1] if num_agreed else Said("", "", [])
+        assert last.end is not None
+        is_back = last.is_cut and num_agreed < len(shadow.items)
+        self.reached["an end token replaced, and gone back to"] += is_back
+        del shadow.items[num_agreed:]
+        shadow.tokens, shadow.is_open, shadow.is_cut = list(last.end), False, last.is_cut
+        shadow.pending = ()
+        return num_agreed
+
+    def _rendered(self, shadow: Shadow, messages: tuple[Message, ...]) -> list[int]:
+        """Behind the history, its end of turn and messages; note where an end token goes."""
+        control, text, context = self.world.control, self.world.text, list(shadow.tokens)
+        if context and not shadow.is_open:
             im_end, other_end = control("<|im_end|>")[0], control("<|endoftext|>")[0]
-            is_closed = context[-1] == im_end
-            if context[-1] == other_end:
+            is_closed = context[-1] == im_end and not shadow.is_cut
+            if context[-1] == other_end and not shadow.is_cut:
                 context.pop()
+                shadow.is_cut = True
+                ends = [item for item in shadow.items if item.end == shadow.tokens]
+                for item in ends:
+                    item.end, item.is_cut = list(context), item.role == "assistant"
             context += control("\n") if is_closed else control("<|im_end|>\n")
-        for message in request.input.messages:
+        for message in messages:
             context += control(f"<|im_start|>{message.role}\n")
             context += text.tokenizer.encode_content(message.content)
             context += control("<|im_end|>\n")
-        if request.sampling.max_tokens > 0:
-            context += control("<|im_start|>assistant\n")
         return context
 
     def _submit(self, name: str, request: TurnRequest) -> None:
@@ -481,7 +664,7 @@ def test_sessions_keep_their_promises() -> None:
     run_state_machine_as_test(
         SessionMachine,
         settings=settings(
-            max_examples=at_depth(200, proof=500),
+            max_examples=at_depth(700, proof=4000),
             stateful_step_count=50,
             deadline=None,
             derandomize=True,

@@ -147,8 +147,14 @@ def test_an_answer_at_the_end_is_sent_as_a_message() -> None:
     with World() as world:
         session = world.open()
         first, _ = run(world, session, "1", user("Hello"))
-        run(world, session, "2", user("Hello"), first)
+        second, _ = run(world, session, "2", user("Hello"), first)
         same = built_by_turns(world, user("Hello"), first, answers=0)
+        assert world.history(session) == world.history(same)
+        run(world, session, "3", user("Hello"), first, second, user("And?"))
+        completed(world.run(same, turn("3", "And?")))
+        assert world.history(session) == world.history(same)
+        run(world, session, "4", user("Hello"), first, user("Or?"))
+        same = built_by_turns(world, user("Hello"), first, user("Or?"), answers=0)
         assert world.history(session) == world.history(same)
 
 
