@@ -156,7 +156,7 @@ class UnnamedConversations:
             if self._at_rest.sessions[owner, session_id].hint != hint:
                 continue
             with contextlib.suppress(SessionNotFound):
-                num_agreed, item_id = self._manager.last_agreed(owner, session_id, messages)
+                num_agreed, item_id = self._manager.edits.last_agreed(owner, session_id, messages)
                 if num_agreed > longest[0]:
                     longest = num_agreed, session_id, item_id
         return longest
@@ -166,7 +166,7 @@ class UnnamedConversations:
         resting = self._at_rest.pop(owner, source)  # so that nothing spares it for its own fork
         is_unused = self._is_unused(resting)
         try:
-            return self._manager.fork(owner, source, at_item=at_item).session_id
+            return self._manager.edits.fork(owner, source, at_item=at_item).session_id
         finally:
             if is_unused:
                 view = self._manager.get(owner, source)

@@ -15,12 +15,9 @@ from session_server.core.engine_client import EngineClient, EventListener
 from session_server.core.errors import (
     EngineUnavailable,
     InvalidRequest,
-    ItemNotFound,
     ServerDraining,
     SessionBusy,
     SessionExists,
-    SessionNotFound,
-    UnsupportedOperation,
 )
 from session_server.core.events import (
     EngineDied,
@@ -40,18 +37,14 @@ from session_server.core.owner import Owner
 from session_server.core.session_events import (
     CancelReason,
     CloseReason,
-    ItemEdited,
-    Message,
     RawInput,
     SessionClosed,
     SessionDraining,
-    SessionForked,
-    SessionRewound,
     SessionUpdated,
     TurnEnd,
     TurnRequest,
 )
-from session_server.sessions.deadlines import Deadlines
+from session_server.sessions.edits import HistoryEdits, SessionStores
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import input_bytes, message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
@@ -62,6 +55,7 @@ from session_server.sessions.registry import SessionRegistry, cursor_of
 from session_server.sessions.replay import Replay
 from session_server.sessions.salts import TenantSalts
 from session_server.sessions.session import Session
+from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import (
     SessionTurn,
     check_same_request,
@@ -70,7 +64,6 @@ from session_server.sessions.turn import (
 )
 from session_server.sessions.turn_flow import TurnFlow
 from session_server.sessions.validation import (
-    check_messages,
     check_metadata,
     check_open,
     check_ttl,
@@ -119,7 +112,6 @@ class SessionManager:
             max_bytes=quotas.replay_bytes, max_age_s=self._limits.journal.max_age_s
         )
         self._sessions = SessionRegistry()
-        self._deadlines = Deadlines()
         self._link = EngineLink(engine, clock=clock)
         self._is_draining = False
         self._became_idle = asyncio.Event()
@@ -127,6 +119,8 @@ class SessionManager:
             self._link, text, limits=self._limits, quotas=self._quotas, clock=clock, salts=salts
         )
         self._flow.on_idle = self._on_idle
+        stores = SessionStores(self._sessions, self._link, self._quotas)
+        self.edits = HistoryEdits(stores, text, self._limits, clock, self._open_with)
 
     @property
     def engine_ready(self) -> EngineReady | None:
@@ -224,7 +218,7 @@ class SessionManager:
     ) -> SessionView:
         """Change settings (None keeps the present value) and journal the effective ones. Raises
         SessionNotFound, SessionClosing, InvalidRequest."""
-        session = self._used(owner, session_id)
+        session = self._sessions.use(owner, session_id)
         session.check_not_closing()
         if ttl_s is not None:
             check_ttl(ttl_s, self._limits)
@@ -235,7 +229,7 @@ class SessionManager:
         settings.ttl_s = settings.ttl_s if ttl_s is None else ttl_s
         settings.metadata = settings.metadata if metadata is None else dict(metadata)
         session.life.last_active_s = self._clock()
-        self._deadlines.watch(session)
+        self._sessions.deadlines.watch(session)
         self._quotas.recount(session)
         session.journal.append(SessionUpdated(settings.ttl_s, dict(settings.metadata)))
         return session.view()
@@ -251,120 +245,6 @@ class SessionManager:
         session = self._sessions.get(owner, session_id)
         self._close(session, reason)
         return session.view()
-
-    def rewind(self, owner: Owner, session_id: str, to_item: str | None) -> SessionView:
-        """Go back to where the conversation ended with this item; None: to its beginning.
-
-        Raises:
-            SessionNotFound, SessionClosing, ServerDraining
-            SessionBusy: a turn has not ended.
-            ItemNotFound: there is no such item.
-        """
-        session = self._resting(owner, session_id)
-        self._cut(session, 0 if to_item is None else _index_of(session, to_item) + 1)
-        lengths = len(session.transcript), self._kept_len(session)
-        session.journal.append(SessionRewound(to_item, *lengths))
-        return session.view()
-
-    def edit_item(self, owner: Owner, session_id: str, item_id: str, content: str) -> SessionView:
-        """Give an item another content, and drop those behind it.
-
-        It is a message like any other then: the next turn renders and computes it.
-
-        Raises:
-            SessionNotFound, SessionClosing, SessionBusy, ItemNotFound, ServerDraining
-            UnsupportedOperation: the item is raw input, which is no message.
-            InvalidRequest: the content is too long.
-            QuotaExceeded, ServerBusy: conversations have no room for it.
-        """
-        session = self._resting(owner, session_id)
-        index = _index_of(session, item_id)
-        item = session.transcript.item(index)
-        if item.role == "raw":
-            raise UnsupportedOperation(
-                "raw input is no message that can be edited", param="item_id"
-            )
-        if self.text.chat is None or not session.transcript.can_render(index):
-            raise UnsupportedOperation("no later turn could render this item", param="item_id")
-        message = Message(item.role, content)
-        check_messages((message,), self._limits)
-        self._quotas.check_growth(owner, message_bytes(message))
-        self._cut(session, index)
-        session.transcript.add_open(item.role, content, item_id=item_id)
-        self._quotas.recount(session)
-        lengths = len(session.transcript), self._kept_len(session)
-        session.journal.append(ItemEdited(item_id, *lengths))
-        return session.view()
-
-    def fork(
-        self,
-        owner: Owner,
-        session_id: str,
-        *,
-        at_item: str | None = None,
-        new_id: str | None = None,
-    ) -> SessionView:
-        """Open a session with the conversation up to this item; None: with all of it.
-
-        Its first turn finds the KV that both have in common in the radix tree, as far as it is
-        there. It is not pinned. Raises what `open` and `rewind` raise.
-        """
-        source = self._resting(owner, session_id)
-        num_items = source.transcript.num_items
-        if at_item is not None:
-            num_items = _index_of(source, at_item) + 1
-        request = OpenRequest(
-            session_id=new_id, ttl_s=source.settings.ttl_s, metadata=source.settings.metadata
-        )
-        session = self._make_session(owner, request)
-        session.transcript = source.transcript.fork(num_items)
-        view = self._add(session)
-        if not source.journal.is_closed:  # it may have closed to make room
-            source.journal.append(SessionForked(view.session_id, view.num_tokens))
-        return view
-
-    def last_agreed(
-        self, owner: Owner, session_id: str, messages: Sequence[Message]
-    ) -> tuple[int, str | None]:
-        """Return how many items of a session, up to an answer, are what a whole conversation begins
-        with, and the id of the last. Raises SessionNotFound."""
-        transcript = self._sessions.get(owner, session_id).transcript
-        num_agreed, _ = transcript.num_agreed(messages)
-        return num_agreed, transcript.item(num_agreed - 1).id if num_agreed else None
-
-    def _resting(self, owner: Owner, session_id: str) -> Session:
-        """Return a session whose history may change now."""
-        if self._is_draining:
-            raise ServerDraining("the server is shutting down")
-        session = self._used(owner, session_id)
-        session.check_not_closing()
-        if not session.is_idle:
-            raise SessionBusy("a turn of this session has not ended")
-        return session
-
-    def _used(self, owner: Owner, session_id: str) -> Session:
-        """Return a session that is used by its id: from here on it is nobody's to spare. Raises
-        SessionNotFound."""
-        session = self._sessions.get(owner, session_id)
-        session.life.num_uses += 1
-        return session
-
-    def _cut(self, session: Session, num_items: int) -> None:
-        """Keep the first items of a session at rest."""
-        if num_items < session.transcript.num_items:
-            session.transcript.cut(num_items)
-            known = session.copy.known_len(self._link.generation)
-            if known is not None:
-                kept = min(known, len(session.transcript))
-                session.copy.set_known_len(kept, self._link.generation)
-        session.life.last_active_s = self._clock()
-        self._deadlines.watch(session)
-        self._quotas.recount(session)
-
-    def _kept_len(self, session: Session) -> int:
-        """Return how many tokens of the history have KV, as far as is known here."""
-        known = session.copy.known_len(self._link.generation)
-        return known or 0 if session.copy.state == "resident" else 0
 
     async def encode(self, owner: Owner, raw: RawInput, *, add_bos: bool) -> tuple[int, ...]:
         """Return the token ids of raw input; encode a long text off the event loop. Raises
@@ -382,13 +262,6 @@ class SessionManager:
     def on_no_room(self, make_room: MakeRoom) -> None:
         """Set what is asked before an owner is refused for want of room."""
         self._quotas.make_room = make_room
-
-    def close_unused(self, owner: Owner, session_id: str) -> None:
-        """Close a session in which nothing was ever said, and nothing waits to be."""
-        with contextlib.suppress(SessionNotFound):
-            session = self._sessions.get(owner, session_id)
-            if session.is_idle and not len(session.ended) and not session.transcript.num_items:
-                self._close(session, "client")
 
     def set_attached_bytes(self, owner: Owner, session_id: str, num_bytes: int) -> None:
         """Set the bytes that another surface keeps with a session. Raises SessionNotFound."""
@@ -419,7 +292,7 @@ class SessionManager:
             ContextTooLong: it cannot fit; a turn that must wait first fails later instead.
             QuotaExceeded, ServerBusy, ServerDraining, EngineUnavailable
         """
-        session = self._used(owner, session_id)
+        session = self._sessions.use(owner, session_id)
         if self._link.ready is not None:
             check_num_ids(request.input, self._link.ready.max_turn_len)
         digest = fingerprint(request)
@@ -541,8 +414,7 @@ class SessionManager:
                 self._link.on_event(event)
 
     def tick(self, now_s: float | None = None) -> None:
-        """Close expired idle sessions, drop old journal entries, retry what the engine could not
-        accept.
+        """Close expired sessions, drop old journal entries, retry what the engine did not take.
 
         Call it about once a second. Its cost grows with what is due, not with open sessions.
         """
@@ -555,9 +427,9 @@ class SessionManager:
         self._quotas.input_rate.drop_paid(now_s)
 
     def _expire(self, now_s: float) -> None:
-        for session in self._deadlines.pop_expired(now_s):
+        for session in self._sessions.deadlines.pop_expired(now_s):
             self._close(session, "expired")
-        if self._deadlines.is_due(now_s):
+        if self._sessions.deadlines.is_due(now_s):
             self._flow.backlog.defer(partial(self._expire, now_s))
 
     def _drop_old_entries(self, now_s: float) -> None:
@@ -606,10 +478,15 @@ class SessionManager:
             owner, request, self.text, limits=self._limits, replay=self._replay, clock=self._clock
         )
 
+    def _open_with(self, owner: Owner, request: OpenRequest, said: Transcript) -> SessionView:
+        session = self._make_session(owner, request)
+        session.transcript = said
+        return self._add(session)
+
     def _add(self, session: Session) -> SessionView:
         self._quotas.take_session(session)
         self._sessions.add(session)
-        self._deadlines.watch(session)
+        self._sessions.deadlines.watch(session)
         return session.view()
 
     def _close(self, session: Session, reason: CloseReason) -> None:
@@ -633,7 +510,7 @@ class SessionManager:
         if session.copy.known_len(self._link.generation) is not None:
             self._link.send_or_queue(CloseSession(session_id=session.copy.session_id))
         self._sessions.remove(session)
-        self._deadlines.remove(session)
+        self._sessions.deadlines.remove(session)
         self._flow.drop_session(session)
         self._quotas.release_session(session)
         session.journal.append(SessionClosed(session.closing))
@@ -674,11 +551,3 @@ class SessionManager:
                 while self._flow.counts.live:
                     self._became_idle.clear()
                     await self._became_idle.wait()
-
-
-def _index_of(session: Session, item_id: str) -> int:
-    """Return the index of an item. Raises ItemNotFound."""
-    index = session.transcript.index_of(item_id)
-    if index is None:
-        raise ItemNotFound("no such item in this session", param="item_id")
-    return index

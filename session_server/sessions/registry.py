@@ -1,4 +1,5 @@
-"""Register open sessions and find them by owner: another owner's session id is unknown."""
+"""Register open sessions and find them by owner: another owner's session id is unknown. Beside
+them stands when each expires."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from session_server.core.errors import InvalidRequest, SessionExists, SessionNot
 from session_server.core.ids import SessionId
 from session_server.core.owner import Owner
 from session_server.sessions.backlog import SLICE
+from session_server.sessions.deadlines import Deadlines
 from session_server.sessions.session import Session
 
 _order: Final = attrgetter("life.order")
@@ -31,6 +33,7 @@ class SessionRegistry:
         """The sessions of each owner, oldest first, so that a place is found by bisection."""
 
         self._last_order = 0
+        self.deadlines = Deadlines()
 
     def __len__(self) -> int:
         return len(self._by_engine_id)
@@ -75,6 +78,13 @@ class SessionRegistry:
         session = self._by_owner.get(owner, {}).get(session_id)
         if session is None:
             raise SessionNotFound(_NOT_FOUND)
+        return session
+
+    def use(self, owner: Owner, session_id: str) -> Session:
+        """Return an open session that is used by its id: from here on it is nobody's to spare.
+        Raises SessionNotFound."""
+        session = self.get(owner, session_id)
+        session.life.num_uses += 1
         return session
 
     def find_by_engine_id(self, session_id: SessionId) -> Session | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -16,6 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from session_server.core.session_events import ChatInput, ConversationItem, Message, TurnInput
+from session_server.sessions.answer_ends import Answers
 from session_server.sessions.footprint import MESSAGE_BYTES, item_bytes
 from session_server.sessions.prompt import Prompt, PromptState
 from session_server.sessions.views import HistoryMode
@@ -33,11 +33,7 @@ class Transcript:
         self._open = messages
         self._messages: list[Message] | None = list(messages) if mode == "template" else None
         self._items: list[ConversationItem] = []
-        self._answers = array("i")
-        """Indexes of the items that turns have said."""
-        self._answer_ends = array("i")
-        """The length of the history at the end of each, inverted (~) if its end token was
-        replaced."""
+        self._answers = Answers()
         self._num_items = 0
         self._item_bytes = 0
         self.attached_bytes = 0
@@ -52,8 +48,8 @@ class Transcript:
     @property
     def num_bytes(self) -> int:
         """Return the host memory of tokens, items, messages and attached data."""
-        arrays = (self._tokens, self._answers, self._answer_ends)
-        return sum(map(sys.getsizeof, arrays)) + self._item_bytes + self.attached_bytes
+        num_bytes = sys.getsizeof(self._tokens) + self._answers.num_bytes
+        return num_bytes + self._item_bytes + self.attached_bytes
 
     @property
     def num_items(self) -> int:
@@ -130,11 +126,8 @@ class Transcript:
             if item.role != message.role or item.content != message.content:
                 break
             num_equal += 1
-        num_answers = bisect_left(self._answers, min(num_equal, len(messages) - 1))
-        num_agreed = self._answers[num_answers - 1] + 1 if num_answers else 0
-        if num_answers < len(self._answers):
-            num_equal = min(num_equal, self._answers[num_answers])
-        return num_agreed, num_equal
+        num_agreed = self._answers.last_before(min(num_equal, len(messages) - 1))
+        return num_agreed, min(num_equal, self._answers.first_from(num_agreed, default=num_equal))
 
     def _state_where_agreed(self, messages: tuple[Message, ...]) -> PromptState:
         """Return the state behind the last answer up to which the messages say what the history
@@ -142,7 +135,7 @@ class Transcript:
         num_agreed, num_kept = self.num_agreed(messages)
         answer_len, last_id, is_template = 0, -1, self.mode == "template"
         if num_agreed and not is_template:
-            answer_len, is_cut = self._answer_end(bisect_left(self._answers, num_agreed))
+            answer_len, is_cut = self._answers.end_before(num_agreed)
             last_id = -1 if is_cut else self._tokens[answer_len - 1]
         return PromptState(
             mode=self.mode,
@@ -155,12 +148,6 @@ class Transcript:
             num_agreed=num_agreed,
             num_kept=num_kept,
         )
-
-    def _answer_end(self, num_answers: int) -> tuple[int, bool]:
-        """Return the length of the history behind the last of so many answers, and whether the
-        token that ended it was replaced."""
-        end = self._answer_ends[num_answers - 1] if num_answers else 0
-        return (~end, True) if end < 0 else (end, False)
 
     def common_len(self, prompt: Prompt) -> int:
         """Return the length of the longest common prefix of the history and the prompt's
@@ -202,8 +189,7 @@ class Transcript:
         if not is_chat:
             self._messages = None
         if prompt.generate:
-            self._answers.append(len(self._items))
-            self._answer_ends.append(len(self._tokens))
+            self._answers.append(len(self._items), len(self._tokens))
             self._add_item(turn_id, "assistant", text, item_id=item_id)
             if self._messages is not None and self.mode == "template":
                 self._messages.append(Message("assistant", text))
@@ -214,10 +200,9 @@ class Transcript:
         dropped = self._items[num_items:]
         self._item_bytes -= sum(_item_bytes(item.turn_id, item.content) for item in dropped)
         del self._items[num_items:]
-        num_answers = bisect_left(self._answers, num_items)
-        del self._answers[num_answers:], self._answer_ends[num_answers:]
-        self._answer_len, self._is_end_replaced = self._answer_end(num_answers)
-        first_open = self._answers[-1] + 1 if num_answers else 0
+        self._answers.cut(num_items)
+        self._answer_len, self._is_end_replaced = self._answers.end_before(num_items)
+        first_open = self._answers.last_before(num_items)
         for index in range(num_items - 1, first_open - 1, -1):
             if self._items[index].role == "raw":
                 self._answer_len, self._is_end_replaced = self._items[index].end_len, False
@@ -248,7 +233,7 @@ class Transcript:
         copy._open = self._open
         copy._messages = None if self._messages is None else self._messages[:]
         copy._items, copy._item_bytes = self._items[:], self._item_bytes
-        copy._answers, copy._answer_ends = self._answers[:], self._answer_ends[:]
+        copy._answers = self._answers.copy()
         copy._num_items = self._num_items
         if num_items < len(self._items):
             copy.cut(num_items)
@@ -262,12 +247,11 @@ class Transcript:
         does."""
         if self.mode == "template" or not self._items or prompt.keep_len >= self._answer_len:
             return
-        index = len(self._items) - 1
-        if self._answers and prompt.keep_len < self._answer_end(len(self._answers))[0]:
-            index = self._answers[-1]
-            self._answer_ends[-1] = ~prompt.keep_len
-        elif self._items[index].role != "raw":
-            return
+        index = self._answers.note_replaced(prompt.keep_len)
+        if index is None:
+            index = len(self._items) - 1
+            if self._items[index].role != "raw":
+                return
         self._items[index] = structs.replace(self._items[index], end_len=prompt.keep_len)
 
     def can_render(self, index: int) -> bool:

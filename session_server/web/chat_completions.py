@@ -38,16 +38,13 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnProgress,
 )
-from session_server.protocol.chat_completions import (
+from session_server.protocol.chat_answer import (
     ChatAnswer,
-    ChatBody,
-    ChatCall,
     ChatChunk,
     ChatCompletion,
     ChatLogprobs,
-    parse_chat,
-    session_id_of,
 )
+from session_server.protocol.chat_completions import ChatBody, ChatCall, parse_chat, session_id_of
 from session_server.protocol.errors import error_body, sanitize
 from session_server.protocol.frames import failure_body
 from session_server.sessions.conversations import UnnamedConversations
@@ -252,9 +249,17 @@ async def _submit_named(call: Call, chat: ChatCall, session_id: str) -> tuple[Tu
     try:
         return await _submit_to(call, chat, session_id)
     except SessionServerError:
-        if is_new:  # others may have joined it meanwhile
-            call.sessions.close_unused(call.owner, session_id)
+        if is_new:
+            _close_unused(call, session_id)
         raise
+
+
+def _close_unused(call: Call, session_id: str) -> None:
+    """Close a session that was opened for a call, unless others have joined it meanwhile."""
+    with contextlib.suppress(SessionNotFound):
+        view = call.sessions.get(call.owner, session_id)
+        if view.running_turn is None and not view.queued_turns and not view.num_turns:
+            call.sessions.close(call.owner, session_id)
 
 
 async def _submit_unnamed(

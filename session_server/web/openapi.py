@@ -11,7 +11,14 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from session_server.protocol import chat_completions, frames, messages, resources, sglang
+from session_server.protocol import (
+    chat_answer,
+    chat_completions,
+    frames,
+    messages,
+    resources,
+    sglang,
+)
 from session_server.protocol.errors import ErrorResponse
 from session_server.protocol.session_protocol import SUBPROTOCOL
 from session_server.web.refusals import JSON
@@ -32,7 +39,7 @@ _COMPONENTS: Final[tuple[Any, ...]] = (
     resources.ModelBody,
     resources.ModelList,
     chat_completions.ChatBody,
-    chat_completions.ChatCompletion,
+    chat_answer.ChatCompletion,
     resources.MemoryBody,
     resources.StatusBody,
     sglang.OpenSessionBody,

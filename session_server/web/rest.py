@@ -143,7 +143,7 @@ async def list_items(session_id: str, caller: Caller) -> Response:
 async def edit_item(session_id: str, item_id: str, request: Request, caller: Caller) -> Response:
     """Give an item another text. The items behind it go; the next turn goes on from it."""
     body = await read_body(request, EditBody)
-    view = caller.sessions.edit_item(caller.owner, session_id, item_id, body.content)
+    view = caller.sessions.edits.edit_item(caller.owner, session_id, item_id, body.content)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -155,7 +155,7 @@ async def edit_item(session_id: str, item_id: str, request: Request, caller: Cal
 async def rewind_session(session_id: str, request: Request, caller: Caller) -> Response:
     """Go back to an item."""
     body = await read_body(request, RewindBody)
-    view = caller.sessions.rewind(caller.owner, session_id, body.to_item)
+    view = caller.sessions.edits.rewind(caller.owner, session_id, body.to_item)
     return JsonResponse(session_body(view, caller.services.model))
 
 
@@ -168,7 +168,9 @@ async def rewind_session(session_id: str, request: Request, caller: Caller) -> R
 async def fork_session(session_id: str, request: Request, caller: Caller) -> Response:
     """Open a session with this one's conversation, or its beginning."""
     body = await read_body(request, ForkBody)
-    view = caller.sessions.fork(caller.owner, session_id, at_item=body.at_item, new_id=body.id)
+    view = caller.sessions.edits.fork(
+        caller.owner, session_id, at_item=body.at_item, new_id=body.id
+    )
     location = {"location": f"/v1/sessions/{view.session_id}"}
     return JsonResponse(session_body(view, caller.services.model), 201, location)
 

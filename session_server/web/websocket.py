@@ -287,11 +287,11 @@ class SessionSocket:
                 case SessionUpdate(ttl_s=ttl_s, metadata=metadata):
                     sessions.update(owner, session_id, ttl_s=ttl_s, metadata=metadata)
                 case SessionRewind(to_item=to_item):
-                    sessions.rewind(owner, session_id, to_item)
+                    sessions.edits.rewind(owner, session_id, to_item)
                 case SessionFork(at_item=at_item, id=new_id):
-                    sessions.fork(owner, session_id, at_item=at_item, new_id=new_id)
+                    sessions.edits.fork(owner, session_id, at_item=at_item, new_id=new_id)
                 case ItemEdit(item_id=item_id, content=content):
-                    sessions.edit_item(owner, session_id, item_id, content)
+                    sessions.edits.edit_item(owner, session_id, item_id, content)
                 case SessionClose():
                     sessions.close(owner, session_id)
                 case SessionAuth():

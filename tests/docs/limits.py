@@ -50,6 +50,7 @@ TOOLS = ("chat.py", "doctor.py", "auditor.py", "local_server.py")
 
 WIRE_MODULES = (
     "session_server.core.sampling",
+    "session_server.protocol.chat_answer",
     "session_server.protocol.chat_completions",
     "session_server.protocol.messages",
     "session_server.protocol.sglang",

@@ -10,8 +10,8 @@ import pytest
 from session_server.core.errors import InvalidRequest, UnsupportedOperation
 from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams, TokenLogprob
 from session_server.core.session_events import ChatInput, Message
+from session_server.protocol.chat_answer import ChatAnswer
 from session_server.protocol.chat_completions import (
-    ChatAnswer,
     ChatBody,
     ChatCall,
     parse_chat,

@@ -70,11 +70,11 @@ def test_a_conversation_goes_on_in_its_session() -> None:
 
 USES: dict[str, Callable[[World, str], object]] = {
     "a turn": lambda world, session: world.run(session, turn("by id")),
-    "an edit": lambda world, session: world.manager.edit_item(
+    "an edit": lambda world, session: world.manager.edits.edit_item(
         OWNER, session, world.manager.snapshot(OWNER, session).items[0].id, "My edit"
     ),
-    "a rewind": lambda world, session: world.manager.rewind(OWNER, session, None),
-    "a fork": lambda world, session: world.manager.fork(OWNER, session),
+    "a rewind": lambda world, session: world.manager.edits.rewind(OWNER, session, None),
+    "a fork": lambda world, session: world.manager.edits.fork(OWNER, session),
     "settings": lambda world, session: world.manager.update(OWNER, session, ttl_s=60.0),
 }
 
@@ -115,7 +115,7 @@ BIG_USES: dict[str, Callable[[World, str, int], object]] = {
     "a turn": lambda world, session, room: world.submit(
         session, turn("big", (90,) * (room // TOKEN_BYTES + 1))
     ),
-    "an edit": lambda world, session, room: world.manager.edit_item(
+    "an edit": lambda world, session, room: world.manager.edits.edit_item(
         OWNER, session, world.manager.snapshot(OWNER, session).items[0].id, "x" * (room + 1)
     ),
     "settings": lambda world, session, room: world.manager.update(
@@ -177,7 +177,7 @@ def test_a_fork_of_the_last_session_there_is_room_for_is_refused_and_leaves_it()
     with World(quotas=QuotaLimits(sessions=1)) as world:
         session = UnnamedCalls(world).call(hello())
         with pytest.raises((QuotaExceeded, ServerBusy)):
-            world.manager.fork(OWNER, session)
+            world.manager.edits.fork(OWNER, session)
         assert world.manager.get(OWNER, session).num_turns == 1
 
 

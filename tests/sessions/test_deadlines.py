@@ -26,7 +26,7 @@ def is_open(world: World, name: str) -> bool:
 def count_takes(world: World) -> list[int]:
     """How many elements of the wheel each call of `due` takes out, from here on."""
     counts: list[int] = []
-    deadlines = world.manager._deadlines
+    deadlines = world.manager._sessions.deadlines
     due, take = deadlines.pop_expired, deadlines._take
 
     def counted_due(now_s: float) -> list[Session]:
@@ -115,7 +115,7 @@ def test_a_running_turn_keeps_its_session_open_and_its_end_begins_the_count_anew
 
 def test_what_clients_change_and_close_does_not_pile_up() -> None:
     with World(quotas=MANY) as world:
-        deadlines = world.manager._deadlines
+        deadlines = world.manager._sessions.deadlines
         kept = world.open()
         for index in range(20_000):
             world.manager.update(OWNER, kept, ttl_s=80_000.0 - 3 * index)

@@ -52,7 +52,7 @@ def test_a_rewind_to_an_answer_is_as_if_nothing_had_followed(kind: str) -> None:
         session, fresh = world.open(), world.open()
         talk(world, session, 4)
         answers = [item for item in items(world, session) if item.role == "assistant"]
-        world.manager.rewind(OWNER, session, answers[1].id)
+        world.manager.edits.rewind(OWNER, session, answers[1].id)
         talk(world, fresh, 2)
         assert [item.content for item in items(world, session)] == [
             item.content for item in items(world, fresh)
@@ -69,7 +69,7 @@ def test_behind_a_rewind_to_a_question_it_is_answered_again(kind: str) -> None:
         talk(world, session, 3)
         question = items(world, session)[2]
         assert question.role == "user"
-        world.manager.rewind(OWNER, session, question.id)
+        world.manager.edits.rewind(OWNER, session, question.id)
         completed(world.run(session, turn("again", ChatInput(()), max_tokens=5)))
         talk(world, fresh, 2)
         assert world.history(session) == world.history(fresh)
@@ -79,7 +79,7 @@ def test_a_rewind_to_the_beginning_leaves_an_empty_session() -> None:
     with World() as world:
         session, fresh = world.open(messages=(Message("system", "Be brief."),)), world.open()
         talk(world, session, 2)
-        assert world.manager.rewind(OWNER, session, None).num_tokens == 0
+        assert world.manager.edits.rewind(OWNER, session, None).num_tokens == 0
         assert items(world, session) == ()
         assert world.entries(session)[-1] == SessionRewound(None, 0, 0)
         for each in (session, fresh):
@@ -92,7 +92,7 @@ def test_a_rewind_keeps_the_kv_of_what_stays() -> None:
         session = world.open()
         talk(world, session, 3)
         first = items(world, session)[1]
-        view = world.manager.rewind(OWNER, session, first.id)
+        view = world.manager.edits.rewind(OWNER, session, first.id)
         assert view.num_tokens == first.end_len
         assert world.entries(session)[-1] == SessionRewound(first.id, first.end_len, first.end_len)
         usage = completed(world.run(session, turn("next"))).outcome.usage
@@ -104,7 +104,7 @@ def test_an_edited_question_is_asked_as_it_says_now() -> None:
         session, fresh = world.open(), world.open()
         talk(world, session, 3)
         question = items(world, session)[2]
-        world.manager.edit_item(OWNER, session, question.id, "Hello you")
+        world.manager.edits.edit_item(OWNER, session, question.id, "Hello you")
         assert items(world, session)[-1].id == question.id
         assert isinstance(world.entries(session)[-1], ItemEdited)
         completed(world.run(session, turn("again", ChatInput(()), max_tokens=5)))
@@ -118,7 +118,7 @@ def test_one_goes_on_from_an_edited_answer() -> None:
         session = world.open()
         talk(world, session, 2)
         answer = items(world, session)[1]
-        world.manager.edit_item(OWNER, session, answer.id, "I say something else.")
+        world.manager.edits.edit_item(OWNER, session, answer.id, "I say something else.")
         completed(world.run(session, turn("next", "Why?")))
         text = world.decode(world.history(session))
         assert "assistant\nI say something else.<|im_end|>\n<|im_start|>user\nWhy?" in text
@@ -134,7 +134,7 @@ def test_what_was_read_and_not_answered_is_read_again_where_it_stays() -> None:
             completed(world.run(each, turn("read", "Read this.", max_tokens=0)))
         completed(world.run(session, turn("more", "And this.", max_tokens=0)))
         kept = items(world, session)[2]
-        world.manager.rewind(OWNER, session, kept.id)
+        world.manager.edits.rewind(OWNER, session, kept.id)
         for each in (session, fresh):
             completed(world.run(each, turn("raw", TextInput(" raw"))))
         assert world.history(session) == world.history(fresh)
@@ -148,14 +148,14 @@ def test_a_rewind_behind_raw_input_keeps_its_tokens() -> None:
             completed(world.run(each, turn("raw", TextInput("raw text"), max_tokens=3)))
         completed(world.run(session, turn("more", TextInput(" and more"))))
         answer = items(world, session)[3]
-        world.manager.rewind(OWNER, session, answer.id)
+        world.manager.edits.rewind(OWNER, session, answer.id)
         assert world.history(session) == world.history(fresh)
         raw = items(world, session)[2]
         with pytest.raises(UnsupportedOperation, match="raw input"):
-            world.manager.edit_item(OWNER, session, raw.id, "x")
-        assert world.manager.rewind(OWNER, session, raw.id).num_tokens == raw.end_len
+            world.manager.edits.edit_item(OWNER, session, raw.id, "x")
+        assert world.manager.edits.rewind(OWNER, session, raw.id).num_tokens == raw.end_len
         chat = items(world, session)[1]
-        world.manager.rewind(OWNER, session, chat.id)
+        world.manager.edits.rewind(OWNER, session, chat.id)
         completed(world.run(session, turn("chat again", "And?")))  # messages are known again
 
 
@@ -164,12 +164,12 @@ def test_a_fork_has_the_history_and_a_life_of_its_own(kind: str) -> None:
     with World(kind) as world:
         session = world.open(metadata={"a": "b"}, ttl_s=60.0)
         talk(world, session, 3)
-        whole = world.manager.fork(OWNER, session)
+        whole = world.manager.edits.fork(OWNER, session)
         assert world.history(whole.session_id) == world.history(session)
         assert (whole.metadata, whole.ttl_s) == ({"a": "b"}, 60.0)
         assert world.entries(session)[-1] == SessionForked(whole.session_id, whole.num_tokens)
         answer = items(world, session)[1]
-        early = world.manager.fork(OWNER, session, at_item=answer.id, new_id="early")
+        early = world.manager.edits.fork(OWNER, session, at_item=answer.id, new_id="early")
         assert early.session_id == "early"
         assert len(items(world, "early")) == 2
         for each in (session, whole.session_id):
@@ -191,27 +191,27 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         answer = before[1][1].id
         manager = world.manager
         with pytest.raises(ItemNotFound):
-            manager.rewind(OWNER, session, "i_99")
+            manager.edits.rewind(OWNER, session, "i_99")
         with pytest.raises(ItemNotFound):
-            manager.edit_item(OWNER, session, "i_99", "x")
+            manager.edits.edit_item(OWNER, session, "i_99", "x")
         with pytest.raises(ItemNotFound):
-            manager.fork(OWNER, session, at_item="i_99")
+            manager.edits.fork(OWNER, session, at_item="i_99")
         with pytest.raises(InvalidRequest, match="exceeds 100 characters"):
-            manager.edit_item(OWNER, session, answer, "x" * 101)
+            manager.edits.edit_item(OWNER, session, answer, "x" * 101)
         with pytest.raises(SessionExists):
-            manager.fork(OWNER, session, new_id=session)
+            manager.edits.fork(OWNER, session, new_id=session)
         assert (world.history(session), items(world, session), world.entries(session)) == before
         world.submit(session, turn("runs", max_tokens=50))
         for change in (
-            lambda: manager.rewind(OWNER, session, answer),
-            lambda: manager.edit_item(OWNER, session, answer, "x"),
-            lambda: manager.fork(OWNER, session),
+            lambda: manager.edits.rewind(OWNER, session, answer),
+            lambda: manager.edits.edit_item(OWNER, session, answer, "x"),
+            lambda: manager.edits.fork(OWNER, session),
         ):
             with pytest.raises(SessionBusy):
                 change()
         manager.close(OWNER, session)
         with pytest.raises(SessionClosing):
-            manager.rewind(OWNER, session, answer)
+            manager.edits.rewind(OWNER, session, answer)
 
 
 def test_edits_and_forks_are_counted() -> None:
@@ -221,15 +221,15 @@ def test_edits_and_forks_are_counted() -> None:
         talk(world, session, 2)
         answer = items(world, session)[1].id
         with pytest.raises((QuotaExceeded, ServerBusy)):
-            world.manager.edit_item(OWNER, session, answer, "x" * 70_000)
-        world.manager.edit_item(OWNER, session, answer, "x" * 20_000)
+            world.manager.edits.edit_item(OWNER, session, answer, "x" * 70_000)
+        world.manager.edits.edit_item(OWNER, session, answer, "x" * 20_000)
         counted = world.manager._sessions.get(OWNER, session).counted_bytes
         assert 20_000 < counted < 30_000
-        world.manager.rewind(OWNER, session, None)
+        world.manager.edits.rewind(OWNER, session, None)
         assert world.manager._sessions.get(OWNER, session).counted_bytes < 5_000
-        world.manager.fork(OWNER, session)
+        world.manager.edits.fork(OWNER, session)
         with pytest.raises((QuotaExceeded, ServerBusy)):
-            world.manager.fork(OWNER, session)
+            world.manager.edits.fork(OWNER, session)
 
 
 def test_edits_leave_nothing_of_what_they_replace() -> None:
@@ -237,11 +237,11 @@ def test_edits_leave_nothing_of_what_they_replace() -> None:
         session = world.open()
         talk(world, session, 1)
         answer = items(world, session)[1].id
-        world.manager.edit_item(OWNER, session, answer, "x" * 10_000)
+        world.manager.edits.edit_item(OWNER, session, answer, "x" * 10_000)
         transcript = world.manager._sessions.get(OWNER, session).transcript
         before = kept_bytes(transcript)
         for index in range(30):
-            world.manager.edit_item(OWNER, session, answer, f"{index}".rjust(10_000))
+            world.manager.edits.edit_item(OWNER, session, answer, f"{index}".rjust(10_000))
         assert kept_bytes(transcript) - before < 10_000
 
 
@@ -255,7 +255,7 @@ def test_raw_input_behind_messages_that_no_turn_has_read_begins_with_one_bos(
         session = world.open(messages=(Message("system", "Be brief."),))
         world.run(session, turn("1", raw or (bos, 60, 61)))
         assert world.history(session).count(bos) == 1
-        world.manager.rewind(OWNER, session, items(world, session)[0].id)
+        world.manager.edits.rewind(OWNER, session, items(world, session)[0].id)
         world.run(session, turn("2", raw or (bos, 60, 61)))
         assert world.history(session).count(bos) == 1
 
@@ -265,13 +265,13 @@ def test_what_no_turn_could_render_is_not_edited() -> None:
         session = world.open()
         world.run(session, turn("1", TextInput("raw"), max_tokens=3))
         with pytest.raises(UnsupportedOperation, match="could render"):
-            world.manager.edit_item(OWNER, session, items(world, session)[1].id, "x")
+            world.manager.edits.edit_item(OWNER, session, items(world, session)[1].id, "x")
         world.run(session, turn("2", TextInput(" more"), max_tokens=3))
     with World("none") as world:
         session = world.open()
         world.run(session, turn("1", TextInput("raw"), max_tokens=3))
         with pytest.raises(UnsupportedOperation, match="could render"):
-            world.manager.edit_item(OWNER, session, items(world, session)[1].id, "x")
+            world.manager.edits.edit_item(OWNER, session, items(world, session)[1].id, "x")
 
 
 def test_an_edited_answer_is_not_told_as_what_the_turn_has_said() -> None:
@@ -282,7 +282,7 @@ def test_an_edited_answer_is_not_told_as_what_the_turn_has_said() -> None:
         answer = items(world, session)[1]
         world.run(session, turn("2"))
         assert world.submit(session, asked).text == answer.content
-        world.manager.edit_item(OWNER, session, answer.id, "Never sampled.")
+        world.manager.edits.edit_item(OWNER, session, answer.id, "Never sampled.")
         view = world.submit(session, asked)
         assert (view.text, view.is_answer_lost) == ("", True)
 
@@ -293,7 +293,7 @@ def test_a_rewind_to_raw_input_leaves_no_token_of_the_template() -> None:
         end = world.control("<|endoftext|>")[0]
         world.run(session, turn("raw", (90, 73, 95, end), max_tokens=0))
         world.run(session, turn("chat"))
-        world.manager.rewind(OWNER, session, items(world, session)[0].id)
+        world.manager.edits.rewind(OWNER, session, items(world, session)[0].id)
         assert world.history(session) == (90, 73, 95)
 
 
@@ -304,8 +304,8 @@ def test_a_fork_needs_room_for_what_it_holds() -> None:
         world.run(session, turn("long", "word " * 700, max_tokens=1))
         answer = items(world, session)[1].id
         with pytest.raises((QuotaExceeded, ServerBusy)):
-            world.manager.fork(OWNER, session)
-        assert world.manager.fork(OWNER, session, at_item=answer).num_turns == 0
+            world.manager.edits.fork(OWNER, session)
+        assert world.manager.edits.fork(OWNER, session, at_item=answer).num_turns == 0
 
 
 STEPS = st.lists(
@@ -339,15 +339,15 @@ def test_any_changes_lead_to_what_a_new_session_would_have(kind: str) -> None:
                         completed(world.run(session, request))
                     case "rewind" if found:
                         item = found[place % len(found)]
-                        view = world.manager.rewind(OWNER, session, item.id)
+                        view = world.manager.edits.rewind(OWNER, session, item.id)
                         assert items(world, session)[-1] == item
                         assert view.num_tokens <= item.end_len
                     case "edit" if found:
                         item = found[place % len(found)]
-                        world.manager.edit_item(OWNER, session, item.id, f"Edit {number}.")
+                        world.manager.edits.edit_item(OWNER, session, item.id, f"Edit {number}.")
                         assert items(world, session)[-1].content == f"Edit {number}."
                     case "fork":
-                        old, session = session, world.manager.fork(OWNER, session).session_id
+                        old, session = session, world.manager.edits.fork(OWNER, session).session_id
                         world.manager.close(OWNER, old)
                     case _:
                         continue
@@ -365,7 +365,7 @@ def check_goes_on(world: World, session: str) -> None:
     found = items(world, session)
     if not found or found[-1].role != "assistant" or found[-1].content.startswith("Edit"):
         return
-    copy, same = world.manager.fork(OWNER, session).session_id, world.open()
+    copy, same = world.manager.edits.fork(OWNER, session).session_id, world.open()
     completed(world.run(same, turn("base", world.history(copy), max_tokens=0)))
     for each in (copy, same):
         completed(world.run(each, turn("goes on", "And?", max_tokens=3)))

@@ -86,7 +86,6 @@ WANTED = (
     "whole conversation",
     "whole conversation again",
     "whole conversation with another beginning",
-    "an end token replaced, and gone back to",
 )
 
 
@@ -324,35 +323,39 @@ class SessionMachine(RuleBasedStateMachine):
         index=INDEX,
         place=st.integers(0, 9),
         change=st.sampled_from(["rewind", "rewind", "rewind", "begin", "edit", "edit", "fork"]),
+        role=st.sampled_from(["assistant", "user", "raw"]),
         is_quiet=st.sampled_from([True, True, True, False]),
     )
-    def change_history(self, index: int, place: int, change: str, is_quiet: bool) -> None:
+    def change_history(  # noqa: PLR0917 - as `submit`
+        self, index: int, place: int, change: str, role: str, is_quiet: bool
+    ) -> None:
         name = self.name(index)
         if is_quiet and self.world.engine.is_alive:
+            if all(item.role != role for item in self.shadows[name].items):
+                self.submit(index, "tokens" if role == "raw" else "chat", 9, (), True, False)
             self.world.engine.run()
         self.read_all()
         shadow = self.shadows[name]
         if shadow.is_over or not shadow.items:
             return
-        roles = sorted({item.role for item in shadow.items})
-        role = roles[place % len(roles)]
         places = [at for at, item in enumerate(shadow.items) if item.role == role]
-        at = places[place // 3 % len(places)]
+        places = places or list(range(len(shadow.items)))
+        at = places[place % len(places)]
         item = shadow.items[at]
         manager = self.world.manager
         try:
             item_id = manager.snapshot(OWNER, name).items[at].id
             match change:
                 case "rewind":
-                    manager.rewind(OWNER, name, item_id)
+                    manager.edits.rewind(OWNER, name, item_id)
                 case "begin":
-                    manager.rewind(OWNER, name, None)
+                    manager.edits.rewind(OWNER, name, None)
                 case "edit":
-                    manager.edit_item(OWNER, name, item_id, f"edit {place}")
+                    manager.edits.edit_item(OWNER, name, item_id, f"edit {place}")
                 case _:
                     if len(self.names) >= 3:
                         return
-                    fork = manager.fork(OWNER, name, at_item=item_id).session_id
+                    fork = manager.edits.fork(OWNER, name, at_item=item_id).session_id
                     self._fork(shadow, fork, at + 1)
                     return
         except SessionBusy:
@@ -388,7 +391,6 @@ class SessionMachine(RuleBasedStateMachine):
         shadow.tokens, shadow.is_open, shadow.is_cut = list(last.end), False, last.is_cut
         behind = shadow.items[owned[-1] + 1 :] if owned else shadow.items
         shadow.pending = tuple(Message(item.role, item.content) for item in behind)
-        self.reached["an end token replaced, and gone back to"] += last.is_cut
 
     @precondition(lambda self: self.names)
     @rule(index=INDEX, chance=st.integers(0, 3))
@@ -583,8 +585,6 @@ class SessionMachine(RuleBasedStateMachine):
                 num_agreed = at
         last = shadow.items[num_agreed - 1] if num_agreed else Said("", "", [])
         assert last.end is not None
-        is_back = last.is_cut and num_agreed < len(shadow.items)
-        self.reached["an end token replaced, and gone back to"] += is_back
         del shadow.items[num_agreed:]
         shadow.tokens, shadow.is_open, shadow.is_cut = list(last.end), False, last.is_cut
         shadow.pending = ()

@@ -251,7 +251,7 @@ def test_where_answers_shrink_when_rendered_again_an_edit_goes_on(kind: str) -> 
         second, _ = run(world, session, "2", user("Hello"), first, user("And?"))
         run(world, session, "3", user("Hello"), first, user("Or?"))
         run(world, session, "4", user("Hello"), first, user("And?"), second, user("So?"))
-        world.manager.rewind(OWNER, session, items(world, session)[1].id)
+        world.manager.edits.rewind(OWNER, session, items(world, session)[1].id)
         answer, _ = run(world, session, "5", user("Hello"), first, user("Next"))
         assert said(world, session) == (user("Hello"), first, user("Next"), answer)
 

@@ -1,0 +1,153 @@
+"""Change what was said in a session at rest: rewinds, edited items, forks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from session_server.core.errors import ItemNotFound, SessionBusy, UnsupportedOperation
+from session_server.core.owner import Owner
+from session_server.core.session_events import ItemEdited, Message, SessionForked, SessionRewound
+from session_server.sessions.engine_link import EngineLink
+from session_server.sessions.footprint import message_bytes
+from session_server.sessions.quotas import Quotas, SessionLimits
+from session_server.sessions.registry import SessionRegistry
+from session_server.sessions.session import Session
+from session_server.sessions.transcript import Transcript
+from session_server.sessions.validation import check_messages
+from session_server.sessions.views import OpenRequest, SessionView
+from session_server.text.model_text import ModelText
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStores:
+    """Hold what knows a manager's sessions, beside the sessions themselves."""
+
+    sessions: SessionRegistry
+    link: EngineLink
+    quotas: Quotas
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryEdits:
+    """Rewind, edit and fork the sessions of a manager.
+
+    `open_with` opens a session with a conversation.
+    """
+
+    stores: SessionStores
+    text: ModelText
+    limits: SessionLimits
+    clock: Callable[[], float]
+    open_with: Callable[[Owner, OpenRequest, Transcript], SessionView]
+
+    def rewind(self, owner: Owner, session_id: str, to_item: str | None) -> SessionView:
+        """Go back to where the conversation ended with this item; None: to its beginning.
+
+        Raises:
+            SessionNotFound, SessionClosing
+            SessionBusy: a turn has not ended.
+            ItemNotFound: there is no such item.
+        """
+        session = self._resting(owner, session_id)
+        self._cut(session, 0 if to_item is None else _index_of(session, to_item) + 1)
+        lengths = len(session.transcript), self._kept_len(session)
+        session.journal.append(SessionRewound(to_item, *lengths))
+        return session.view()
+
+    def edit_item(self, owner: Owner, session_id: str, item_id: str, content: str) -> SessionView:
+        """Give an item another content, and drop those behind it.
+
+        It is a message like any other then: the next turn renders and computes it.
+
+        Raises:
+            SessionNotFound, SessionClosing, SessionBusy, ItemNotFound
+            UnsupportedOperation: the item is raw input, which is no message, or no turn renders it.
+            InvalidRequest: the content is too long.
+            QuotaExceeded, ServerBusy: conversations have no room for it.
+        """
+        session = self._resting(owner, session_id)
+        index = _index_of(session, item_id)
+        item = session.transcript.item(index)
+        if item.role == "raw":
+            raise UnsupportedOperation(
+                "raw input is no message that can be edited", param="item_id"
+            )
+        if self.text.chat is None or not session.transcript.can_render(index):
+            raise UnsupportedOperation("no later turn could render this item", param="item_id")
+        message = Message(item.role, content)
+        check_messages((message,), self.limits)
+        self.stores.quotas.check_growth(owner, message_bytes(message))
+        self._cut(session, index)
+        session.transcript.add_open(item.role, content, item_id=item_id)
+        self.stores.quotas.recount(session)
+        lengths = len(session.transcript), self._kept_len(session)
+        session.journal.append(ItemEdited(item_id, *lengths))
+        return session.view()
+
+    def fork(
+        self,
+        owner: Owner,
+        session_id: str,
+        *,
+        at_item: str | None = None,
+        new_id: str | None = None,
+    ) -> SessionView:
+        """Open a session with the conversation up to this item; None: with all of it.
+
+        Its first turn finds the KV that both have in common in the radix tree, as far as it is
+        there. It is not pinned. Raises what `rewind` and `SessionManager.open` raise.
+        """
+        source = self._resting(owner, session_id)
+        num_items = source.transcript.num_items
+        if at_item is not None:
+            num_items = _index_of(source, at_item) + 1
+        request = OpenRequest(
+            session_id=new_id, ttl_s=source.settings.ttl_s, metadata=source.settings.metadata
+        )
+        view = self.open_with(owner, request, source.transcript.fork(num_items))
+        if not source.journal.is_closed:  # it may have closed to make room
+            source.journal.append(SessionForked(view.session_id, view.num_tokens))
+        return view
+
+    def last_agreed(
+        self, owner: Owner, session_id: str, messages: Sequence[Message]
+    ) -> tuple[int, str | None]:
+        """Return how many items of a session, up to an answer, are what a whole conversation begins
+        with, and the id of the last. Raises SessionNotFound."""
+        transcript = self.stores.sessions.get(owner, session_id).transcript
+        num_agreed, _ = transcript.num_agreed(messages)
+        return num_agreed, transcript.item(num_agreed - 1).id if num_agreed else None
+
+    def _resting(self, owner: Owner, session_id: str) -> Session:
+        """Return a session whose history may change now."""
+        session = self.stores.sessions.use(owner, session_id)
+        session.check_not_closing()
+        if not session.is_idle:
+            raise SessionBusy("a turn of this session has not ended")
+        return session
+
+    def _cut(self, session: Session, num_items: int) -> None:
+        """Keep the first items of a session at rest."""
+        if num_items < session.transcript.num_items:
+            session.transcript.cut(num_items)
+            known = session.copy.known_len(self.stores.link.generation)
+            if known is not None:
+                kept = min(known, len(session.transcript))
+                session.copy.set_known_len(kept, self.stores.link.generation)
+        session.life.last_active_s = self.clock()
+        self.stores.sessions.deadlines.watch(session)
+        self.stores.quotas.recount(session)
+
+    def _kept_len(self, session: Session) -> int:
+        """Return how many tokens of the history have KV, as far as is known here."""
+        known = session.copy.known_len(self.stores.link.generation)
+        return known or 0 if session.copy.state == "resident" else 0
+
+
+def _index_of(session: Session, item_id: str) -> int:
+    """Return the index of an item. Raises ItemNotFound."""
+    index = session.transcript.index_of(item_id)
+    if index is None:
+        raise ItemNotFound("no such item in this session", param="item_id")
+    return index
