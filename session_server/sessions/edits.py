@@ -20,8 +20,8 @@ from session_server.text.model_text import ModelText
 
 
 @dataclass(frozen=True, slots=True)
-class SessionStores:
-    """Hold what knows a manager's sessions, beside the sessions themselves."""
+class SessionParts:
+    """Hold the parts of a manager that know its sessions."""
 
     sessions: SessionRegistry
     link: EngineLink
@@ -35,7 +35,7 @@ class HistoryEdits:
     `open_with` opens a session with a conversation.
     """
 
-    stores: SessionStores
+    parts: SessionParts
     text: ModelText
     limits: SessionLimits
     clock: Callable[[], float]
@@ -77,10 +77,10 @@ class HistoryEdits:
             raise UnsupportedOperation("no later turn could render this item", param="item_id")
         message = Message(item.role, content)
         check_messages((message,), self.limits)
-        self.stores.quotas.check_growth(owner, message_bytes(message))
+        self.parts.quotas.check_growth(owner, message_bytes(message))
         self._cut(session, index)
         session.transcript.add_open(item.role, content, item_id=item_id)
-        self.stores.quotas.recount(session)
+        self.parts.quotas.recount(session)
         lengths = len(session.transcript), self._kept_len(session)
         session.journal.append(ItemEdited(item_id, *lengths))
         return session.view()
@@ -115,13 +115,13 @@ class HistoryEdits:
     ) -> tuple[int, str | None]:
         """Return how many items of a session, up to an answer, are what a whole conversation begins
         with, and the id of the last. Raises SessionNotFound."""
-        transcript = self.stores.sessions.get(owner, session_id).transcript
+        transcript = self.parts.sessions.get(owner, session_id).transcript
         num_agreed, _ = transcript.num_agreed(messages)
         return num_agreed, transcript.item(num_agreed - 1).id if num_agreed else None
 
     def _resting(self, owner: Owner, session_id: str) -> Session:
         """Return a session whose history may change now."""
-        session = self.stores.sessions.use(owner, session_id)
+        session = self.parts.sessions.use(owner, session_id)
         session.check_not_closing()
         if not session.is_idle:
             raise SessionBusy("a turn of this session has not ended")
@@ -131,17 +131,17 @@ class HistoryEdits:
         """Keep the first items of a session at rest."""
         if num_items < session.transcript.num_items:
             session.transcript.cut(num_items)
-            known = session.copy.known_len(self.stores.link.generation)
+            known = session.copy.known_len(self.parts.link.generation)
             if known is not None:
                 kept = min(known, len(session.transcript))
-                session.copy.set_known_len(kept, self.stores.link.generation)
+                session.copy.set_known_len(kept, self.parts.link.generation)
         session.life.last_active_s = self.clock()
-        self.stores.sessions.deadlines.watch(session)
-        self.stores.quotas.recount(session)
+        self.parts.sessions.deadlines.watch(session)
+        self.parts.quotas.recount(session)
 
     def _kept_len(self, session: Session) -> int:
         """Return how many tokens of the history have KV, as far as is known here."""
-        known = session.copy.known_len(self.stores.link.generation)
+        known = session.copy.known_len(self.parts.link.generation)
         return known or 0 if session.copy.state == "resident" else 0
 
 

@@ -44,7 +44,7 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnRequest,
 )
-from session_server.sessions.edits import HistoryEdits, SessionStores
+from session_server.sessions.edits import HistoryEdits, SessionParts
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import input_bytes, message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
@@ -119,8 +119,8 @@ class SessionManager:
             self._link, text, limits=self._limits, quotas=self._quotas, clock=clock, salts=salts
         )
         self._flow.on_idle = self._on_idle
-        stores = SessionStores(self._sessions, self._link, self._quotas)
-        self.edits = HistoryEdits(stores, text, self._limits, clock, self._open_with)
+        parts = SessionParts(self._sessions, self._link, self._quotas)
+        self.edits = HistoryEdits(parts, text, self._limits, clock, self._open_with)
 
     @property
     def engine_ready(self) -> EngineReady | None:
