@@ -1,9 +1,9 @@
-"""Translate OpenAI's Chat Completions: its bodies to turns, and turns to its answers and chunks.
+"""Translate the bodies of OpenAI's Chat Completions to turns.
 
-A client sends the whole conversation with every call. It names the conversation with `session_id`,
-`prompt_cache_key` or a header, or leaves it unnamed. With `session_params` it sends new messages
-only. Unknown fields are ignored, as clients of many servers send them; what would change the answer
-and is not offered is refused by name.
+A client sends the whole conversation with every call. It names a session with `session_id`, or
+none; then `prompt_cache_key` or a header tells conversations of the same words apart. With
+`session_params` it sends new messages only. Unknown fields are ignored, as clients of many servers
+send them; what would change the answer and is not offered is refused by name.
 """
 
 from __future__ import annotations

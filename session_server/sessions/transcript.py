@@ -101,16 +101,13 @@ class Transcript:
         # If the template's end of turn replaced a sampled one, treat the answer as cut off before
         # it: the token that is now last must not be replaced as well.
         is_cut = answer_len == 0 or self._is_end_replaced
-        messages = None
-        if self.mode == "template" and self._messages is not None:
-            messages = tuple(self._messages)
         return PromptState(
             mode=self.mode,
             num_tokens=len(self._tokens),
             answer_len=answer_len,
             last_id=-1 if is_cut else self._tokens[answer_len - 1],
             open_messages=self._open,
-            messages=messages,
+            messages=None if self._messages is None else tuple(self._messages),
             now=self._now,
         )
 
@@ -191,7 +188,7 @@ class Transcript:
         if prompt.generate:
             self._answers.append(len(self._items), len(self._tokens))
             self._add_item(turn_id, "assistant", text, item_id=item_id)
-            if self._messages is not None and self.mode == "template":
+            if self._messages is not None:
                 self._messages.append(Message("assistant", text))
 
     def cut(self, num_items: int) -> None:
@@ -265,7 +262,7 @@ class Transcript:
             self._add_item(turn_id, "raw", prompt.raw_text)
         for message in prompt.messages:
             self._add_item(turn_id, message.role, message.content)
-        if self._messages is not None and self.mode == "template":
+        if self._messages is not None:
             self._messages.extend(prompt.messages)
 
     def _add_item(self, turn_id: str, role: str, text: str, *, item_id: str | None = None) -> None:

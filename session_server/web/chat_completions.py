@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -50,7 +49,7 @@ from session_server.protocol.frames import failure_body
 from session_server.sessions.conversations import UnnamedConversations
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest, TurnView
-from session_server.web.event_stream import DONE, HEARTBEAT, EventStream, data_event
+from session_server.web.event_stream import DONE, HEARTBEAT, EventStream, data_event, error_event
 from session_server.web.headers import CONVERSATION_NAMES, REQUEST_ID
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import JsonResponse, failure_response
@@ -153,15 +152,15 @@ class ChatRun:
                 elif isinstance(entry, TurnDelta) and self._is_shown(entry):
                     yield data_event(await self._chunk(entry))
         except (SessionClosing, TurnNotFound) as error:
-            yield _error_event(error)
+            yield error_event(error_body(error))
         yield DONE
 
     async def _last_events(self, end: TurnEnd) -> AsyncGenerator[bytes, None]:
         if (error := _cause_of(end)) is not None:
-            yield _error_event(error)
+            yield error_event(error_body(error))
             return
         if isinstance(end, TurnFailedEntry):
-            yield data_event({"error": msgspec.to_builtins(failure_body(end))})
+            yield error_event(failure_body(end))
             return
         unsent = self.answer.unsent(end)
         if self.reader.has_gap and (unsent.text or unsent.logprobs):
@@ -293,7 +292,3 @@ def _cause_of(end: TurnEnd) -> SessionServerError | None:
             return SessionClosing("The session was closed before the turn's end.")
         case _:
             return None
-
-
-def _error_event(error: SessionServerError) -> bytes:
-    return data_event({"error": msgspec.to_builtins(error_body(error))})

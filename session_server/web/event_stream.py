@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from session_server.core.session_events import SessionEntry
+from session_server.protocol.errors import ErrorBody, ErrorResponse
 from session_server.protocol.frames import ServerFrame, coalesce
 from session_server.sessions.journal import Journal
 from session_server.web.refusals import HttpRefusal
@@ -88,6 +89,11 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 def data_event(body: Any) -> bytes:
     """Encode an event without a name, as OpenAI's clients and SGLang's expect it."""
     return b"".join((b"data: ", msgspec.json.encode(body), b"\n\n"))
+
+
+def error_event(body: ErrorBody) -> bytes:
+    """Encode an error as such an event."""
+    return data_event(ErrorResponse(error=body))
 
 
 def event_chunk(frame: ServerFrame, *, seq: int | None) -> bytes:

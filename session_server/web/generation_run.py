@@ -40,7 +40,7 @@ from session_server.sessions.journal import Journal
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.request_tree import BranchPoint, RequestTrees
 from session_server.sessions.views import OpenRequest, TurnView
-from session_server.web.event_stream import DONE, HEARTBEAT, data_event
+from session_server.web.event_stream import DONE, HEARTBEAT, data_event, error_event
 from session_server.web.requests import Call
 from session_server.web.shared_task import SharedTask
 from session_server.web.slices import run_in_slices
@@ -120,7 +120,7 @@ class GenerationRun:
                 if content := self._content(item[1]):
                     yield data_event(content)
         except SessionClosing as error:
-            yield data_event({"error": msgspec.to_builtins(error_body(error))})
+            yield error_event(error_body(error))
         yield DONE
 
     async def body(self, receive: Receive) -> dict[str, Any] | TurnFailedEntry:

@@ -12,7 +12,6 @@ LAST_EVENT_ID: Final = "last-event-id"
 REQUEST_ID: Final = "x-request-id"
 """In answers: what OpenAI's clients show as the id of a request."""
 
-
 CONVERSATION_NAMES: Final = (
     "x-session-id",
     "x-conversation-id",
