@@ -97,18 +97,68 @@ oracle: $(STAMPS)/dev ## measure how far each family of models is from transform
 	$(SAY) 'oracle: every family, page size and chunk size'
 	@$(TEST_ENV) $(BIN)/python -m tests.oracle
 
+SCHEMAS ?= 1000
+
+.PHONY: structured
+structured: SEED ?= 1
+structured: $(STAMPS)/dev ## answers to a thousand JSON schemas, valid and the same in five ways (SCHEMAS=, SEED=)
+	$(SAY) 'structured: $(SCHEMAS) schemas, seed $(SEED)'
+	@$(TEST_ENV) $(BIN)/python -m tests.structured --schemas $(SCHEMAS) --seed $(SEED)
+
 SGLANG_TESTS := tests/wire/test_sglang_clients.py tests/web/test_sglang.py tests/protocol/test_sglang.py
+
+FRAMES ?= 1000000
+SHOTS ?= 50000
+
+.PHONY: fuzz
+fuzz: SEED ?= 1
+fuzz: $(STAMPS)/dev ## a million wrong frames into every protocol, fifty thousand to a server (FRAMES=, SHOTS=, SEED=)
+	$(SAY) 'fuzz: $(FRAMES) frames into each protocol, $(SHOTS) over sockets, seed $(SEED)'
+	@$(TEST_ENV) $(BIN)/python -m tests.fuzz --frames $(FRAMES) --wire $(SHOTS) --seed $(SEED)
+
+EXAMPLES ?= 100
+
+.PHONY: schemathesis
+schemathesis: SEED ?= 1
+schemathesis: $(STAMPS)/prove ## hold a server process against its own OpenAPI document (EXAMPLES=, SEED=)
+	$(SAY) 'schemathesis: $(EXAMPLES) examples of each operation, seed $(SEED)'
+	@$(TEST_ENV) $(BIN)/python -m tests.fuzz.published --examples $(EXAMPLES) --seed $(SEED)
 
 .PHONY: sglang
 sglang: $(STAMPS)/dev ## hold the contract of SGLang's sessions against real server processes
 	$(SAY) 'sglang: models of every layout'
 	@$(TEST_ENV) $(BIN)/python -m pytest $(SGLANG_TESTS)
 
+.PHONY: rewinds
+rewinds: export PROVE := 1
+rewinds: $(STAMPS)/dev ## change histories on every family, at every residue of the page size
+	$(SAY) 'rewinds: every family against transformers, over sockets'
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/wire/test_rewinds.py
+
+.PHONY: agents
+agents: $(STAMPS)/dev ## measure what loops of agents compute, on every layout of memory
+	$(SAY) 'agents: whole conversations over Chat Completions'
+	@$(TEST_ENV) $(BIN)/python -m tests.agents
+
 .PHONY: everything
 everything: export PROVE := 1
 everything: test ## make test with every combination of settings
 
-PROOFS ?= everything sglang oracle chaos seeded soak mutation
+CLIENTS := $(VENV)/clients
+
+.PHONY: clients
+clients: $(STAMPS)/dev ## run clients that others wrote, unmodified, against a server (needs Node and libnss3)
+	@$(PIP) install --quiet --upgrade --target $(CLIENTS)/agents openai-agents==0.24.0
+	@$(PIP) install --quiet --upgrade --target $(CLIENTS)/langchain langchain-openai==1.7.3
+	@$(PIP) install --quiet --upgrade --target $(CLIENTS)/litellm litellm==1.106.2 mcp==2.3.0
+	@mkdir -p $(CLIENTS)/node $(CLIENTS)/chromium
+	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/node openai@6.49.0 ws
+	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS)/chromium \
+		@sparticuz/chromium@147.0.0 puppeteer-core@24.43.1
+	$(SAY) 'clients: what others have written, over HTTP and WebSocket'
+	@$(TEST_ENV) $(BIN)/python -m tests.clients $(CLIENTS)
+
+PROOFS ?= everything sglang fuzz schemathesis structured oracle agents clients chaos seeded soak mutation
 
 .PHONY: prove
 prove: $(STAMPS)/prove ## all of the above that proves something, and how long each took (PROOFS=)

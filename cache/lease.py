@@ -116,6 +116,17 @@ class KVLease:
         published = stores.tree.sole_pages(self.receipt)
         return {pool: published[pool] + self.num_private(pool) for pool in stores.paged}
 
+    def num_private_from(self, pool: PoolName, page: int) -> int:
+        """Return how many of its private pages of a paged pool stand in the row from entry `page`
+        on."""
+        private = self._private[pool][max(0, page - self._protected_pages) :]
+        return len(private) - private.count(NULL_PAGE)
+
+    @property
+    def base_len(self) -> int:
+        """Return how many valid positions it had when it was marked."""
+        return self._base_len
+
     def num_protected(self, pool: PoolName) -> int:
         """Return how many pages of one pool it has locked."""
         if pool not in self._stores.bounded:
@@ -222,8 +233,12 @@ class KVLease:
         self._stores.rows.begin_changes(self.row)
         self.rewind(base_len)
         self._base_len = self.computed_len
-        self.rewind(reuse_len)
-        self._mark_len = self.computed_len
+        self.cut(reuse_len)
+
+    def cut(self, to_len: int) -> None:
+        """Rewind a lease that is marked to `to_len`; the mark lies there at most."""
+        self.rewind(to_len)
+        self._mark_len = min(self._base_len, self.computed_len)
         if self._stores.bounded:
             self._stores.tree.mark(self.receipt, self.protected_len)
 
@@ -437,13 +452,17 @@ class KVLease:
 
     def park(self) -> None:
         """Book the private pages ACTIVE -> SESSION_HELD and drop the mark."""
+        self.unmark()
+        self._transfer_private(Holder.ACTIVE, Holder.SESSION_HELD)
+
+    def unmark(self) -> None:
+        """Free what only a rollback to the mark needs."""
         self.release_rollback_page()
         self._base_len = self._mark_len = 0
         self.states.keep_only(self.computed_len, self.holder)
         if self._stores.bounded:
             self._stores.tree.mark(self.receipt, None)
             self._clear_unlocked_entries(self._protected_pages)
-        self._transfer_private(Holder.ACTIVE, Holder.SESSION_HELD)
 
     def release(self) -> None:
         """Free the private pages, the lock and the row. The lease must not be used afterwards."""

@@ -102,9 +102,12 @@ def _lengths(slot: SessionSlot, lease: KVLease, page_size: int) -> Iterator[str]
         yield f"committed {lengths[1]} is ahead of a history of {len(slot.tokens)}"
     if lengths[0] % page_size or lengths[2] % page_size:
         yield f"protected, committed, allocated {lengths} are not whole pages of {page_size}"
-    if slot.state is SlotState.PARKED and lengths[1] - lengths[0] >= page_size:
+    if slot.tail is not None and not lengths[0] <= slot.tail.start <= len(slot.tokens):
+        yield f"a tail begins at {slot.tail.start}, {lengths} of {len(slot.tokens)} tokens"
+    is_at_rest = slot.state is SlotState.PARKED and slot.tail is None
+    if is_at_rest and lengths[1] - lengths[0] >= page_size:
         yield f"a whole page was not published: {lengths}"
-    if slot.state is SlotState.PARKED and lengths[2] - lengths[1] >= page_size:
+    if is_at_rest and lengths[2] - lengths[1] >= page_size:
         yield f"a whole page past the content was kept: {lengths}"
     if lease.num_pages * page_size != lengths[2]:
         yield f"allocated {lengths[2]} is not {lease.num_pages} pages"
@@ -172,11 +175,12 @@ def _closed_form(
 
 
 def _states(slot: SessionSlot, lease: KVLease, component: Component) -> Iterator[str]:
-    """Check that a parked session keeps its last state, unless that is a snapshot, and that a
-    running turn keeps few more."""
+    """Check that a session at rest keeps its last state, unless that is a snapshot, and that a
+    running turn, or a tail, keeps few more."""
     lengths, committed_len = lease.states.lengths, slot.kv_committed_len
     is_published = committed_len == slot.cache_protected_len
-    if slot.state is SlotState.PARKED and lengths != ([] if is_published else [committed_len]):
+    is_at_rest = slot.state is SlotState.PARKED and slot.tail is None
+    if is_at_rest and lengths != ([] if is_published else [committed_len]):
         yield f"{component.pool}: states after {lengths} tokens are kept, after {committed_len} one"
     num_settled = sum(length <= committed_len for length in lengths)
     if num_settled > MAX_SETTLED_STATES or any(n > slot.kv_allocated_len for n in lengths):

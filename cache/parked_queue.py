@@ -29,7 +29,7 @@ class _RetentionQueue:
         lease = _lease(slot)
         self._stores.tree.tally(lease.receipt, self._tally if sign > 0 else None)
         for pool in self._stores.paged:
-            self._num_private[pool] += sign * lease.num_private(pool)
+            self._num_private[pool] += sign * (lease.num_private(pool) - _tail_pages(slot, pool))
 
     def freed_pages(self) -> dict[PoolName, int]:
         published = self._stores.tree.tallied_pages(self._tally)
@@ -39,7 +39,8 @@ class _RetentionQueue:
 class ParkedQueue:
     """Queue sessions from the end of a turn to the start of the next, or until their KV is dropped.
 
-    RECLAIMABLE sessions come first. PINNED sessions follow, and only while together they hold more
+    RECLAIMABLE sessions come first, and before them those that only a tail keeps from being cold.
+    PINNED sessions follow, and only while together they hold more
     pages than the pinned quota: pinning protects no more than the quota.
     """
 
@@ -50,8 +51,15 @@ class ParkedQueue:
 
     def add(self, slot: SessionSlot) -> None:
         """Append a session."""
-        queue = self._queue(slot)
+        queue = self._pinned if slot.retention is Retention.PINNED else self._reclaimable
         queue.slots[slot.session_id] = slot
+        queue.count(slot, +1)
+
+    def add_first(self, slot: SessionSlot) -> None:
+        """Insert a session before all others: it is the first to be cooled, PINNED or not."""
+        queue = self._reclaimable
+        queue.slots[slot.session_id] = slot
+        queue.slots.move_to_end(slot.session_id, last=False)
         queue.count(slot, +1)
 
     def remove(self, slot: SessionSlot) -> None:
@@ -82,12 +90,13 @@ class ParkedQueue:
         freed_pages = self._reclaimable.freed_pages()
         for slot in self._pinned_beyond_quota():
             num_sessions += 1
-            for pool, num_pages in _lease(slot).freed_pages().items():
+            for pool, num_pages in _freed_pages(slot).items():
                 freed_pages[pool] += num_pages
         return num_sessions, freed_pages
 
     def reclaimable(self, session_id: SessionId) -> ParkedSession | None:
-        """Return one RECLAIMABLE session; None if it is not queued, or is PINNED."""
+        """Return one session; None if it is not queued, or is PINNED and not only a draft warmed
+        it."""
         slot = self._reclaimable.slots.get(session_id)
         return None if slot is None else _parked_session(slot)
 
@@ -105,11 +114,22 @@ class ParkedQueue:
             yield slot
 
     def _queue(self, slot: SessionSlot) -> _RetentionQueue:
-        return self._pinned if slot.retention is Retention.PINNED else self._reclaimable
+        """Return the queue that a session is in, if it is queued."""
+        return self._pinned if slot.session_id in self._pinned.slots else self._reclaimable
 
 
 def _parked_session(slot: SessionSlot) -> ParkedSession:
-    return ParkedSession(slot.session_id, _lease(slot).freed_pages())
+    return ParkedSession(slot.session_id, _freed_pages(slot))
+
+
+def _freed_pages(slot: SessionSlot) -> Mapping[PoolName, int]:
+    """Return what cooling frees, without the pages of a tail, which are headroom as they are."""
+    freed = _lease(slot).freed_pages()
+    return {pool: num_pages - _tail_pages(slot, pool) for pool, num_pages in freed.items()}
+
+
+def _tail_pages(slot: SessionSlot, pool: PoolName) -> int:
+    return 0 if slot.tail is None else slot.tail.pages[pool]
 
 
 def _lease(slot: SessionSlot) -> KVLease:

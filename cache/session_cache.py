@@ -27,8 +27,8 @@ from cache.radix_node import MatchResult
 from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
 from cache.stores import KVStores, StoreParts
+from cache.tails import Tails
 from cache.types import (
-    Holder,
     Namespace,
     PoolName,
     Retention,
@@ -94,6 +94,7 @@ class SessionAwareCache:
         self._slots: dict[SessionId, SessionSlot] = {}
         self._turns: dict[TurnId, _Turn] = {}
         self.parked = ParkedQueue(self._stores, self._pinned)
+        self.tails = Tails(self._stores, self._slots, self.parked)
 
     # Sessions
 
@@ -138,7 +139,7 @@ class SessionAwareCache:
         if slot.namespace != namespace:
             raise NamespaceMismatch(session_id)
         turn = self._turns[slot.borrower] if slot.borrower is not None else None
-        history = slot.tokens.copy(0, turn.base_len if turn else None)
+        history = slot.tokens.copy(0, turn.base_len if turn else slot.history_len)
         self.open(new_id, namespace=namespace, tokens=history, retention=retention)
 
     def rewind(self, session_id: SessionId, to_len: int) -> None:
@@ -151,6 +152,7 @@ class SessionAwareCache:
         slot = self._slot(session_id)
         slot.check_not_busy()
         slot.check_history_len(to_len)
+        self.tails.drop(session_id)
         self._stores.changes.record_session(session_id)
         if slot.lease is not None:
             self._stores.changes.version += 1  # `kept_len` of this session changes
@@ -171,11 +173,13 @@ class SessionAwareCache:
         slot.check_not_busy()
         if slot.lease is None:
             return
-        assert slot.lease.computed_len - slot.lease.protected_len < self._stores.page_size, (
-            "a parked lease has published its whole pages"
-        )
+        assert (
+            slot.tail is not None
+            or slot.lease.computed_len - slot.lease.protected_len < self._stores.page_size
+        ), "a parked lease has published its whole pages"
         self._stores.changes.record_session(session_id)
         self.parked.remove(slot)
+        self.tails.forget(slot)
         slot.lease.release()
         slot.lease = None
         slot.move_to(SlotState.COLD)
@@ -231,6 +235,9 @@ class SessionAwareCache:
             raise ValueError(f"a context of {context_len} tokens does not fit a row")
         self._check_quota(slot, context_len)
         self._stores.changes.record_session(session_id)
+        kept_len = slot.common_len(base_len, new_tokens)
+        if kept_len == base_len:
+            self.tails.drop(session_id)
         if slot.lease is None:
             slot.lease = KVLease(self._stores, slot.namespace)
         else:
@@ -238,22 +245,26 @@ class SessionAwareCache:
         lease = slot.restore_to_req(turn_id)
         # A forward needs a query, so the last token is never reused.
         reuse_len = min(context_len - 1, context_len if max_reuse_len is None else max_reuse_len)
-        lease.mark(base_len, reuse_len)
+        if slot.tail is None:
+            lease.mark(base_len, reuse_len)
+        tail_len = self.tails.take(slot, min(kept_len, reuse_len))
         slot.tokens.truncate(base_len)
         slot.tokens.append(new_tokens)
         writes = lease.extend_match(slot.tokens.view(lease.protected_len, reuse_len))
-        loan = TurnLoan(lease, lease.computed_len, tuple(writes))
+        loan = TurnLoan(lease, lease.computed_len, tuple(writes), tail_len)
         self._turns[turn_id] = _Turn(slot, lease, base_len, context_len, loan)
         self._update_pinned(slot)
         assert lease.computed_len < len(slot.tokens), "one token at least is computed"
         return loan
 
     def grow(self, turn_id: TurnId, to_len: int, num_drafts: int = 0) -> list[TableWrite]:
-        """Allocate pages for positions up to `to_len`, the last `num_drafts` of them drafts, and
-        evict unlocked published pages before a pool is exhausted.
+        """Allocate pages for positions up to `to_len`, the last `num_drafts` of them drafts. What
+        is not free is taken from tails, oldest first; unlocked published pages are evicted before
+        a pool is exhausted.
 
         Raises:
-            OutOfPages: a pool has too few free and evictable pages; nothing was changed.
+            OutOfPages: a pool has too few free and evictable pages, those of tails included;
+                nothing was changed.
         """
         turn = self._changing_turn(turn_id)
         assert to_len <= self.max_context_len, "a row has no entry past the context length"
@@ -261,17 +272,17 @@ class SessionAwareCache:
             return []
         wanted = [(self._stores.ledgers[pool], count) for pool, count in missing.items()]
         for ledger, count in wanted:
-            if count > ledger.num_free + ledger.num_evictable:
-                raise OutOfPages(
-                    f"{ledger.pool}: wanted {count} pages, {ledger.num_free} free and "
-                    f"{ledger.num_evictable} evictable"
-                )
+            if count > ledger.num_free + ledger.num_evictable + self.tails.num_pages[ledger.pool]:
+                raise OutOfPages(f"{ledger.pool}: wanted {count} pages of {ledger.snapshot()}")
+        for ledger, count in wanted:
+            if count > ledger.num_free:
+                self.tails.reclaim(ledger.pool, count - ledger.num_free)
         for ledger, count in wanted:
             if ledger.num_free - count < ledger.num_pages // _LOW_WATER_DIVISOR:
                 num_ahead = min(
                     ledger.num_pages // _HIGH_WATER_DIVISOR - ledger.num_free, EVICTED_AHEAD
                 )
-                self._evict(ledger.pool, min(count + num_ahead, ledger.num_evictable))
+                self._stores.evict(ledger.pool, min(count + num_ahead, ledger.num_evictable))
         writes = turn.lease.grow(to_len, num_drafts)
         self._update_pinned(turn.slot)
         return writes
@@ -317,7 +328,8 @@ class SessionAwareCache:
         removed from the tree unless another session has locked it.
         """
         turn = self._changing_turn(turn_id)
-        slot, to_len = turn.slot, min(turn.base_len, turn.loan.cached_len)
+        slot, loan = turn.slot, turn.loan
+        to_len = min(turn.base_len, loan.cached_len - loan.tail_len)
         writes = turn.lease.roll_back(to_len, slot.tokens.view())
         slot.tokens.truncate(turn.base_len)
         self._finish(turn_id)
@@ -358,6 +370,7 @@ class SessionAwareCache:
             return
         self._stores.changes.record_session(session_id)
         self.parked.remove(slot)
+        self.tails.forget(slot)
         slot.lease.quarantine()
         slot.lease = None
         if slot.borrower is not None:
@@ -385,6 +398,7 @@ class SessionAwareCache:
         self._stores = self._empty_stores(quarantined=self._stores.quarantined)
         self._pinned = self._empty_quota(self._stores)
         self.parked = ParkedQueue(self._stores, self._pinned)
+        self.tails = Tails(self._stores, self._slots, self.parked)
         return resident
 
     # Answers
@@ -414,16 +428,20 @@ class SessionAwareCache:
         give another answer."""
         return self._stores.changes.version
 
-    def kept_len(self, session_id: SessionId, to_len: int) -> int:
-        """Return the position that a turn on the first `to_len` tokens of a parked session would
-        continue from."""
-        lease = self._slot(session_id).lease
-        return lease.rewound_len(to_len) if lease is not None else 0
+    def kept_len(
+        self, session_id: SessionId, base_len: int, new_tokens: Tokens, max_len: int
+    ) -> int:
+        """Return the position, at most `max_len`, that a turn of a parked session would continue
+        from, with `new_tokens` behind the first `base_len` tokens of its history."""
+        slot = self._slot(session_id)
+        to_len = min(slot.common_len(base_len, new_tokens), max_len)
+        return slot.lease.rewound_len(to_len) if slot.lease is not None else 0
 
     def headroom(self) -> Headroom:
         """Return the pages and rows that could be handed out now. O(pools)."""
-        ledgers = self._stores.paged.values()
-        pages = tuple([ledger.num_free + ledger.num_evictable for ledger in ledgers])
+        tails = self.tails.num_pages
+        ledgers = self._stores.paged.items()
+        pages = tuple([each.num_free + each.num_evictable + tails[pool] for pool, each in ledgers])
         return Headroom(pages, self._stores.rows.num_free)
 
     def turn_limits(self, num_ahead: int) -> TurnLimits:
@@ -468,7 +486,7 @@ class SessionAwareCache:
         for slot in self._slots.values():
             self.cool(slot.session_id)
         for pool, ledger in self._stores.ledgers.items():
-            self._evict(pool, ledger.num_evictable)
+            self._stores.evict(pool, ledger.num_evictable)
 
     # Private
 
@@ -508,16 +526,11 @@ class SessionAwareCache:
         self._stores.changes.record_session(slot.session_id)
         if slot.lease is not None:
             self.parked.remove(slot)
+            self.tails.forget(slot)
             slot.lease.release()
             slot.lease = None
         self._update_pinned(slot)
         del self._slots[slot.session_id]
-
-    def _evict(self, pool: PoolName, num_pages: int) -> None:
-        if num_pages <= 0:
-            return
-        for name, pages in self._stores.tree.evict(pool, num_pages).items():
-            self._stores.allocators[name].release(pages, Holder.TREE)
 
     def _check_quota(self, slot: SessionSlot, num_tokens: int) -> None:
         if slot.retention is Retention.PINNED:

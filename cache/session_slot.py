@@ -7,16 +7,19 @@ second copy that could become stale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
 
 from cache.errors import HistoryMismatch, SlotBusy
 from cache.int_buffer import IntBuffer
 from cache.lease import KVLease
-from cache.types import Namespace, Retention, SessionId, SlotState, TurnId
+from cache.types import Namespace, PoolName, Retention, SessionId, SlotState, Tokens, TurnId
 
 TRANSITIONS: Final[Mapping[SlotState, frozenset[SlotState]]] = {
-    SlotState.COLD: frozenset({SlotState.LENT}),
+    SlotState.COLD: frozenset({SlotState.LENT, SlotState.PARKED}),
     SlotState.LENT: frozenset({SlotState.PARKED, SlotState.COLD, SlotState.CLOSING}),
     SlotState.PARKED: frozenset({SlotState.LENT, SlotState.COLD}),
     SlotState.CLOSING: frozenset(),
@@ -24,14 +27,36 @@ TRANSITIONS: Final[Mapping[SlotState, frozenset[SlotState]]] = {
 """Which state may follow which. A slot may also be removed while COLD, PARKED or CLOSING."""
 
 
-class SessionSlot:
-    """Hold one session. Written by `SessionAwareCache` only.
+@dataclass(slots=True, eq=False)
+class Tail:
+    """Describe what a parked session holds behind its history, see `cache.tails`.
 
-    `tokens` is the history, the truth of which KV is a cache. `lease` is None while COLD.
-    `borrower` is the turn that may change it, None while idle.
+    `start`: the length of the history. `made_resident`: whether the session was cold before.
+    `pages`: of each paged pool, those that go with the tail.
     """
 
-    __slots__ = ("borrower", "lease", "namespace", "retention", "session_id", "state", "tokens")
+    start: int
+    made_resident: bool
+    pages: dict[PoolName, int] = field(default_factory=dict)
+
+
+class SessionSlot:
+    """Hold one session. Written by `SessionAwareCache` and its `Tails` only.
+
+    `tokens` is the history, the truth of which KV is a cache, and the tokens of the `tail` behind
+    it. `lease` is None while COLD. `borrower` is the turn that may change it, None while idle.
+    """
+
+    __slots__ = (
+        "borrower",
+        "lease",
+        "namespace",
+        "retention",
+        "session_id",
+        "state",
+        "tail",
+        "tokens",
+    )
 
     def __init__(self, session_id: SessionId, namespace: Namespace, retention: Retention) -> None:
         self.session_id = session_id
@@ -41,11 +66,26 @@ class SessionSlot:
         self.state = SlotState.COLD
         self.lease: KVLease | None = None
         self.borrower: TurnId | None = None
+        self.tail: Tail | None = None
 
     @property
     def is_active(self) -> bool:
         """Return whether a turn has borrowed it. Derived, so no exit path can fail to reset it."""
         return self.borrower is not None
+
+    @property
+    def history_len(self) -> int:
+        """Return the tokens of the history, with those of a running turn."""
+        return len(self.tokens) if self.tail is None else self.tail.start
+
+    def common_len(self, base_len: int, new_tokens: Sequence[int] | Tokens) -> int:
+        """Return how many leading tokens of a context the slot holds: the first `base_len` of its
+        history, and those of `new_tokens` that its tail begins with."""
+        if self.tail is None or self.tail.start != base_len:
+            return base_len
+        tail = self.tokens.view(base_len, base_len + len(new_tokens))
+        differs = np.flatnonzero(tail != np.asarray(new_tokens[: len(tail)], np.int32))
+        return base_len + (int(differs[0]) if len(differs) else len(tail))
 
     @property
     def cache_protected_len(self) -> int:
@@ -88,9 +128,9 @@ class SessionSlot:
 
     def check_history_len(self, length: int) -> None:
         """Raise `HistoryMismatch` when the history is shorter."""
-        if not 0 <= length <= len(self.tokens):
+        if not 0 <= length <= self.history_len:
             raise HistoryMismatch(
-                f"session {self.session_id} holds {len(self.tokens)} tokens, not {length}"
+                f"session {self.session_id} holds {self.history_len} tokens, not {length}"
             )
 
     def end_loan(self) -> None:
@@ -106,9 +146,15 @@ class SessionSlot:
     def reset(self) -> None:
         """Make the slot COLD from any state, without releasing the lease: for `rebuild`, which
         drops the stores that the lease is in."""
+        self.forget_tail()
         self.lease = None
         self.borrower = None
         self.state = SlotState.COLD
+
+    def forget_tail(self) -> None:
+        """Drop the tokens behind the history."""
+        self.tokens.truncate(self.history_len)
+        self.tail = None
 
     def move_to(self, state: SlotState) -> None:
         """Change state, along the transition table."""

@@ -86,6 +86,13 @@ class KVStores:
             changes=changes,
         )
 
+    def evict(self, pool: PoolName, num_pages: int) -> None:
+        """Free as many unlocked published pages of one pool, least recently used first."""
+        if num_pages <= 0:
+            return
+        for name, pages in self.tree.evict(pool, num_pages).items():
+            self.allocators[name].release(pages, Holder.TREE)
+
 
 def _quarantine(allocator: PageAllocator, pages: Iterable[int]) -> list[int]:
     """Move pages of an all-free pool to quarantine; return those that are pages of the pool."""

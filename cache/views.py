@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cache.lease import KVLease
 from cache.pinned_quota import PinnedQuota
-from cache.session_slot import SessionSlot
+from cache.session_slot import SessionSlot, Tail
 from cache.stores import KVStores
 from cache.types import (
     Namespace,
@@ -29,13 +29,15 @@ class TurnLoan:
     """Give read-only access to a turn's borrowed lease: its row and lengths as they are now, until
     the turn ends.
 
-    `cached_len`: positions whose KV was valid when the lease was lent; computing starts there.
-    `table_writes`: entries of the row that the device did not have then.
+    `cached_len`: positions whose KV was valid when the lease was lent; computing starts there. The
+    last `tail_len` of them were a tail. `table_writes`: entries of the row that the device did not
+    have then.
     """
 
     _lease: KVLease
     cached_len: int
     table_writes: tuple[TableWrite, ...]
+    tail_len: int = 0
 
     @property
     def row(self) -> RowId:
@@ -66,8 +68,34 @@ class TurnLoan:
         return self._lease.state_moves(start, end, num_drafts)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TailView:
+    """Give read-only access to a session whose tail grows: its row and lengths as they are now,
+    while `tail` is the one it has. `table_writes`: entries of the row that the device did not have
+    when the tail began."""
+
+    _lease: KVLease
+    tail: Tail
+    table_writes: tuple[TableWrite, ...]
+
+    @property
+    def row(self) -> RowId:
+        """Return the row of the page table that attention reads."""
+        return self._lease.row
+
+    @property
+    def computed_len(self) -> int:
+        """Return the number of positions whose KV is valid."""
+        return self._lease.computed_len
+
+    def state_moves(self, start: int, end: int) -> StateMoves | None:
+        """Return which states a forward over positions [start, end) reads and writes. Call
+        `Tails.grow` before. None without a recurrent pool."""
+        return self._lease.state_moves(start, end)
+
+
 class Headroom(NamedTuple):
-    """Count what could be handed out: pages that are free or evictable, in the order of
+    """Count what could be handed out: pages that are free, evictable or of tails, in the order of
     `SessionAwareCache.paged_pools`, and free rows."""
 
     pages: tuple[int, ...]
@@ -125,7 +153,8 @@ class ParkedSession:
 
 
 class SlotView(NamedTuple):
-    """Describe one session at one moment. Lengths are tokens; `num_tokens` is the history's."""
+    """Describe one session at one moment. Lengths are tokens; `num_tokens` is the history's. The
+    last `tail_len` of `committed_len` go with its tail."""
 
     session_id: SessionId
     namespace: Namespace
@@ -136,6 +165,7 @@ class SlotView(NamedTuple):
     protected_len: int
     committed_len: int
     allocated_len: int
+    tail_len: int
     protected_pages: Mapping[PoolName, int]
     private_pages: Mapping[PoolName, int]
 
@@ -149,10 +179,11 @@ class SlotView(NamedTuple):
             retention=slot.retention,
             state=slot.state,
             borrower=slot.borrower,
-            num_tokens=len(slot.tokens),
+            num_tokens=slot.history_len,
             protected_len=slot.cache_protected_len,
             committed_len=slot.kv_committed_len,
             allocated_len=slot.kv_allocated_len,
+            tail_len=lease.computed_len - lease.base_len if lease and slot.tail else 0,
             protected_pages={pool: lease.num_protected(pool) if lease else 0 for pool in pools},
             private_pages={pool: lease.num_private(pool) if lease else 0 for pool in pools},
         )

@@ -332,13 +332,21 @@ class _Chat:
 
     async def _stream(self, turn: TurnHandle) -> TurnResult:
         self._console.print("[bold cyan] it >[/] ", end="")
+        is_thinking = False
         async for event in turn:
             if isinstance(event, TurnText):
+                self._console.out(event.reasoning, style="dim", end="", highlight=False)
+                if is_thinking and event.text:
+                    self._console.print("\n")
+                is_thinking = bool(event.reasoning) or (is_thinking and not event.text)
                 self._console.out(event.text, end="", highlight=False)
             elif isinstance(event, TurnReplaced):
                 self._console.out(f"\n(reconnected) {event.text}", end="", highlight=False)
         self._console.print()
-        return await turn.result()
+        result = await turn.result()
+        for call in result.tool_calls:
+            self._console.print(f"[dim]calls {escape(call.name)}({escape(call.arguments)})[/]")
+        return result
 
 
 def _cost_table(turns: list[TurnResult]) -> Table:

@@ -58,6 +58,7 @@ COMMANDS: Final[Mapping[str, Subcommand]] = {
 
 _CHILDREN: Final[Mapping[str, tuple[str, str]]] = {
     "_engine": ("session_server.engine_wiring", "run_engine_process"),
+    "_grammar": ("session_server.text.grammar_child", "serve_grammars"),
     "_template": ("session_server.text.template_child", "serve_template"),
 }
 """Processes that only the server starts, with the number of an open socket: module and function."""

@@ -194,6 +194,7 @@ class HttpOptions(_Section):
     max_priority: Annotated[int, Bound("", "a higher one is lowered to it")] = _setting(
         0, "highest priority of turns, unless their key sets its own", ge=-100, le=100
     )
+    responses_ws: bool = _setting(True, "serve the WebSocket mode of OpenAI's Responses")
     allow_open: bool = _setting(False, "serve other machines without requiring a key")
     allowed_hosts: tuple[str, ...] = _setting(
         (), "host name that clients may use for this server; repeatable", max_length=64

@@ -21,6 +21,7 @@ from cache.types import NULL_ROW, TurnId
 from session_server.config import Settings, model_directory
 from session_server.core.batch import Batch, BatchRow, Runner, SamplingStart
 from session_server.core.events import EngineReady
+from session_server.core.grammar import GrammarCompiler
 from session_server.core.sampling import SamplingParams
 from session_server.engine.config import (
     Drafter,
@@ -36,6 +37,7 @@ from session_server.metrics.logging import configure_logging
 from session_server.models.errors import DraftMismatch, ModelError
 from session_server.models.hub import model_fingerprint, resolve_model
 from session_server.runner.capacity import MemoryLimits
+from session_server.runner.grammar_cache import GrammarCache
 from session_server.runner.loader import LoadedRunner, RunnerOptions, load_runner
 from session_server.runner.survey import Survey, survey
 from session_server.text.model_text import ModelTokens, load_model_tokens
@@ -88,7 +90,13 @@ def build_engine(settings: Settings) -> EngineAssembly:
     warm_up(loaded.runner, _speculation(settings))
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
-    return EngineAssembly(engine, loaded.runner, _ready(loaded, engine, eos_token_ids))
+    grammars = GrammarCompiler(
+        tokens.tokenizer.backend_tokenizer.to_str(),
+        eos_token_ids=eos_token_ids,
+        vocab_size=loaded.config.vocab_size,
+    )
+    ready = _ready(loaded, engine, eos_token_ids)
+    return EngineAssembly(engine, loaded.runner, ready, GrammarCache(grammars).compile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ FLAGS: Final = (
     Flag(("--api-key",), "http", "api_key"),
     Flag(("--api-key-file",), "http", "api_key_file"),
     Flag(("--max-priority",), "http", "max_priority"),
+    Flag(("--no-responses-ws",), "http", "responses_ws", False),
     Flag(("--allow-open",), "http", "allow_open", True),
     Flag(("--allowed-host",), "http", "allowed_hosts"),
     Flag(("--allowed-origin",), "http", "allowed_origins"),

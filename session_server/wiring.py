@@ -310,6 +310,7 @@ def _web_settings(settings: Settings, keys: KeyRing) -> WebSettings:
         max_queued_turns=settings.sessions.max_queued_turns,
         replay_bytes=settings.sessions.replay_bytes,
         drain_s=http.drain_s,
+        responses_ws=http.responses_ws,
     )
 
 

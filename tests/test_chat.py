@@ -103,6 +103,25 @@ def test_a_line_is_answered_and_followed_by_its_cost() -> None:
     asyncio.run(test())
 
 
+def test_thoughts_stand_before_the_answer_and_calls_behind_it() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        turn_id = (await peer.receive())["turn_id"]
+        thought = {"turn_id": turn_id, "text": "", "n": 1, "reasoning": "Hm."}
+        await peer.send("turn.delta", seq=1, **thought)
+        await peer.send("turn.delta", seq=2, turn_id=turn_id, text="I look.", n=1)
+        call = {"id": "c", "name": "weather", "arguments": '{"city": [1]}'}
+        await peer.complete(3, turn_id, "I look.", reasoning="Hm.", tool_calls=[call])
+        await peer.closed(4)
+
+    async def test() -> None:
+        async with playing(script) as server:
+            shown = await finish(await chat(server.url), "hello")
+        assert 'Hm.\n\nI look.\ncalls weather({"city": [1]})' in shown
+
+    asyncio.run(test())
+
+
 def test_new_opens_another_session_and_the_end_of_input_leaves() -> None:
     async def first(peer: Peer) -> None:
         await peer.hello()

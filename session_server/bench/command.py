@@ -2,8 +2,10 @@
 
   sessions      whether a turn's overhead, idle sessions and admission stay flat
   kept          the next turn on a kept session against resending all of it
+  drafts        the first token after a typed sentence, with drafts and without
   speculation   answers with drafts from the session's own text, and without
   memory-check  what the memory checker adds to a step, beside idle sessions
+  structured    what holding answers to a JSON schema adds to a step
 
 Shared machines are noisy: quote ratios of one run, and run twice before
 believing one.
@@ -28,15 +30,17 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from session_server.bench import growth, kept, memory_check, speculation
+from session_server.bench import drafts, growth, kept, memory_check, speculation, structured
 from session_server.progress import StepProgress
 
 BENCHMARKS: Final[Mapping[str, tuple[ModuleType, Callable[..., Any]]]] = MappingProxyType(
     {
         "sessions": (growth, growth.GrowthWorkload),
+        "drafts": (drafts, drafts.DraftsWorkload),
         "kept": (kept, kept.KeptWorkload),
         "memory-check": (memory_check, memory_check.MemoryCheckWorkload),
         "speculation": (speculation, speculation.SpeculationWorkload),
+        "structured": (structured, structured.StructuredWorkload),
     }
 )
 """Each workload has `total_steps`; each module has `measure(workload, on_step=...)`, which returns

@@ -6,7 +6,7 @@ import asyncio
 import enum
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Final, Literal, Self, assert_never
@@ -20,6 +20,7 @@ from websockets.typing import Subprotocol
 from session_server.client.address import key_header, socket_address
 from session_server.client.errors import ClientError, ConnectionLost, Refused
 from session_server.client.turn import (
+    DraftProgress,
     TurnHandle,
     TurnPrefill,
     TurnReplaced,
@@ -30,9 +31,13 @@ from session_server.client.turn import (
 from session_server.core.events import TurnTimings
 from session_server.core.session_events import (
     ChatInput,
+    ContinueInput,
+    Message,
     TextInput,
     TokenInput,
     TokenUsage,
+    ToolCall,
+    ToolCallDelta,
     TurnInput,
 )
 
@@ -87,6 +92,16 @@ class _Intent(enum.Enum):
     LEAVE = enum.auto()
 
 
+@dataclass(slots=True)
+class _Heard:
+    """Hold what is waited for: a connection, the end of the session, the newest draft's answer."""
+
+    connected: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    has_drafted: asyncio.Event = field(default_factory=asyncio.Event)
+    drafted: DraftProgress | None = None
+
+
 class SessionClient:
     """Use one session. Created by `connect`; as a context manager it closes the session at the end.
 
@@ -105,14 +120,13 @@ class SessionClient:
         self._last_seq = 0
         self._turns: dict[str, _LiveTurn] = {}
         self._intent = _Intent.STAY
-        self._connected = asyncio.Event()
-        self._closed = asyncio.Event()
+        self._heard = _Heard()
 
     @property
     def is_over(self) -> bool:
         """Return whether nothing can be sent any more: the session is gone, or the server is
         unreachable."""
-        return self._closed.is_set()
+        return self._heard.closed.is_set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -134,7 +148,7 @@ class SessionClient:
         """
         assert self._reader is None, "attached twice"
         self._socket = await self._open_socket()
-        self._connected.set()
+        self._heard.connected.set()
         self._reader = asyncio.create_task(self._read(), name=f"read {self.session_id}")
 
     async def start(
@@ -167,6 +181,28 @@ class SessionClient:
         """Run one turn to its end."""
         return await (await self.start(content, sampling=sampling)).result()
 
+    async def draft(self, content: str | TurnInput | None, *, draft_id: str | None = None) -> str:
+        """Say what the next turn would be if it were sent now, and return the id of the draft.
+
+        Sends and does not wait: call it with every key. The server computes it ahead, and the turn
+        that follows computes what differs; None drops it. See `drafted`.
+        """
+        draft_id = draft_id or f"d_{secrets.token_hex(8)}"
+        frame: dict[str, object] = {"type": "turn.draft", "draft_id": draft_id}
+        frame |= {"draft_id": None} if content is None else _input_fields(content)
+        await self._send(msgspec.json.encode(frame))
+        return draft_id
+
+    async def drafted(self, draft_id: str) -> DraftProgress:
+        """Wait until the server has computed a draft, the newest. Raises ClientError when the
+        connection is given up first."""
+        while self._heard.drafted is None or self._heard.drafted.draft_id != draft_id:
+            if self.is_over:
+                raise self._end()
+            self._heard.has_drafted.clear()
+            await self._heard.has_drafted.wait()
+        return self._heard.drafted
+
     async def close(self, *, timeout_s: float = 10.0) -> None:
         """Close the session on the server and the connection here; idempotent."""
         if self._reader is None or self._intent is not _Intent.STAY:
@@ -175,7 +211,7 @@ class SessionClient:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._send(_CLOSE)
-                await self._closed.wait()
+                await self._heard.closed.wait()
         except (TimeoutError, ClientError):
             self._fail_turns(ConnectionLost("the server did not confirm the close"))
         await self.leave()
@@ -207,15 +243,15 @@ class SessionClient:
     async def _send(self, payload: bytes) -> None:
         """Send on the present socket, or on the next one if there is none."""
         while True:
-            await self._connected.wait()
-            if self._socket is None or self._intent is _Intent.LEAVE or self._closed.is_set():
+            await self._heard.connected.wait()
+            if self._socket is None or self._intent is _Intent.LEAVE or self._heard.closed.is_set():
                 raise self._end()
             socket = self._socket
             try:
                 await socket.send(payload, text=True)
             except ConnectionClosed:
                 if self._socket is socket:
-                    self._connected.clear()  # `_read` sees the loss too, and reconnects
+                    self._heard.connected.clear()  # `_read` sees the loss too, and reconnects
             else:
                 return
 
@@ -235,25 +271,26 @@ class SessionClient:
             while True:
                 assert self._socket is not None
                 await self._receive_all(self._socket)
-                if self._intent is _Intent.LEAVE or self._closed.is_set():
+                if self._intent is _Intent.LEAVE or self._heard.closed.is_set():
                     return None
                 code, reason = self._socket.close_code, self._socket.close_reason
                 if code is not None and code not in RETRYABLE_CLOSE_CODES:
                     raise ConnectionLost(f"closed by the server: {code} {reason}", code=code)
-                self._connected.clear()
+                self._heard.connected.clear()
                 self._notify_connection(ConnectionState.LOST)
                 self._socket = await self._open_socket()
                 self.num_reconnects += 1
                 await self._resend_unconfirmed()
-                self._connected.set()
+                self._heard.connected.set()
                 self._notify_connection(ConnectionState.BACK)
         except ClientError as error:
             self._socket = None
             self._fail_turns(error)
             return error
         finally:
-            self._closed.set()
-            self._connected.set()
+            self._heard.closed.set()
+            self._heard.connected.set()
+            self._heard.has_drafted.set()
 
     def _notify_connection(self, state: ConnectionState) -> None:
         if self._options.on_connection is not None:
@@ -347,10 +384,13 @@ class SessionClient:
                 self._receive_step(frame)
             case "turn.completed" | "turn.cancelled" | "turn.failed":
                 self._receive_end(frame)
+            case "turn.drafted":
+                self._heard.drafted = msgspec.convert(frame, DraftProgress)
+                self._heard.has_drafted.set()
             case "error":
                 self._receive_refusal(frame)
             case "session.closed":
-                self._closed.set()
+                self._heard.closed.set()
                 self._fail_turns(ConnectionLost(f"the session is closed: {frame.get('reason')}"))
             case _:
                 return  # pong, state, settings: nothing that a turn waits for
@@ -362,7 +402,9 @@ class SessionClient:
         turn.handle.is_accepted = True
         if frame["type"] == "turn.delta":
             now_s = asyncio.get_running_loop().time()
-            turn.handle.add(TurnText(frame["text"], frame["n"], now_s))
+            pieces = msgspec.convert(frame.get("tool_calls", ()), tuple[ToolCallDelta, ...])
+            thought = frame.get("reasoning", "")
+            turn.handle.add(TurnText(frame["text"], frame["n"], now_s, thought, pieces))
         elif frame["type"] == "turn.progress":
             progress = TurnPrefill(frame["processed"], frame["cached"], frame["total"])
             turn.handle.add(progress)
@@ -383,7 +425,7 @@ class SessionClient:
         running = frame.get("turn") or {}
         turn = self._turns.get(running.get("turn_id", ""))
         if turn is not None:
-            turn.handle.add(TurnReplaced(running["text"]))
+            turn.handle.add(TurnReplaced(running["text"], *_thought_and_calls(running)))
         live = {running.get("turn_id"), *frame.get("queued", ())}
         return [turn for turn_id, turn in self._turns.items() if turn_id not in live]
 
@@ -393,16 +435,20 @@ class SessionClient:
             return
         status: Literal["completed", "cancelled", "failed"] = frame["type"].removeprefix("turn.")
         failure = frame.get("error")
+        item = frame.get("item", {})
+        reasoning, calls = _thought_and_calls(item)
         timings = dict.fromkeys(TurnTimings.__struct_fields__, 0) | (frame.get("timings") or {})
         turn.handle.end(
             TurnResult(
                 turn_id=turn.handle.turn_id,
                 status=status,
-                text=frame["item"]["content"] if "item" in frame else "",
+                text=item.get("content", ""),
                 finish_reason=frame.get("finish_reason"),
                 usage=msgspec.convert(frame["usage"], TokenUsage),
                 timings=msgspec.convert(timings, TurnTimings),
                 error=None if failure is None else msgspec.convert(failure, WireFailure),
+                reasoning=reasoning,
+                tool_calls=calls,
             )
         )
 
@@ -437,13 +483,29 @@ def _input_fields(content: str | TurnInput) -> dict[str, object]:
         case str():
             return {"input": [{"role": "user", "content": content}]}
         case ChatInput():
-            return {"input": [{"role": m.role, "content": m.content} for m in content.messages]}
+            fields: dict[str, object] = {"input": list(map(_message_body, content.messages))}
+            if content.tools:
+                fields["tools"] = [msgspec.Raw(tool.encode()) for tool in content.tools]
+            return fields
         case TextInput():
             return {"text": content.text}
         case TokenInput():
             return {"input_ids": content.token_ids}
+        case ContinueInput():
+            return {"continue": True}
         case _:
             assert_never(content)
+
+
+def _message_body(message: Message) -> dict[str, object]:
+    body: dict[str, object] = {"role": message.role, "content": message.content}
+    others = ("tool_calls", "tool_call_id", "reasoning")
+    return body | {name: value for name in others if (value := getattr(message, name))}
+
+
+def _thought_and_calls(item: Mapping[str, Any]) -> tuple[str, tuple[ToolCall, ...]]:
+    calls = msgspec.convert(item.get("tool_calls", ()), tuple[ToolCall, ...])
+    return item.get("reasoning", ""), calls
 
 
 def _final_error(error: Exception) -> ClientError | None:

@@ -12,7 +12,7 @@ import msgspec
 
 from session_server.client.errors import ClientError
 from session_server.core.events import TurnTimings
-from session_server.core.session_events import TokenUsage
+from session_server.core.session_events import TokenUsage, ToolCall, ToolCallDelta
 
 MAX_BUFFERED_EVENTS: Final = 65_536
 """Events of one turn waiting for its reader; beyond it, texts are merged into the last one."""
@@ -21,11 +21,16 @@ MAX_BUFFERED_EVENTS: Final = 65_536
 @dataclass(frozen=True, slots=True)
 class TurnText:
     """Hold a piece of the answer, its number of tokens, and when it arrived (loop time,
-    seconds)."""
+    seconds).
+
+    `reasoning` is what was thought, `tool_calls` are pieces of calls.
+    """
 
     text: str
     num_tokens: int
     received_s: float
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +44,22 @@ class TurnPrefill:
 
 @dataclass(frozen=True, slots=True)
 class TurnReplaced:
-    """Replace all text received so far by `text`, because the journal no longer reached back."""
+    """Replace all that was received so far, because the journal no longer reached back."""
 
     text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftProgress:
+    """Say how far the newest draft was computed: `processed` of the `total` tokens of its context,
+    `kept` of which were before."""
+
+    draft_id: str
+    processed: int
+    kept: int
+    total: int
 
 
 TurnEvent = TurnText | TurnPrefill | TurnReplaced
@@ -60,7 +78,8 @@ class WireFailure(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """Describe how a turn ended. `text` is what stays in the session's history."""
+    """Describe how a turn ended. `text`, `reasoning` and `tool_calls` are what stays in the
+    session's history."""
 
     turn_id: str
     status: Literal["completed", "cancelled", "failed"]
@@ -69,6 +88,8 @@ class TurnResult:
     usage: TokenUsage
     timings: TurnTimings
     error: WireFailure | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class TurnHandle:
@@ -131,7 +152,11 @@ class TurnHandle:
         # The buffer is full: merge the text into the last event.
         elif isinstance(event, TurnText) and isinstance(last, TurnText):
             self._events[-1] = TurnText(
-                last.text + event.text, last.num_tokens + event.num_tokens, event.received_s
+                last.text + event.text,
+                last.num_tokens + event.num_tokens,
+                event.received_s,
+                last.reasoning + event.reasoning,
+                last.tool_calls + event.tool_calls,
             )
         elif isinstance(event, TurnReplaced):
             self._events.clear()

@@ -1,7 +1,8 @@
 """`Batch` and `StepResult`: what one forward computes and what it gave.
 
 This module is the whole contract between the engine and the runner. Everything the engine sends is
-frozen ints and int32 numpy arrays on the host; a runner never writes to them.
+frozen ints and int32 numpy arrays on the host; a runner never writes to them. The one exception is
+a compiled grammar, which the engine was given and does not look into.
 
 Order. The runner executes batches in launch order on one stream, and results come back in that
 order. It applies the `table_writes` of a batch before it computes the rows. A page that is freed
@@ -23,7 +24,30 @@ from typing import Protocol
 import msgspec
 
 from cache.types import RowId, StateMoves, TableWrite, Tokens, TurnId
-from session_server.core.sampling import SamplingParams, TokenLogprob
+from session_server.core.errors import SessionServerError
+from session_server.core.sampling import Grammar, SamplingParams, TokenLogprob
+
+
+class CompiledGrammar(Protocol):
+    """Stand for a grammar that was compiled for the runner. The engine only passes it on."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens a mask covers."""
+
+
+class CompileRequest(msgspec.Struct, frozen=True, gc=False):
+    """Ask for the grammar of a turn to be compiled, which takes longer than a step may."""
+
+    turn_id: TurnId
+    grammar: Grammar
+
+
+class CompileResult(msgspec.Struct, frozen=True, gc=False):
+    """Answer a `CompileRequest` with the compiled grammar, or with why there is none."""
+
+    turn_id: TurnId
+    outcome: CompiledGrammar | SessionServerError
 
 
 class SamplingStart(msgspec.Struct, frozen=True, gc=False):
@@ -39,7 +63,8 @@ class SamplingStart(msgspec.Struct, frozen=True, gc=False):
         context: int32 [prompt_len], the tokens that penalties count as prompt; [0] without
             penalties.
         outputs: int32 [n], the tokens generated before this attempt, which penalties count as
-            output; [0] without penalties.
+            output and a grammar has matched; [0] without either.
+        grammar: what the output must match, compiled; None for anything.
     """
 
     params: SamplingParams
@@ -47,6 +72,7 @@ class SamplingStart(msgspec.Struct, frozen=True, gc=False):
     prompt_len: int
     context: Tokens
     outputs: Tokens
+    grammar: CompiledGrammar | None = None
 
 
 class PromptLogprobRange(msgspec.Struct, frozen=True, gc=False):
@@ -86,7 +112,8 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
         tokens: int32 [num_tokens - num_drafts], the certain input ids. None if there is exactly
             one, which the forward before sampled for this `row` and the host has not seen yet.
         sample: whether to choose tokens; always set on a row with drafts.
-        sampling: sampler state to start from; None to continue with the state of `row`.
+        sampling: sampler state to start from; None to continue with the state of `row`, and for a
+            row whose turn never samples.
         prompt_logprobs: request for logprobs of prompt tokens, if any.
         num_drafts: drafts at the end of the row.
         drafts: int32 [num_drafts]. None without drafts, and when the runner's draft model makes
@@ -155,12 +182,14 @@ class RowResult(msgspec.Struct, frozen=True, gc=False):
         prompt_logprobs: one per target of `BatchRow.prompt_logprobs`, in order.
         finite: False if the row's logits held NaN or Inf, or its last hidden state if it has no
             logits. The other rows of the forward are not affected.
+        failure: why the row's grammar could not say what comes next; None if it could.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
     finite: bool
+    failure: str | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

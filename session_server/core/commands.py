@@ -53,6 +53,27 @@ class SubmitTurn(Command, frozen=True, tag=True, kw_only=True):
     priority: int = 0
 
 
+class DraftInput(Command, frozen=True, tag=True, kw_only=True):
+    """Compute, while no turn needs the forward, what the session's next turn may be: the slot's
+    first `base_len` tokens followed by `tokens`.
+
+    Takes the place of the session's draft before; what both have in common stays computed. The next
+    `SubmitTurn` of the session ends it and keeps what it has in common with it. Answered by one
+    `InputDrafted`, unless another draft, a turn or the end of the session comes first.
+    """
+
+    session_id: SessionId
+    draft_id: TurnId
+    base_len: int
+    tokens: tuple[int, ...]
+
+
+class DropDraft(Command, frozen=True, tag=True, kw_only=True):
+    """Drop a session's draft and all that was computed for it. Ignored where there is none."""
+
+    session_id: SessionId
+
+
 class StopTurn(Command, frozen=True, tag=True, kw_only=True):
     """End a turn after `num_outputs` output tokens, where the server found a stop string.
 
@@ -106,6 +127,8 @@ class Shutdown(Command, frozen=True, tag=True, kw_only=True):
 EngineCommand = (
     OpenSession
     | SubmitTurn
+    | DraftInput
+    | DropDraft
     | StopTurn
     | CancelTurn
     | CloseSession

@@ -63,6 +63,26 @@ class ItemNotFound(SessionServerError):
     """No such item in this session."""
 
 
+class ConversationNotFound(SessionServerError):
+    """No such conversation: deleted, dropped, or another owner's."""
+
+
+class ResponseNotFound(SessionServerError):
+    """No such response: never stored, deleted, dropped, or another owner's."""
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    """The response to go on from is not kept, or its conversation is gone."""
+
+
+class InvalidStreamId(InvalidRequest):
+    """The name of a lane of a WebSocket of responses is none."""
+
+
+class StreamLimitReached(InvalidRequest):
+    """A WebSocket of responses has as many lanes as it may have."""
+
+
 class TurnNotFound(SessionServerError):
     """No such turn in this session."""
 
@@ -101,6 +121,10 @@ class EngineRestarting(SessionServerError):
     """The engine died under this turn; the session is intact."""
 
 
+class GrammarFailed(SessionServerError):
+    """The grammar of this turn became too complex in the middle of its answer."""
+
+
 class NumericalError(SessionServerError):
     """NaN or Inf in this turn's logits."""
 
@@ -137,6 +161,11 @@ WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = {
     SessionClosing: WireError("session_closing", 409, retryable=False),
     UnknownModel: WireError("model_not_found", 404, retryable=False),
     ItemNotFound: WireError("item_not_found", 404, retryable=False),
+    ConversationNotFound: WireError("conversation_not_found", 404, retryable=False),
+    ResponseNotFound: WireError("response_not_found", 404, retryable=False),
+    PreviousResponseNotFound: WireError("previous_response_not_found", 400, retryable=False),
+    InvalidStreamId: WireError("invalid_stream_id", 400, retryable=False),
+    StreamLimitReached: WireError("websocket_stream_limit_reached", 400, retryable=False),
     TurnNotFound: WireError("turn_not_found", 404, retryable=False),
     TurnConflict: WireError("turn_conflict", 409, retryable=False),
     SessionBusy: WireError("session_busy", 409, retryable=True),
@@ -146,6 +175,7 @@ WIRE_ERRORS: Final[Mapping[type[SessionServerError], WireError]] = {
     ServerDraining: WireError("server_draining", 503, retryable=True, kind=_SERVER),
     EngineUnavailable: WireError("engine_unavailable", 503, retryable=True, kind=_SERVER),
     EngineRestarting: WireError("engine_restarting", 503, retryable=True, kind=_SERVER),
+    GrammarFailed: WireError("grammar_failed", 400, retryable=False),
     NumericalError: WireError("numerical_error", 500, retryable=True, kind=_SERVER),
     InternalInconsistency: WireError("internal_inconsistency", 500, retryable=True, kind=_SERVER),
     DeviceFailed: WireError("device_failed", 500, retryable=True, kind=_SERVER),

@@ -120,12 +120,25 @@ class SessionGone(Event, frozen=True, tag=True, kw_only=True):
 class TurnStarted(Event, frozen=True, tag=True, kw_only=True):
     """Report that a turn was admitted, also after a retraction.
 
-    `cached_tokens`: positions that its first admission did not compute.
+    `cached_tokens`: positions that its first admission did not compute; a draft of the input had
+    computed `drafted_tokens` of them.
     """
 
     turn_id: TurnId
     prompt_tokens: int
     cached_tokens: int
+    drafted_tokens: int = 0
+
+
+class InputDrafted(Event, frozen=True, tag=True, kw_only=True):
+    """Answer `DraftInput`: `processed` of the draft's `total` context positions have KV, `kept` of
+    which were not computed for it. Fewer than `total` where memory was short."""
+
+    session_id: SessionId
+    draft_id: TurnId
+    kept: int
+    processed: int
+    total: int
 
 
 class PrefillProgressed(Event, frozen=True, tag=True, kw_only=True):
@@ -330,6 +343,7 @@ EngineEvent = (
     | SessionCooled
     | SessionGone
     | TurnStarted
+    | InputDrafted
     | PrefillProgressed
     | PromptLogprobsComputed
     | TokensProduced

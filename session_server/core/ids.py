@@ -7,10 +7,14 @@ names that two clients choose cannot collide.
 from __future__ import annotations
 
 import secrets
+import string
+from typing import Final
 
 from cache.types import SessionId, TokenId, TurnId
 
-__all__ = ["SessionId", "TokenId", "TurnId", "new_session_id", "new_turn_id"]
+__all__ = ["SessionId", "TokenId", "TurnId", "new_call_id", "new_session_id", "new_turn_id"]
+
+_LETTERS: Final = string.ascii_letters + string.digits
 
 
 def new_session_id() -> SessionId:
@@ -21,3 +25,8 @@ def new_session_id() -> SessionId:
 def new_turn_id() -> TurnId:
     """Return a new turn id of the engine."""
     return TurnId(f"turn_{secrets.token_hex(8)}")
+
+
+def new_call_id() -> str:
+    """Return a new id for a call of a tool. Templates of Mistral take nine letters and digits."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))

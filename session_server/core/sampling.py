@@ -6,7 +6,7 @@ strings are text, which the engine does not know: `session_events.TextOptions` h
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,20 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_OUTPUT_TOKENS = 1 << 20
+
+MAX_GRAMMAR_BYTES = 1 << 17
+"""UTF-8 bytes of a grammar's text. Compiling takes up to 250 times as many."""
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """Say what a turn's output must match, from its first token on.
+
+    `text`: a JSON schema, a regular expression that matches the whole output, or a Lark grammar
+    whose rule `start` does (llguidance's syntax).
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     prompt_logprobs_from: Annotated[int, Meta(ge=0)] | None = None
     """First position of the context whose own logprob is requested; None for none."""
+    grammar: Grammar | None = None
+    """What the output must match; the model may end the turn only where it does."""
 
     @property
     def is_greedy(self) -> bool:

@@ -24,19 +24,51 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 any other string could spell one."""
 
 SessionState = Literal["resident", "cold", "closing"]
-StateReason = Literal["turn", "pressure", "flush", "engine_restart"]
+StateReason = Literal["turn", "pressure", "flush", "engine_restart", "client"]
 CancelReason = Literal["client_cancelled", "disconnected", "session_closed", "draining"]
 CloseReason = Literal["client", "expired", "draining"]
 
 
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
+    """Hold one call of a function that an answer asks for. `arguments` is JSON text, as said."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Hold a piece of one call of an answer: number `index`. The first piece of a call has its `id`
+    and `name`; `arguments` is the text that this piece adds."""
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """Hold one chat message; `role` is a `Role`, checked where messages come in."""
+    """Hold one chat message; `role` is a `Role`, checked where messages come in.
+
+    An assistant's has `tool_calls`, and in `reasoning` what it thought before; a tool's says in
+    `tool_call_id` which call it answers.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+
+    @property
+    def num_chars(self) -> int:
+        """Return the characters of all its texts."""
+        num_chars = len(self.content) + len(self.reasoning) + len(self.tool_call_id)
+        calls = self.tool_calls
+        return num_chars + sum(len(c.id) + len(c.name) + len(c.arguments) for c in calls)
 
 
-class ConversationItem(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ConversationItem(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """One item of a conversation; `end_len` is the history's length in tokens at its end."""
 
     id: str
@@ -46,6 +78,9 @@ class ConversationItem(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     content: str
     end_len: int
     """All inputs of one turn have that of the last of them."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +89,12 @@ class ChatInput:
 
     `is_whole`: the messages are the whole conversation. What the history holds up to the last
     answer that they agree with stays, token for token; the rest of them replaces what follows.
+    `tools`: functions that the answer may call, each as the JSON text that chat templates take.
     """
 
     messages: tuple[Message, ...]
     is_whole: bool = False
+    tools: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +111,13 @@ class TokenInput:
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ContinueInput:
+    """Append nothing: go on from the last answer as if it had not ended."""
+
+
 RawInput = TextInput | TokenInput
-TurnInput = ChatInput | TextInput | TokenInput
+TurnInput = ChatInput | TextInput | TokenInput | ContinueInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +125,16 @@ class TextOptions:
     """Configure how tokens become text.
 
     `stop` strings end the turn; they are cut unless `keep_stop` is set. The history keeps the
-    tokens up to the one that completed the stop string.
+    tokens up to the one that completed the stop string. Answers to messages are parted into text,
+    reasoning and calls; stop strings are those of the text. Without `may_call` calls are text;
+    with `is_one_call` the turn ends where a second call begins, which is dropped.
     """
 
     stop: tuple[str, ...] = ()
     keep_stop: bool = False
     skip_special_tokens: bool = True
+    may_call: bool = True
+    is_one_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +158,15 @@ class TokenUsage(msgspec.Struct, frozen=True, gc=False):
     """Count the tokens of a turn.
 
     `input_tokens`: the whole context, of which `cached_tokens` were not computed again and
-    `cache_write_tokens` were.
+    `cache_write_tokens` were. A draft of the input had computed `drafted_tokens` of those cached.
+    `reasoning_tokens`: of the output.
     """
 
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def cache_write_tokens(self) -> int:
@@ -149,7 +198,8 @@ class TurnProgress(msgspec.Struct, frozen=True, gc=False):
 class TurnDelta(msgspec.Struct, frozen=True, gc=False):
     """Record new text and the tokens behind it.
 
-    Text may come later than its tokens: incomplete UTF-8, possible stop strings.
+    Text may come later than its tokens: incomplete UTF-8, possible stop strings. `reasoning` and
+    `tool_calls` are the parts of an answer to messages that are not its text.
     """
 
     turn_id: str
@@ -157,6 +207,8 @@ class TurnDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
@@ -169,6 +221,8 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     timings: TurnTimings | None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class TurnCompleted(msgspec.Struct, frozen=True, gc=False):
@@ -214,6 +268,7 @@ class SessionUpdated(msgspec.Struct, frozen=True, gc=False):
 
     ttl_s: float
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    pinned: bool = False
 
 
 class SessionRewound(msgspec.Struct, frozen=True, gc=False):

@@ -7,16 +7,28 @@ from typing import Final
 import numpy as np
 
 from cache.session_cache import SessionAwareCache
-from session_server.core.batch import BatchRow, PromptLogprobRange, SamplingStart
+from session_server.core.batch import (
+    BatchRow,
+    CompiledGrammar,
+    PromptLogprobRange,
+    SamplingStart,
+)
 from session_server.engine.turn import Turn
 
 _NO_TOKENS: Final = np.empty(0, dtype=np.int32)
 
 
-def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: int) -> BatchRow:
+def make_row(
+    cache: SessionAwareCache,
+    turn: Turn,
+    num_tokens: int,
+    num_drafts: int,
+    *,
+    grammar: CompiledGrammar | None = None,
+) -> BatchRow:
     """Return the row for the next `num_tokens` positions of a running turn and `num_drafts` drafts.
 
-    Counts them as launched.
+    Counts them as launched. `grammar`: that of the turn.
     """
     admission = turn.current_admission
     start, end = admission.launched_len, admission.launched_len + num_tokens
@@ -33,7 +45,7 @@ def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: 
         num_tokens=num_tokens + num_drafts,
         tokens=None if is_unseen else cache.tokens(session_id, start, end),
         sample=turn.max_new > 0 and end == turn.expected_len,
-        sampling=None if admission.is_sampler_started else _sampling_start(cache, turn),
+        sampling=None if admission.is_sampler_started else _sampling_start(cache, turn, grammar),
         prompt_logprobs=_prompt_logprob_range(cache, turn, start, end),
         num_drafts=num_drafts,
         drafts=drafts if num_drafts else None,
@@ -45,18 +57,18 @@ def make_row(cache: SessionAwareCache, turn: Turn, num_tokens: int, num_drafts: 
     return row
 
 
-def _sampling_start(cache: SessionAwareCache, turn: Turn) -> SamplingStart:
+def _sampling_start(
+    cache: SessionAwareCache, turn: Turn, grammar: CompiledGrammar | None
+) -> SamplingStart:
     sampling = turn.request.sampling
     assert sampling.seed is not None, "the server draws a seed"
-    if not sampling.has_penalties:
-        return SamplingStart(sampling, sampling.seed, turn.prompt_len, _NO_TOKENS, _NO_TOKENS)
-    return SamplingStart(
-        params=sampling,
-        seed=sampling.seed,
-        prompt_len=turn.prompt_len,
-        context=cache.tokens(turn.request.session_id, 0, turn.prompt_len),
-        outputs=np.array(turn.outputs, dtype=np.int32),
-    )
+    assert (grammar is None) == (sampling.grammar is None), "compiled before it runs"
+    context, outputs = _NO_TOKENS, _NO_TOKENS
+    if sampling.has_penalties:
+        context = cache.tokens(turn.request.session_id, 0, turn.prompt_len)
+    if sampling.has_penalties or grammar is not None:
+        outputs = np.array(turn.outputs, dtype=np.int32)
+    return SamplingStart(sampling, sampling.seed, turn.prompt_len, context, outputs, grammar)
 
 
 def _prompt_logprob_range(

@@ -16,6 +16,8 @@ from cache.types import Namespace, Retention, SessionId, SlotState, TurnId
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
+    DraftInput,
+    DropDraft,
     EngineCommand,
     FlushCache,
     OpenSession,
@@ -46,9 +48,10 @@ from session_server.core.events import (
 )
 from session_server.engine.context import EngineContext
 from session_server.engine.guard import MemoryGuard
+from session_server.engine.input_drafts import InputDrafts
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.settle import Settler
-from session_server.engine.turn import Turn, TurnClock
+from session_server.engine.turn import Turn, TurnClock, TurnState
 
 
 class CommandHandler:
@@ -58,11 +61,18 @@ class CommandHandler:
     """
 
     def __init__(
-        self, context: EngineContext, scheduler: Scheduler, *, settler: Settler, guard: MemoryGuard
+        self,
+        context: EngineContext,
+        scheduler: Scheduler,
+        *,
+        settler: Settler,
+        guard: MemoryGuard,
+        input_drafts: InputDrafts,
     ) -> None:
         self._config, self._cache, self._watch = context.config, context.cache, context.watch
         self._outbox, self._scheduler = context.outbox, scheduler
         self._settler, self._guard = settler, guard
+        self._input_drafts = input_drafts
         self.turn_limits = scheduler.turn_limits
         self._num_submitted = 0
         self.is_shutting_down = False
@@ -74,6 +84,10 @@ class CommandHandler:
                 self._open(command)
             case SubmitTurn():
                 self._submit(command, now_s)
+            case DraftInput():
+                self._draft(command)
+            case DropDraft(session_id=session_id):
+                self._input_drafts.drop(session_id)
             case StopTurn(turn_id=turn_id, num_outputs=num_outputs):
                 self._end(turn_id, FinishReason.STOP, num_outputs, now_s)
             case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
@@ -131,8 +145,21 @@ class CommandHandler:
             order=(now_s - priority_s, self._num_submitted),
             max_new=min(sampling.max_tokens, self.turn_limits.max_turn_len - context_len),
             clock=TurnClock(now_s),
+            state=TurnState.WAITING if sampling.grammar is None else TurnState.COMPILING,
         )
+        self._input_drafts.stop(command.session_id)
         self._scheduler.submit(turn)
+
+    def _draft(self, command: DraftInput) -> None:
+        session_id = command.session_id
+        is_known = session_id in self._cache and self._scheduler.turn_of(session_id) is None
+        is_whole = is_known and 0 <= command.base_len <= self._cache.slot(session_id).num_tokens
+        context_len = command.base_len + len(command.tokens)
+        fits = 0 < context_len <= self.turn_limits.max_turn_len
+        if is_whole and fits and self._are_tokens(command.tokens):
+            self._input_drafts.submit(command)
+        else:
+            self._input_drafts.refuse(command)
 
     def _refusal(self, command: SubmitTurn) -> SessionServerError | None:
         """Return why a turn is refused; None if it is accepted."""
@@ -189,6 +216,7 @@ class CommandHandler:
 
     def _close(self, session_id: SessionId, now_s: float) -> None:
         turn = self._scheduler.turn_of(session_id)
+        self._input_drafts.stop(session_id)
         is_gone = self._cache.close(session_id)
         if turn is not None:
             # The slot of a running turn goes in its `end_turn`; a waiting turn holds no slot.

@@ -15,9 +15,16 @@ import msgspec
 from cache.errors import AuditFailed
 from cache.session_cache import SessionAwareCache
 from cache.types import TurnId
-from session_server.core.batch import Batch, BatchRow, Probe, StepResult
+from session_server.core.batch import (
+    Batch,
+    BatchRow,
+    CompileRequest,
+    CompileResult,
+    Probe,
+    StepResult,
+)
 from session_server.core.commands import EngineCommand
-from session_server.core.errors import ServerBusy
+from session_server.core.errors import ServerBusy, SessionServerError
 from session_server.core.events import EngineEvent
 from session_server.engine.command_handler import CommandHandler
 from session_server.engine.config import EngineConfig
@@ -25,12 +32,14 @@ from session_server.engine.context import EngineContext
 from session_server.engine.drafting import Drafting
 from session_server.engine.guard import MemoryGuard
 from session_server.engine.in_flight import InFlight
+from session_server.engine.input_drafts import InputDrafts
 from session_server.engine.memory import MemoryWatch
 from session_server.engine.plan import StepPlan, plan_step
 from session_server.engine.reporting import Reporter
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.scheduler_view import Limits
 from session_server.engine.settle import Settler
+from session_server.engine.shares import share_len
 from session_server.engine.turn_queue import WaitingQueue
 from session_server.engine.view import LiveView
 
@@ -39,12 +48,13 @@ class StepOutcome(msgspec.Struct, frozen=True, gc=False):
     """Hold what one step gave.
 
     `batch` must be launched, in the order of the steps. `is_blocked`: another step changes nothing
-    until a command or a result arrives.
+    until a command or a result arrives. `to_compile`: each is answered by a `CompileResult`.
     """
 
     events: list[EngineEvent]
     batch: Batch | None
     is_blocked: bool
+    to_compile: tuple[CompileRequest, ...] = ()
 
 
 class EngineParts(NamedTuple):
@@ -80,15 +90,20 @@ class Engine:
             page_size=cache.spec.page_size,
         )
         context = EngineContext(config, cache, MemoryWatch(cache, config.memory, stopwatch))
-        self._context, self._outbox, self.counters = context, context.outbox, context.counters
+        self._context, self.counters = context, context.counters
         self._drafting = Drafting(cache, config.speculation)
         self._in_flight = InFlight(config.num_in_flight)
         self._scheduler = Scheduler(context)
-        self._settler = Settler(context, self._scheduler)
+        self._input_drafts = InputDrafts(context)
+        self._settler = Settler(context, self._scheduler, self._input_drafts)
         self._guard = MemoryGuard(context, self._scheduler, settler=self._settler)
         self._reporter = Reporter(context, self._scheduler)
         self._command_handler = CommandHandler(
-            context, self._scheduler, settler=self._settler, guard=self._guard
+            context,
+            self._scheduler,
+            settler=self._settler,
+            guard=self._guard,
+            input_drafts=self._input_drafts,
         )
 
     @property
@@ -103,8 +118,8 @@ class Engine:
 
     @property
     def is_at_rest(self) -> bool:
-        """Return whether the engine has no turn and no forward in flight."""
-        return not self._scheduler and not self._in_flight
+        """Return whether the engine has no turn, no draft to compute and no forward in flight."""
+        return not (self._scheduler or self._in_flight or self._input_drafts)
 
     @property
     def is_audit_due(self) -> bool:
@@ -112,7 +127,11 @@ class Engine:
         return self._context.watch.is_audit_due
 
     def step(
-        self, now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
+        self,
+        now_s: float,
+        commands: Sequence[EngineCommand],
+        results: Sequence[StepResult],
+        compiled: Sequence[CompileResult] = (),
     ) -> StepOutcome:
         """Settle results, in launch order, handle commands, then plan the next forward.
 
@@ -127,12 +146,15 @@ class Engine:
             self._settle(result, now_s)
         for command in commands:
             self._handle(command, now_s)
+        for grammar in compiled:
+            self._take_grammar(grammar)
+        to_compile = self._scheduler.compiling.requests()
         plan, batch = self._next_batch(now_s)
         has_repaired = self._guard.end_step(plan, batch)
         self._reporter.report(now_s, has_worked=bool(results or batch))
         has_planned = batch is not None or (plan is not None and not plan.is_empty)
         is_blocked = self._in_flight.is_full or not (has_planned or has_repaired)
-        return StepOutcome(self._outbox.take_events(), batch, is_blocked)
+        return StepOutcome(self._context.outbox.take_events(), batch, is_blocked, to_compile)
 
     def audit_slice(self) -> bool:
         """Recount a part of the memory, between any two steps, while `is_audit_due`.
@@ -175,6 +197,14 @@ class Engine:
             # It was carried out in part at most, and a command that comes twice changes nothing.
             self._command_handler.handle(command, now_s)
 
+    def _take_grammar(self, result: CompileResult) -> None:
+        turn = self._scheduler.find(result.turn_id)
+        if isinstance(result.outcome, SessionServerError):
+            if turn is not None:  # else it has ended
+                self._settler.fail(turn, result.outcome)
+        else:
+            self._scheduler.compiled(result.turn_id, result.outcome)
+
     def _next_batch(self, now_s: float) -> tuple[StepPlan | None, Batch | None]:
         """Return the next plan and the batch made from it; None where there is nothing to do."""
         retry_alone = self._settler.retry_alone
@@ -184,9 +214,9 @@ class Engine:
         if retry_alone and self._in_flight:
             return None, None
         if not retry_alone and (probe := self._next_probe(now_s)) is not None:
-            return None, self._in_flight.push((), self._outbox.take_writes(), probe)
+            return None, self._in_flight.push((), self._context.outbox.take_writes(), probe)
         if not self._scheduler:
-            return None, None
+            return None, self._next_draft_batch()
         # For such a turn the planner sees no other: none runs, is admitted or gives up pages.
         running = retry_alone[:1] if retry_alone else self._scheduler.running
         max_turn_pages = self._scheduler.turn_limits.max_turn_pages
@@ -208,10 +238,33 @@ class Engine:
             plan = _force_retraction(plan, [turn.turn_id for turn in running])
         try:
             rows = self._apply(plan, now_s)
+            if not retry_alone:
+                rows += self._input_drafts.next_rows(self._num_spare(plan))
         except AuditFailed as error:
             self._guard.recover(error)
             return plan, None
-        return plan, self._in_flight.push(rows, self._outbox.take_writes()) if rows else None
+        return plan, self._in_flight.push(
+            rows, self._context.outbox.take_writes()
+        ) if rows else None
+
+    def _next_draft_batch(self) -> Batch | None:
+        """Return a forward of drafts alone, behind which no turn waits for another one."""
+        if self._in_flight:
+            return None
+        try:
+            rows = self._input_drafts.next_rows(self._limits.num_tokens)
+        except AuditFailed as error:
+            self._guard.recover(error)
+            return None
+        return self._in_flight.push(rows, self._context.outbox.take_writes()) if rows else None
+
+    def _num_spare(self, plan: StepPlan) -> int:
+        """Return how many tokens of drafts a forward with turns may have: a share at most, and none
+        while a turn waits."""
+        if not plan.work or plan.blocked is not None:
+            return 0
+        num_left = self._limits.num_tokens - sum(w.num_tokens + w.num_drafts for w in plan.work)
+        return max(0, min(share_len(self._limits.num_tokens), num_left))
 
     def _next_probe(self, now_s: float) -> Probe | None:
         return self._guard.prober.choose(

@@ -53,7 +53,7 @@ class Reporter:
             forward_ms=counters.forward_s * 1e3,
             host_ms=counters.host_s * 1e3,
             running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            waiting=len(self._scheduler) - len(self._scheduler.running),
             sessions=len(self._cache),
             check_runs=sum(self._watch.runs),
             check_violations=self._watch.num_violations,

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from cache.errors import OutOfPages, OutOfRows, PinQuotaExceeded
 from cache.types import SessionId, TurnId
-from session_server.core.batch import BatchRow
+from session_server.core.batch import BatchRow, CompiledGrammar
 from session_server.core.errors import QuotaExceeded, SessionServerError
 from session_server.core.events import SessionCooled, TurnStarted
 from session_server.engine.batching import make_row
+from session_server.engine.compiling import Compiling
 from session_server.engine.context import EngineContext
 from session_server.engine.plan import StepPlan
 from session_server.engine.scheduler_view import BlockReason
 from session_server.engine.turn import Turn, TurnState
 from session_server.engine.turn_queue import TurnQueue, WaitingQueue, max_reuse
+
+COMPILED_PER_RUNNING: Final = 2
+"""Grammars kept compiled for each turn that may run: its own, and that of one that waits."""
 
 
 @dataclass(slots=True)
@@ -31,7 +36,7 @@ class Applied:
 
 
 class Scheduler:
-    """Hold every live turn in one of two queues, both in `Turn.order`.
+    """Hold every live turn: `compiling`, then in one of two queues, both in `Turn.order`.
 
     A session has at most one live turn. `turn_limits`: what the pools allow one turn.
     """
@@ -44,6 +49,7 @@ class Scheduler:
         self.turn_limits = context.cache.turn_limits(context.config.num_ahead)
         self.waiting = WaitingQueue(context.cache, self.turn_limits.max_turn_pages)
         self.running = TurnQueue()
+        self.compiling = Compiling(COMPILED_PER_RUNNING * context.config.max_running)
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -69,11 +75,23 @@ class Scheduler:
         assert turn.request.session_id not in self._of_session
         self._turns[turn.turn_id] = turn
         self._of_session[turn.request.session_id] = turn
-        self.waiting.insert(turn)
+        if turn.is_compiling:
+            self.compiling.insert(turn)
+        else:
+            self.waiting.insert(turn)
+
+    def compiled(self, turn_id: TurnId, grammar: CompiledGrammar) -> None:
+        """Let a turn wait for admission, now that its grammar was compiled; unless it has ended."""
+        turn = self.compiling.complete(turn_id, grammar)
+        if turn is not None:
+            turn.end_compiling()
+            self.waiting.insert(turn)
 
     def remove(self, turn: Turn) -> None:
         """Remove a turn that ends."""
-        self._queue(turn).remove(turn)
+        self.compiling.remove(turn)
+        if not turn.is_compiling:
+            (self.running if turn.state is TurnState.RUNNING else self.waiting).remove(turn)
         del self._turns[turn.turn_id]
         del self._of_session[turn.request.session_id]
         turn.finish()
@@ -107,7 +125,9 @@ class Scheduler:
                 num_tokens = min(num_tokens, turn.num_uncomputed)
             end = turn.current_admission.launched_len + num_tokens
             if self._grow(turn, end + work.num_drafts, work.num_drafts):
-                applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))
+                grammar = self.compiling.of(turn)
+                row = make_row(self._cache, turn, num_tokens, work.num_drafts, grammar=grammar)
+                applied.rows.append(row)
             elif turn.turn_id in admitted:
                 # Without pages it would hold a row and lock its match for nothing. A turn that ran
                 # before keeps its lease and waits for the next plan.
@@ -166,9 +186,7 @@ class Scheduler:
                 turn_id=turn.turn_id,
                 prompt_tokens=turn.prompt_len,
                 cached_tokens=turn.cached_len,
+                drafted_tokens=loan.tail_len,
             )
         )
         return True
-
-    def _queue(self, turn: Turn) -> TurnQueue:
-        return self.running if turn.state is TurnState.RUNNING else self.waiting

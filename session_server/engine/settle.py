@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from session_server.core.batch import Batch, BatchRow, RowResult, StepResult
-from session_server.core.errors import DeviceFailed, NumericalError, SessionServerError, wire_error
+from session_server.core.errors import (
+    DeviceFailed,
+    GrammarFailed,
+    NumericalError,
+    SessionServerError,
+    wire_error,
+)
 from session_server.core.events import (
     FinishReason,
     PrefillProgressed,
@@ -20,6 +26,7 @@ from session_server.core.events import (
 )
 from session_server.core.sampling import TokenLogprob
 from session_server.engine.context import EngineContext
+from session_server.engine.input_drafts import InputDrafts
 from session_server.engine.scheduler import Scheduler
 from session_server.engine.turn import Turn, TurnState
 
@@ -35,10 +42,13 @@ class Settler:
     failure ends it.
     """
 
-    def __init__(self, context: EngineContext, scheduler: Scheduler) -> None:
+    def __init__(
+        self, context: EngineContext, scheduler: Scheduler, input_drafts: InputDrafts
+    ) -> None:
         self._config, self._cache, self._watch = context.config, context.cache, context.watch
         self._outbox, self._counters = context.outbox, context.counters
         self._scheduler = scheduler
+        self._input_drafts = input_drafts
         self.retry_alone: list[Turn] = []
 
     def settle(self, batch: Batch, result: StepResult, now_s: float) -> None:
@@ -51,6 +61,8 @@ class Settler:
             return
         assert len(batch.rows) == len(result.rows)
         for row, outcome in zip(batch.rows, result.rows, strict=True):
+            if self._input_drafts.settle(row, outcome):
+                continue
             turn = self._scheduler.find_attempt(row)
             if turn is None:
                 # With overlap, the turn may have ended or been retracted since the launch. Its row
@@ -60,10 +72,12 @@ class Settler:
             turn.clock.forward_s += result.forward_s
             turn.clock.num_steps += 1
             # Only this turn fails: NaN in one row does not spread to the other rows of a forward.
-            if outcome.finite:
-                self._settle_row(turn, row, outcome, now_s)
-            else:
+            if not outcome.finite:
                 self.fail(turn, NumericalError("the model gave NaN or Inf"))
+            elif outcome.failure is not None:
+                self.fail(turn, GrammarFailed(f"the grammar failed: {outcome.failure}"))
+            else:
+                self._settle_row(turn, row, outcome, now_s)
 
     def finish(
         self,
@@ -226,15 +240,22 @@ class Settler:
         A stop token counts as output and stays in the history.
         """
         sampling = turn.request.sampling
+        is_eos = token in self._config.eos_token_ids
+        # The runner gives it only where the grammar is matched, and holds it back as asked unless
+        # nothing else can follow.
+        if sampling.grammar is not None and is_eos:
+            return True
         # The sampler masks stop tokens until then, but when a turn ends is decided here alone.
         if num_outputs < sampling.min_tokens:
             return False
         if token in sampling.stop_token_ids:
             return True
-        return not sampling.ignore_eos and token in self._config.eos_token_ids
+        return not sampling.ignore_eos and is_eos
 
     def _settle_failure(self, batch: Batch, message: str) -> None:
         for row in batch.rows:
+            if self._input_drafts.settle(row, None):
+                continue
             turn = self._scheduler.find_attempt(row)
             if turn is None:
                 self._counters.overshoots += 1

@@ -22,14 +22,19 @@ from session_server.core.events import TurnTimings
 
 
 class TurnState(enum.Enum):
-    """Name the states of a turn in the engine; `TRANSITIONS` has the legal changes."""
+    """Name the states of a turn in the engine; `TRANSITIONS` has the legal changes.
 
+    COMPILING: it waits for its grammar, and then for admission.
+    """
+
+    COMPILING = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
 
 TRANSITIONS: Final[Mapping[TurnState, frozenset[TurnState]]] = {
+    TurnState.COMPILING: frozenset({TurnState.WAITING, TurnState.FINISHED}),
     TurnState.WAITING: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
     TurnState.RUNNING: frozenset({TurnState.WAITING, TurnState.FINISHED}),
     TurnState.FINISHED: frozenset(),
@@ -219,6 +224,15 @@ class Turn:
         if wanted_from is None:
             return None
         return max(0, wanted_from + self.num_prompt_logprobs - 1)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Return whether it waits for its grammar."""
+        return self.state is TurnState.COMPILING
+
+    def end_compiling(self) -> None:
+        """Start to wait for admission: its grammar was compiled."""
+        self._move(TurnState.WAITING)
 
     def admit(self, loan: TurnLoan) -> None:
         """Start to run on a lease that was just lent."""

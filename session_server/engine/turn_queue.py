@@ -100,16 +100,23 @@ class Quotes:
             history = cache.tokens(session_id, 0, turn.request.base_len)
             tokens = np.concatenate((history, turn.uncommitted_tokens()))
             match = cache.peek(tokens[: reusable_len + 1], slot.namespace)
-            quote = self._quote(turn, match.matched_len, match)
+            quote = self._quote(turn, match.matched_len, match, match.matched_len)
             return _Known(cache.match_version, match, quote)
-        kept_len = cache.kept_len(session_id, min(turn.request.base_len, reusable_len))
-        return _Known(cache.match_version, None, self._quote(turn, kept_len, None))
+        new_tokens = turn.uncommitted_tokens()
+        base_len = turn.request.base_len
+        kept_len = cache.kept_len(session_id, base_len, new_tokens, reusable_len)
+        # Pages of a tail are headroom until the turn has them.
+        held_len = min(kept_len, slot.committed_len - slot.tail_len)
+        return _Known(cache.match_version, None, self._quote(turn, kept_len, None, held_len))
 
-    def _quote(self, turn: Turn, reuse_len: int, match: MatchResult | None) -> AdmissionQuote:
+    def _quote(
+        self, turn: Turn, reuse_len: int, match: MatchResult | None, held_len: int
+    ) -> AdmissionQuote:
+        """Price a turn that reuses `reuse_len` positions, for `held_len` of which it has pages."""
         cache, page_size = self._cache, self._cache.spec.page_size
         # One page beyond the context, so that its first tokens do not cause a retraction.
         soon_len = max(turn.known_len, min(turn.known_len + page_size, turn.max_computed_len))
-        num_pages = pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)
+        num_pages = pages_for(soon_len, page_size) - pages_for(held_len, page_size)
         pages = tuple([min(num_pages, most) for most in self._max_turn_pages])
         if match is not None:
             # Pages that its match locks cannot be evicted for other turns.

@@ -6,7 +6,7 @@ import queue
 from collections import deque
 from typing import Final
 
-from session_server.core.batch import StepResult
+from session_server.core.batch import CompileResult, StepResult
 from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
 from session_server.engine_host.device import DeviceCrash
 
@@ -15,8 +15,9 @@ MAX_INBOX_BYTES: Final = 64 << 20
 
 _ITEM_BYTES: Final = 1024
 _VALUE_BYTES: Final = 40  # of a token id in a tuple, which is a Python object
+_CHAR_BYTES: Final = 6  # of a text beyond ASCII: its code point and its UTF-8
 
-InboxItem = EngineCommand | StepResult | DeviceCrash
+InboxItem = EngineCommand | StepResult | CompileResult | DeviceCrash
 
 
 def memory_bytes(item: InboxItem) -> int:
@@ -26,6 +27,8 @@ def memory_bytes(item: InboxItem) -> int:
             num_values = len(tokens)
         case SubmitTurn(tokens=tokens, sampling=sampling):
             num_values = len(tokens) + len(sampling.stop_token_ids) + 3 * len(sampling.logit_bias)
+            if sampling.grammar is not None:
+                num_values += len(sampling.grammar.text) * _CHAR_BYTES // _VALUE_BYTES
         case _:
             num_values = 0
     return _ITEM_BYTES + _VALUE_BYTES * num_values
@@ -46,7 +49,7 @@ class Inbox(queue.Queue[InboxItem]):
         return self._num_bytes
 
     def _put(self, item: InboxItem) -> None:
-        is_result = isinstance(item, StepResult | DeviceCrash)
+        is_result = isinstance(item, StepResult | CompileResult | DeviceCrash)
         (self._results if is_result else self._commands).append(item)
         self._num_bytes += memory_bytes(item)
 

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from session_server.core.batch import Runner, StepResult
+from session_server.core.batch import CompileResult, Runner, StepResult
 from session_server.core.commands import EngineCommand, ReportMemory
 from session_server.core.events import EngineEvent, EnginePulse, EngineReady
 from session_server.engine.engine import Engine
 from session_server.engine_host.audit_pace import AuditPace
+from session_server.engine_host.compiling import Compile, CompileThreads, refuse
 from session_server.engine_host.device import DeviceCrash, DeviceThreads
 from session_server.engine_host.inbox import MAX_INBOX_BYTES, Inbox, InboxItem, memory_bytes
 from session_server.engine_host.progress import Progress
@@ -30,11 +31,15 @@ MAX_BYTES_PER_STEP: Final = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineAssembly:
-    """Hold what a factory builds: an engine, its runner, and the event that introduces it."""
+    """Hold what a factory builds: an engine, its runner, and the event that introduces it.
+
+    `compile`: compiles grammars for the runner.
+    """
 
     engine: Engine
     runner: Runner
     ready: EngineReady
+    compile: Compile = refuse
 
 
 class EngineLoop:
@@ -53,6 +58,7 @@ class EngineLoop:
     ) -> None:
         self._engine = assembly.engine
         self._runner = assembly.runner
+        self._compile = assembly.compile
         self._emit = emit
         self._clock = clock
         self._inbox = Inbox(MAX_INBOX_BYTES)
@@ -79,15 +85,17 @@ class EngineLoop:
                 it cannot be trusted: the caller ends the process.
         """
         device, progress = DeviceThreads(self._runner, self._inbox.put), self._progress
+        compiling = CompileThreads(self._compile, self._inbox.put)
         is_blocked = True
         while not self._engine.has_shut_down:
-            commands, results = self._drain(is_blocked=is_blocked)
+            commands, results, compiled = self._drain(is_blocked=is_blocked)
             started_s = self._clock()
             is_recount = any(isinstance(each, ReportMemory) and each.full for each in commands)
             progress.begin_step(started_s, is_recount=is_recount)
             for result in results:
                 progress.end_forward(result, started_s)
-            outcome = self._engine.step(started_s, commands, results)
+            outcome = self._engine.step(started_s, commands, results, compiled)
+            compiling.submit(outcome.to_compile)
             if outcome.batch is not None:
                 device.launch(outcome.batch)
                 progress.begin_forward(outcome.batch, self._clock())
@@ -99,12 +107,17 @@ class EngineLoop:
             self._engine.counters.host_s += ended_s - started_s
         device.stop()
 
-    def _drain(self, *, is_blocked: bool) -> tuple[list[EngineCommand], list[StepResult]]:
+    def _drain(
+        self, *, is_blocked: bool
+    ) -> tuple[list[EngineCommand], list[StepResult], list[CompileResult]]:
         commands: list[EngineCommand] = []
         results: list[StepResult] = []
+        compiled: list[CompileResult] = []
         num_bytes = 0
         item = self._wait() if is_blocked else None
-        while len(commands) + len(results) < MAX_ITEMS_PER_STEP and num_bytes < MAX_BYTES_PER_STEP:
+        for _ in range(MAX_ITEMS_PER_STEP):
+            if num_bytes >= MAX_BYTES_PER_STEP:
+                break
             try:
                 item = item or self._inbox.get_nowait()
             except queue.Empty:
@@ -115,10 +128,12 @@ class EngineLoop:
                     raise cause
                 case StepResult():
                     results.append(item)
+                case CompileResult():
+                    compiled.append(item)
                 case _:
                     commands.append(item)
             item = None
-        return commands, results
+        return commands, results, compiled
 
     def _wait(self) -> InboxItem | None:
         """Return the next item; None after an audit, because the next step acts on what it found.

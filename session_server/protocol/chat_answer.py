@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, Literal, assert_never
 
 import msgspec
@@ -20,10 +20,17 @@ from session_server.core.session_events import (
 )
 from session_server.protocol.chat_completions import ChatCall
 from session_server.protocol.cumulative_answer import TokenText
+from session_server.protocol.told import Told
+from session_server.protocol.tools import (
+    ToolCallBody,
+    ToolCallDeltaBody,
+    call_bodies,
+    call_delta_bodies,
+)
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
-_LEAST_LOGPROB: Final = -9999.0
+LEAST_LOGPROB: Final = -9999.0
 """What OpenAI's API says for a token that cannot be; JSON has no infinity."""
 
 
@@ -82,11 +89,13 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer."""
+    """The answer. One that only calls has no content."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: tuple[ToolCallBody, ...] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +126,8 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCallDeltaBody, ...] = ()
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,97 +153,117 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatAnswer:
-    """Build the answer to one call, whole or in chunks.
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """Hold what all chunks of a call have in common. `created_s` is wall-clock time, `token_text`
+    gives the text of a token id."""
 
-    `token_text` gives the text of a token id; `created_s` is wall-clock time.
-    """
+    model: str
+    session_id: str
+    created_s: int
+    token_text: TokenText
+
+
+class CallUsage:
+    """Count the tokens of a call so far: each prompt once, and all answers."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int], TokenUsage] = {}
+
+    def note(self, prompt: int, choice: int, usage: TokenUsage) -> None:
+        """Note the tokens of one answer."""
+        self._counts[prompt, choice] = usage
+
+    def total(self) -> TokenUsage:
+        """Return the tokens of all."""
+        of_prompts = [usage for (_, choice), usage in self._counts.items() if choice == 0]
+        return TokenUsage(
+            sum(usage.input_tokens for usage in of_prompts),
+            sum(usage.cached_tokens for usage in of_prompts),
+            sum(usage.output_tokens for usage in self._counts.values()),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in self._counts.values()),
+        )
+
+
+class ChatAnswer:
+    """Build one answer to a call, whole or in chunks. All answers of a call share `usage`."""
 
     def __init__(
-        self, call: ChatCall, *, model: str, session_id: str, created_s: int, token_text: TokenText
+        self, call: ChatCall, head: AnswerHead, *, usage: CallUsage, index: int = 0
     ) -> None:
         self._call = call
-        self._model = model
-        self._session_id = session_id
-        self._created_s = created_s
-        self._token_text = token_text
+        self._head = head
+        self.index = index
+        self._call_usage = usage
         self._usage = TokenUsage()
-        self._num_chars = 0
-        self._num_scores = 0
+        self._told = Told()
 
-    def completion(self, end: TurnEnd, *, logprobs: ChatLogprobs | None) -> ChatCompletion:
+    def choice(self, end: TurnEnd, *, logprobs: ChatLogprobs | None) -> ChatChoice:
         """Return the whole answer of a turn."""
-        outcome = end.outcome
-        choice = ChatChoice(
-            index=0,
-            message=AssistantMessage(role="assistant", content=outcome.text),
+        self._note(end.outcome.usage)
+        return ChatChoice(
+            index=self.index,
+            message=_message(end.outcome),
             logprobs=logprobs,
             finish_reason=finish_reason(end),
         )
-        return ChatCompletion(
-            id=self._call.request.turn_id,
-            object="chat.completion",
-            created=self._created_s,
-            model=self._model,
-            choices=(choice,),
-            usage=_usage_body(outcome.usage),
-            session_id=self._session_id,
-            timings=_timings(outcome),
-        )
 
-    def opening(self) -> ChatChunk:
+    def scored(self, end: TurnEnd) -> tuple[TokenLogprob, ...]:
+        """Return the scores of the whole answer."""
+        return end.outcome.logprobs
+
+    def opening(self) -> tuple[ChatChunk]:
         """Return the first chunk, which names the role and the session."""
         delta = ChatDelta(role="assistant", content="")
-        return self._chunk(delta, session_id=self._session_id)
+        return (self._chunk(delta, session_id=self._head.session_id),)
 
     def add(self, delta: TurnDelta, *, logprobs: ChatLogprobs | None) -> ChatChunk:
-        """Return the chunk of new text; its tokens may have none yet."""
-        self._num_chars += len(delta.text)
-        self._num_scores += len(delta.logprobs)
+        """Return the chunk of what is new; its tokens may have no text yet."""
+        self._told.note(delta)
         usage, num_new = self._usage, len(delta.token_ids)
-        num_outputs = usage.output_tokens + num_new
-        self._usage = msgspec.structs.replace(usage, output_tokens=num_outputs)
-        return self._chunk(ChatDelta(content=delta.text), logprobs=logprobs)
+        self._note(msgspec.structs.replace(usage, output_tokens=usage.output_tokens + num_new))
+        is_silent = not (delta.text or delta.reasoning or delta.tool_calls)
+        new = ChatDelta(
+            content=delta.text if delta.text or is_silent else None,
+            reasoning_content=delta.reasoning,
+            tool_calls=call_delta_bodies(delta.tool_calls),
+        )
+        return self._chunk(new, logprobs=logprobs)
 
     def note_progress(self, progress: TurnProgress) -> None:
         """Note the size of the context, for the usage so far."""
-        self._usage = msgspec.structs.replace(
-            self._usage, input_tokens=progress.total, cached_tokens=progress.cached
+        self._note(
+            msgspec.structs.replace(
+                self._usage, input_tokens=progress.total, cached_tokens=progress.cached
+            )
         )
 
     def unsent(self, end: TurnEnd) -> TurnDelta:
         """Return what of the answer no chunk holds, for a reader that missed deltas."""
-        outcome = end.outcome
-        return TurnDelta(
-            turn_id=end.turn_id,
-            item_id=outcome.item_id,
-            text=outcome.text[self._num_chars :],
-            token_ids=(),
-            logprobs=outcome.logprobs[self._num_scores :],
+        return self._told.unsent(end)
+
+    def closing(self, end: TurnEnd) -> ChatChunk:
+        """Return the chunk that says why the answer ended."""
+        self._note(end.outcome.usage)
+        return self._chunk(
+            ChatDelta(), finish_reason=finish_reason(end), session_id=self._head.session_id
         )
 
-    def closing(self, end: TurnEnd) -> Iterator[ChatChunk]:
-        """Yield the last chunks: why the answer ended, and the usage if it was asked for."""
-        self._usage = end.outcome.usage
-        yield self._chunk(
-            ChatDelta(), finish_reason=finish_reason(end), session_id=self._session_id
-        )
-        if self._call.include_usage:
-            yield msgspec.structs.replace(
-                self._chunk(ChatDelta()), choices=(), usage=_usage_body(self._usage)
-            )
+    def _note(self, usage: TokenUsage) -> None:
+        self._usage = usage
+        self._call_usage.note(0, self.index, usage)
 
     def logprob_body(self, value: TokenLogprob) -> TokenLogprobBody:
         """Return the wire form of one token's logprob."""
         top = tuple(TopLogprobBody(**self._token(*pair)) for pair in value.top)
-        logprob = _LEAST_LOGPROB if value.logprob is None else value.logprob
+        logprob = LEAST_LOGPROB if value.logprob is None else value.logprob
         return TokenLogprobBody(**self._token(value.token_id, logprob), top_logprobs=top)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token_id)
+        text = self._head.token_text(token_id)
         # A token may be a piece of a character: its bytes are then not those of its text.
         encoded = None if "\ufffd" in text else tuple(text.encode())
-        return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": encoded}
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": encoded}
 
     def _chunk(
         self,
@@ -244,34 +275,82 @@ class ChatAnswer:
     ) -> ChatChunk:
         usage: ChatUsage | msgspec.UnsetType | None = msgspec.UNSET
         if self._call.continuous_usage:
-            usage = _usage_body(self._usage)
+            usage = usage_body(self._call_usage.total())
         elif self._call.include_usage:
             usage = None
-        choice = ChunkChoice(index=0, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
+        choice = ChunkChoice(
+            index=self.index, delta=delta, logprobs=logprobs, finish_reason=finish_reason
+        )
         return ChatChunk(
             id=self._call.request.turn_id,
             object="chat.completion.chunk",
-            created=self._created_s,
-            model=self._model,
+            created=self._head.created_s,
+            model=self._head.model,
             choices=(choice,),
             usage=usage,
             session_id=session_id,
         )
 
 
+def chat_completion(
+    call: ChatCall,
+    head: AnswerHead,
+    choices: tuple[ChatChoice, ...],
+    *,
+    first: TurnEnd,
+    usage: CallUsage,
+) -> ChatCompletion:
+    """Return the whole of a completion; `first` is the end of its first answer."""
+    return ChatCompletion(
+        id=call.request.turn_id,
+        object="chat.completion",
+        created=head.created_s,
+        model=head.model,
+        choices=choices,
+        usage=usage_body(usage.total()),
+        session_id=head.session_id,
+        timings=_timings(first.outcome),
+    )
+
+
+def usage_chunk(call: ChatCall, head: AnswerHead, usage: CallUsage) -> ChatChunk | None:
+    """Return the last chunk, with the usage and no choice; None if it was not asked for."""
+    if not call.include_usage:
+        return None
+    return ChatChunk(
+        id=call.request.turn_id,
+        object="chat.completion.chunk",
+        created=head.created_s,
+        model=head.model,
+        choices=(),
+        usage=usage_body(usage.total()),
+    )
+
+
+def _message(outcome: Outcome) -> AssistantMessage:
+    calls = call_bodies(outcome.tool_calls)
+    return AssistantMessage(
+        role="assistant",
+        content=outcome.text or (None if calls else ""),
+        tool_calls=calls or msgspec.UNSET,
+        reasoning_content=outcome.reasoning or msgspec.UNSET,
+    )
+
+
 def finish_reason(end: TurnEnd) -> FinishReason:
     """Return why an answer ended. One that somebody canceled was cut, like one that was too
     long."""
     match end:
-        case TurnCompleted(reason=reason):
-            return reason
+        case TurnCompleted(reason=reason, outcome=outcome):
+            return "tool_calls" if reason == "stop" and outcome.tool_calls else reason
         case TurnCancelled() | TurnFailedEntry():
             return "length"
         case _:
             assert_never(end)
 
 
-def _usage_body(usage: TokenUsage) -> ChatUsage:
+def usage_body(usage: TokenUsage) -> ChatUsage:
+    """Return the wire form of token counts."""
     return ChatUsage(
         prompt_tokens=usage.input_tokens,
         completion_tokens=usage.output_tokens,
@@ -279,6 +358,7 @@ def _usage_body(usage: TokenUsage) -> ChatUsage:
         prompt_tokens_details=CachedTokens(
             cached_tokens=usage.cached_tokens, cache_write_tokens=usage.cache_write_tokens
         ),
+        completion_tokens_details=ReasoningTokens(reasoning_tokens=usage.reasoning_tokens),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -25,32 +25,37 @@ from session_server.core.session_events import (
     Role,
     TurnRequest,
 )
+from session_server.protocol.grammars import of_body
 from session_server.protocol.messages import (
-    MAX_STOP_STRINGS,
     Content,
-    Fraction,
-    LogitBias,
-    NumTokens,
-    Penalty,
-    Priority,
     SamplingBody,
-    StopString,
-    StopTokenIds,
-    Temperature,
-    TopK,
     TopLogprobs,
-    TopP,
     doc,
     sampling_params,
     text_options,
 )
+from session_server.protocol.openai_body import (
+    Name,
+    OpenAIBody,
+    StreamOptions,
+    appended_to,
+    sampling_of,
+)
+from session_server.protocol.tools import (
+    MAX_CALLS,
+    CallId,
+    NamedTool,
+    ToolCallBody,
+    ToolChoice,
+    Tools,
+    calls_of,
+    tool_texts,
+)
 
 MAX_CHAT_MESSAGES: Final = 4096
 MAX_CHAT_PARTS: Final = 1024
-MAX_NAME_CHARS: Final = 256
 
 NotOffered = Annotated[Any, doc("not offered")]
-Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 NumTokensAsked = Annotated[int, Meta(ge=1, le=1 << 53)]
 
 _SESSION_ID: Final = re.compile(r"(?!new$|\.\.?$)[A-Za-z0-9_.:\-]{1,64}", re.ASCII)
@@ -78,84 +83,34 @@ class ChatMessageBody(msgspec.Struct, frozen=True, kw_only=True):
     content: (
         Content | Annotated[list[ChatPart], Meta(min_length=1, max_length=MAX_CHAT_PARTS)] | None
     ) = None
-    tool_calls: Any = None
+    tool_calls: Annotated[list[ToolCallBody], Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: Content | None = None
     function_call: Any = None
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a stream. `include_usage`: a last chunk with the usage and no choice;
-    `continuous_usage_stats`: the usage so far with every chunk."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class ChatSessionParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The session that `messages` are appended to, under SGLang's names. `rid` is accepted and has
-    no meaning: a session has one history, which only grows."""
-
-    id: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-    rid: str | None = None
-    offset: int | None = None
-    replace: bool | None = None
-    drop_previous_output: bool | None = None
-
-
-class ChatBody(msgspec.Struct, frozen=True, kw_only=True):
+class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
-    model: Annotated[Name, doc("the one served, or nothing")] | None = None
     messages: Annotated[
         list[ChatMessageBody],
         Meta(min_length=1, max_length=MAX_CHAT_MESSAGES, description="the whole conversation"),
     ]
-    stream: Annotated[bool, doc("answer in chunks")] | None = None
-    stream_options: StreamOptions | None = None
     max_completion_tokens: (
         Annotated[NumTokensAsked, doc("of the answer; absent: what the context leaves")] | None
     ) = None
     max_tokens: Annotated[NumTokensAsked, doc("the older name of the same")] | None = None
-    min_tokens: Annotated[NumTokens, doc("before the answer may end by itself")] | None = None
-    temperature: Annotated[Temperature, doc("0 is greedy and exact")] | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[TopK, doc("0 and -1: all")] | None = None
-    min_p: Fraction | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    seed: (
-        Annotated[
-            int,
-            Meta(ge=-(1 << 63), le=(1 << 63) - 1, description="the same seed, the same answer"),
-        ]
-        | None
-    ) = None
-    logit_bias: LogitBias | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: Annotated[bool, doc("do not end at the model's end tokens")] | None = None
-    skip_special_tokens: (
-        Annotated[bool, doc("leave control tokens out of the text; absent: true")] | None
-    ) = None
     logprobs: bool | None = None
     top_logprobs: Annotated[TopLogprobs, doc("needs `logprobs`")] | None = None
-    n: Annotated[int, Meta(ge=1, le=128, description="only 1 is offered")] | None = None
-    priority: Annotated[Priority, doc("as in a turn of the native protocol")] | None = None
     session_id: Annotated[Name, doc("the session of this conversation")] | None = None
     prompt_cache_key: (
         Annotated[Name, doc("without `session_id`: conversations of other keys are others")] | None
     ) = None
-    session_params: (
-        Annotated[ChatSessionParams, doc("append `messages` to this open session")] | None
-    ) = None
-    include_stop_str_in_output: Annotated[bool, doc("leave the stop string in the text")] | None = (
-        None
-    )
-    response_format: Annotated[dict[str, Any], doc("only `text` is offered")] | None = None
     modalities: Annotated[list[str], doc("only `text` is offered")] | None = None
     add_generation_prompt: Annotated[bool, doc("only true is offered")] | None = None
-    tools: Annotated[Any, doc("not offered yet")] = None
-    tool_choice: Annotated[Any, doc("only `auto` and `none` are offered")] = None
+    tools: Annotated[Tools, doc("functions that the answer may call")] | None = None
+    tool_choice: Annotated[ToolChoice, doc("which tools the answer may or must call")] | None = None
+    parallel_tool_calls: Annotated[bool, doc("false: one call at most")] | None = None
     functions: NotOffered = None
     function_call: NotOffered = None
     audio: NotOffered = None
@@ -168,13 +123,6 @@ class ChatBody(msgspec.Struct, frozen=True, kw_only=True):
     documents: NotOffered = None
     ebnf: NotOffered = None
     echo: NotOffered = None
-    guided_choice: NotOffered = None
-    guided_grammar: NotOffered = None
-    guided_json: NotOffered = None
-    guided_regex: NotOffered = None
-    json_schema: NotOffered = None
-    regex: NotOffered = None
-    structured_outputs: NotOffered = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +131,8 @@ class ChatCall:
 
     `session`: the client's name for the session, None where it names none. `hint`: what such a
     call says about its conversation, which other conversations may share. `is_append`: the session
-    is open, and the messages are new.
+    is open, and the messages are new. `num_choices`: answers asked for. `must_call`: the name
+    of the tool that the answer must call, "" where any will do, None where it need not.
     """
 
     request: TurnRequest
@@ -193,12 +142,14 @@ class ChatCall:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    num_choices: int = 1
+    must_call: str | None = None
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        """Return the messages given."""
+    def input(self) -> ChatInput:
+        """Return the messages and tools given."""
         assert isinstance(self.request.input, ChatInput), "parse_chat made it"
-        return self.request.input.messages
+        return self.request.input
 
 
 def parse_chat(body: ChatBody, *, turn_id: str, hint: str, defaults: SamplingParams) -> ChatCall:
@@ -218,28 +169,42 @@ def parse_chat(body: ChatBody, *, turn_id: str, hint: str, defaults: SamplingPar
         raise InvalidRequest(
             "session_id and session_params cannot both be set.", param="session_params"
         )
-    appended_to = None if body.session_params is None else _appended_to(body.session_params)
+    session = None if body.session_params is None else appended_to(body.session_params)
     sampling = _sampling(body)
     # An answer ends by itself or with the context unless the client says otherwise.
-    unbounded = msgspec.structs.replace(defaults, max_tokens=MAX_OUTPUT_TOKENS)
+    unbounded = msgspec.structs.replace(
+        defaults, max_tokens=MAX_OUTPUT_TOKENS, grammar=of_body(body)
+    )
     request = TurnRequest(
         turn_id=turn_id,
-        input=ChatInput(_messages(body.messages), is_whole=appended_to is None),
+        input=ChatInput(_messages(body.messages), session is None, tool_texts(body.tools or ())),
         sampling=sampling_params(sampling, defaults=unbounded),
-        text=text_options(sampling),
+        text=replace(
+            text_options(sampling),
+            may_call=body.tool_choice != "none",
+            is_one_call=body.parallel_tool_calls is False,
+        ),
         priority=body.priority or 0,
         on_disconnect="cancel",
     )
     options = body.stream_options or StreamOptions()
     return ChatCall(
         request=request,
-        session=appended_to or body.session_id or None,
+        session=session or body.session_id or None,
         hint=body.prompt_cache_key or hint,
-        is_append=appended_to is not None,
+        is_append=session is not None,
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
+        num_choices=body.n or 1,
+        must_call=_must_call(body.tool_choice),
     )
+
+
+def _must_call(choice: ToolChoice | None) -> str | None:
+    if isinstance(choice, NamedTool):
+        return choice.function.name
+    return "" if choice == "required" else None
 
 
 def session_id_of(name: str) -> str:
@@ -250,17 +215,7 @@ def session_id_of(name: str) -> str:
     return f"key_{digest.hexdigest()}"
 
 
-def _appended_to(params: ChatSessionParams) -> str:
-    for name in ("offset", "replace", "drop_previous_output"):
-        if getattr(params, name):
-            raise UnsupportedOperation(
-                f"{name} is not supported: messages are appended.", param=f"session_params.{name}"
-            )
-    return params.id
-
-
 _NOT_OFFERED: Final = (
-    "tools",
     "functions",
     "function_call",
     "audio",
@@ -273,13 +228,6 @@ _NOT_OFFERED: Final = (
     "documents",
     "ebnf",
     "echo",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "json_schema",
-    "regex",
-    "structured_outputs",
 )
 """Fields that other servers read and that would change the answer; empty ones change nothing."""
 
@@ -287,11 +235,8 @@ _NOT_OFFERED: Final = (
 def _refuse_unsupported(body: ChatBody) -> None:
     """Refuse by name what would change the answer. Raises UnsupportedOperation."""
     wrong = {
-        "response_format": (body.response_format or {}).get("type", "text") != "text",
         "modalities": body.modalities not in (None, [], ["text"]),
         "add_generation_prompt": body.add_generation_prompt is False,
-        "tool_choice": body.tool_choice not in (None, "auto", "none"),
-        "n": body.n not in (None, 1),
     } | {name: bool(getattr(body, name)) for name in _NOT_OFFERED}
     for name, is_wrong in wrong.items():
         if is_wrong:
@@ -300,14 +245,22 @@ def _refuse_unsupported(body: ChatBody) -> None:
 
 def _messages(bodies: Sequence[ChatMessageBody]) -> tuple[Message, ...]:
     for index, body in enumerate(bodies):
-        for name in ("tool_calls", "function_call"):
-            if getattr(body, name):
-                raise UnsupportedOperation(
-                    f"{name} is not supported here.", param=f"messages[{index}].{name}"
-                )
+        if body.function_call:
+            raise UnsupportedOperation(
+                "function_call is not supported here.", param=f"messages[{index}].function_call"
+            )
         if body.content is None and body.role != "assistant":
             raise InvalidRequest("A message needs content.", param=f"messages[{index}].content")
-    return tuple(Message(role=body.role, content=_text_of(body.content)) for body in bodies)
+    return tuple(
+        Message(
+            role=body.role,
+            content=_text_of(body.content),
+            tool_calls=calls_of(body.tool_calls or ()),
+            tool_call_id=body.tool_call_id or "",
+            reasoning=body.reasoning_content or "",
+        )
+        for body in bodies
+    )
 
 
 def _text_of(content: str | list[ChatPart] | None) -> str:
@@ -321,15 +274,6 @@ def _sampling(body: ChatBody) -> SamplingBody:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
     max_tokens = body.max_completion_tokens or body.max_tokens or MAX_OUTPUT_TOKENS
-    if (body.min_tokens or 0) > max_tokens:
-        raise InvalidRequest("min_tokens is above max_tokens.", param="min_tokens")
-    same = {
-        name: getattr(body, name)
-        for name in SamplingBody.__struct_fields__
-        if name in ChatBody.__struct_fields__
-    }
-    same["max_tokens"] = min(max_tokens, MAX_OUTPUT_TOKENS)
-    same["keep_stop"] = body.include_stop_str_in_output
-    if body.seed is not None:
-        same["seed"] = body.seed % (1 << 63)
-    return SamplingBody(**same)
+    return sampling_of(
+        body, max_tokens=max_tokens, logprobs=body.logprobs, top_logprobs=body.top_logprobs
+    )

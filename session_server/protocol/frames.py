@@ -33,6 +33,8 @@ from session_server.core.session_events import (
     SessionUpdated,
     StateReason,
     TokenUsage,
+    ToolCall,
+    ToolCallDelta,
     TurnCancelled,
     TurnCompleted,
     TurnCreated,
@@ -46,6 +48,9 @@ from session_server.protocol.scores import EncodedScores, LogprobBody, logprob_b
 
 MAX_COALESCED_CHARS: Final = 16_384
 """A coalesced delta stays smaller than this plus one delta."""
+
+SCORE_CHARS: Final = 64
+"""What a token's logprob, or that of an alternative, counts for in it: about what it takes."""
 
 
 class ServerFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -62,14 +67,16 @@ class LimitsBody(msgspec.Struct, frozen=True, kw_only=True):
     idle_ttl_s: float
 
 
-class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a turn. `cached_tokens` of `input_tokens` were not recomputed."""
+class UsageBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Token counts of a turn. `cached_tokens` of `input_tokens` were not recomputed; a draft had
+    computed `drafted_tokens` of those, absent if none."""
 
     input_tokens: int
     cached_tokens: int
     cache_write_tokens: int
     output_tokens: int
     total_tokens: int
+    drafted_tokens: int = 0
 
 
 class ItemBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,6 +87,8 @@ class ItemBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: Literal["completed", "incomplete"]
     content: str
     token_ids: tuple[int, ...]
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[LogprobBody, ...] | None = None
     prompt_logprobs: tuple[LogprobBody, ...] | None = None
 
@@ -105,11 +114,13 @@ class ResumeFailedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.res
     reason: Literal["offset_lost", "epoch_changed"]
 
 
-class SnapshotTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """The running turn and its text so far."""
+class SnapshotTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The running turn and its answer so far."""
 
     turn_id: str
     text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class SnapshotFrame(ServerFrame, frozen=True, kw_only=True, tag="session.snapshot"):
@@ -143,13 +154,16 @@ class ProgressFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.progress")
 
 
 class DeltaFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.delta"):
-    """New text, decoded from `n` tokens."""
+    """What `n` tokens add to the answer: text, thoughts, pieces of calls. The first piece of call
+    number `index` has its `id` and `name`."""
 
     seq: int
     turn_id: str
     item_id: str
     text: str
     n: int
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     logprobs: tuple[LogprobBody, ...] | None = None
 
 
@@ -202,6 +216,7 @@ class UpdatedFrame(ServerFrame, frozen=True, kw_only=True, tag="session.updated"
     seq: int
     ttl_s: float
     metadata: dict[str, str]
+    pinned: bool
 
 
 class RewoundFrame(ServerFrame, frozen=True, kw_only=True, tag="session.rewound"):
@@ -259,6 +274,16 @@ class PongFrame(ServerFrame, frozen=True, kw_only=True, tag="pong"):
     server_time: float
 
 
+class DraftedFrame(ServerFrame, frozen=True, kw_only=True, tag="turn.drafted"):
+    """Answer to the newest `turn.draft`: `processed` of the `total` tokens of its context are
+    computed, `kept` of which were before. Fewer than `total` where memory is short."""
+
+    draft_id: str
+    processed: int
+    kept: int
+    total: int
+
+
 TurnFrame = (
     CreatedFrame | ProgressFrame | DeltaFrame | CompletedFrame | CancelledFrame | FailedFrame
 )
@@ -273,7 +298,13 @@ JournalFrame = (
     | ClosedFrame
 )
 AnyServerFrame = (
-    JournalFrame | OpenedFrame | ResumeFailedFrame | SnapshotFrame | ErrorFrame | PongFrame
+    JournalFrame
+    | OpenedFrame
+    | ResumeFailedFrame
+    | SnapshotFrame
+    | DraftedFrame
+    | ErrorFrame
+    | PongFrame
 )
 
 
@@ -300,7 +331,7 @@ def coalesce(
             continue
         run.append(delta)
         run_seq = seq
-        run_chars += len(delta.text)
+        run_chars += _num_chars(delta)
     if run:
         yield run_seq, _merged(run)
 
@@ -327,6 +358,8 @@ def frame_of(seq: int, entry: SessionEntry, *, scores: EncodedScores | None = No
                 item_id=entry.item_id,
                 text=entry.text,
                 n=len(entry.token_ids),
+                reasoning=entry.reasoning,
+                tool_calls=entry.tool_calls,
                 logprobs=logprob_bodies(entry.logprobs),
             )
         case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
@@ -340,7 +373,9 @@ def _session_frame(seq: int, entry: SessionOnlyEntry) -> JournalFrame:
         case SessionStateChanged():
             return StateFrame(seq=seq, state=entry.state, reason=entry.reason)
         case SessionUpdated():
-            return UpdatedFrame(seq=seq, ttl_s=entry.ttl_s, metadata=entry.metadata)
+            return UpdatedFrame(
+                seq=seq, ttl_s=entry.ttl_s, metadata=entry.metadata, pinned=entry.pinned
+            )
         case SessionRewound():
             return RewoundFrame(
                 seq=seq,
@@ -378,6 +413,8 @@ def item_body(outcome: Outcome, *, complete: bool, scores: EncodedScores | None 
         status="completed" if complete else "incomplete",
         content=outcome.text,
         token_ids=outcome.token_ids,
+        reasoning=outcome.reasoning,
+        tool_calls=outcome.tool_calls,
         logprobs=scores.answer() if scores else logprob_bodies(outcome.logprobs),
         prompt_logprobs=scores.prompt() if scores else logprob_bodies(outcome.prompt_logprobs),
     )
@@ -421,6 +458,13 @@ def end_frame(seq: int | None, entry: TurnEnd, *, scores: EncodedScores | None =
             assert_never(entry)
 
 
+def _num_chars(delta: TurnDelta) -> int:
+    """Return about how many characters a delta takes in a frame."""
+    num_chars = len(delta.text) + len(delta.reasoning)
+    num_chars += sum(len(piece.arguments) for piece in delta.tool_calls)
+    return num_chars + SCORE_CHARS * sum(1 + len(score.top) for score in delta.logprobs)
+
+
 def _merged(run: list[TurnDelta]) -> TurnDelta:
     if len(run) == 1:
         return run[0]
@@ -430,4 +474,6 @@ def _merged(run: list[TurnDelta]) -> TurnDelta:
         text="".join(delta.text for delta in run),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in run)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in run)),
+        reasoning="".join(delta.reasoning for delta in run),
+        tool_calls=tuple(chain.from_iterable(delta.tool_calls for delta in run)),
     )

@@ -7,6 +7,7 @@ misspelt option is an error and never silently ignored. `decode` is the only doo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -23,15 +24,20 @@ from session_server.core.sampling import (
 )
 from session_server.core.session_events import (
     ChatInput,
+    ContinueInput,
     Message,
     Role,
     TextInput,
     TextOptions,
     TokenInput,
+    ToolCall,
     TurnInput,
     TurnRequest,
 )
+from session_server.protocol import grammars
 from session_server.protocol.errors import to_invalid_request
+from session_server.protocol.grammars import GrammarText, JsonSchema
+from session_server.protocol.tools import MAX_CALLS, Arguments, CallId, Tools, tool_texts
 
 MAX_MESSAGES: Final = 256
 MAX_CONTENT_CHARS: Final = 1 << 20
@@ -78,6 +84,7 @@ StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_OUTPUT_TOKENS)]
 OnDisconnect = Literal["detach", "cancel"]
+_INPUTS: Final = ("input", "text", "input_ids")
 _KEEP_PARTIAL: Final = "keep what was said so far; false: as before the turn"
 
 BodyT = TypeVar("BodyT")
@@ -91,17 +98,30 @@ class ClientFrame(Body, frozen=True, kw_only=True, tag_field="type"):
     """Name a frame of a client by its `type`."""
 
 
-class TextPart(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
+class TextPart(Body, frozen=True, kw_only=True):
     """A part of a message. Parts are joined without a separator."""
 
+    type: Literal["text"]
     text: Content
 
 
+class CallBody(Body, frozen=True, kw_only=True):
+    """A call in an answer, as `turn.completed` has it."""
+
+    id: CallId
+    name: str
+    arguments: Arguments
+
+
 class MessageBody(Body, frozen=True, kw_only=True):
-    """One chat message."""
+    """One chat message. What an assistant called and thought, and which call a tool answers, is as
+    the items have it."""
 
     role: Role
     content: Content | Annotated[list[TextPart], Meta(min_length=1, max_length=MAX_PARTS)]
+    tool_calls: Annotated[list[CallBody], Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: CallId | None = None
+    reasoning: Content | None = None
 
 
 class SamplingBody(Body, frozen=True, kw_only=True):
@@ -143,12 +163,14 @@ class SamplingBody(Body, frozen=True, kw_only=True):
     ) = None
     keep_stop: Annotated[bool, doc("leave the stop string in the text")] | None = None
     skip_special_tokens: Annotated[bool, doc("leave control tokens out of the text")] | None = None
+    json_schema: Annotated[JsonSchema, doc("the answer is JSON that fits it")] | None = None
+    regex: Annotated[GrammarText, doc("the whole answer matches it")] | None = None
+    grammar: Annotated[GrammarText, doc("the answer matches this Lark grammar")] | None = None
 
 
-class TurnFields(Body, frozen=True, kw_only=True):
-    """One turn. Exactly one of `input`, `text` and `input_ids` is given."""
+class InputFields(Body, frozen=True, kw_only=True):
+    """What is said. Exactly one of `input`, `text` and `input_ids` is given."""
 
-    turn_id: Annotated[Id, doc("yours; sent again, it is the same turn")] | None = None
     input: (
         Annotated[
             Content,
@@ -162,6 +184,19 @@ class TurnFields(Body, frozen=True, kw_only=True):
     ) = None
     text: Annotated[Content, doc("new raw text, without the chat template")] | None = None
     input_ids: Annotated[TokenIds, doc("new token ids")] | None = None
+    tools: (
+        Annotated[Tools, doc("functions that answers may call, from the first turn on")] | None
+    ) = None
+
+
+class TurnFields(InputFields, frozen=True, kw_only=True):
+    """One turn; with `continue` it has no input."""
+
+    turn_id: Annotated[Id, doc("yours; sent again, it is the same turn")] | None = None
+    continues: Annotated[bool, doc("no input: go on from the last answer")] = msgspec.field(
+        name="continue", default=False
+    )
+    tool_choice: Annotated[Literal["auto", "none"], doc("`none`: calls are text")] = "auto"
     sampling: Annotated[SamplingBody, doc("see below")] | None = None
     generate: Annotated[bool, doc("false: compute the input, answer nothing")] = True
     queue: Annotated[bool, doc("false: refuse instead of waiting behind a running turn")] = True
@@ -180,6 +215,16 @@ class TurnFields(Body, frozen=True, kw_only=True):
 
 class TurnBody(TurnFields, frozen=True, kw_only=True):
     """Body of `POST /v1/sessions/{id}/turns`."""
+
+
+class DraftFields(InputFields, frozen=True, kw_only=True):
+    """What the next turn would be if it were sent now."""
+
+    draft_id: Annotated[Id, doc("yours; null, without an input: drop the draft")] | None
+
+
+class DraftBody(DraftFields, frozen=True, kw_only=True):
+    """Body of `POST /v1/sessions/{id}/draft`."""
 
 
 class OpenBody(Body, frozen=True, kw_only=True):
@@ -221,6 +266,12 @@ class UpdateBody(Body, frozen=True, kw_only=True):
 
     ttl_s: TtlS | None = None
     metadata: Annotated[Metadata, doc("replaces what there is")] | None = None
+    pinned: (
+        Annotated[
+            bool, doc("from the next turn on, as when it is opened; refused while a turn runs")
+        ]
+        | None
+    ) = None
 
 
 class CancelBody(Body, frozen=True, kw_only=True):
@@ -244,6 +295,10 @@ class TurnCancel(ClientFrame, frozen=True, kw_only=True, tag="turn.cancel"):
 
     turn_id: Annotated[Id, doc("none: the running one")] | None = None
     keep_partial: Annotated[bool, doc(_KEEP_PARTIAL)] = True
+
+
+class TurnDraft(DraftFields, frozen=True, kw_only=True, tag_field="type", tag="turn.draft"):
+    """Say what the next turn would be if it were sent now; answered by `turn.drafted`."""
 
 
 class SessionUpdate(UpdateBody, frozen=True, kw_only=True, tag_field="type", tag="session.update"):
@@ -277,6 +332,10 @@ class SessionFork(ForkBody, frozen=True, kw_only=True, tag_field="type", tag="se
     """Open a session with this conversation; answered by `session.forked`."""
 
 
+class SessionCool(ClientFrame, frozen=True, kw_only=True, tag="session.cool"):
+    """Leave the session's KV to the radix tree; answered by `session.state` if it had any."""
+
+
 class ItemEdit(EditBody, frozen=True, kw_only=True, tag_field="type", tag="item.edit"):
     """Give an item another text; answered by `item.edited`."""
 
@@ -303,9 +362,11 @@ ClientMessage = (
     SessionAuth
     | TurnCreate
     | TurnCancel
+    | TurnDraft
     | SessionUpdate
     | SessionRewind
     | SessionFork
+    | SessionCool
     | ItemEdit
     | SessionClose
     | Ping
@@ -339,26 +400,51 @@ def turn_request(
         params = msgspec.structs.replace(params, max_tokens=0, min_tokens=0)
     return TurnRequest(
         turn_id=fields.turn_id or new_turn_id(),
-        input=_turn_input(fields),
+        input=_continued_input(fields) if fields.continues else _turn_input(fields),
         sampling=params,
-        text=text_options(sampling),
+        text=replace(text_options(sampling), may_call=fields.tool_choice != "none"),
         priority=fields.priority,
         queue=fields.queue,
         on_disconnect=fields.on_disconnect or on_disconnect,
     )
 
 
+def draft_request(fields: DraftFields, *, defaults: SamplingParams) -> TurnRequest | None:
+    """Return the turn that a client would send now, under the id of the draft; None drops the
+    draft.
+
+    Raises:
+        InvalidRequest: not exactly one input, or one without an id.
+    """
+    if fields.draft_id is None:
+        if any(getattr(fields, name) is not None for name in _INPUTS):
+            raise InvalidRequest("A draft with an input needs an id.", param="draft_id")
+        return None
+    return TurnRequest(fields.draft_id, _turn_input(fields), defaults)
+
+
 def sampling_params(body: SamplingBody, *, defaults: SamplingParams) -> SamplingParams:
     """Return `defaults` with the fields that the client set.
 
     Raises:
-        InvalidRequest: `min_tokens` above `max_tokens`, or logprobs asked for in part.
+        InvalidRequest: `min_tokens` above `max_tokens`, logprobs asked for in part, or several
+            grammars.
     """
     changes: dict[str, object] = {
         name: value
         for name in SamplingParams.__struct_fields__
         if (value := getattr(body, name)) is not None
     }
+    if any(each is not None for each in (body.json_schema, body.regex, body.grammar)):
+        changes["grammar"] = grammars.only(
+            {
+                "sampling.json_schema": grammars.of_schema(
+                    body.json_schema, "sampling.json_schema"
+                ),
+                "sampling.regex": grammars.of_regex(body.regex, "sampling.regex"),
+                "sampling.grammar": grammars.of_lark(body.grammar, "sampling.grammar"),
+            }
+        )
     if body.top_k is not None:
         # Clients send -1 for "no limit", which is 0 here.
         changes["top_k"] = max(body.top_k, 0)
@@ -386,21 +472,39 @@ def text_options(sampling: SamplingBody) -> TextOptions:
 
 def chat_messages(bodies: Sequence[MessageBody]) -> tuple[Message, ...]:
     """Convert message bodies to core messages; join a content given in parts."""
-    return tuple(Message(role=body.role, content=_text_of(body.content)) for body in bodies)
+    return tuple(
+        Message(
+            role=body.role,
+            content=_text_of(body.content),
+            tool_calls=tuple(ToolCall(c.id, c.name, c.arguments) for c in body.tool_calls or ()),
+            tool_call_id=body.tool_call_id or "",
+            reasoning=body.reasoning or "",
+        )
+        for body in bodies
+    )
 
 
 def _text_of(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _turn_input(fields: TurnFields) -> TurnInput:
-    given = [name for name in ("input", "text", "input_ids") if getattr(fields, name) is not None]
+def _continued_input(fields: TurnFields) -> ContinueInput:
+    if any(getattr(fields, name) is not None for name in (*_INPUTS, "tools")):
+        raise InvalidRequest("A turn that continues an answer has no input.", param="continue")
+    return ContinueInput()
+
+
+def _turn_input(fields: InputFields) -> TurnInput:
+    given = [name for name in _INPUTS if getattr(fields, name) is not None]
     if len(given) != 1:
         raise InvalidRequest("Give exactly one of input, text and input_ids.", param="input")
-    if isinstance(fields.input, str):
-        return ChatInput((Message(role="user", content=fields.input),))
+    tools = tool_texts(fields.tools or ())
     if fields.input is not None:
-        return ChatInput(chat_messages(fields.input))
+        if isinstance(fields.input, str):
+            return ChatInput((Message(role="user", content=fields.input),), tools=tools)
+        return ChatInput(chat_messages(fields.input), tools=tools)
+    if tools:
+        raise InvalidRequest("Tools come with input, which is messages.", param="tools")
     if fields.text is not None:
         return TextInput(fields.text)
     assert fields.input_ids is not None, "one of three was given"

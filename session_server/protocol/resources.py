@@ -34,6 +34,7 @@ class SessionBody(msgspec.Struct, frozen=True, kw_only=True):
     queued_turns: int
     ttl_s: float
     metadata: dict[str, str]
+    pinned: bool
     history: Literal["append", "template"]
     created: float
 
@@ -64,6 +65,18 @@ class TurnResultBody(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageBody | None = None
     timings: TurnTimings | None = None
     error: ErrorBody | None = None
+
+
+class DraftResultBody(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a draft was computed: `processed` of the `total` tokens of its context, `kept` of
+    which were before. All are 0 where another draft or a turn has taken its place, or where it was
+    dropped."""
+
+    object: Literal["draft"]
+    draft_id: str | None
+    processed: int
+    kept: int
+    total: int
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +132,7 @@ class IndexBody(msgspec.Struct, frozen=True, kw_only=True):
     socket: str = "/v1/sessions/new/ws"
     chat_completions: str = "/v1/chat/completions"
     models: str = "/v1/models"
+    docs: str = "/docs"
     openapi: str = "/openapi.json"
     asyncapi: str = "/asyncapi.json"
     health: str = "/health"

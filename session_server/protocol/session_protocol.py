@@ -23,13 +23,14 @@ from session_server.core.errors import InvalidRequest, SessionServerError
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import SessionClosed, SessionEntry, TurnEnd, TurnRequest
 from session_server.protocol.errors import error_body, sanitize, to_invalid_request
+from session_server.protocol.frame_queue import MAX_OUTBOX_FRAMES, FrameQueue
 from session_server.protocol.frames import (
     CreatedFrame,
+    DraftedFrame,
     ErrorFrame,
     OpenedFrame,
     PongFrame,
     ResumeFailedFrame,
-    ServerFrame,
     SnapshotFrame,
     coalesce,
     end_frame,
@@ -42,21 +43,19 @@ from session_server.protocol.messages import (
     Ping,
     SessionAuth,
     SessionClose,
+    SessionCool,
     SessionFork,
     SessionRewind,
     SessionUpdate,
     TurnCancel,
     TurnCreate,
+    TurnDraft,
+    draft_request,
     turn_request,
 )
 from session_server.protocol.scores import EncodedScores
 
 SUBPROTOCOL: Final = "kvsession.v1"
-MAX_OUTBOX_FRAMES: Final = 256
-"""Frames that may wait for the peer; a peer that lets more accumulate is not reading."""
-
-MAX_OUTBOX_BYTES: Final = 1 << 20
-"""Bytes of frames that may wait for the peer before its next message is read."""
 
 
 class CloseCode(enum.IntEnum):
@@ -94,20 +93,29 @@ class StartTurn:
     request: TurnRequest
 
 
+@dataclass(frozen=True, slots=True)
+class StartDraft:
+    """Request to compute this ahead; None drops the draft."""
+
+    request: TurnRequest | None
+
+
 ClientRequest = (
     SessionAuth
     | StartTurn
+    | StartDraft
     | TurnCancel
     | SessionUpdate
     | SessionRewind
     | SessionFork
+    | SessionCool
     | ItemEdit
     | SessionClose
 )
 """What a client asks for: its message itself, except that a turn is validated."""
 
 
-class SessionProtocol:
+class SessionProtocol(FrameQueue):
     """Hold the protocol state of one connection, and the frames to send on it."""
 
     def __init__(
@@ -117,10 +125,9 @@ class SessionProtocol:
         needs_auth: bool = False,
         max_message_bytes: int,
     ) -> None:
+        super().__init__()
         self._defaults = defaults
         self._max_message_bytes = max_message_bytes
-        self._outbox: list[bytes] = []
-        self.outbox_bytes = 0
         self.state = ProtocolState.AWAITING_AUTH if needs_auth else ProtocolState.OPENING
         self.close_code: CloseCode | None = None
         """Set once the connection must end; send the frames of `take_frame` first."""
@@ -194,22 +201,14 @@ class SessionProtocol:
         else:
             self._send(end_frame(None, end, scores=scores))
 
+    def send_drafted(self, draft_id: str, *, processed: int, kept: int, total: int) -> None:
+        """Queue the answer to a draft."""
+        frame = DraftedFrame(draft_id=draft_id, processed=processed, kept=kept, total=total)
+        self._send(frame)
+
     def send_error(self, error: SessionServerError, *, turn_id: str | None = None) -> None:
         """Queue an error frame; the connection stays open."""
         self._send(ErrorFrame(error=error_body(error, turn_id=turn_id)))
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether so many bytes wait for the peer that nothing more may be received."""
-        return self.outbox_bytes >= MAX_OUTBOX_BYTES
-
-    def take_frame(self) -> str | None:
-        """Remove and return the next text frame to send; None if no frame waits."""
-        if not self._outbox:
-            return None
-        frame = self._outbox.pop(0)
-        self.outbox_bytes -= len(frame)
-        return frame.decode()
 
     def _decode(self, frame: str) -> ClientMessage | None:
         # A character takes at least one byte: reject a frame of too many before decoding it.
@@ -234,11 +233,14 @@ class SessionProtocol:
         match message:
             case TurnCreate():
                 return self._start_turn(message)
+            case TurnDraft():
+                return self._start_draft(message)
             case (
                 TurnCancel()
                 | SessionUpdate()
                 | SessionRewind()
                 | SessionFork()
+                | SessionCool()
                 | ItemEdit()
                 | SessionClose()
             ):
@@ -260,10 +262,12 @@ class SessionProtocol:
             return None
         return StartTurn(request)
 
-    def _send(self, frame: ServerFrame) -> None:
-        encoded = msgspec.json.encode(frame)
-        self._outbox.append(encoded)
-        self.outbox_bytes += len(encoded)
+    def _start_draft(self, message: TurnDraft) -> ClientRequest | None:
+        try:
+            return StartDraft(draft_request(message, defaults=self._defaults))
+        except InvalidRequest as error:
+            self.send_error(error, turn_id=message.draft_id)
+            return None
 
 
 class _TurnIdOnly(msgspec.Struct):

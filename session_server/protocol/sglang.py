@@ -20,6 +20,7 @@ from session_server.core.session_events import (
     TokenInput,
     TurnRequest,
 )
+from session_server.protocol.grammars import GrammarText
 from session_server.protocol.messages import (
     MAX_CONTENT_CHARS,
     MAX_STOP_STRINGS,
@@ -105,6 +106,10 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=1)] | None = None
     seed: Seed | None = field(default=None, name="sampling_seed")
     logit_bias: LogitBias | None = None
+    json_schema: GrammarText | None = None
+    regex: GrammarText | None = None
+    ebnf: Any = None
+    structural_tag: Any = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +227,11 @@ def _sampling(body: GenerateBody) -> SamplingBody:
     assert not isinstance(body.sampling_params, list), "batches were refused"
     fields = msgspec.structs.asdict(body.sampling_params or GenerateSampling())
     del fields["n"]
+    for name in ("ebnf", "structural_tag"):
+        if fields.pop(name):
+            raise UnsupportedOperation(
+                f"{name} is not supported here.", param=f"sampling_params.{name}"
+            )
     if fields["max_tokens"] is not None:
         fields["max_tokens"] = min(fields["max_tokens"], MAX_OUTPUT_TOKENS)
     sampling = SamplingBody(**fields)

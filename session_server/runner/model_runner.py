@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from typing import Final, cast
 
 import torch
@@ -20,6 +21,7 @@ from cache.types import PoolName, TableWrite, pages_for
 from session_server.core.batch import Batch, PendingStep
 from session_server.models.config import DTypeName
 from session_server.models.decoder import Decoder
+from session_server.runner.constraints import Constraints, Masks
 from session_server.runner.draft_model import DraftModel, without_missing_drafts
 from session_server.runner.inputs import ForwardInputs, InputBuilder
 from session_server.runner.logprobs import DeviceLogprobs, token_logprobs
@@ -77,6 +79,7 @@ class ModelRunner:
         self._sampler = Sampler(
             decoder.config.vocab_size, device=device, eos_token_ids=eos_token_ids
         )
+        self._constraints = Constraints(decoder.config.vocab_size, eos_token_ids)
         self._draft: DraftModel | None = None
         if draft is not None:
             assert draft.config.vocab_size == decoder.config.vocab_size, "one sampler for both"
@@ -129,7 +132,8 @@ class ModelRunner:
                 logprobs.
         """
         self._apply_table_writes(batch.table_writes)
-        inputs, hidden = self._forward(batch)
+        inputs, _ = self._build(batch)
+        hidden = self._model.forward(inputs, inputs.logits_indices)
         return self._model.decoder.logits(hidden[: len(hidden) - len(inputs.unsampled)])
 
     def _apply_table_writes(self, writes: Iterable[TableWrite]) -> None:
@@ -141,15 +145,19 @@ class ModelRunner:
         for row in batch.rows:
             if row.sampling is not None:
                 self._sampler.start(row.row, row.sampling)
+                self._constraints.start(row.row, row.sampling)
         if batch.probe is not None:
             return StepOutputs((), probe_holds=probe_holds(batch.probe, self._model, self._tables))
         if not batch.rows:
             return StepOutputs(())
-        inputs, hidden = self._forward(batch)
+        inputs, drafts = self._build(batch)
+        sampled = [batch.rows[index] for index in inputs.sampled]
+        masks = self._constraints.ask(sampled, inputs.sample_spans, drafts)
+        hidden = self._model.forward(inputs, inputs.logits_indices)
         num_choices = inputs.num_choices
         outputs = StepOutputs(batch.rows, inputs.sampled, inputs.prompt_rows, inputs.unsampled)
         if num_choices:
-            outputs.sampled_rows = self._sample(inputs, hidden[:num_choices])
+            outputs.sampled_rows = self._sample(inputs, hidden[:num_choices], masks)
         if inputs.prompt_rows:
             outputs.prompt_logprobs = self._prompt_logprobs(batch, inputs, hidden[num_choices:])
         if inputs.unsampled:
@@ -157,40 +165,44 @@ class ModelRunner:
             outputs.finite = hidden[-len(inputs.unsampled) :].sum(dim=-1).isfinite()
         return outputs
 
-    def _forward(self, batch: Batch) -> tuple[ForwardInputs, Tensor]:
-        inputs = self._build(batch)
-        return inputs, self._model.forward(inputs, inputs.logits_indices)
-
-    def _build(self, batch: Batch) -> ForwardInputs:
+    def _build(self, batch: Batch) -> tuple[ForwardInputs, Tensor | None]:
+        """Return the inputs of the forward, and the drafts that the draft model made for it."""
         if self._draft is None:
-            return self._inputs.build(batch)
+            return self._inputs.build(batch), None
         certain = self._inputs.build(without_missing_drafts(batch))
         drafts = self._draft.propose(certain, batch)
-        return certain if drafts is None else self._inputs.build(batch, drafts)
+        return (certain if drafts is None else self._inputs.build(batch, drafts)), drafts
 
-    def _sample(self, inputs: ForwardInputs, hidden: Tensor) -> SampledRows:
+    def _sample(
+        self, inputs: ForwardInputs, hidden: Tensor, asked: Future[Masks] | None
+    ) -> SampledRows:
         spans = inputs.sample_spans
         rows = torch.tensor([span.row for span in spans]).to(hidden.device)
         logits = self._model.decoder.logits(hidden)
         num_accepted = None
+        masks = None if asked is None else asked.result()
         if len(hidden) == len(spans):
-            tokens = self._sampler.sample(logits, spans)
+            tokens = self._sampler.sample(logits, spans, masks=masks)
             self._sampler.count_outputs(spans, tokens)
             self._last_tokens.index_copy_(0, rows, tokens)
         else:
             input_ids = inputs.token_ids[inputs.logits_indices[: len(hidden)]]
-            tokens = self._sampler.sample(logits, spans, input_ids)
+            tokens = self._sampler.sample(logits, spans, input_ids, masks=masks)
             acceptance = verify(tokens, input_ids, spans)
             self._sampler.count_outputs(spans, tokens, acceptance.num_accepted)
             self._last_tokens.index_copy_(0, rows, tokens[acceptance.last])
             num_accepted = acceptance.num_accepted
+        self._constraints.advance(spans, tokens, num_accepted)
         sampling = [self._sampler.params(span.row) for span in spans]
         wants = [params.logprobs for params in sampling]
         num_top = [params.top_logprobs if params.logprobs else 0 for params in sampling]
         logprobs = token_logprobs(logits, tokens, num_top=max(num_top)) if any(wants) else None
         # A sum is NaN or infinite as soon as one logit is: one pass, no [n, vocab] of booleans.
         finite = logits.sum(dim=-1).isfinite()
-        return SampledRows(spans, tokens, finite, wants, num_top, logprobs, num_accepted)
+        sampled = SampledRows(spans, tokens, finite, wants, num_top, logprobs, num_accepted)
+        if masks is not None:
+            sampled.failures = masks.failures
+        return sampled
 
     def _prompt_logprobs(
         self, batch: Batch, inputs: ForwardInputs, hidden: Tensor

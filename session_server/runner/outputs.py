@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,7 +21,7 @@ class SampledRows:
     """Hold what sampled rows chose: `tokens`, int64 [n], and `finite`, bool [n], span after span.
 
     `wants_logprobs` and `num_top` are per span. `num_accepted`: int64 [spans], accepted drafts of
-    each span; None if there were no drafts.
+    each span; None if there were no drafts. `failures`: those of `constraints.Masks`.
     """
 
     spans: tuple[SampleSpan, ...]
@@ -31,6 +31,7 @@ class SampledRows:
     num_top: list[int]
     logprobs: DeviceLogprobs | None
     num_accepted: Tensor | None
+    failures: Mapping[int, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -60,14 +61,14 @@ class StepOutputs:
             rows = self.sampled_rows
             self.sampled_rows = replace(
                 rows,
-                tokens=_pinned(rows.tokens),
-                finite=_pinned(rows.finite),
-                logprobs=None if rows.logprobs is None else rows.logprobs.map(_pinned),
-                num_accepted=None if rows.num_accepted is None else _pinned(rows.num_accepted),
+                tokens=pinned(rows.tokens),
+                finite=pinned(rows.finite),
+                logprobs=None if rows.logprobs is None else rows.logprobs.map(pinned),
+                num_accepted=None if rows.num_accepted is None else pinned(rows.num_accepted),
             )
-        self.prompt_logprobs = [[b.map(_pinned) for b in blocks] for blocks in self.prompt_logprobs]
-        self.finite = None if self.finite is None else _pinned(self.finite)
-        self.probe_holds = None if self.probe_holds is None else _pinned(self.probe_holds)
+        self.prompt_logprobs = [[b.map(pinned) for b in blocks] for blocks in self.prompt_logprobs]
+        self.finite = None if self.finite is None else pinned(self.finite)
+        self.probe_holds = None if self.probe_holds is None else pinned(self.probe_holds)
 
     def result(self, step: int, elapsed_s: float) -> StepResult:
         """Return the result of the step. Waits for tensors that are still on a device."""
@@ -171,14 +172,17 @@ def _sampled_results(rows: SampledRows) -> list[RowResult]:
         pairs = zip(rows.spans, rows.num_top, strict=True)
         logprobs = rows.logprobs.to_host([k for span, k in pairs for _ in range(span.num_tokens)])
     results, first = [], 0
-    for span, wants, num_accepted in zip(rows.spans, rows.wants_logprobs, accepted, strict=True):
-        end = first + span.num_tokens
-        if all(finite[first:end]):
+    for index, (span, wants) in enumerate(zip(rows.spans, rows.wants_logprobs, strict=True)):
+        end, num_accepted = first + span.num_tokens, accepted[index]
+        failed_at, reason = rows.failures.get(index, (span.num_tokens, ""))
+        if not all(finite[first:end]):
+            results.append(RowResult((), (), (), finite=False))
+        elif failed_at <= num_accepted:
+            results.append(RowResult((), (), (), finite=True, failure=reason))
+        else:
             kept = slice(first, first + num_accepted + 1)
             own = tuple(logprobs[kept]) if wants else ()
             results.append(RowResult(tuple(tokens[kept]), own, (), finite=True))
-        else:
-            results.append(RowResult((), (), (), finite=False))
         first = end
     return results
 
@@ -187,6 +191,7 @@ def _timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def pinned(tensor: Tensor) -> Tensor:
+    """Return a copy in pinned host memory, queued behind the device's work so far."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -1,9 +1,10 @@
 """Sample tokens from logits, on the device: one per row, and one more per draft.
 
-Order of rules: logit bias, stop tokens held back until `min_tokens`, penalties, temperature, top-k,
-top-p, min-p. The token itself is chosen by the Gumbel-max trick (Maddison et al. 2014): the largest
-`logit / temperature - log(Exp(1) noise)` is a sample of the softmax. The noise is a function of
-(seed, position, token id), so a row's token depends neither on other rows nor on its drafts.
+Order of rules: logit bias, stop tokens held back until `min_tokens`, penalties, the mask of a
+grammar, temperature, top-k, top-p, min-p. The token itself is chosen by the Gumbel-max trick
+(Maddison et al. 2014): the largest `logit / temperature - log(Exp(1) noise)` is a sample of the
+softmax. The noise is a function of (seed, position, token id), so a row's token depends neither on
+other rows nor on its drafts.
 
 The state of a turn (penalty counts, seed) is kept per row from one `SamplingStart` to the next and
 is updated on the device, so a launch ahead needs nothing from the host. The number of outputs
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from session_server.core.batch import SamplingStart
 from session_server.core.sampling import SamplingParams
+from session_server.runner.constraints import Masks
 from session_server.runner.randomness import TokenNoise, noise_key
 from session_server.runner.truncation import Truncation, thresholds
 from session_server.runner.verification import SampleSpan
@@ -53,7 +55,8 @@ class Sampler:
             min_len=start.prompt_len + params.min_tokens,
             truncation=Truncation.of(params, self._vocab_size),
             bias=self._bias(params),
-            held_back=self._held_back(params),
+            # With a grammar its mask says so, because then they may be all that can follow.
+            held_back=self._held_back(params if start.grammar is None else SamplingParams()),
             penalty=self._penalty(start) if params.has_penalties else None,
         )
 
@@ -62,19 +65,26 @@ class Sampler:
         return self._rows[row].params
 
     def sample(
-        self, logits: Tensor, spans: Sequence[SampleSpan], inputs: Tensor | None = None
+        self,
+        logits: Tensor,
+        spans: Sequence[SampleSpan],
+        inputs: Tensor | None = None,
+        *,
+        masks: Masks | None = None,
     ) -> Tensor:
         """Sample the tokens of every span, without counting them as output.
 
         `logits`: float32 [n, vocab], raw, span after span; not modified. `inputs`: int64 [n], as
         `verification.verify` takes them: the drafts of a span count as output for the positions
-        behind them. None if every span has one token.
+        behind them. None if every span has one token. `masks`: None if no grammar constrains a row.
 
         Returns:
             int64 [n] on the device. Greedy rows take the lowest id among equals.
         """
         states = [self._rows[span.row] for span in spans for _ in range(span.num_tokens)]
         adjusted = self.adjusted(logits, spans, inputs)
+        if masks is not None:
+            adjusted = self._masked(adjusted, masks)
         sampled = [i for i, state in enumerate(states) if not state.params.is_greedy]
         if not sampled:
             return adjusted.argmax(dim=-1)
@@ -137,6 +147,14 @@ class Sampler:
             rows = [i for one in penalized for i in range(one.first, one.first + one.num_tokens)]
             adjusted[rows] = _apply_penalties(adjusted[rows], penalized, inputs)
         return adjusted
+
+    def _masked(self, adjusted: Tensor, masks: Masks) -> Tensor:
+        forbidden = masks.forbidden.to(self._device, non_blocking=True)
+        if len(masks.rows) == len(adjusted):
+            return adjusted.masked_fill(forbidden, -math.inf)
+        masked = adjusted.clone()
+        masked[masks.rows] = adjusted[masks.rows].masked_fill_(forbidden, -math.inf)
+        return masked
 
     def _gumbel_max(self, adjusted: Tensor, states: list[_RowState], keys: list[int]) -> Tensor:
         """Sample by Gumbel-max from `adjusted` [n, vocab], with the state and key of each row."""

@@ -22,6 +22,9 @@ NUM_CANDIDATES: Final = 256
 _CANDIDATES_GROWTH: Final = 16
 """Growth of the number sorted when it was not enough, up to the whole vocabulary."""
 
+_LOWEST: Final = float(torch.finfo(torch.float32).min)
+"""Keeps every token but those that a grammar forbids, which are infinitely lower."""
+
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
@@ -57,7 +60,7 @@ def thresholds(scaled: Tensor, rules: Sequence[Truncation | None]) -> Tensor:
         depend on the other rows: its sorted values and running sums are the same however many of
         them the other rows need.
     """
-    floors = [math.log(r.min_p) if r is not None and r.min_p > 0.0 else -math.inf for r in rules]
+    floors = [math.log(r.min_p) if r is not None and r.min_p > 0.0 else _LOWEST for r in rules]
     lowest = torch.tensor(floors, dtype=torch.float32).to(scaled.device).unsqueeze(1)
     ordering = [i for i, r in enumerate(rules) if r is not None and r.needs_order]
     if not ordering:

@@ -1,83 +1,172 @@
-"""Collect the output of one turn: convert tokens to text and find stop strings."""
+"""Collect the output of one turn: convert tokens to text, part it, and find stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import Final
 
+from session_server.core.ids import new_call_id
 from session_server.core.sampling import TokenLogprob
-from session_server.core.session_events import TextOptions
+from session_server.core.session_events import Message, TextOptions, ToolCallDelta
+from session_server.sessions.prompt import Continued, Prompt
+from session_server.text.answer_parser import AnswerParser
+from session_server.text.answer_pieces import AnswerPieces
 from session_server.text.detokenizer import Detokenizer
+from session_server.text.model_text import ModelText
 from session_server.text.stops import StopMatcher
-from session_server.text.tokenizer import Tokenizer
+
+_TAIL_TOKENS: Final = 16
+"""The end of a prompt that says whether the answer begins in the middle of reasoning."""
 
 
 class Answer:
-    """Collect the tokens and the text of an answer. The pieces that `feed` and `finish` return,
-    joined, are `text`.
+    """Collect the tokens and the parts of an answer: those that `feed` and `finish` return, joined.
 
-    `end_ids` are tokens that end the turn once `min_tokens` are generated; their text is
-    emitted only with `options.keep_stop`.
+    An answer to messages has text, reasoning and calls; one to raw input is text alone. `end_ids`
+    are tokens that end the turn once `min_tokens` are generated; their text is emitted only with
+    `options.keep_stop`. Stop strings are found in the text.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        model: ModelText,
         options: TextOptions,
+        prompt: Prompt,
         *,
         end_ids: Collection[int],
         min_tokens: int,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=options.skip_special_tokens)
+        self._parser = None if prompt.is_raw else _parser_of(model, options, prompt)
+        self._detokenizer = Detokenizer(
+            model.tokenizer,
+            skip_special_tokens=options.skip_special_tokens,
+            kept_ids=model.markup_ids if self._parser is not None else (),
+        )
         self._stops = StopMatcher(options.stop, keep_stop=options.keep_stop)
-        self._keep_stop = options.keep_stop
+        self._options = options
         self._end_ids = end_ids
         self._min_tokens = min_tokens
         self._pieces: list[str] = []
+        self._thoughts: list[str] = []
+        if prompt.continued is not None:
+            self._go_on(prompt.continued)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.num_thought = 0
+        """Tokens of the reasoning."""
+        self._num_silent = 0
 
     @property
-    def text(self) -> str:
-        """Return the text emitted so far."""
-        return "".join(self._pieces)
+    def message(self) -> Message:
+        """Return the answer so far as a message."""
+        calls = self._parser.tool_calls if self._parser is not None else ()
+        calls = calls[:1] if self._options.is_one_call else calls
+        text, reasoning = "".join(self._pieces), "".join(self._thoughts)
+        return Message("assistant", text, tool_calls=calls, reasoning=reasoning)
 
     @property
     def matched(self) -> str | None:
         """Return the stop string found; the last token fed completed it."""
         return self._stops.matched
 
-    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[str, int]:
-        """Add output tokens up to the one that completes a stop string.
+    @property
+    def is_over(self) -> bool:
+        """Return whether the last token fed was the last one wanted."""
+        if self.matched is not None:
+            return True
+        if self._parser is None or not self._options.is_one_call:
+            return False
+        return len(self._parser.tool_calls) > 1
+
+    def feed(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> tuple[AnswerPieces, int]:
+        """Add output tokens up to the one that completes a stop string, or begins a call too many.
 
         Returns:
-            The text to emit now, and how many of `token_ids` were taken.
+            What to emit now, and how many of `token_ids` were taken.
         """
-        assert self.matched is None, "tokens after a stop string"
-        pieces: list[str] = []
+        assert not self.is_over, "tokens after the last one"
+        pieces: list[AnswerPieces] = []
         num_taken = 0
         for token_id in token_ids:
             num_taken += 1
             self.token_ids.append(token_id)
-            pieces.append(self._text_of(token_id))
-            if self.matched is not None:
+            pieces.append(self._part(self._text_of(token_id)))
+            self._count(pieces[-1])
+            if self.is_over:
                 break
         self.logprobs.extend(logprobs[:num_taken])
-        return self._emit("".join(pieces)), num_taken
+        return self._emit(pieces), num_taken
 
-    def finish(self) -> str:
-        """Return the text held back, when the answer has ended."""
-        if self.matched is not None:
-            return ""
-        text = self._stops.feed(self._detokenizer.flush())
-        return self._emit(text + self._stops.flush())
+    def finish(self) -> AnswerPieces:
+        """Return what was held back, when the answer has ended."""
+        if self.is_over:
+            return AnswerPieces()
+        pieces = [self._part(self._detokenizer.flush())]
+        if self._parser is not None and self.matched is None:
+            pieces.append(self._stop(self._parser.finish()))
+        pieces.append(AnswerPieces(self._stops.flush()))
+        return self._emit(pieces)
+
+    def _go_on(self, continued: Continued) -> None:
+        """Begin with what an answer has said so far."""
+        said = continued.said
+        if not said.content and not said.reasoning:
+            return  # a first word has its own beginning
+        held = self._detokenizer.go_on_from(continued.tail)
+        self._pieces.append(said.content.removesuffix(held))
+        self._thoughts.append(said.reasoning if said.content else said.reasoning.removesuffix(held))
 
     def _text_of(self, token_id: int) -> str:
         is_end = token_id in self._end_ids and len(self.token_ids) >= self._min_tokens
-        if is_end and not self._keep_stop:
-            return ""
-        return self._stops.feed(self._detokenizer.feed(token_id))
+        return "" if is_end and not self._options.keep_stop else self._detokenizer.feed(token_id)
 
-    def _emit(self, text: str) -> str:
-        if text:
-            self._pieces.append(text)
-        return text
+    def _part(self, text: str) -> AnswerPieces:
+        if self._parser is None:
+            return self._stop(AnswerPieces(text))
+        return self._stop(self._parser.feed(text)) if text else AnswerPieces()
+
+    def _stop(self, pieces: AnswerPieces) -> AnswerPieces:
+        """Return pieces without the text that belongs, or may yet belong, to a stop string."""
+        return pieces._replace(text=self._stops.feed(pieces.text))
+
+    def _count(self, piece: AnswerPieces) -> None:
+        """Count a token that was fed. One that says nothing yet belongs to what is said next."""
+        self._num_silent += 1
+        if piece.reasoning:
+            self.num_thought += self._num_silent
+        if any(piece):
+            self._num_silent = 0
+
+    def _emit(self, pieces: Sequence[AnswerPieces]) -> AnswerPieces:
+        whole = AnswerPieces(
+            "".join(piece.text for piece in pieces),
+            "".join(piece.reasoning for piece in pieces),
+            tuple(filter(self._is_wanted, chain.from_iterable(p.tool_calls for p in pieces))),
+        )
+        self._pieces += [whole.text] if whole.text else []
+        self._thoughts += [whole.reasoning] if whole.reasoning else []
+        return whole
+
+    def _is_wanted(self, delta: ToolCallDelta) -> bool:
+        return delta.index == 0 or not self._options.is_one_call
+
+
+def _parser_of(model: ModelText, options: TextOptions, prompt: Prompt) -> AnswerParser:
+    ids = prompt.tokens if prompt.continued is None else prompt.continued.tail
+    try:
+        tail = model.tokenizer.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    except BaseException:  # noqa: BLE001 - `tokenizers` raises the bare class, or panics
+        tail = ""  # this answer cannot be decoded either
+    is_thinking = model.answer_format.opens_reasoning(tail)
+    if prompt.continued is not None and prompt.continued.said.reasoning:
+        has_thought = model.answer_format.closes_reasoning(tail)
+        is_thinking = not (prompt.continued.said.content or has_thought)
+    return model.answer_format.parser(
+        has_tools=bool(prompt.tools) and options.may_call,
+        starts_in_reasoning=is_thinking,
+        new_call_id=new_call_id,
+        tools=prompt.tools,
+    )

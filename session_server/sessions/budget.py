@@ -40,6 +40,11 @@ class OwnerBudget:
         return self._total
 
     @property
+    def limit(self) -> int:
+        """Return what all owners may hold together."""
+        return self._limit
+
+    @property
     def owners(self) -> frozenset[Owner]:
         """Return the owners that hold anything."""
         return frozenset(self._held)

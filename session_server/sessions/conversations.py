@@ -9,24 +9,23 @@ While a call uses one nobody else finds it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from session_server.core.errors import SessionBusy, SessionClosing, SessionNotFound
 from session_server.core.owner import Owner
-from session_server.core.session_events import Message, TurnCompleted, TurnEnd
+from session_server.core.session_events import ChatInput, TurnCompleted, TurnEnd
+from session_server.sessions.agreement import digests_of, next_digest
+from session_server.sessions.items import message_of_answer
 from session_server.sessions.manager import SessionManager
+from session_server.sessions.resting import CountReaders, idle_view
 from session_server.sessions.views import OpenRequest, SessionView
 
 MAX_UNNAMED: Final = 64
 """Sessions of unnamed conversations that one owner keeps at rest; the oldest closes."""
 
 _Key = TypeVar("_Key")
-
-CountReaders = Callable[[Owner, str], int]
-"""How many readers a session of an owner has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +89,12 @@ class UnnamedConversations:
         self._at_rest = _AtRest()
         manager.on_no_room(self._make_room)
 
-    def claim(self, owner: Owner, messages: Sequence[Message], *, hint: str) -> Claim:
+    def claim(self, owner: Owner, chat: ChatInput, *, hint: str) -> Claim:
         """Return the session that holds the longest beginning of a conversation up to an answer and
-        nothing else, or a new one. Conversations of different hints are different. Raises what
-        `SessionManager.open` raises."""
-        digests = _digests_of(messages, hint)
-        session_id, num_held = self._find(owner, messages, digests, hint=hint)
+        nothing else, or a new one. Conversations of different hints or tools are different. Raises
+        what `SessionManager.open` raises."""
+        digests = digests_of(chat.messages, chat.tools, hint=hint)
+        session_id, num_held = self._find(owner, chat, digests, hint=hint)
         if session_id is None:
             session_id = self._manager.open(owner, OpenRequest()).session_id
         return Claim(
@@ -111,8 +110,8 @@ class UnnamedConversations:
         """Leave a session to the next call, after its turn's end; None: the turn was refused."""
         digest = claim.answered
         if isinstance(end, TurnCompleted):
-            digest = _next_digest(claim.said, Message("assistant", end.outcome.text))
-        view = self._idle(claim.owner, claim.session_id)
+            digest = next_digest(claim.said, message_of_answer(end.outcome))
+        view = idle_view(self._manager, claim.owner, claim.session_id)
         if view is None or view.num_uses > claim.num_uses + 1:
             return  # it is theirs who have used it meanwhile
         if digest is None:
@@ -128,49 +127,49 @@ class UnnamedConversations:
         return len(self._at_rest.by_owner.get(owner, ()))
 
     def _find(
-        self, owner: Owner, messages: Sequence[Message], digests: list[bytes], *, hint: str
+        self, owner: Owner, chat: ChatInput, digests: list[bytes], *, hint: str
     ) -> tuple[str | None, int]:
         """Return the session that holds the longest beginning of a conversation up to an answer,
         and the number of messages in it: a session that holds nothing else, or a fork of one."""
         branch: tuple[int, str, str | None] | None = None
         # The last message is new, even where it is an answer that the client wrote.
-        for length in range(len(messages) - 1, 0, -1):
-            if messages[length - 1].role != "assistant":
+        for length in range(len(chat.messages) - 1, 0, -1):
+            if chat.messages[length - 1].role != "assistant":
                 continue
             session_id = self._take(owner, digests[length - 1])
             if session_id is not None:
                 return session_id, length
-            branch = branch or self._longest_branch(owner, messages, hint)
+            branch = branch or self._longest_branch(owner, chat, hint)
             if branch[0] >= length:
                 with contextlib.suppress(SessionNotFound, SessionClosing, SessionBusy):
                     return self._fork(owner, *branch[1:]), branch[0]
         return None, 0
 
     def _longest_branch(
-        self, owner: Owner, messages: Sequence[Message], hint: str
+        self, owner: Owner, chat: ChatInput, hint: str
     ) -> tuple[int, str, str | None]:
         """Return how many messages the session at rest that goes on otherwise behind the longest
-        beginning holds of it, its id, and that of the last item there."""
+        beginning holds of it, its id, and that of the last item there. One that somebody has used
+        by its id is theirs, and `_take` may forget it meanwhile."""
         longest: tuple[int, str, str | None] = 0, "", None
         for session_id in self._at_rest.by_owner.get(owner, ()):
-            if self._at_rest.sessions[owner, session_id].hint != hint:
+            resting = self._at_rest.sessions[owner, session_id]
+            if resting.hint != hint or not self._is_unused(resting):
                 continue
             with contextlib.suppress(SessionNotFound):
-                num_agreed, item_id = self._manager.edits.last_agreed(owner, session_id, messages)
+                num_agreed, item_id = self._manager.edits.last_agreed(owner, session_id, chat)
                 if num_agreed > longest[0]:
                     longest = num_agreed, session_id, item_id
         return longest
 
     def _fork(self, owner: Owner, source: str, at_item: str | None) -> str:
-        """Fork a session at rest, which rests on if nobody else has used it."""
+        """Fork a session at rest, which rests on."""
         resting = self._at_rest.pop(owner, source)  # so that nothing spares it for its own fork
-        is_unused = self._is_unused(resting)
         try:
             return self._manager.edits.fork(owner, source, at_item=at_item).session_id
         finally:
-            if is_unused:
-                view = self._manager.get(owner, source)
-                self._rest(view, owner, resting.hint, resting.digest)
+            view = self._manager.get(owner, source)
+            self._rest(view, owner, resting.hint, resting.digest)
 
     def _rest(self, view: SessionView, owner: Owner, hint: str, digest: bytes) -> None:
         left = (view.epoch, view.num_uses)
@@ -205,18 +204,9 @@ class UnnamedConversations:
         return None
 
     def _is_unused(self, resting: _Resting) -> bool:
-        view = self._idle(resting.owner, resting.session_id)
+        view = idle_view(self._manager, resting.owner, resting.session_id)
         left = (resting.epoch, resting.num_uses)
         return view is not None and (view.epoch, view.num_uses) == left
-
-    def _idle(self, owner: Owner, session_id: str) -> SessionView | None:
-        """Return a session that is open and in which no turn runs or waits; None for any other."""
-        try:
-            view = self._manager.get(owner, session_id)
-        except SessionNotFound:
-            return None
-        is_idle = view.running_turn is None and view.queued_turns == 0
-        return view if is_idle and view.state != "closing" else None
 
 
 def _discard(found: dict[_Key, dict[str, None]], key: _Key, session_id: str) -> None:
@@ -224,20 +214,3 @@ def _discard(found: dict[_Key, dict[str, None]], key: _Key, session_id: str) -> 
     del found[key][session_id]
     if not found[key]:
         del found[key]
-
-
-def _digests_of(messages: Sequence[Message], hint: str) -> list[bytes]:
-    """Return, for each message, a digest of the conversation up to it."""
-    digest = _next_digest(b"", Message("", hint))
-    digests = []
-    for message in messages:
-        digest = _next_digest(digest, message)
-        digests.append(digest)
-    return digests
-
-
-def _next_digest(digest: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation with one more message."""
-    state = hashlib.blake2b(digest + message.role.encode() + b"\0", digest_size=16)
-    state.update(message.content.encode("utf-8", "surrogatepass"))
-    return state.digest()

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from msgspec import structs
 
 from session_server.core.errors import ItemNotFound, SessionBusy, UnsupportedOperation
 from session_server.core.owner import Owner
-from session_server.core.session_events import ItemEdited, Message, SessionForked, SessionRewound
-from session_server.sessions.engine_link import EngineLink
+from session_server.core.session_events import ChatInput, ItemEdited, SessionForked, SessionRewound
 from session_server.sessions.footprint import message_bytes
-from session_server.sessions.quotas import Quotas, SessionLimits
-from session_server.sessions.registry import SessionRegistry
+from session_server.sessions.items import message_of
+from session_server.sessions.parts import NOT_ENDED, SessionParts
+from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.retention import SessionRetention
 from session_server.sessions.session import Session
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.validation import check_messages
 from session_server.sessions.views import OpenRequest, SessionView
 from session_server.text.model_text import ModelText
-
-
-@dataclass(frozen=True, slots=True)
-class SessionParts:
-    """Hold the parts of a manager that know its sessions."""
-
-    sessions: SessionRegistry
-    link: EngineLink
-    quotas: Quotas
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +35,11 @@ class HistoryEdits:
     clock: Callable[[], float]
     open_with: Callable[[Owner, OpenRequest, Transcript], SessionView]
 
+    @property
+    def retention(self) -> SessionRetention:
+        """Return what cools and pins these sessions."""
+        return SessionRetention(self.parts, self.limits)
+
     def rewind(self, owner: Owner, session_id: str, to_item: str | None) -> SessionView:
         """Go back to where the conversation ended with this item; None: to its beginning.
 
@@ -49,14 +48,14 @@ class HistoryEdits:
             SessionBusy: a turn has not ended.
             ItemNotFound: there is no such item.
         """
-        session = self._resting(owner, session_id)
+        session = self.parts.resting(owner, session_id)
         self._cut(session, 0 if to_item is None else _index_of(session, to_item) + 1)
         lengths = len(session.transcript), self._kept_len(session)
         session.journal.append(SessionRewound(to_item, *lengths))
         return session.view()
 
     def edit_item(self, owner: Owner, session_id: str, item_id: str, content: str) -> SessionView:
-        """Give an item another content, and drop those behind it.
+        """Give an item another text, and drop those behind it.
 
         It is a message like any other then: the next turn renders and computes it.
 
@@ -66,7 +65,7 @@ class HistoryEdits:
             InvalidRequest: the content is too long.
             QuotaExceeded, ServerBusy: conversations have no room for it.
         """
-        session = self._resting(owner, session_id)
+        session = self.parts.resting(owner, session_id)
         index = _index_of(session, item_id)
         item = session.transcript.item(index)
         if item.role == "raw":
@@ -75,11 +74,11 @@ class HistoryEdits:
             )
         if self.text.chat is None or not session.transcript.can_render(index):
             raise UnsupportedOperation("no later turn could render this item", param="item_id")
-        message = Message(item.role, content)
+        message = structs.replace(message_of(item), content=content)
         check_messages((message,), self.limits)
         self.parts.quotas.check_growth(owner, message_bytes(message))
         self._cut(session, index)
-        session.transcript.add_open(item.role, content, item_id=item_id)
+        session.transcript.add_open(message, item_id=item_id)
         self.parts.quotas.recount(session)
         lengths = len(session.transcript), self._kept_len(session)
         session.journal.append(ItemEdited(item_id, *lengths))
@@ -98,7 +97,22 @@ class HistoryEdits:
         Its first turn finds the KV that both have in common in the radix tree, as far as it is
         there. It is not pinned. Raises what `rewind` and `SessionManager.open` raise.
         """
-        source = self._resting(owner, session_id)
+        if not self.parts.sessions.get(owner, session_id).is_idle:
+            raise SessionBusy(NOT_ENDED)
+        return self.branch(owner, session_id, at_item=at_item, new_id=new_id)
+
+    def branch(
+        self,
+        owner: Owner,
+        session_id: str,
+        *,
+        at_item: str | None = None,
+        new_id: str | None = None,
+    ) -> SessionView:
+        """Fork what has ended in a session, whatever runs in it now. Raises what `fork` raises, but
+        for SessionBusy."""
+        source = self.parts.sessions.use(owner, session_id)
+        source.check_not_closing()
         num_items = source.transcript.num_items
         if at_item is not None:
             num_items = _index_of(source, at_item) + 1
@@ -110,22 +124,23 @@ class HistoryEdits:
             source.journal.append(SessionForked(view.session_id, view.num_tokens))
         return view
 
-    def last_agreed(
-        self, owner: Owner, session_id: str, messages: Sequence[Message]
-    ) -> tuple[int, str | None]:
+    def fork_before(self, owner: Owner, session_id: str, turn_id: str) -> SessionView:
+        """Open a session with the conversation as it was before this turn, which may still run.
+
+        It is for another answer to the turn's input. Readers are not told, and the session counts
+        as unused. Raises SessionNotFound and what `SessionManager.open` raises.
+        """
+        source = self.parts.sessions.get(owner, session_id)
+        transcript, ttl_s = source.transcript, source.settings.ttl_s
+        said = transcript.fork(transcript.num_items_before(turn_id))
+        return self.open_with(owner, OpenRequest(ttl_s=ttl_s), said)
+
+    def last_agreed(self, owner: Owner, session_id: str, chat: ChatInput) -> tuple[int, str | None]:
         """Return how many items of a session, up to an answer, are what a whole conversation begins
         with, and the id of the last. Raises SessionNotFound."""
         transcript = self.parts.sessions.get(owner, session_id).transcript
-        num_agreed, _ = transcript.num_agreed(messages)
+        num_agreed, _ = transcript.num_agreed(chat)
         return num_agreed, transcript.item(num_agreed - 1).id if num_agreed else None
-
-    def _resting(self, owner: Owner, session_id: str) -> Session:
-        """Return a session whose history may change now."""
-        session = self.parts.sessions.use(owner, session_id)
-        session.check_not_closing()
-        if not session.is_idle:
-            raise SessionBusy("a turn of this session has not ended")
-        return session
 
     def _cut(self, session: Session, num_items: int) -> None:
         """Keep the first items of a session at rest."""

@@ -16,6 +16,7 @@ from typing import Final, Literal, assert_never, get_args
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.core.session_events import (
     CancelReason,
+    Message,
     Outcome,
     TokenUsage,
     TurnCancelled,
@@ -28,10 +29,10 @@ from session_server.sessions.turn import SessionTurn
 RECORD_BYTES: Final = 208
 """Host memory of one record at most, its place in the table included."""
 
-_RECORD: Final = Struct("<16sBBQIIIIII")
+_RECORD: Final = Struct("<16sBBQIIIIIII")
 """Fingerprint, kind, reason or code, sequence number of the end, entries since the beginning,
-number of the item, its index, tokens of the context, of it cached, generated. Packed, because a
-session keeps every one."""
+number of the item, its index, tokens of the context, of it cached, generated, drafted. Packed,
+because a session keeps every one."""
 
 _KINDS: Final = ("stop", "length", "kept", "dropped", "failed")
 _REASONS: Final[tuple[CancelReason, ...]] = get_args(CancelReason)
@@ -65,10 +66,19 @@ class EndedTurn:
             case _:
                 return "cancelled"
 
-    def short_end(self, turn_id: str, text: str) -> TurnEnd:
+    def short_end(self, turn_id: str, said: Message | None) -> TurnEnd:
         """Return the turn's end without what is no longer kept: token ids, logprobs, timings, the
         stop token or string that matched, the message of an error."""
-        outcome = Outcome(self.item_id, text, (), self.usage, None)
+        said = said or Message("assistant", "")
+        outcome = Outcome(
+            self.item_id,
+            said.content,
+            (),
+            self.usage,
+            None,
+            reasoning=said.reasoning,
+            tool_calls=said.tool_calls,
+        )
         match self.kind:
             case "stop" | "length" as reason:
                 return TurnCompleted(turn_id, reason, None, outcome)
@@ -111,6 +121,7 @@ class EndedTurns:
             usage.input_tokens,
             usage.cached_tokens,
             usage.output_tokens,
+            usage.drafted_tokens,
         )
 
     def find(self, turn_id: str) -> EndedTurn | None:

@@ -13,6 +13,7 @@ from typing import Final, assert_never
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.core.session_events import (
     ChatInput,
+    ContinueInput,
     ItemEdited,
     Message,
     Outcome,
@@ -25,6 +26,8 @@ from session_server.core.session_events import (
     SessionUpdated,
     TextInput,
     TokenInput,
+    ToolCall,
+    ToolCallDelta,
     TurnCancelled,
     TurnCompleted,
     TurnCreated,
@@ -45,8 +48,12 @@ ENTRY_BYTES: Final = 288
 OUTCOME_BYTES: Final = 704
 ITEM_BYTES: Final = 192
 MESSAGE_BYTES: Final = 64
+CALL_BYTES: Final = 64
+"""A call or a piece of one, without its texts."""
+
 METADATA_ENTRY_BYTES: Final = 40
 BIAS_BYTES: Final = 136
+GRAMMAR_BYTES: Final = 48
 TOKEN_BYTES: Final = 40
 """One token id in a tuple or a list. An array takes four; its size is measured."""
 
@@ -67,12 +74,29 @@ def text_bytes(text: str) -> int:
 
 def message_bytes(message: Message) -> int:
     """Return the bytes of one chat message."""
-    return MESSAGE_BYTES + text_bytes(message.content)
+    return MESSAGE_BYTES + _said_bytes(message)
 
 
-def item_bytes(turn_id: str, text: str) -> int:
-    """Return the bytes of one item of a conversation."""
-    return ITEM_BYTES + text_bytes(turn_id) + text_bytes(text)
+def item_bytes(turn_id: str, message: Message) -> int:
+    """Return the bytes of one item of a conversation, and of a message beside it, which shares its
+    texts."""
+    return ITEM_BYTES + MESSAGE_BYTES + text_bytes(turn_id) + _said_bytes(message)
+
+
+def call_bytes(calls: Sequence[ToolCall | ToolCallDelta]) -> int:
+    """Return the bytes of calls, or pieces of calls."""
+    texts = (text for call in calls for text in (call.id, call.name, call.arguments))
+    return CALL_BYTES * len(calls) + sum(map(text_bytes, texts))
+
+
+def _said_bytes(message: Message) -> int:
+    num_bytes = text_bytes(message.content) + call_bytes(message.tool_calls)
+    return num_bytes + _optional_bytes(message.tool_call_id) + _optional_bytes(message.reasoning)
+
+
+def _optional_bytes(text: str) -> int:
+    """Return the bytes of a text that mostly is the empty one, which all share."""
+    return text_bytes(text) if text else 0
 
 
 def metadata_bytes(metadata: Mapping[str, str]) -> int:
@@ -98,12 +122,14 @@ def max_score_bytes(sampling: SamplingParams, context_len: int) -> int:
 def input_bytes(turn_input: TurnInput) -> int:
     """Return the bytes of a turn's input."""
     match turn_input:
-        case ChatInput(messages=messages):
-            return sum(map(message_bytes, messages))
+        case ChatInput(messages=messages, tools=tools):
+            return sum(map(message_bytes, messages)) + sum(map(text_bytes, tools))
         case TextInput(text=text):
             return text_bytes(text)
         case TokenInput(token_ids=token_ids):
             return TOKEN_BYTES * len(token_ids)
+        case ContinueInput():
+            return 0
         case _:
             assert_never(turn_input)
 
@@ -124,6 +150,7 @@ def entry_bytes(entry: SessionEntry) -> int:
     match entry:
         case TurnDelta(text=text, token_ids=token_ids, logprobs=logprobs):
             num_bytes = text_bytes(text) + TOKEN_BYTES * len(token_ids)
+            num_bytes += call_bytes(entry.tool_calls) + _optional_bytes(entry.reasoning)
             return ENTRY_BYTES + num_bytes + logprob_bytes(logprobs)
         case TurnCompleted(outcome=outcome) | TurnCancelled(outcome=outcome):
             return ENTRY_BYTES + _outcome_bytes(outcome)
@@ -148,9 +175,11 @@ def entry_bytes(entry: SessionEntry) -> int:
 
 def _outcome_bytes(outcome: Outcome) -> int:
     num_bytes = OUTCOME_BYTES + text_bytes(outcome.text) + TOKEN_BYTES * len(outcome.token_ids)
+    num_bytes += call_bytes(outcome.tool_calls) + _optional_bytes(outcome.reasoning)
     return num_bytes + logprob_bytes(outcome.logprobs) + logprob_bytes(outcome.prompt_logprobs)
 
 
 def _sampling_bytes(sampling: SamplingParams) -> int:
     num_ids = len(sampling.stop_token_ids)
-    return TOKEN_BYTES * num_ids + BIAS_BYTES * len(sampling.logit_bias)
+    num_bytes = 0 if sampling.grammar is None else GRAMMAR_BYTES + text_bytes(sampling.grammar.text)
+    return num_bytes + TOKEN_BYTES * num_ids + BIAS_BYTES * len(sampling.logit_bias)

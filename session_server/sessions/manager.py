@@ -23,15 +23,10 @@ from session_server.core.events import (
     EngineDied,
     EngineEvent,
     EngineReady,
+    InputDrafted,
     MemoryReported,
-    PrefillProgressed,
-    PromptLogprobsComputed,
     SessionCooled,
     SessionRefused,
-    TokensProduced,
-    TurnFailed,
-    TurnFinished,
-    TurnStarted,
 )
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
@@ -40,15 +35,17 @@ from session_server.core.session_events import (
     RawInput,
     SessionClosed,
     SessionDraining,
-    SessionUpdated,
     TurnEnd,
     TurnRequest,
 )
-from session_server.sessions.edits import HistoryEdits, SessionParts
+from session_server.sessions.drafts import SessionDrafts
+from session_server.sessions.drain import Drain
+from session_server.sessions.edits import HistoryEdits
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import input_bytes, message_bytes, metadata_bytes
 from session_server.sessions.journal import Journal
 from session_server.sessions.opening import check_repeated, new_session
+from session_server.sessions.parts import SessionParts
 from session_server.sessions.prompt import check_num_ids
 from session_server.sessions.quotas import MakeRoom, QuotaLimits, Quotas, SessionLimits
 from session_server.sessions.registry import SessionRegistry, cursor_of
@@ -62,7 +59,7 @@ from session_server.sessions.turn import (
     fingerprint,
     with_allowed_priority,
 )
-from session_server.sessions.turn_flow import TurnFlow
+from session_server.sessions.turn_flow import TurnEvent, TurnFlow
 from session_server.sessions.validation import (
     check_metadata,
     check_open,
@@ -113,13 +110,15 @@ class SessionManager:
         )
         self._sessions = SessionRegistry()
         self._link = EngineLink(engine, clock=clock)
-        self._is_draining = False
-        self._became_idle = asyncio.Event()
+        self._drain = Drain()
         self._flow = TurnFlow(
             self._link, text, limits=self._limits, quotas=self._quotas, clock=clock, salts=salts
         )
         self._flow.on_idle = self._on_idle
-        parts = SessionParts(self._sessions, self._link, self._quotas)
+        prompts = self._flow.prompt_builder
+        mark_cold = self._flow.mark_cold
+        parts = SessionParts(self._sessions, self._link, self._quotas, prompts, mark_cold)
+        self.drafts = SessionDrafts(parts, self._flow.copies, text, self._limits, clock)
         self.edits = HistoryEdits(parts, text, self._limits, clock, self._open_with)
 
     @property
@@ -135,7 +134,7 @@ class SessionManager:
     @property
     def is_draining(self) -> bool:
         """Return whether the server shuts down and accepts no new work."""
-        return self._is_draining
+        return self._drain.is_on
 
     async def start(self, observers: Sequence[EventListener] = ()) -> EngineReady:
         """Start the engine; `observers` get each of its events before the sessions do. Raises
@@ -231,7 +230,7 @@ class SessionManager:
         session.life.last_active_s = self._clock()
         self._sessions.deadlines.watch(session)
         self._quotas.recount(session)
-        session.journal.append(SessionUpdated(settings.ttl_s, dict(settings.metadata)))
+        session.journal.append(settings.updated())
         return session.view()
 
     def close(
@@ -260,8 +259,8 @@ class SessionManager:
         self._quotas.check_growth(owner, num_bytes)
 
     def on_no_room(self, make_room: MakeRoom) -> None:
-        """Set what is asked before an owner is refused for want of room."""
-        self._quotas.make_room = make_room
+        """Add to those that are asked before an owner is refused for want of room."""
+        self._quotas.room_makers.append(make_room)
 
     def set_attached_bytes(self, owner: Owner, session_id: str, num_bytes: int) -> None:
         """Set the bytes that another surface keeps with a session. Raises SessionNotFound."""
@@ -280,18 +279,18 @@ class SessionManager:
         """Accept a turn, or reject it by raising with nothing changed.
 
         Returns as soon as the turn waits in the queue or was sent to the engine. Turns run in the
-        order of these calls. A turn id seen before in this session returns the same turn again,
-        however long ago it ended. Canceling the caller does not cancel the turn. `on_end` is called
-        with the terminal entry of a turn that this call has added.
+        order of these calls. A turn id seen before in this session returns the same turn. Canceling
+        the caller does not cancel it. `on_end` is called with the terminal entry of a new turn.
 
         Raises:
             SessionNotFound, SessionClosing: no session to run it in.
             SessionBusy: a turn runs, and `request.queue` is False or the queue is full.
             TurnConflict: the turn id was used with another request.
-            InvalidRequest, UnsupportedOperation, TokenizeFailed: the input is at fault.
+            InvalidRequest, UnsupportedOperation, TokenizeFailed: the input or grammar is at fault.
             ContextTooLong: it cannot fit; a turn that must wait first fails later instead.
             QuotaExceeded, ServerBusy, ServerDraining, EngineUnavailable
         """
+        await self._flow.prompt_builder.check_grammar(owner, request.sampling.grammar)
         session = self._sessions.use(owner, session_id)
         if self._link.ready is not None:
             check_num_ids(request.input, self._link.ready.max_turn_len)
@@ -304,6 +303,7 @@ class SessionManager:
         if turn is None:
             turn = self._new_turn(session, with_allowed_priority(request, owner), digest)
             turn.on_end = on_end
+            self.drafts.stop(session)
             self._flow.enqueue(session, turn)
         else:
             check_same_request(turn.fingerprint, digest)
@@ -337,7 +337,7 @@ class SessionManager:
         return session.view_of(turn.request.turn_id)
 
     def turn(self, owner: Owner, session_id: str, turn_id: str) -> TurnView:
-        """Return a turn that waits, runs or has ended. Raises SessionNotFound, TurnNotFound."""
+        """Return a turn, ended or not. Raises SessionNotFound, TurnNotFound."""
         return self._sessions.get(owner, session_id).view_of(turn_id)
 
     def journal(self, owner: Owner, session_id: str) -> Journal:
@@ -385,16 +385,12 @@ class SessionManager:
 
     def on_event(self, event: EngineEvent) -> None:
         """Process one engine event; called on the event loop's thread, in order."""
+        if isinstance(event, TurnEvent):
+            self._flow.on_turn_event(event)
+            return
         match event:
-            case (
-                TurnStarted()
-                | PrefillProgressed()
-                | PromptLogprobsComputed()
-                | TokensProduced()
-                | TurnFinished()
-                | TurnFailed()
-            ):
-                self._flow.on_turn_event(event)
+            case InputDrafted():
+                self.drafts.on_drafted(event)
             case SessionCooled(session_id=session_id):
                 session = self._sessions.find_by_engine_id(session_id)
                 if session is not None:
@@ -407,6 +403,7 @@ class SessionManager:
             case EngineDied(will_restart=will_restart):
                 self._link.on_event(event)
                 self._flow.on_engine_lost(will_restart=will_restart)
+                self.drafts.on_engine_lost(self._flow.backlog)
             case EngineReady():
                 self._link.on_event(event)
                 self._flow.retry()
@@ -442,8 +439,8 @@ class SessionManager:
 
         Turns still running then are canceled and keep their output. A second call waits likewise.
         """
-        if not self._is_draining:
-            self._is_draining = True
+        if not self._drain.is_on:
+            self._drain.is_on = True
             async for session in self._sessions.in_slices():
                 session.journal.append(SessionDraining(deadline_s))
                 if session.queue:
@@ -465,7 +462,7 @@ class SessionManager:
 
     def _check_open(self, owner: Owner, request: OpenRequest) -> None:
         """Reject what can be rejected without tokenizing the messages."""
-        if self._is_draining:
+        if self._drain.is_on:
             raise ServerDraining("the server is shutting down")
         check_open(request, self._limits)
         if request.session_id is not None:
@@ -500,13 +497,15 @@ class SessionManager:
     def _on_idle(self, session: Session) -> None:
         """Finish a close that waited for the last turn to end. Does nothing for a session that is
         closed already: whoever is told of a turn's end may close its session."""
-        self._became_idle.set()
+        self._drain.became_idle.set()
         if session.journal.is_closed:
             return
         if session.settings.is_single_turn and session.closing is None:
             session.closing = "client"
         if session.closing is None or not session.is_idle:
+            self.drafts.start(session)
             return
+        self.drafts.stop(session)
         if session.copy.known_len(self._link.generation) is not None:
             self._link.send_or_queue(CloseSession(session_id=session.copy.session_id))
         self._sessions.remove(session)
@@ -519,7 +518,7 @@ class SessionManager:
 
     def _new_turn(self, session: Session, request: TurnRequest, digest: bytes) -> SessionTurn:
         """Check, count and return a turn that is new to its session."""
-        if self._is_draining:
+        if self._drain.is_on:
             raise ServerDraining("the server is shutting down")
         session.check_not_closing()
         if self._link.is_gone or self._link.ready is None:
@@ -549,5 +548,5 @@ class SessionManager:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 while self._flow.counts.live:
-                    self._became_idle.clear()
-                    await self._became_idle.wait()
+                    self._drain.became_idle.clear()
+                    await self._drain.became_idle.wait()

@@ -15,7 +15,7 @@ from session_server.sessions.replay import Replay
 from session_server.sessions.session import Session, SessionConfig, SessionLife
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import digest_of
-from session_server.sessions.views import HistoryMode, OpenRequest
+from session_server.sessions.views import HistoryMode, HistoryModes, OpenRequest
 from session_server.text.model_text import ModelText
 
 
@@ -34,12 +34,11 @@ def new_session(
         UnsupportedOperation: messages without a chat template, `history` "append" with a template
             that rewrites its history, or a pinned session where no memory is kept for any.
     """
-    if request.pinned and not limits.allows_pinned:
-        raise UnsupportedOperation(
-            "this server keeps no KV memory for pinned sessions: start it with --pinned-fraction",
-            param="pinned",
-        )
-    mode = _history_mode(request, text)
+    if request.pinned:
+        check_can_pin(limits)
+    if text.chat is None and request.messages:
+        raise UnsupportedOperation("this model has no chat template", param="messages")
+    modes = history_modes(request.history, text)
     session = Session(
         owner=owner,
         session_id="",
@@ -52,11 +51,20 @@ def new_session(
             request_digest=b"" if request.idempotency_key is None else fingerprint(request),
         ),
         journal=Journal(limits.journal, replay=replay, clock=clock),
-        transcript=Transcript(mode, request.messages, now=datetime.now().astimezone()),
+        transcript=Transcript(modes, request.messages, now=datetime.now().astimezone()),
         life=SessionLife(clock()),
     )
     session.session_id = request.session_id or session.copy.session_id
     return session
+
+
+def check_can_pin(limits: SessionLimits) -> None:
+    """Reject a pinned session where no memory is kept for any. Raises UnsupportedOperation."""
+    if not limits.allows_pinned:
+        raise UnsupportedOperation(
+            "this server keeps no KV memory for pinned sessions: start it with --pinned-fraction",
+            param="pinned",
+        )
 
 
 def fingerprint(request: OpenRequest) -> bytes:
@@ -79,14 +87,19 @@ def check_repeated(session: Session, request: OpenRequest) -> None:
         raise SessionExists("the key was used with another request", param="idempotency-key")
 
 
-def _history_mode(request: OpenRequest, text: ModelText) -> HistoryMode:
-    chat = text.chat
-    if chat is None and request.messages:
-        raise UnsupportedOperation("this model has no chat template", param="messages")
-    if request.history == "append" and chat is not None and not chat.can_append:
+def history_modes(asked: HistoryMode | None, text: ModelText) -> HistoryModes:
+    """Return how a session renders its history. Raises UnsupportedOperation."""
+    if text.chat is None:
+        mode = asked or "append"
+        return HistoryModes(mode, mode)
+    traits = text.chat.traits
+    if asked == "append" and not traits.can_append:
         raise UnsupportedOperation(
             "this model's chat template rewrites its history: use template", param="history"
         )
-    if request.history is not None:
-        return request.history
-    return "append" if chat is None or chat.can_append else "template"
+    if asked == "template":
+        return HistoryModes("template", "template")
+    return HistoryModes(
+        "append" if traits.can_append else "template",
+        "append" if traits.can_append_tools else "template",
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final, TypeVar, assert_never
 
@@ -21,7 +21,14 @@ from session_server.core.errors import (
     UnsupportedOperation,
 )
 from session_server.core.sampling import SamplingParams
-from session_server.core.session_events import ChatInput, Message, TextInput, TokenInput, TurnInput
+from session_server.core.session_events import (
+    ChatInput,
+    ContinueInput,
+    Message,
+    TextInput,
+    TokenInput,
+    TurnInput,
+)
 from session_server.sessions.views import HistoryMode
 from session_server.text.chat_encoder import ChatEncoder, check_roles
 from session_server.text.chat_template import RenderFrame
@@ -30,8 +37,25 @@ from session_server.text.rendering import Rendering
 
 _T = TypeVar("_T")
 
+NUM_TAIL: Final = 32
+"""Last tokens of an answer that say how its text goes on."""
+
 _PROBE_CHARS_PER_TOKEN: Final = 16
 """Characters of a beginning per token that fits: four times what most texts take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """Hold the answer that a turn goes on from: its item, what it says, and its last tokens.
+
+    `is_rendered`: its tokens are the end of the history. `is_raw`: it answers raw input.
+    """
+
+    item_id: str
+    said: Message
+    tail: tuple[int, ...]
+    is_rendered: bool
+    is_raw: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +67,11 @@ class PromptState:
     `open_messages`: messages after it that no answer follows yet; what the history holds beyond
     `answer_len` is their render, and they are rendered again together with new ones. `messages`:
     the whole conversation, None when raw input made it unknown; kept for `mode` "template" only.
+    `tools`: what the conversation is rendered with.
     `num_agreed`: of an input that is a whole conversation, the leading messages that the history
     holds already, the last of them an answer; everything above describes the history up to there.
     `num_kept`: the items that stay, of which those behind that answer are rendered again.
+    `last`: the answer that the conversation ends with, for a turn that goes on from it.
     """
 
     mode: HistoryMode
@@ -55,8 +81,10 @@ class PromptState:
     open_messages: tuple[Message, ...]
     messages: tuple[Message, ...] | None
     now: datetime
+    tools: tuple[str, ...] = ()
     num_agreed: int = 0
     num_kept: int = 0
+    last: Continued | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -74,7 +102,8 @@ class Prompt:
 
     `messages` holds the chat messages that become items, empty for raw input, whose text is
     `raw_text`. With `generate` False the turn only computes its input. `num_items`: the items of
-    the conversation that stay; None keeps all.
+    the conversation that stay; None keeps all. `tools`: those of the conversation from here on.
+    `continued`: the answer that grows instead of a new one.
     """
 
     keep_len: int
@@ -83,6 +112,20 @@ class Prompt:
     raw_text: str | None
     generate: bool
     num_items: int | None = None
+    tools: tuple[str, ...] = ()
+    continued: Continued | None = None
+
+    @property
+    def inputs(self) -> tuple[Message, ...]:
+        """Return what becomes items, raw input among it."""
+        raw = () if self.raw_text is None else (Message("raw", self.raw_text),)
+        return (*raw, *self.messages)
+
+    @property
+    def is_raw(self) -> bool:
+        """Return whether raw input is answered, in text alone."""
+        is_raw_continued = self.continued is not None and self.continued.is_raw
+        return self.raw_text is not None or is_raw_continued
 
     @property
     def context_len(self) -> int:
@@ -110,6 +153,8 @@ def build_prompt(
         case TokenInput(token_ids=token_ids):
             ids = list(token_ids)
             return (yield from _raw_prompt(text, state, ids, "", generate=generate))
+        case ContinueInput():
+            return (yield from _continued_prompt(text, state, generate=generate))
         case _:
             assert_never(turn_input)
 
@@ -173,6 +218,9 @@ def check_beginning(
             parts = [message.content.strip() for message in measured]
         case TextInput(text=raw):
             encode, parts = text.tokenizer.encode_control, [raw]
+        case ContinueInput():
+            encode = text.tokenizer.encode_content
+            parts = [message.content.strip() for message in state.open_messages]
         case TokenInput():
             return
         case _:
@@ -251,6 +299,7 @@ def _chat_prompt(
     if not pending or not (messages or generate):
         raise InvalidRequest("a turn needs at least one message", param="input")
     check_roles(pending)
+    _check_tools(chat, state, turn_input)
     frame = RenderFrame(state.now, add_generation_prompt=generate)
     keep_len, skip = 0, 0
     if state.mode == "template":
@@ -258,7 +307,8 @@ def _chat_prompt(
             raise UnsupportedOperation(
                 "messages cannot follow raw input where the template renders the whole history"
             )
-        ids = yield from chat.encode_all((*state.messages, *messages), frame)
+        every = (*state.messages, *messages)
+        ids = yield from chat.encode_all(every, frame, tools=state.tools)
     else:
         keep_len, ids, skip = yield from _encode_pending(text, state, pending, frame)
     if keep_len + len(ids) - skip == 0:
@@ -266,7 +316,24 @@ def _chat_prompt(
     num_items = None
     if turn_input.is_whole:
         num_items, messages = state.num_kept, turn_input.messages[state.num_kept :]
-    return Prompt(keep_len, tuple(ids[skip:]), messages, None, generate, num_items)
+    return Prompt(
+        keep_len, tuple(ids[skip:]), messages, None, generate, num_items, tools=state.tools
+    )
+
+
+def _check_tools(chat: ChatEncoder, state: PromptState, turn_input: ChatInput) -> None:
+    """Reject tools that the template does not write, or other ones in the middle of a
+    conversation. Raises UnsupportedOperation."""
+    if turn_input.tools and turn_input.tools != state.tools:
+        raise UnsupportedOperation(
+            "other tools need the conversation from its beginning: session.rewind to null first",
+            param="tools",
+        )
+    if state.tools and not chat.traits.takes_tools:
+        raise UnsupportedOperation("this model's chat template takes no tools", param="tools")
+    has_calls = any(message.tool_calls for message in state.new_messages(turn_input))
+    if has_calls and chat.traits.call_form is None:
+        raise UnsupportedOperation("this model's chat template takes no tool calls", param="input")
 
 
 def _raw_prompt(
@@ -284,7 +351,56 @@ def _raw_prompt(
             text, state, state.open_messages, frame
         )
         ids = [*rendered[skip:], *ids]
-    return Prompt(keep_len, tuple(ids), (), raw, generate)
+    return Prompt(keep_len, tuple(ids), (), raw, generate, tools=state.tools)
+
+
+def _continued_prompt(text: ModelText, state: PromptState, *, generate: bool) -> Rendering[Prompt]:
+    """Go on behind the last answer's last token but an end of turn. An answer that the history does
+    not hold is rendered as the beginning of one."""
+    last = state.last
+    if last is None:
+        raise InvalidRequest("the conversation does not end with an answer", param="continue")
+    if last.said.tool_calls or not generate:
+        what = "an answer that calls tools has ended" if generate else "it computes an answer"
+        raise InvalidRequest(f"continue is not possible here: {what}", param="continue")
+    if last.is_rendered:
+        num_ends = int(state.last_id in text.eos_token_ids)
+        tail = last.tail[: len(last.tail) - num_ends]
+        keep_len, ids = state.answer_len - num_ends, list[int]()
+    else:
+        keep_len, ids = yield from _encode_beginning(text, state, last.said)
+        tail = tuple(ids[-NUM_TAIL:])
+    return Prompt(
+        keep_len,
+        tuple(ids),
+        (),
+        None,
+        generate,
+        tools=state.tools,
+        continued=replace(last, tail=tail),
+    )
+
+
+def _encode_beginning(
+    text: ModelText, state: PromptState, said: Message
+) -> Rendering[tuple[int, list[int]]]:
+    """Encode the open messages up to an answer, and its text as what it begins with. Return how
+    many tokens of the history stay, and the ids."""
+    chat, frame = _chat_of(text), RenderFrame(state.now, add_generation_prompt=True)
+    before = (state.messages or state.open_messages)[:-1]
+    keep_len, skip = 0, 0
+    if not before and state.answer_len == 0:
+        raise InvalidRequest("nothing precedes the answer", param="continue")
+    if state.mode == "template":
+        ids = yield from chat.encode_all(before, frame, tools=state.tools)
+    else:
+        keep_len, ids, skip = yield from _encode_pending(text, state, before, frame)
+    prompt = text.tokenizer.decode(ids[-NUM_TAIL:], skip_special_tokens=False)
+    if said.reasoning or text.answer_format.opens_reasoning(prompt):
+        raise UnsupportedOperation(
+            "an answer that was changed and begins with reasoning cannot go on", param="continue"
+        )
+    return keep_len, [*ids[skip:], *text.tokenizer.encode_content(said.content)]
 
 
 def _encode_pending(
@@ -294,8 +410,8 @@ def _encode_pending(
     and how many of these to leave out."""
     chat = _chat_of(text)
     if state.answer_len == 0:
-        return 0, (yield from chat.encode_all(pending, frame)), 0
-    ids = yield from chat.encode_after_answer(pending, frame)
+        return 0, (yield from chat.encode_all(pending, frame, tools=state.tools)), 0
+    ids = yield from chat.encode_after_answer(pending, frame, tools=state.tools)
     # The answer and the template may both spell its end of turn: keep one of them.
     drop, skip = chat.join(state.last_id, ids, text.eos_token_ids)
     return state.answer_len - drop, ids, skip

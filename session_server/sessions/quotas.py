@@ -47,6 +47,7 @@ class SessionLimits:
     max_queued_turns: int = 4
     max_input_chars: int = 4 << 20
     max_messages: int = 4096
+    max_tools: int = 128
     max_metadata: int = 16
     max_stop_strings: int = 16
     max_stop_chars: int = 256
@@ -86,10 +87,6 @@ class MakeRoom(Protocol):
         ...
 
 
-def _spare_none(owner: Owner, *, of_others: bool) -> bool:
-    return False
-
-
 class Quotas:
     """Count everything that is limited per owner."""
 
@@ -101,7 +98,7 @@ class Quotas:
         self.openings: set[Session] = set()
         """Sessions that are counted and not open yet."""
         self.input_rate = InputRate(limits.owner_input_tokens_per_min)
-        self.make_room: MakeRoom = _spare_none
+        self.room_makers: list[MakeRoom] = []
 
     def check_session(self, owner: Owner, num_bytes: int) -> None:
         """Reject a session beyond the limit, or one that starts with more bytes than there is room
@@ -199,10 +196,10 @@ class Quotas:
             try:
                 return budget.check(owner, amount)
             except QuotaExceeded:
-                is_spared = self.make_room(owner, of_others=False)
+                of_others = False
             except ServerBusy:
-                is_spared = self.make_room(owner, of_others=True)
-            if not is_spared:
+                of_others = True
+            if not any(make(owner, of_others=of_others) for make in self.room_makers):
                 break
         return budget.check(owner, amount)
 

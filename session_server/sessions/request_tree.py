@@ -33,6 +33,7 @@ from session_server.core.errors import (
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
     ChatInput,
+    ContinueInput,
     TextInput,
     TokenInput,
     TurnEnd,
@@ -268,7 +269,7 @@ class RequestTrees:
         match turn_input:
             case TokenInput() | TextInput():
                 return await self._manager.encode(owner, turn_input, add_bos=is_first)
-            case ChatInput():
+            case ChatInput() | ContinueInput():
                 raise UnsupportedOperation("such a request takes text or token ids")
             case _:
                 assert_never(turn_input)

@@ -10,9 +10,16 @@ from typing import Literal
 from session_server.core.errors import SessionClosing, TurnNotActive, TurnNotFound
 from session_server.core.ids import SessionId, new_session_id
 from session_server.core.owner import Owner
-from session_server.core.session_events import CloseReason, SessionState, TurnEnd
+from session_server.core.session_events import (
+    CloseReason,
+    Message,
+    SessionState,
+    SessionUpdated,
+    TurnEnd,
+)
 from session_server.sessions.ended_turns import EndedTurn, EndedTurns
 from session_server.sessions.footprint import SESSION_BYTES, metadata_bytes
+from session_server.sessions.items import message_of, message_of_answer
 from session_server.sessions.journal import Journal
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import CancelAccepted, SessionTurn, TurnPhase
@@ -32,6 +39,10 @@ class SessionConfig:
     is_single_turn: bool
     created_s: float
     request_digest: bytes = b""
+
+    def updated(self) -> SessionUpdated:
+        """Return the journal entry for settings that hold now."""
+        return SessionUpdated(self.ttl_s, dict(self.metadata), self.is_pinned)
 
 
 @dataclass(slots=True)
@@ -145,6 +156,7 @@ class Session:
             queued_turns=len(self.queue),
             ttl_s=self.settings.ttl_s,
             metadata=dict(self.settings.metadata),
+            is_pinned=self.settings.is_pinned,
             history=self.transcript.mode,
             created_s=self.settings.created_s,
         )
@@ -152,13 +164,14 @@ class Session:
     def turn_view(self, turn: SessionTurn) -> TurnView:
         """Return the present state of an unfinished turn of this session."""
         is_running = turn.phase in (TurnPhase.RUNNING, TurnPhase.ENDING)
+        nothing = Message("assistant", "")
         return TurnView(
             turn_id=turn.request.turn_id,
             session_id=self.session_id,
             status="running" if is_running else "queued",
             position=self.turns().index(turn),
             created_seq=turn.created_seq,
-            text=turn.submitted.answer.text if turn.submitted else "",
+            said=turn.submitted.answer.message if turn.submitted else nothing,
             end=None,
         )
 
@@ -204,7 +217,7 @@ class Session:
         found, is_lost = self.journal.find(ended.end_seq), False
         if not isinstance(found, TurnEnd):
             item = self.transcript.answer_of(turn_id, ended.answer_index, ended.item_id)
-            found = ended.short_end(turn_id, "" if item is None else item.content)
+            found = ended.short_end(turn_id, None if item is None else message_of(item))
             is_lost = item is None and ended.usage.output_tokens > 0
         return TurnView(
             turn_id=turn_id,
@@ -212,7 +225,7 @@ class Session:
             status=ended.status,
             position=0,
             created_seq=ended.created_seq,
-            text=found.outcome.text,
+            said=message_of_answer(found.outcome),
             end=found,
             is_answer_lost=is_lost,
         )

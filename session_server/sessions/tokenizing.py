@@ -7,17 +7,20 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Final, TypeVar, assert_never
+from typing import Final, Protocol, TypeVar, assert_never
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
 from session_server.core.owner import Owner
+from session_server.core.sampling import Grammar
 from session_server.core.session_events import (
     ChatInput,
+    ContinueInput,
     Message,
     RawInput,
     TextInput,
     TokenInput,
     TurnInput,
+    TurnRequest,
 )
 from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.fair_slots import FairSlots
@@ -33,7 +36,6 @@ from session_server.sessions.prompt import (
     opening_len,
 )
 from session_server.sessions.quotas import SessionLimits
-from session_server.sessions.turn import SessionTurn
 from session_server.text.chat_template import RenderJob
 from session_server.text.model_text import ModelText
 from session_server.text.rendering import Rendering, advance, render_or_error
@@ -54,6 +56,14 @@ MESSAGE_CHARS: Final = 32
 
 _BYTES_PER_CHAR: Final = 4
 
+
+class Requested(Protocol):
+    """Describe what a prompt is built for, a turn or a draft; compared by identity."""
+
+    @property
+    def request(self) -> TurnRequest: ...
+
+
 _FAILED: Final = "the input could not be tokenized"
 _TOO_LONG: Final = "the input takes too long to tokenize"
 
@@ -73,14 +83,15 @@ class PromptBuilder:
         self._limits = limits
         self._slots = FairSlots(NUM_THREADS)
         self._renders = FairSlots(1)
+        self._checks = FairSlots(1)
         self._threads = DaemonThreads("tokenize")
-        self._tasks: dict[SessionTurn, asyncio.Task[PromptOutcome]] = {}
+        self._tasks: dict[Requested, asyncio.Task[PromptOutcome]] = {}
 
     def build(
         self,
         owner: Owner,
         state: PromptState,
-        turn: SessionTurn,
+        turn: Requested,
         on_built: Callable[[PromptOutcome], None],
         *,
         max_len: int,
@@ -118,7 +129,7 @@ class PromptBuilder:
         self._tasks[turn].add_done_callback(finish)
         return None
 
-    def cancel(self, turn: SessionTurn) -> bool:
+    def cancel(self, turn: Requested) -> bool:
         """Stop a build; return whether there is one. It holds its input until `on_built` is called:
         soon, unless a thread or the renderer works on it."""
         task = self._tasks.get(turn)
@@ -146,10 +157,45 @@ class PromptBuilder:
             raise outcome
         return tuple(outcome)
 
+    async def measure(
+        self, owner: Owner, state: PromptState, turn_input: TurnInput, *, max_len: int
+    ) -> int:
+        """Return the tokens of the context that a turn would have. Raises what its prompt
+        would."""
+
+        def steps() -> Rendering[int]:
+            check_beginning(self._text, state, turn_input, max_len=max_len)
+            built = build_prompt(self._text, state, turn_input, generate=True)
+            prompt = yield from check_rendered(self._text, built, max_len=max_len, param="input")
+            return prompt.context_len
+
+        resume = partial(advance, steps(), self._renderer)
+        is_large = self._is_large(state, turn_input)
+        stage = None if is_large else _outcome_of(resume)
+        outcome = await self._complete(owner, resume, stage, is_large=is_large)
+        if isinstance(outcome, SessionServerError):
+            raise outcome
+        return outcome
+
+    async def check_grammar(self, owner: Owner, grammar: Grammar | None) -> None:
+        """Reject a grammar that no answer can be held to. Raises InvalidRequest, ServerBusy."""
+        if grammar is None or self._text.grammars.knows(grammar):
+            return
+
+        async def check() -> SessionServerError | None:
+            try:
+                await self._text.grammars.check(grammar)
+            except SessionServerError as error:
+                return error
+            return None
+
+        if (error := await self._in_slot(self._checks, owner, check)) is not None:
+            raise error
+
     async def check_opening(self, owner: Owner, state: PromptState, *, max_len: int) -> None:
         """Reject first messages of a session that leave no room for a turn within `max_len`. Raises
         ContextTooLong, TokenizeFailed, ServerBusy."""
-        num_chars = sum(len(message.content) for message in state.open_messages)
+        num_chars = sum(message.num_chars for message in state.open_messages)
         # A text never has more tokens than bytes, so messages this short always fit and need not
         # be tokenized twice. The other half is room for what the template adds.
         if num_chars * _BYTES_PER_CHAR <= max_len // 2:
@@ -235,9 +281,12 @@ class PromptBuilder:
         num_chars = 0
         match turn_input:
             case ChatInput():
+                num_chars = sum(map(len, state.tools))
                 messages += [state.messages or (), state.new_messages(turn_input)]
             case TextInput(text=text):
                 num_chars = len(text)
+            case ContinueInput():
+                messages.append(state.messages or ())
             case TokenInput():
                 pass
             case _:
@@ -248,7 +297,7 @@ class PromptBuilder:
         """Return whether messages, with further text, are too large to tokenize inline. Look at no
         more of them than fit."""
         for message in messages:
-            num_chars += MESSAGE_CHARS + len(message.content)
+            num_chars += MESSAGE_CHARS + message.num_chars
             if num_chars > self._limits.inline_input_chars:
                 return True
         return num_chars > self._limits.inline_input_chars

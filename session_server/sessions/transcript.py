@@ -12,44 +12,56 @@ from collections.abc import Sequence
 from datetime import datetime
 
 import numpy as np
-from msgspec import structs
 
-from session_server.core.session_events import ChatInput, ConversationItem, Message, TurnInput
+from session_server.core.session_events import (
+    ChatInput,
+    ContinueInput,
+    ConversationItem,
+    Message,
+    TurnInput,
+)
+from session_server.sessions.agreement import agrees
 from session_server.sessions.answer_ends import Answers
-from session_server.sessions.footprint import MESSAGE_BYTES, item_bytes
-from session_server.sessions.prompt import Prompt, PromptState
-from session_server.sessions.views import HistoryMode
+from session_server.sessions.footprint import item_bytes, text_bytes
+from session_server.sessions.items import Items, message_of
+from session_server.sessions.prompt import NUM_TAIL, Continued, Prompt, PromptState
+from session_server.sessions.views import HistoryMode, HistoryModes
 
 
 class Transcript:
-    """Hold the tokens and items of one conversation."""
+    """Hold the tokens and items of one conversation, and the tools that it was rendered with."""
 
-    def __init__(self, mode: HistoryMode, messages: tuple[Message, ...], *, now: datetime) -> None:
-        self.mode: HistoryMode = mode
+    def __init__(
+        self, modes: HistoryModes, messages: tuple[Message, ...], *, now: datetime
+    ) -> None:
+        self._modes = modes
         self._now = now
         self._tokens = array("i")
+        self._tools: tuple[str, ...] = ()
         self._answer_len = 0
         self._is_end_replaced = False
         self._open = messages
-        self._messages: list[Message] | None = list(messages) if mode == "template" else None
-        self._items: list[ConversationItem] = []
+        self._items = Items()
         self._answers = Answers()
-        self._num_items = 0
-        self._item_bytes = 0
         self.attached_bytes = 0
         """Host memory of what a surface keeps with this conversation."""
         for message in messages:
-            self._add_item("", message.role, message.content)
+            self._add_item("", message)
 
     def __len__(self) -> int:
         """Return the number of tokens of the history."""
         return len(self._tokens)
 
     @property
+    def mode(self) -> HistoryMode:
+        """Return whether turns append, or render the whole conversation."""
+        return self._modes.of(self._tools)
+
+    @property
     def num_bytes(self) -> int:
-        """Return the host memory of tokens, items, messages and attached data."""
-        num_bytes = sys.getsizeof(self._tokens) + self._answers.num_bytes
-        return num_bytes + self._item_bytes + self.attached_bytes
+        """Return the host memory of tokens, items, tools and attached data."""
+        num_bytes = sys.getsizeof(self._tokens) + self._answers.num_bytes + self._items.num_bytes
+        return num_bytes + sum(map(text_bytes, self._tools)) + self.attached_bytes
 
     @property
     def num_items(self) -> int:
@@ -71,6 +83,12 @@ class Transcript:
         indexes = range(len(self._items) - 1, -1, -1)
         return next((index for index in indexes if self._items[index].id == item_id), None)
 
+    def num_items_before(self, turn_id: str) -> int:
+        """Return how many items there were before a turn; all, if it has left none."""
+        indexes = range(len(self._items))
+        of_turn = (index for index in indexes if self._items[index].turn_id == turn_id)
+        return next(of_turn, len(self._items))
+
     def answer_of(self, turn_id: str, index: int, item_id: str) -> ConversationItem | None:
         """Return the answer that a turn has left at `index`; None if it is gone, or was edited."""
         found = self._items[index] if index < len(self._items) else None
@@ -80,9 +98,9 @@ class Transcript:
     def growth(self, prompt: Prompt, turn_id: str) -> int:
         """Return the bytes that the input of a turn will add to the conversation."""
         num_bytes = self._tokens.itemsize * len(prompt.tokens)
-        if prompt.raw_text is not None:
-            num_bytes += _item_bytes(turn_id, prompt.raw_text)
-        return num_bytes + sum(_item_bytes(turn_id, m.content) for m in prompt.messages)
+        if prompt.tools != self._tools:
+            num_bytes += sum(map(text_bytes, prompt.tools))
+        return num_bytes + sum(item_bytes(turn_id, message) for message in prompt.inputs)
 
     def tokens(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
         """Return the token ids of positions [start, end)."""
@@ -90,58 +108,83 @@ class Transcript:
 
     def new_item_id(self) -> str:
         """Return an id for the next item; ids count up and are never reused in this session."""
-        self._num_items += 1
-        return f"i_{self._num_items}"
+        return self._items.new_id()
 
     def state(self, turn_input: TurnInput | None = None) -> PromptState:
         """Return what the next turn's prompt depends on, if that turn's input is this."""
-        if isinstance(turn_input, ChatInput) and turn_input.is_whole:
-            return self._state_where_agreed(turn_input.messages)
-        answer_len = self._answer_len
+        tools = self._tools
+        if isinstance(turn_input, ChatInput):
+            if turn_input.is_whole:
+                return self._state_where_agreed(turn_input)
+            if not self._tokens:
+                tools = turn_input.tools or tools
+        mode, answer_len = self._modes.of(tools), self._answer_len
         # If the template's end of turn replaced a sampled one, treat the answer as cut off before
         # it: the token that is now last must not be replaced as well.
         is_cut = answer_len == 0 or self._is_end_replaced
+        has_messages = mode == "template" and self._items.first_raw() is None
         return PromptState(
-            mode=self.mode,
+            mode=mode,
             num_tokens=len(self._tokens),
             answer_len=answer_len,
             last_id=-1 if is_cut else self._tokens[answer_len - 1],
             open_messages=self._open,
-            messages=None if self._messages is None else tuple(self._messages),
+            messages=self._items.messages() if has_messages else None,
             now=self._now,
+            tools=tools,
+            last=self._last_answer() if isinstance(turn_input, ContinueInput) else None,
         )
 
-    def num_agreed(self, messages: Sequence[Message]) -> tuple[int, int]:
+    def _last_answer(self) -> Continued | None:
+        """Return the answer that the conversation ends with."""
+        num_items = len(self._items)
+        if num_items == 0 or self._items[-1].role != "assistant":
+            return None
+        item, start = self._items[-1], max(0, self._answer_len - NUM_TAIL)
+        return Continued(
+            item.id,
+            message_of(item),
+            tuple(self._tokens[start : self._answer_len]),
+            is_rendered=not self._open and self._answers.last_before(num_items) == num_items,
+            is_raw=num_items > 1 and self._items[-2].role == "raw",
+        )
+
+    def num_agreed(self, chat: ChatInput) -> tuple[int, int]:
         """Compare the history with a whole conversation.
 
         Returns:
             How many leading messages say what the history holds, up to an answer; at least the last
-            message is new. How many items stay: with those, messages that no answer follows.
+            message is new, and with other tools all of them are. How many items stay: with those,
+            messages that no answer follows.
         """
         num_equal = 0
-        for item, message in zip(self._items, messages, strict=False):
-            if item.role != message.role or item.content != message.content:
+        for item, message in zip(self._items, chat.messages, strict=False):
+            if not agrees(item, message):
                 break
             num_equal += 1
-        num_agreed = self._answers.last_before(min(num_equal, len(messages) - 1))
+        num_agreed = 0
+        if chat.tools == self._tools:
+            num_agreed = self._answers.last_before(min(num_equal, len(chat.messages) - 1))
         return num_agreed, min(num_equal, self._answers.first_from(num_agreed, default=num_equal))
 
-    def _state_where_agreed(self, messages: tuple[Message, ...]) -> PromptState:
+    def _state_where_agreed(self, chat: ChatInput) -> PromptState:
         """Return the state behind the last answer up to which the messages say what the history
         holds."""
-        num_agreed, num_kept = self.num_agreed(messages)
-        answer_len, last_id, is_template = 0, -1, self.mode == "template"
+        num_agreed, num_kept = self.num_agreed(chat)
+        mode = self._modes.of(chat.tools)
+        answer_len, last_id, is_template = 0, -1, mode == "template"
         if num_agreed and not is_template:
             answer_len, is_cut = self._answers.end_before(num_agreed)
             last_id = -1 if is_cut else self._tokens[answer_len - 1]
         return PromptState(
-            mode=self.mode,
+            mode=mode,
             num_tokens=answer_len,
             answer_len=answer_len,
             last_id=last_id,
             open_messages=(),
-            messages=messages[:num_agreed] if is_template else None,
+            messages=self._items.messages(0, num_agreed) if is_template else None,
             now=self._now,
+            tools=chat.tools,
             num_agreed=num_agreed,
             num_kept=num_kept,
         )
@@ -161,17 +204,19 @@ class Transcript:
         return (*self._tokens[start : prompt.keep_len], *prompt.tokens)
 
     def commit(
-        self, prompt: Prompt, turn_id: str, item_id: str, *, output: Sequence[int], text: str
+        self, prompt: Prompt, turn_id: str, item_id: str, *, output: Sequence[int], said: Message
     ) -> None:
-        """Replace the history by the context of an ended turn and its `output`, whose text is
-        `text`."""
+        """Replace the history by the context of an ended turn and its `output`, which says
+        `said`."""
         assert prompt.keep_len <= len(self._tokens), "a prompt was built on another history"
         if prompt.num_items is not None:
             self.cut(prompt.num_items)
         self._note_replaced_end(prompt)
         del self._tokens[prompt.keep_len :]
         self._tokens.extend(prompt.tokens)
-        self._add_inputs(prompt, turn_id)
+        self._tools = prompt.tools
+        for message in prompt.inputs:
+            self._add_item(turn_id, message)
         is_chat = prompt.raw_text is None
         if is_chat and not prompt.generate:
             # In append mode the next turn renders these messages again, from the same place.
@@ -183,20 +228,17 @@ class Transcript:
         self._answer_len = len(self._tokens)
         self._is_end_replaced = False
         self._open = ()
-        if not is_chat:
-            self._messages = None
+        if prompt.continued is not None:
+            self._answers.cut(len(self._items) - 1)
+            self._items.cut(len(self._items) - 1)
         if prompt.generate:
             self._answers.append(len(self._items), len(self._tokens))
-            self._add_item(turn_id, "assistant", text, item_id=item_id)
-            if self._messages is not None:
-                self._messages.append(Message("assistant", text))
+            self._add_item(turn_id, said, item_id=item_id)
 
     def cut(self, num_items: int) -> None:
         """Keep the first items alone. Messages behind the last of them that has tokens of its own
         are rendered with the next turn."""
-        dropped = self._items[num_items:]
-        self._item_bytes -= sum(_item_bytes(item.turn_id, item.content) for item in dropped)
-        del self._items[num_items:]
+        self._items.cut(num_items)
         self._answers.cut(num_items)
         self._answer_len, self._is_end_replaced = self._answers.end_before(num_items)
         first_open = self._answers.last_before(num_items)
@@ -205,78 +247,47 @@ class Transcript:
                 self._answer_len, self._is_end_replaced = self._items[index].end_len, False
                 first_open = index + 1
                 break
-        if self.mode == "template":
-            is_chat = all(item.role != "raw" for item in self._items)
-            self._messages = self._as_messages(0) if is_chat else None
-            if is_chat:
-                # Every turn renders all of it, and none of it is where it was.
-                self._answer_len, first_open = 0, 0
-        self._open = tuple(self._as_messages(first_open))
+        if self.mode == "template" and self._items.first_raw() is None:
+            # Every turn renders all of it, and none of it is where it was.
+            self._answer_len, first_open = 0, 0
+        self._open = self._items.messages(first_open)
         del self._tokens[self._answer_len :]
 
-    def add_open(self, role: str, content: str, *, item_id: str | None = None) -> None:
+    def add_open(self, message: Message, *, item_id: str | None = None) -> None:
         """Append a message that is rendered with the next turn."""
-        message = Message(role, content)
         self._open = (*self._open, message)
-        if self._messages is not None:
-            self._messages.append(message)
-        self._add_item("", role, content, item_id=item_id)
+        self._add_item("", message, item_id=item_id)
 
     def fork(self, num_items: int) -> Transcript:
         """Return a conversation of its own with the first items of this one."""
-        copy = Transcript(self.mode, (), now=self._now)
-        copy._tokens = self._tokens[:]
+        copy = Transcript(self._modes, (), now=self._now)
+        copy._tokens, copy._tools = self._tokens[:], self._tools
         copy._answer_len, copy._is_end_replaced = self._answer_len, self._is_end_replaced
         copy._open = self._open
-        copy._messages = None if self._messages is None else self._messages[:]
-        copy._items, copy._item_bytes = self._items[:], self._item_bytes
+        copy._items = self._items.copy()
         copy._answers = self._answers.copy()
-        copy._num_items = self._num_items
         if num_items < len(self._items):
             copy.cut(num_items)
         return copy
 
-    def _as_messages(self, start: int) -> list[Message]:
-        return [Message(item.role, item.content) for item in self._items[start:]]
-
     def _note_replaced_end(self, prompt: Prompt) -> None:
         """Note that the prompt replaces the token which ended the last answer or raw input, if it
         does."""
-        if self.mode == "template" or not self._items or prompt.keep_len >= self._answer_len:
+        is_template = self._modes.of(prompt.tools) == "template"
+        if is_template or not self._items or prompt.keep_len >= self._answer_len:
             return
         index = self._answers.note_replaced(prompt.keep_len)
         if index is None:
             index = len(self._items) - 1
             if self._items[index].role != "raw":
                 return
-        self._items[index] = structs.replace(self._items[index], end_len=prompt.keep_len)
+        self._items.move_end(index, prompt.keep_len)
 
     def can_render(self, index: int) -> bool:
         """Return whether the next turn renders a message at `index`: not behind raw input where the
         template renders the whole conversation."""
-        before = self._items[:index]
-        return self.mode == "append" or all(item.role != "raw" for item in before)
+        first_raw = self._items.first_raw()
+        return self.mode == "append" or first_raw is None or index <= first_raw
 
-    def _add_inputs(self, prompt: Prompt, turn_id: str) -> None:
-        if prompt.raw_text is not None:
-            self._add_item(turn_id, "raw", prompt.raw_text)
-        for message in prompt.messages:
-            self._add_item(turn_id, message.role, message.content)
-        if self._messages is not None:
-            self._messages.extend(prompt.messages)
-
-    def _add_item(self, turn_id: str, role: str, text: str, *, item_id: str | None = None) -> None:
-        item = ConversationItem(
-            id=item_id or self.new_item_id(),
-            turn_id=turn_id,
-            role=role,
-            content=text,
-            end_len=len(self._tokens),
-        )
-        self._items.append(item)
-        self._item_bytes += _item_bytes(turn_id, text)
-
-
-def _item_bytes(turn_id: str, text: str) -> int:
-    """Return the bytes of an item and the message beside it, which shares its text."""
-    return item_bytes(turn_id, text) + MESSAGE_BYTES
+    def _add_item(self, turn_id: str, message: Message, *, item_id: str | None = None) -> None:
+        self._items.append(turn_id, message, len(self._tokens), item_id=item_id)

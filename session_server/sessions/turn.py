@@ -35,9 +35,10 @@ class TurnPhase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StopFound:
-    """Record that the text completed a stop string."""
+    """Record that the answer has all that is wanted: its text completed a stop string, or None
+    where a call too many began."""
 
-    stop: str
+    stop: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class SubmittedTurn:
     answer: Answer
     base_len: int
     cached_tokens: int = 0
+    drafted_tokens: int = 0
     is_started: bool = False
     verdict: StopFound | CancelAccepted | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

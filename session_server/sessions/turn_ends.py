@@ -8,6 +8,7 @@ from session_server.core.errors import WIRE_ERRORS
 from session_server.core.events import TurnTimings
 from session_server.core.session_events import (
     CancelReason,
+    Message,
     Outcome,
     TokenUsage,
     TurnCancelled,
@@ -52,13 +53,22 @@ def _outcome(turn: SessionTurn, *, kept: bool, timings: TurnTimings | None) -> O
     if submitted is None:
         return Outcome(turn.item_id, "", (), TokenUsage(), timings)
     answer = submitted.answer
+    said = answer.message if kept else Message("assistant", "")
     num_outputs = len(answer.token_ids) if kept else 0
     return Outcome(
         item_id=turn.item_id,
-        text=answer.text if kept else "",
+        text=said.content,
         token_ids=tuple(answer.token_ids[:num_outputs]),
-        usage=TokenUsage(submitted.prompt.context_len, submitted.cached_tokens, num_outputs),
+        usage=TokenUsage(
+            submitted.prompt.context_len,
+            submitted.cached_tokens,
+            num_outputs,
+            drafted_tokens=submitted.drafted_tokens,
+            reasoning_tokens=answer.num_thought if kept else 0,
+        ),
         timings=timings,
         logprobs=tuple(answer.logprobs[:num_outputs]),
         prompt_logprobs=tuple(submitted.prompt_logprobs),
+        reasoning=said.reasoning,
+        tool_calls=said.tool_calls,
     )

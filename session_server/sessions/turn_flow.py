@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain, takewhile
 from typing import Final, assert_never
 
-from session_server.core.commands import CancelTurn, OpenSession, StopTurn, SubmitTurn
+from session_server.core.commands import CancelTurn, StopTurn, SubmitTurn
 from session_server.core.errors import (
     WIRE_ERRORS,
     EngineRestarting,
@@ -46,6 +46,7 @@ from session_server.core.session_events import (
 )
 from session_server.sessions.answer import Answer
 from session_server.sessions.backlog import SLICE, Backlog
+from session_server.sessions.engine_copies import EngineCopies
 from session_server.sessions.engine_link import EngineLink
 from session_server.sessions.footprint import entry_bytes, logprob_bytes
 from session_server.sessions.prompt import Prompt, fit_sampling
@@ -107,9 +108,9 @@ class TurnFlow:
         self._text = text
         self._quotas = quotas
         self._clock = clock
-        self._salts = salts
         self._sent: dict[TurnId, tuple[Session, SessionTurn]] = {}
         self.prompt_builder = PromptBuilder(text, limits)
+        self.copies = EngineCopies(link, salts)
         self.on_idle: Callable[[Session], None] = lambda _session: None
         self.counts = TurnCounts()
         self.backlog = Backlog()
@@ -260,7 +261,7 @@ class TurnFlow:
             self._end(session, turn, failed(turn, code=code, message=message))
         self.start_next(session)
 
-    def mark_cold(self, session: Session, *, reason: StateReason) -> None:
+    def mark_cold(self, session: Session, reason: StateReason = "client") -> None:
         """Journal, once, that the session's KV is gone."""
         self._resident.pop(session, None)
         if session.copy.state == "resident" and not session.journal.is_closed:
@@ -339,6 +340,7 @@ class TurnFlow:
         except SessionServerError as error:
             self._refuse(session, turn, error)
             return
+        turn.item_id = prompt.continued.item_id if prompt.continued else turn.item_id
         turn.submitted = self._make_submitted(session, turn, prompt, sampling=sampling)
         turn.phase = TurnPhase.RUNNING
         self._sent[turn.engine_id] = (session, turn)
@@ -364,36 +366,18 @@ class TurnFlow:
         engine."""
         assert self._link.ready is not None
         end_ids = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
+        if sampling.grammar is not None or not sampling.ignore_eos:
             end_ids.update(self._link.ready.eos_token_ids)
-        answer = Answer(
-            self._text.tokenizer,
-            turn.request.text,
-            end_ids=end_ids,
-            min_tokens=sampling.min_tokens,
-        )
-        common = session.transcript.common_len(prompt)
-        known = session.copy.known_len(self._link.generation)
-        # A forward needs at least one query, so always send the last token of the context.
-        base_len = min(common if known is None else min(known, common), prompt.context_len - 1)
-        return SubmittedTurn(prompt, answer, base_len)
+        options, min_tokens = turn.request.text, sampling.min_tokens
+        answer = Answer(self._text, options, prompt, end_ids=end_ids, min_tokens=min_tokens)
+        return SubmittedTurn(prompt, answer, self.copies.base_len(session, prompt))
 
     def _send(self, session: Session, turn: SessionTurn, sampling: SamplingParams) -> None:
         submitted = _submitted(turn)
-        copy = session.copy
-        if copy.known_len(self._link.generation) is None:
-            self._link.send(
-                OpenSession(
-                    session_id=copy.session_id,
-                    tenant_salt=self._salts.salt_of(session.owner, session.session_id),
-                    tokens=session.transcript.tokens(0, submitted.base_len),
-                    pinned=session.settings.is_pinned,
-                )
-            )
-            copy.set_known_len(submitted.base_len, self._link.generation)
+        self.copies.open(session, submitted.base_len)
         self._link.send(
             SubmitTurn(
-                session_id=copy.session_id,
+                session_id=session.copy.session_id,
                 turn_id=turn.engine_id,
                 base_len=submitted.base_len,
                 tokens=session.transcript.context(submitted.prompt, submitted.base_len),
@@ -410,6 +394,7 @@ class TurnFlow:
             return  # started again after a retraction
         submitted.is_started = True
         submitted.cached_tokens = event.cached_tokens
+        submitted.drafted_tokens = event.drafted_tokens
         self._report_kv_lost(session)
         if session.copy.state == "cold":
             session.journal.append(SessionStateChanged("resident", "turn"))
@@ -423,29 +408,32 @@ class TurnFlow:
         if turn.phase is not TurnPhase.RUNNING:
             return
         submitted = _submitted(turn)
-        text, num_taken = submitted.answer.feed(event.token_ids, event.logprobs)
+        pieces, num_taken = submitted.answer.feed(event.token_ids, event.logprobs)
         delta = TurnDelta(
             turn.request.turn_id,
             turn.item_id,
-            text,
+            pieces.text,
             event.token_ids[:num_taken],
             event.logprobs[:num_taken],
+            pieces.reasoning,
+            pieces.tool_calls,
         )
         session.journal.append(delta)
         num_bytes = entry_bytes(delta) - logprob_bytes(delta.logprobs)  # `reserve` counted these
         self._quotas.add_turn_bytes(session.owner, turn, num_bytes)
-        stop = submitted.answer.matched
-        if stop is not None:
-            submitted.verdict = StopFound(stop)
+        if submitted.answer.is_over:
+            submitted.verdict = StopFound(submitted.answer.matched)
             turn.phase = TurnPhase.ENDING
             num_outputs = len(submitted.answer.token_ids)
             self._link.send_or_queue(StopTurn(turn_id=turn.engine_id, num_outputs=num_outputs))
 
     def _flush_text(self, session: Session, turn: SessionTurn) -> None:
-        """Journal the text held back for a possible stop string, which nothing can complete now."""
-        text = _submitted(turn).answer.finish()
-        if text:
-            session.journal.append(TurnDelta(turn.request.turn_id, turn.item_id, text, ()))
+        """Journal what was held back for a stop string or markup, which nothing can complete
+        now."""
+        text, reasoning, calls = _submitted(turn).answer.finish()
+        if text or reasoning or calls:
+            ids = turn.request.turn_id, turn.item_id
+            session.journal.append(TurnDelta(*ids, text, (), (), reasoning, calls))
 
     def _on_finished(self, session: Session, turn: SessionTurn, event: TurnFinished) -> None:
         submitted = _submitted(turn)
@@ -541,7 +529,7 @@ class TurnFlow:
                 turn.request.turn_id,
                 turn.item_id,
                 output=submitted.answer.token_ids,
-                text=submitted.answer.text,
+                said=submitted.answer.message,
             )
         known_len = session.copy.known_len(self._link.generation)
         if known_len is not None:

@@ -9,6 +9,7 @@ from typing import Final, assert_never
 from session_server.core.errors import InvalidRequest
 from session_server.core.session_events import (
     ChatInput,
+    ContinueInput,
     Message,
     TextInput,
     TextOptions,
@@ -80,23 +81,43 @@ def check_turn(request: TurnRequest, limits: SessionLimits, vocab_size: int) -> 
 
 def _check_input(turn_input: TurnInput, limits: SessionLimits, vocab_size: int) -> None:
     match turn_input:
-        case ChatInput(messages=messages):
-            check_messages(messages, limits)
+        case ChatInput(messages=messages, tools=tools):
+            check_messages(messages, limits, num_others=sum(map(len, tools)))
+            if len(tools) > limits.max_tools:
+                raise InvalidRequest(f"at most {limits.max_tools} tools", param="tools")
         case TextInput(text=text):
             _check_size(len(text), limits)
         case TokenInput(token_ids=token_ids):
             _check_size(len(token_ids) * _CHARS_PER_TOKEN, limits)
             check_token_ids(token_ids, vocab_size)
+        case ContinueInput():
+            pass
         case _:
             assert_never(turn_input)
 
 
-def check_messages(messages: tuple[Message, ...], limits: SessionLimits) -> None:
-    """Reject too many or too long messages, and roles that are none. Raises InvalidRequest."""
+def check_messages(
+    messages: tuple[Message, ...], limits: SessionLimits, *, num_others: int = 0
+) -> None:
+    """Reject too many or too long messages, and what no message of its role has. `num_others`:
+    characters beside them. Raises InvalidRequest."""
     if len(messages) > limits.max_messages:
         raise InvalidRequest(f"at most {limits.max_messages} messages", param="input")
     check_roles(messages)
-    _check_size(sum(len(message.content) for message in messages), limits)
+    for index, message in enumerate(messages):
+        _check_parts(message, index, limits)
+    _check_size(num_others + sum(message.num_chars for message in messages), limits)
+
+
+def _check_parts(message: Message, index: int, limits: SessionLimits) -> None:
+    if (message.tool_calls or message.reasoning) and message.role != "assistant":
+        raise InvalidRequest("only an assistant calls and thinks", param=f"input[{index}]")
+    if message.tool_call_id and message.role != "tool":
+        raise InvalidRequest("only a tool answers a call", param=f"input[{index}].tool_call_id")
+    if len(message.tool_calls) > limits.max_tools:
+        raise InvalidRequest(
+            f"a message has at most {limits.max_tools} calls", param=f"input[{index}].tool_calls"
+        )
 
 
 def _check_size(num_chars: int, limits: SessionLimits) -> None:

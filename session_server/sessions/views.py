@@ -3,7 +3,7 @@ serialize."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +12,18 @@ from session_server.core.session_events import ConversationItem, Message, Sessio
 
 TurnStatus = Literal["queued", "running", "completed", "cancelled", "failed"]
 HistoryMode = Literal["append", "template"]
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryModes:
+    """Hold how turns of a session are rendered: without tools, and with tools."""
+
+    plain: HistoryMode
+    with_tools: HistoryMode
+
+    def of(self, tools: Sequence[str]) -> HistoryMode:
+        """Return the mode of a conversation with these tools."""
+        return self.with_tools if tools else self.plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,7 @@ class SessionView:
     queued_turns: int
     ttl_s: float
     metadata: Mapping[str, str]
+    is_pinned: bool
     history: HistoryMode
     created_s: float
 
@@ -80,11 +93,22 @@ class SessionPage:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftView:
+    """Say how far a draft was computed: `processed` of the `total` tokens of its context, `kept` of
+    which were not computed for it. All 0 where something came in its place."""
+
+    draft_id: str
+    kept: int
+    processed: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class TurnView:
     """Describe the present state of a turn.
 
     `created_seq` is the sequence number of its `TurnCreated`: a reader that starts after
-    `created_seq - 1` sees all of the turn. `text` is the answer so far. `end` is set once the turn
+    `created_seq - 1` sees all of the turn. `said` is the answer so far. `end` is set once the turn
     has ended and repeats the terminal entry, so that a reader who lost the journal misses nothing.
     """
 
@@ -93,10 +117,15 @@ class TurnView:
     status: TurnStatus
     position: int
     created_seq: int
-    text: str
+    said: Message
     end: TurnEnd | None
     is_answer_lost: bool = False
     """Whether the turn has said something that neither journal nor conversation hold any more."""
+
+    @property
+    def text(self) -> str:
+        """Return the text of the answer so far."""
+        return self.said.content
 
 
 @dataclass(frozen=True, slots=True)

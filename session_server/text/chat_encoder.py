@@ -9,35 +9,19 @@ tokens off; everything else gets exactly the ids of the joint render.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from datetime import datetime
+from functools import partial
 from typing import Final, get_args
-
-from msgspec import structs
 
 from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.core.session_events import Message, Role
-from session_server.text.chat_template import RenderFrame, RenderJob
+from session_server.text.chat_template import Conversation, RenderFrame, RenderJob
 from session_server.text.rendering import Rendering, TemplateRenderer
+from session_server.text.template_traits import ANSWER, ANSWERED, TemplateTraits, find_traits
+from session_server.text.template_values import CallForm, Mark, conversation_of
 from session_server.text.tokenizer import Tokenizer
 
 ROLES: Final = frozenset(get_args(Role))
 
-_ANSWER: Final = "zq5Answer7Stand9In3qz"
-_HISTORY: Final = (Message("user", "Hello."),)
-_OTHER_HISTORIES: Final = (
-    (
-        Message("user", "One, two."),
-        Message("assistant", "Three."),
-        Message("user", "Four, five?"),
-    ),
-    (
-        Message("user", "Six."),
-        Message("assistant", "<think>\nSo seven.\n</think>\n\nSeven."),
-        Message("user", "And?"),
-    ),
-    (Message("system", "Be brief."), Message("user", "Nine.")),
-)
-_PROBE: Final = (Message("user", "Ten?"),)
 _NONCHARACTERS: Final = tuple(chr(code) for code in range(0xFDD0, 0xFDF0)) + tuple(
     chr(code) for code in range(0xF0000, 0xF0100)
 )
@@ -46,53 +30,56 @@ _NONCHARACTERS: Final = tuple(chr(code) for code in range(0xFDD0, 0xFDF0)) + tup
 class ChatEncoder:
     """Encode conversations with a chat template and its tokenizer.
 
-    `can_append`: what a new turn adds does not depend on the history before it; `check_append`
-    tests this with different histories. If it is False, every turn needs `encode_all`. Methods that
-    need rendered text are generators of render jobs: see `rendering`.
+    `traits` say what the template can do; `check_append` finds them out. Where a conversation
+    cannot be appended to, every turn needs `encode_all`. Methods that need rendered text are
+    generators of render jobs: see `rendering`. `closing_len`: the tokens behind the last message of
+    a user, up to where the answer begins.
     """
 
     def __init__(self, tokenizer: Tokenizer, renderer: TemplateRenderer) -> None:
         self.renderer = renderer
-        self.can_append = False
+        self.traits = TemplateTraits()
+        self.closing_len = 0
         self._tokenizer = tokenizer
         self._special_tokens = tokenizer.special_tokens
         self._first_chars = frozenset(text[0] for text in self._special_tokens)
 
     def check_append(self) -> Rendering[str | None]:
-        """Set `can_append` by rendering a few conversations.
+        """Set `traits` by rendering a few conversations.
 
         Returns:
             Why not even a plain conversation can be rendered, None if it can.
         """
-        frame = RenderFrame(datetime(2024, 7, 26, 12))
-        try:
-            yield from self._render((), [_PROBE], frame)
-        except TokenizeFailed as error:
-            return error.message
-        self.can_append = yield from self._deltas_are_equal(frame)
+        found = yield from find_traits()
+        if isinstance(found, str):
+            return found
+        self.traits = found
+        self.closing_len = len(self._tokenizer.encode_control(found.closing))
         return None
 
-    def encode_all(self, messages: Sequence[Message], frame: RenderFrame) -> Rendering[list[int]]:
-        """Encode a whole conversation.
+    def encode_all(
+        self, messages: Sequence[Message], frame: RenderFrame, *, tools: Sequence[str] = ()
+    ) -> Rendering[list[int]]:
+        """Encode a whole conversation; `tools` are JSON texts.
 
         Raises:
             InvalidRequest: a role outside `ROLES`.
             TokenizeFailed: the template or the tokenizer refused.
         """
         check_roles(messages)
-        return (yield from self._encode((), messages, frame))
+        return (yield from self._encode(messages, tools, frame, is_answered=False))
 
     def encode_after_answer(
-        self, messages: Sequence[Message], frame: RenderFrame
+        self, messages: Sequence[Message], frame: RenderFrame, *, tools: Sequence[str] = ()
     ) -> Rendering[list[int]]:
         """Encode what follows an assistant's answer: the end of its turn, then `messages`.
 
-        Only for a template that `can_append`. Raises like `encode_all`.
+        Only where `traits` say that it can be appended. Raises like `encode_all`.
         """
         check_roles(messages)
-        assert self.can_append, "this template's turns depend on their history"
-        answered = (*_HISTORY, Message("assistant", _ANSWER))
-        return (yield from self._encode(answered, messages, frame))
+        assert self.traits.can_append, "this template's turns depend on their history"
+        assert self.traits.can_append_tools or not tools, "its tools move"
+        return (yield from self._encode(messages, tools, frame, is_answered=True))
 
     def join(self, last_id: int, delta: list[int], end_ids: Collection[int]) -> tuple[int, int]:
         """Return how to append `delta` (from `encode_after_answer`) to an answer that ended in
@@ -125,99 +112,46 @@ class ChatEncoder:
     def _is_control(self, token_id: int) -> bool:
         return token_id in self._tokenizer.special_ids
 
-    def _deltas_are_equal(self, frame: RenderFrame) -> Rendering[bool]:
-        """Return whether different histories give the same delta."""
-        try:
-            expected = yield from self._render_after(_HISTORY, frame)
-        except TokenizeFailed:
-            return False
-        for history in _OTHER_HISTORIES:
-            try:
-                yield from self._render((), [history], frame)
-            except TokenizeFailed:
-                continue  # e.g. a template without system messages: such a history cannot occur
-            try:
-                delta = yield from self._render_after(history, frame)
-            except TokenizeFailed:
-                return False
-            if delta != expected:
-                return False
-        return expected is not None
-
-    def _render_after(
-        self, history: Sequence[Message], frame: RenderFrame
-    ) -> Rendering[str | None]:
-        conversation = (*history, Message("assistant", _ANSWER), *_PROBE)
-        (rendered,) = yield from self._render((), [conversation], frame)
-        return rendered.rpartition(_ANSWER)[2] if rendered.count(_ANSWER) == 1 else None
-
     def _encode(
-        self, before: Sequence[Message], messages: Sequence[Message], frame: RenderFrame
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str],
+        frame: RenderFrame,
+        *,
+        is_answered: bool,
     ) -> Rendering[list[int]]:
-        if not any(self._first_chars.intersection(message.content) for message in messages):
-            (plain,) = yield from self._render(before, [messages], frame)
+        def values(mark: Mark) -> Conversation:
+            form = self.traits.call_form or CallForm()
+            made = conversation_of(messages, tools, mark=mark, form=form)
+            before = conversation_of(ANSWERED if is_answered else (), ()).messages
+            return Conversation([*before, *made.messages], made.tools)
+
+        chars: set[str] = set()
+        given = values(partial(_note, chars))
+        if chars.isdisjoint(self._first_chars):
+            (plain,) = yield from _render([given], frame, is_answered=is_answered)
             return self._tokenizer.encode_control(plain)
-        marks = self._free_marks(messages)
-        plain, marked = yield from self._render_marked(before, messages, frame, marks=marks)
+        marks = self._free_marks(chars)
+        # Control tokens still spelled out in the marked text are the template's own.
+        table = {ord(char): mark for char, mark in marks.items()}
+        pair = [given, values(lambda text: text.translate(table))]
+        plain, marked = yield from _render(pair, frame, is_answered=is_answered)
+        unmark = {mark: char for char, mark in marks.items()}
+        if _unmark(marked, unmark) != plain:
+            # Marks have changed the input of a template that looks into it (`'</think>' in ...`):
+            # mark only the beginnings of control tokens.
+            few = values(partial(self._mark_controls, marks=marks))
+            (marked,) = yield from _render([few], frame, is_answered=is_answered)
         if self._spells_control(plain) == self._spells_control(marked):
             return self._tokenizer.encode_control(plain)
-        return self._encode_marked(marked, {mark: char for char, mark in marks.items()})
-
-    def _render(
-        self,
-        before: Sequence[Message],
-        conversations: Sequence[Sequence[Message]],
-        frame: RenderFrame,
-    ) -> Rendering[list[str]]:
-        """Render what each conversation adds to `before`, which ends in the placeholder answer."""
-        texts = yield RenderJob.of([(*before, *messages) for messages in conversations], frame)
-        if not before:
-            return texts
-        deltas = []
-        for text in texts:
-            # Split at the first match: a later message may quote the placeholder, the dummy history
-            # cannot.
-            _, found, delta = text.partition(_ANSWER)
-            if not found:
-                raise TokenizeFailed("the chat template dropped the answer", param="input")
-            deltas.append(delta)
-        return deltas
+        return self._encode_marked(marked, unmark)
 
     def _spells_control(self, text: str) -> list[str]:
         return self._tokenizer.special_pattern.findall(text)
 
-    def _render_marked(
-        self,
-        before: Sequence[Message],
-        messages: Sequence[Message],
-        frame: RenderFrame,
-        *,
-        marks: dict[str, str],
-    ) -> Rendering[tuple[str, str]]:
-        """Render without and with marks in place of message characters that could begin a control
-        token. Control tokens still spelled out in the marked text are the template's own.
-
-        Marking changes the input of a template that inspects its messages (`'</think>' in ...`).
-        Where that changes the output, only the beginnings of control tokens are marked.
-
-        Returns:
-            The text without and with marks.
-        """
-        to_marks = {ord(char): mark for char, mark in marks.items()}
-        every = [structs.replace(m, content=m.content.translate(to_marks)) for m in messages]
-        plain, marked = yield from self._render(before, [messages, every], frame)
-        if _unmark(marked, {mark: char for char, mark in marks.items()}) != plain:
-            few = [
-                structs.replace(message, content=self._mark_controls(message.content, marks))
-                for message in messages
-            ]
-            (marked,) = yield from self._render(before, [few], frame)
-        return plain, marked
-
-    def _free_marks(self, messages: Sequence[Message]) -> dict[str, str]:
-        """Choose, for each first character of a control token, a character that no message
+    def _free_marks(self, used: Collection[str]) -> dict[str, str]:
+        """Choose, for each first character of a control token, a character that no text
         contains."""
-        used = set().union(*(message.content for message in messages))
         free = [mark for mark in _NONCHARACTERS if mark not in used]
         if len(free) < len(self._first_chars):
             raise TokenizeFailed("the text uses too many noncharacters", param="input")
@@ -259,6 +193,30 @@ class ChatEncoder:
             ids += self._tokenizer.encode_content(_unmark(stretch, marks))
             clean_start = end
         return ids + self._tokenizer.encode_control(marked[clean_start:])
+
+
+def _render(
+    conversations: Sequence[Conversation], frame: RenderFrame, *, is_answered: bool
+) -> Rendering[list[str]]:
+    """Render conversations; of those that begin with the placeholder answer, what follows it."""
+    texts = yield RenderJob.of(conversations, frame)
+    if not is_answered:
+        return texts
+    deltas = []
+    for text in texts:
+        # Split at the first match: a later message may quote the placeholder, the dummy history
+        # cannot.
+        _, found, delta = text.partition(ANSWER)
+        if not found:
+            raise TokenizeFailed("the chat template dropped the answer", param="input")
+        deltas.append(delta)
+    return deltas
+
+
+def _note(chars: set[str], text: str) -> str:
+    """Note the characters of a text."""
+    chars.update(text)
+    return text
 
 
 def _unmark(text: str, marks: dict[str, str]) -> str:

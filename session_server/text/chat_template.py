@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -25,10 +25,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from session_server.core.errors import TokenizeFailed
 from session_server.text.model_files import ModelFilesError
-
-if TYPE_CHECKING:
-    # Only for types: the rendering process loads neither numpy nor the rest of the server.
-    from session_server.core.session_events import Message
 
 MAX_RENDER_CHARS: Final = 16 << 20
 _MAX_MESSAGE_CHARS: Final = 200
@@ -43,25 +39,32 @@ class RenderFrame:
     add_generation_prompt: bool = True
 
 
+class Conversation(msgspec.Struct, frozen=True, array_like=True):
+    """Hold the messages and tools of a conversation, as JSON values; `tools` None without any."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+
 class RenderJob(msgspec.Struct, frozen=True, array_like=True):
     """Hold conversations to render with one frame.
 
-    `conversations`: of each, the messages as (role, content). `now` is local time; its zone is
-    `utc_offset_s` ahead of UTC and called `zone`, None where the frame names none.
+    `now` is local time; its zone is `utc_offset_s` ahead of UTC and called `zone`, None where the
+    frame names none.
     """
 
-    conversations: tuple[tuple[tuple[str, str], ...], ...]
+    conversations: tuple[Conversation, ...]
     now: datetime
     utc_offset_s: float | None
     zone: str | None
     add_generation_prompt: bool
 
     @classmethod
-    def of(cls, conversations: Sequence[Sequence[Message]], frame: RenderFrame) -> RenderJob:
-        """Build a job from messages."""
+    def of(cls, conversations: Sequence[Conversation], frame: RenderFrame) -> RenderJob:
+        """Build a job with a frame."""
         offset = frame.now.utcoffset()
         return cls(
-            tuple(tuple((m.role, m.content) for m in messages) for messages in conversations),
+            tuple(conversations),
             frame.now.replace(tzinfo=None),
             None if offset is None else offset.total_seconds(),
             frame.now.tzname(),
@@ -119,11 +122,10 @@ class ChatTemplate:
         num_left = self._max_chars
         texts = []
         for conversation in job.conversations:
-            messages = [{"role": role, "content": content} for role, content in conversation]
             variables: dict[str, Any] = {
                 **self._named_tokens,
-                "messages": messages,
-                "tools": None,
+                "messages": conversation.messages,
+                "tools": conversation.tools,
                 "documents": None,
                 "add_generation_prompt": job.add_generation_prompt,
                 "strftime_now": job.local_time.strftime,

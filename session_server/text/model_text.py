@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from session_server.core.sampling import SamplingParams
+from session_server.text.answer_format import AnswerFormat
 from session_server.text.chat_encoder import ChatEncoder
 from session_server.text.chat_template import TemplateSource
+from session_server.text.grammar_worker import GrammarWorker
 from session_server.text.model_files import ModelFiles, read_model_files
 from session_server.text.rendering import TemplateRenderer, run_to_end
 from session_server.text.template_worker import TemplateWorker
@@ -34,14 +36,20 @@ class ModelText(ModelTokens):
 
     `chat` is None for a checkpoint without a chat template: it accepts text and token inputs only.
     `chat_error` is why not even a plain conversation can be rendered, None if it can.
+    `answer_format`: how its answers think and call tools, and `markup_ids` the special tokens in
+    which they do. `grammars` finds out what answers can be held to.
     """
 
     chat: ChatEncoder | None
     chat_error: str | None
+    answer_format: AnswerFormat
+    markup_ids: frozenset[int]
     default_sampling: SamplingParams
+    grammars: GrammarWorker
 
     async def close(self) -> None:
-        """Close the renderer of the chat template."""
+        """Close the renderer of the chat template, and what checks grammars."""
+        await self.grammars.close()
         if self.chat is not None:
             await self.chat.renderer.close()
 
@@ -67,18 +75,23 @@ async def load_model_text(
     """
     files = read_model_files(model_dir)
     tokens = _tokens_of(files)
-    chat, chat_error = None, None
+    chat, chat_error, answer_format = None, None, AnswerFormat()
+    specials = tokens.tokenizer.special_tokens
     if files.chat_template is not None:
         source = TemplateSource(files.chat_template, dict(files.named_tokens))
         chat = ChatEncoder(tokens.tokenizer, await start_renderer(source))
         chat_error = await run_to_end(chat.check_append(), chat.renderer)
+        answer_format = AnswerFormat.of(files.chat_template, specials)
     return ModelText(
         tokenizer=tokens.tokenizer,
         eos_token_ids=tokens.eos_token_ids,
         bos_token_id=tokens.bos_token_id,
         chat=chat,
         chat_error=chat_error,
+        answer_format=answer_format,
+        markup_ids=frozenset(specials[text].token_id for text in answer_format.control_texts),
         default_sampling=files.default_sampling,
+        grammars=GrammarWorker(tokens.tokenizer, tokens.eos_token_ids),
     )
 
 

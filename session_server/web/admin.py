@@ -22,7 +22,7 @@ from session_server.protocol.resources import (
     ModelList,
     StatusBody,
 )
-from session_server.web.openapi import answers
+from session_server.web.openapi import NEEDS_NO_KEY, answer, answers
 from session_server.web.refusals import JsonResponse
 from session_server.web.requests import Call, Caller, services_of
 from session_server.web.services import AppServices
@@ -34,20 +34,29 @@ SCRAPE_TIMEOUT_S = 1.0
 Switch = Annotated[int, Query(ge=0, le=1)]
 
 
-@router.get("/", responses=answers(IndexBody, "Links to the API."))
+@router.get("/", openapi_extra=NEEDS_NO_KEY, responses=answers(IndexBody, "Links to the API."))
 async def index() -> Response:
     """List the paths that a person may want to open next."""
     return JsonResponse(IndexBody())
 
 
-@router.get("/health", responses=answers(StatusBody, "The server works."))
+@router.get(
+    "/health",
+    openapi_extra=NEEDS_NO_KEY,
+    responses=answers(StatusBody, "The server works.") | {503: answer(StatusBody, "It does not.")},
+)
 async def health(request: Request) -> Response:
     """Report liveness: 503 once a memory invariant has failed, until a restart."""
     is_sound = is_healthy(services_of(request))
     return _status("ok" if is_sound else "memory_invariant_failed", is_good=is_sound)
 
 
-@router.get("/ready", responses=answers(StatusBody, "The server takes sessions and turns."))
+@router.get(
+    "/ready",
+    openapi_extra=NEEDS_NO_KEY,
+    responses=answers(StatusBody, "The server takes sessions and turns.")
+    | {503: answer(StatusBody, "It does not.")},
+)
 async def ready(request: Request) -> Response:
     """Report readiness: 503 while the server drains, or the engine is down or completes no step."""
     sessions = services_of(request).sessions
@@ -61,7 +70,7 @@ async def ready(request: Request) -> Response:
     return _status("ready", is_good=True)
 
 
-@router.get("/metrics", responses=answers(None, "Prometheus text format."))
+@router.get("/metrics", responses=answers(str, "Prometheus text format.", media="text/plain"))
 async def metrics(request: Request, caller: Caller) -> Response:
     """Return all metrics, with the memory accounts as of now."""
     report: SharedTask[MemoryReported] = request.app.state.scraped_report

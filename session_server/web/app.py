@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import cache
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any, Final
@@ -22,14 +21,25 @@ from starlette.websockets import WebSocket
 from session_server.core.errors import SessionServerError, wire_error
 from session_server.core.events import MemoryReported
 from session_server.sessions.conversations import UnnamedConversations
-from session_server.web import admin, chat_completions, rest, sglang
+from session_server.sessions.response_turns import ResponseTurns
+from session_server.web import (
+    admin,
+    chat_completions,
+    completions,
+    conversations,
+    documents,
+    responses,
+    rest,
+    sglang,
+)
 from session_server.web.connection_table import ConnectionTable
 from session_server.web.generation_run import SGLangState
-from session_server.web.openapi import answers, asyncapi_of, openapi_of
 from session_server.web.readers import Readers
-from session_server.web.refusals import HttpRefusal, JsonResponse, answer_error, error_response
+from session_server.web.realtime import RealtimeRuns, realtime_endpoint
+from session_server.web.refusals import HttpRefusal, answer_error, error_response
 from session_server.web.request_guard import guards
 from session_server.web.requests import authorize, services_of
+from session_server.web.responses_socket import responses_endpoint
 from session_server.web.services import AppServices
 from session_server.web.shared_task import SharedTask
 from session_server.web.sockets import Sockets
@@ -38,33 +48,51 @@ from session_server.web.websocket import session_endpoint
 TICK_S: Final = 1.0
 LAG_PROBE_S: Final = 0.1
 
-_ROUTERS: Final = (rest.router, chat_completions.router, admin.router, sglang.router)
+ROUTERS: Final = (
+    rest.router,
+    chat_completions.router,
+    completions.router,
+    responses.router,
+    conversations.router,
+    admin.router,
+    sglang.router,
+    documents.router,
+)
+_ROUTES: Final = tuple(
+    route for router in ROUTERS for route in router.routes if isinstance(route, Route)
+)
 _PATHS: Final = sorted(
-    {
-        route.path
-        for router in _ROUTERS
-        for route in router.routes
-        if isinstance(route, Route) and route.path.startswith("/v1/") and "{" not in route.path
-    }
+    {route.path for route in _ROUTES if route.path.startswith("/v1/") and "{" not in route.path}
 )
 """Paths without parameters under /v1, for the hint of a 404."""
 
 _logger: Final = logging.getLogger("session_server.web")
 
 
-def create_app(services: AppServices) -> FastAPI:
-    """Return the application over `services`, which the caller starts and stops."""
+def describe(**options: Any) -> FastAPI:
+    """Return an application that has all routes and no services: enough for the documents."""
     app = FastAPI(
         title="session-server",
         version=metadata.version("session-server"),
         description="A streaming-session LLM server: a turn costs what its new tokens cost.",
-        lifespan=_lifespan,
-        dependencies=[Depends(authorize)],
-        middleware=guards(services.settings),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        default_response_class=Response,  # it describes no content but what a route says
+        **options,
+    )
+    for router in ROUTERS:
+        app.include_router(router)
+    return app
+
+
+def create_app(services: AppServices) -> FastAPI:
+    """Return the application over `services`, which the caller starts and stops."""
+    app = describe(
+        lifespan=_lifespan,
+        dependencies=[Depends(authorize)],
+        middleware=guards(services.settings),
     )
     app.state.services = services
     app.state.readers = Readers(services)
@@ -72,37 +100,24 @@ def create_app(services: AppServices) -> FastAPI:
     app.state.unnamed = UnnamedConversations(
         services.sessions, count_readers=app.state.readers.num_readers
     )
+    app.state.responses = ResponseTurns(
+        services.sessions, count_readers=app.state.readers.num_readers
+    )
+    app.state.realtime = RealtimeRuns()
     app.state.sockets = Sockets(services.settings.max_connections)
     app.state.connections = ConnectionTable(services.settings.connections)
     app.state.recounts = (SharedTask[MemoryReported](), SharedTask[MemoryReported]())
     app.state.scraped_report = SharedTask[MemoryReported]()
-    for router in _ROUTERS:
-        app.include_router(router)
-    for name, make in (("openapi", openapi_of), ("asyncapi", asyncapi_of)):
-        described = answers(None, "The published contract.")
-        show = _document_of(app, make)
-        app.add_api_route(
-            f"/{name}.json", show, name=name, tags=["operations"], responses=described
-        )
     app.router.routes.append(WebSocketRoute("/v1/sessions/{session_id}/ws", session_endpoint))
+    app.router.routes.append(WebSocketRoute("/v1/realtime", realtime_endpoint))
+    app.router.routes.append(WebSocketRoute("/v1/responses", responses_endpoint))
     app.router.routes.append(WebSocketRoute("/{path:path}", _no_such_socket))
     app.add_exception_handler(SessionServerError, _answer_refusal)
     app.add_exception_handler(HTTPStatus.NOT_FOUND, _no_such_path)
+    app.add_exception_handler(HTTPStatus.METHOD_NOT_ALLOWED, _no_such_method)
     for kind in (HttpRefusal, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, answer_error)
     return app
-
-
-def _document_of(
-    app: FastAPI, make: Callable[[FastAPI], dict[str, Any]]
-) -> Callable[[], Awaitable[Response]]:
-    document = cache(make)
-
-    async def show() -> Response:
-        """Return the published contract."""
-        return JsonResponse(document(app))
-
-    return show
 
 
 async def _no_such_path(request: Request, _: Exception) -> Response:
@@ -114,9 +129,21 @@ async def _no_such_path(request: Request, _: Exception) -> Response:
     return error_response(HttpRefusal(404, f"There is no such path. {hint}"))
 
 
+async def _no_such_method(request: Request, _: Exception) -> Response:
+    """Refuse with all methods of the path; the router tells those of one route only."""
+    path = request.scope["path"]
+    first = next((route.path for route in _ROUTES if route.path_regex.match(path)), None)
+    methods = {method for route in _ROUTES if route.path == first for method in route.methods or ()}
+    allowed = {"allow": ", ".join(sorted(methods))}
+    return error_response(HTTPException(HTTPStatus.METHOD_NOT_ALLOWED, headers=allowed))
+
+
 async def _no_such_socket(websocket: WebSocket) -> None:
     """Refuse a WebSocket on an unknown path; the framework would send a bare 403."""
-    text = "There is no such path. Sockets are at /v1/sessions/new/ws and /v1/sessions/{id}/ws."
+    text = (
+        "There is no such path. Sockets are at /v1/sessions/new/ws, /v1/sessions/{id}/ws, "
+        "/v1/realtime and /v1/responses."
+    )
     await websocket.send_denial_response(error_response(HttpRefusal(404, text)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -104,11 +104,20 @@ def event_chunk(frame: ServerFrame, *, seq: int | None) -> bytes:
     return b"".join((head.encode(), b"data: ", payload, b"\n\n"))
 
 
+Merge = Callable[[Iterable[tuple[int, SessionEntry]]], Iterable[tuple[int, SessionEntry]]]
+"""How entries that are read together become those that a reader gets."""
+
+
+def each_entry(entries: Iterable[tuple[int, SessionEntry]]) -> Iterable[tuple[int, SessionEntry]]:
+    """Merge nothing."""
+    return entries
+
+
 async def read_batches(
-    journal: Journal, after_seq: int, *, heartbeat_s: float
+    journal: Journal, after_seq: int, *, heartbeat_s: float, merge: Merge = coalesce
 ) -> AsyncGenerator[list[tuple[int, SessionEntry]], None]:
-    """Yield entries after `after_seq` as they come, adjacent deltas merged; [] after each
-    heartbeat interval without any.
+    """Yield entries after `after_seq` as they come, adjacent deltas merged unless `merge` says
+    otherwise; [] after each heartbeat interval without any.
 
     Raises:
         OffsetLost: the journal no longer reaches back so far.
@@ -118,7 +127,7 @@ async def read_batches(
         entries = journal.read(position)
         if entries:
             position = entries[-1].seq
-            yield list(coalesce((item.seq, item.entry) for item in entries))
+            yield list(merge((item.seq, item.entry) for item in entries))
             continue
         try:
             async with asyncio.timeout(heartbeat_s):

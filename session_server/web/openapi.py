@@ -1,10 +1,11 @@
-"""Publish the API: OpenAPI for the routes, AsyncAPI for the WebSocket.
+"""Publish the routes as an OpenAPI document.
 
 Schemas come from the structs that encode and decode the wire format, so they always match it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -14,19 +15,24 @@ from fastapi.openapi.utils import get_openapi
 from session_server.protocol import (
     chat_answer,
     chat_completions,
+    completions,
     frames,
+    generation_body,
     messages,
     resources,
+    response_body,
+    response_events,
+    responses,
     sglang,
 )
 from session_server.protocol.errors import ErrorResponse
-from session_server.protocol.session_protocol import SUBPROTOCOL
 from session_server.web.refusals import JSON
 
-_COMPONENTS: Final[tuple[Any, ...]] = (
+COMPONENTS: Final[tuple[Any, ...]] = (
     messages.OpenBody,
     messages.UpdateBody,
     messages.TurnBody,
+    messages.DraftBody,
     messages.CancelBody,
     messages.RewindBody,
     messages.ForkBody,
@@ -35,39 +41,84 @@ _COMPONENTS: Final[tuple[Any, ...]] = (
     resources.SessionBody,
     resources.SessionList,
     resources.TurnResultBody,
+    resources.DraftResultBody,
     resources.ItemList,
     resources.ModelBody,
     resources.ModelList,
     chat_completions.ChatBody,
     chat_answer.ChatCompletion,
+    completions.CompletionBody,
+    completions.TextCompletion,
+    responses.ResponseCreateBody,
+    responses.InputTokensBody,
+    responses.ConversationCreateBody,
+    responses.ConversationUpdateBody,
+    responses.ConversationItemsBody,
+    response_body.ConversationBody,
+    response_body.ConversationDeleted,
+    response_body.ResponseBody,
+    response_events.ResponseEvent,
+    response_body.ResponseDeleted,
+    response_body.ResponseItems,
+    response_body.InputTokenCount,
+    chat_answer.ChatChunk,
     resources.MemoryBody,
     resources.StatusBody,
     sglang.OpenSessionBody,
     sglang.CloseSessionBody,
     sglang.GenerateBody,
     sglang.AbortBody,
+    generation_body.GenerationBody,
     frames.AnyServerFrame,
     ErrorResponse,
 )
+EVENTS: Final = "text/event-stream"
+NEEDS_NO_KEY: Final[dict[str, Any]] = {"security": []}
+"""For `openapi_extra` of the public routes."""
+
 _TEMPLATE: Final = "#/components/schemas/{name}"
 
 
-def body_of(kind: type[msgspec.Struct], *, required: bool = True) -> dict[str, Any]:
-    """Return OpenAPI's description of a body of this kind, for `openapi_extra`."""
-    content = {JSON: {"schema": {"$ref": _TEMPLATE.format(name=kind.__name__)}}}
-    return {"requestBody": {"required": required, "content": content}}
+def body_of(
+    kind: type[msgspec.Struct], *, required: bool = True, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return OpenAPI's description of a body of this kind, for `openapi_extra`.
+
+    `headers`: what the route reads besides, and what that means.
+    """
+    content = {JSON: {"schema": _schema_of(kind)}}
+    body = {"required": required, "content": content}
+    return {"requestBody": body, "parameters": _header_parameters(headers or {})}
+
+
+def reads_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    """Return OpenAPI's description of a route that reads headers and no body."""
+    return {"parameters": _header_parameters(headers)}
+
+
+def answer(kind: Any, text: str, *, media: str = JSON, events: Any = None) -> dict[str, Any]:
+    """Return OpenAPI's description of one answer.
+
+    Args:
+        kind: the type of its content; None if it has none.
+        events: the type of what each event holds, where the answer may be a stream of them.
+    """
+    content: dict[str, Any] = {}
+    if kind is not None:
+        content[media] = {"schema": _schema_of(kind)}
+    if events is not None:
+        held = {"contentMediaType": JSON, "contentSchema": _schema_of(events)}
+        described = {"type": "string", "description": "Server-sent events; each has:", **held}
+        content[EVENTS] = {"schema": described}
+    return {"description": text, "content": content} if content else {"description": text}
 
 
 def answers(
-    kind: type[msgspec.Struct] | None, text: str, *, status: int = 200
+    kind: Any, text: str, *, status: int = 200, media: str = JSON, events: Any = None
 ) -> dict[int | str, dict[str, Any]]:
     """Return OpenAPI's description of the answers of a route, for `responses`."""
-    success: dict[str, Any] = {"description": text}
-    if kind is not None:
-        success["content"] = {JSON: {"schema": {"$ref": _TEMPLATE.format(name=kind.__name__)}}}
-    error = {"schema": {"$ref": _TEMPLATE.format(name="ErrorResponse")}}
-    refused = {"description": "Refused; `error.code` says why.", "content": {JSON: error}}
-    return {status: success, "default": refused}
+    refused = answer(ErrorResponse, "Refused; `error.code` says why.")
+    return {status: answer(kind, text, media=media, events=events), "default": refused}
 
 
 def openapi_of(app: FastAPI) -> dict[str, Any]:
@@ -75,49 +126,20 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
-    _, schemas = msgspec.json.schema_components(_COMPONENTS, ref_template=_TEMPLATE)
+    _, schemas = msgspec.json.schema_components(COMPONENTS, ref_template=_TEMPLATE)
     document.setdefault("components", {})["schemas"] = schemas
-    for path in document["paths"].values():
-        for operation in path.values():
-            # FastAPI adds a 422 that this server never sends.
-            operation["responses"].pop("422", None)
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{"key": []}]
     return document
 
 
-def asyncapi_of(app: FastAPI) -> dict[str, Any]:
-    """Return the AsyncAPI 3 document of `kvsession.v1`."""
-    _, schemas = msgspec.json.schema_components(
-        (messages.ClientMessage, frames.AnyServerFrame), ref_template=_TEMPLATE
-    )
-    sent = _messages(frames.AnyServerFrame)
-    received = _messages(messages.ClientMessage)
-    channel = {
-        "address": "/v1/sessions/{session_id}/ws",
-        "description": f"Subprotocol {SUBPROTOCOL}; the id `new` opens a session.",
-        "parameters": {"session_id": {"description": "a session's id, or `new`"}},
-        "messages": {**sent, **received},
-    }
-    ref = {"$ref": "#/channels/session"}
-    return {
-        "asyncapi": "3.0.0",
-        "info": {"title": app.title, "version": app.version},
-        "channels": {"session": channel},
-        "operations": {
-            "receive": {"action": "receive", "channel": ref, "messages": _refs(received)},
-            "send": {"action": "send", "channel": ref, "messages": _refs(sent)},
-        },
-        "components": {"schemas": schemas},
-    }
+def _schema_of(kind: Any) -> dict[str, Any]:
+    (schema,), _ = msgspec.json.schema_components((kind,), ref_template=_TEMPLATE)
+    return schema
 
 
-def _messages(union: Any) -> dict[str, Any]:
-    return {
-        str(kind.__struct_config__.tag): {"payload": {"$ref": _TEMPLATE.format(name=kind.__name__)}}
-        for kind in union.__args__
-    }
-
-
-def _refs(named: dict[str, Any]) -> list[dict[str, str]]:
-    return [{"$ref": f"#/channels/session/messages/{name}"} for name in named]
+def _header_parameters(headers: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
+        for name, text in headers.items()
+    ]

@@ -34,6 +34,7 @@ _CODES: Final[Mapping[int, str]] = {
     413: "payload_too_large",
     415: "unsupported_media_type",
     421: "misdirected_request",
+    426: "upgrade_not_supported",
     499: "client_closed_request",
     431: "headers_too_large",
     505: "http_version_not_supported",

@@ -20,7 +20,9 @@ from session_server.web.readers import Readers
 from session_server.web.refusals import JSON, HttpRefusal
 from session_server.web.services import AppServices
 
-PUBLIC_ROUTES: Final = frozenset({"index", "health", "ready"})
+PUBLIC_ROUTES: Final = frozenset(
+    {"index", "health", "ready", "docs", "openapi", "asyncapi", "schema"}
+)
 BEARER_PROTOCOL: Final = "bearer."
 
 BodyT = TypeVar("BodyT")

@@ -11,9 +11,11 @@ from starlette.responses import Response
 from session_server.core.errors import InvalidRequest
 from session_server.core.session_events import Message, TurnFailedEntry
 from session_server.metrics.prometheus import ReaderKind
+from session_server.protocol.frames import AnyServerFrame, TurnFrame
 from session_server.protocol.messages import (
     MAX_SEQ,
     CancelBody,
+    DraftBody,
     EditBody,
     ForkBody,
     OpenBody,
@@ -21,18 +23,20 @@ from session_server.protocol.messages import (
     TurnBody,
     UpdateBody,
     chat_messages,
+    draft_request,
     turn_request,
 )
 from session_server.protocol.resources import (
+    DraftResultBody,
     ItemList,
     SessionBody,
     SessionList,
     TurnResultBody,
 )
-from session_server.sessions.views import OpenRequest
-from session_server.web.event_stream import EventStream
+from session_server.sessions.views import DraftView, OpenRequest
+from session_server.web.event_stream import EventStream, until_disconnect
 from session_server.web.headers import ACCEPT, IDEMPOTENCY_KEY, LAST_EVENT_ID
-from session_server.web.openapi import answers, body_of
+from session_server.web.openapi import answers, body_of, reads_headers
 from session_server.web.refusals import HttpRefusal, JsonResponse, failure_response
 from session_server.web.requests import Caller, read_body
 from session_server.web.slices import encode_list, encode_page
@@ -52,7 +56,11 @@ AfterSeq = Annotated[int | None, Query(ge=0, le=MAX_SEQ)]
 @router.post(
     "",
     status_code=201,
-    openapi_extra=body_of(OpenBody, required=False),
+    openapi_extra=body_of(
+        OpenBody,
+        required=False,
+        headers={IDEMPOTENCY_KEY: "repeated with a request, it gives the same session"},
+    ),
     responses=answers(SessionBody, "The new session.", status=201),
 )
 async def open_session(request: Request, caller: Caller) -> Response:
@@ -108,12 +116,14 @@ async def get_session(session_id: str, caller: Caller) -> Response:
 
 @router.patch(
     "/{session_id}",
-    openapi_extra=body_of(UpdateBody),
+    openapi_extra=body_of(UpdateBody, required=False),
     responses=answers(SessionBody, "The session with its effective settings."),
 )
 async def update_session(session_id: str, request: Request, caller: Caller) -> Response:
-    """Change a session's time to live or metadata."""
+    """Change a session's time to live or metadata, or pin it."""
     body = await read_body(request, UpdateBody)
+    if body.pinned is not None:
+        caller.sessions.edits.retention.pin(caller.owner, session_id, pinned=body.pinned)
     view = caller.sessions.update(
         caller.owner, session_id, ttl_s=body.ttl_s, metadata=body.metadata
     )
@@ -159,6 +169,13 @@ async def rewind_session(session_id: str, request: Request, caller: Caller) -> R
     return JsonResponse(session_body(view, caller.services.model))
 
 
+@router.post("/{session_id}/cool", responses=answers(SessionBody, "The session, which is cold."))
+async def cool_session(session_id: str, caller: Caller) -> Response:
+    """Leave the KV of a session to the radix tree."""
+    view = caller.sessions.edits.retention.cool(caller.owner, session_id)
+    return JsonResponse(session_body(view, caller.services.model))
+
+
 @router.post(
     "/{session_id}/fork",
     status_code=201,
@@ -178,7 +195,9 @@ async def fork_session(session_id: str, request: Request, caller: Caller) -> Res
 @router.post(
     "/{session_id}/turns",
     openapi_extra=body_of(TurnBody),
-    responses=answers(TurnResultBody, "The turn's end; or its events, for text/event-stream."),
+    responses=answers(
+        TurnResultBody, "The turn's end; or its events, for text/event-stream.", events=TurnFrame
+    ),
 )
 async def create_turn(session_id: str, request: Request, caller: Caller) -> Response:
     """Run one turn, and wait for its end or stream its events.
@@ -202,6 +221,35 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     return JsonResponse(await turn_result(session_id, end))
 
 
+@router.post(
+    "/{session_id}/draft",
+    openapi_extra=body_of(DraftBody),
+    responses=answers(DraftResultBody, "How far it was computed."),
+)
+async def draft_turn(session_id: str, request: Request, caller: Caller) -> Response:
+    """Say what the next turn would be if it were sent now, and wait until that is computed.
+
+    Each draft takes the place of the one before. A client that leaves drops nothing.
+    """
+    body = await read_body(request, DraftBody)
+    draft = draft_request(body, defaults=caller.services.model.defaults)
+    if draft is None:
+        caller.sessions.drafts.abandon(caller.owner, session_id)
+        answer = DraftView("", 0, 0, 0)
+    else:
+        work = caller.sessions.drafts.compute(caller.owner, session_id, draft)
+        answer = await until_disconnect(work, request.receive)
+    return JsonResponse(
+        DraftResultBody(
+            object="draft",
+            draft_id=body.draft_id,
+            processed=answer.processed,
+            kept=answer.kept,
+            total=answer.total,
+        )
+    )
+
+
 @router.get("/{session_id}/turns/{turn_id}", responses=answers(TurnResultBody, "The turn now."))
 async def get_turn(session_id: str, turn_id: str, caller: Caller) -> Response:
     """Show a turn that waits, runs or has ended."""
@@ -222,7 +270,12 @@ async def cancel_turn(session_id: str, turn_id: str, request: Request, caller: C
 
 @router.get(
     "/{session_id}/events",
-    responses=answers(None, "Frames of `kvsession.v1` as events: replay after `after`, then live."),
+    openapi_extra=reads_headers({LAST_EVENT_ID: "the `seq` of the last event that was seen"}),
+    responses=answers(
+        None,
+        "Frames of `kvsession.v1` as events: replay after `after`, then live.",
+        events=AnyServerFrame,
+    ),
 )
 async def read_events(
     session_id: str,

@@ -40,6 +40,7 @@ class WebSettings:
     ping_timeout_s: float = 60.0
     idle_s: float = 3600.0
     drain_s: float = 10.0
+    responses_ws: bool = True
 
 
 @dataclass(frozen=True, slots=True)

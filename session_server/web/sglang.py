@@ -15,7 +15,7 @@ import secrets
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -35,6 +35,7 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnRequest,
 )
+from session_server.protocol.generation_body import GenerationBody
 from session_server.protocol.messages import MAX_PRIORITY, MIN_TTL_S
 from session_server.protocol.sglang import (
     AbortBody,
@@ -48,7 +49,7 @@ from session_server.sessions.views import OpenRequest
 from session_server.web.admin import is_healthy
 from session_server.web.event_stream import EventStream
 from session_server.web.generation_run import SGLangState, start_generation
-from session_server.web.openapi import answers, body_of
+from session_server.web.openapi import answer, answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, failure_response
 from session_server.web.request_guard import is_browser
 from session_server.web.requests import Call, Caller, read_body
@@ -68,7 +69,7 @@ _PROBE: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, s
 @router.post(
     "/open_session",
     openapi_extra=body_of(OpenSessionBody, required=False),
-    responses=answers(None, "The session's id, a bare JSON string."),
+    responses=answers(str, "The session's id, a bare JSON string."),
 )
 async def open_session(request: Request, caller: Caller) -> Response:
     """Open a session."""
@@ -103,12 +104,16 @@ async def close_session(request: Request, caller: Caller) -> Response:
 @router.post(
     "/generate",
     openapi_extra=body_of(GenerateBody),
-    responses=answers(None, "The answer; or cumulative events, with `stream`."),
+    responses=answers(
+        GenerationBody, "The answer; or cumulative events, with `stream`.", events=GenerationBody
+    ),
 )
 @router.put(
     "/generate",
     openapi_extra=body_of(GenerateBody),
-    responses=answers(None, "The answer; or cumulative events, with `stream`."),
+    responses=answers(
+        GenerationBody, "The answer; or cumulative events, with `stream`.", events=GenerationBody
+    ),
 )
 async def generate(request: Request, caller: Caller) -> Response:
     """Run one turn, in a session or alone."""
@@ -129,7 +134,7 @@ async def generate(request: Request, caller: Caller) -> Response:
 
 @router.post(
     "/abort_request",
-    openapi_extra=body_of(AbortBody),
+    openapi_extra=body_of(AbortBody, required=False),
     responses=answers(None, "Aborted, or not running: the answer is the same."),
 )
 async def abort_request(request: Request, caller: Caller) -> Response:
@@ -144,8 +149,8 @@ async def abort_request(request: Request, caller: Caller) -> Response:
     return Response()
 
 
-@router.get("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
-@router.post("/flush_cache", responses=answers(None, "Flushed; 400 when busy."))
+@router.get("/flush_cache", responses=answers(str, "Flushed; 400 when busy.", media="text/plain"))
+@router.post("/flush_cache", responses=answers(str, "Flushed; 400 when busy.", media="text/plain"))
 async def flush_cache(request: Request, caller: Caller) -> Response:
     """Empty the radix tree and the KV of all sessions, of every key; histories stay."""
     caller.require_admin()
@@ -156,7 +161,10 @@ async def flush_cache(request: Request, caller: Caller) -> Response:
     raise InvalidRequest("Flush cache failed: there are running or waiting requests.")
 
 
-@router.get("/health_generate", responses=answers(None, "One token was generated."))
+@router.get(
+    "/health_generate",
+    responses=answers(None, "One token was generated.") | {503: answer(None, "None was.")},
+)
 async def health_generate(request: Request, caller: Caller) -> Response:
     """Generate one token in a session of its own; 503 if that fails or times out."""
     state, probing = _state_of(request), replace(caller, owner=PROBER)
@@ -189,8 +197,8 @@ async def _generate_one(caller: Call, state: SGLangState) -> bool:
     return is_healthy(caller.services) and not isinstance(end, TurnFailedEntry)
 
 
-@router.get("/get_model_info", responses=answers(None, "The model."))
-@router.get("/model_info", responses=answers(None, "The model."))
+@router.get("/get_model_info", responses=answers(dict[str, Any], "The model."))
+@router.get("/model_info", responses=answers(dict[str, Any], "The model."))
 async def model_info(caller: Caller) -> Response:
     """Describe the served model."""
     card = caller.services.model
@@ -208,8 +216,10 @@ async def model_info(caller: Caller) -> Response:
     )
 
 
-@router.get("/get_server_info", responses=answers(None, "The server's settings and state."))
-@router.get("/server_info", responses=answers(None, "The server's settings and state."))
+@router.get(
+    "/get_server_info", responses=answers(dict[str, Any], "The server's settings and state.")
+)
+@router.get("/server_info", responses=answers(dict[str, Any], "The server's settings and state."))
 async def server_info(caller: Caller) -> Response:
     """Return the server's settings and current state."""
     stats = caller.sessions.stats()

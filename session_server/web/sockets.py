@@ -1,4 +1,4 @@
-"""Track live WebSockets: bounded in number, and at most one per session."""
+"""Track live WebSockets: bounded in number, and at most one of those that are about one session."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Sockets:
         self._max_connections = max_connections
         self._num_open: Counter[str] = Counter()
         self._by_session: dict[tuple[Owner, str], AttachedSocket] = {}
+        self._joined: set[AttachedSocket] = set()
 
     def admit(self) -> contextlib.AbstractContextManager[None]:
         """Count one connection inside the block. Raises ServerBusy."""
@@ -65,12 +66,21 @@ class Sockets:
             if self._by_session.get(key) is socket:
                 del self._by_session[key]
 
+    @contextlib.contextmanager
+    def join(self, socket: AttachedSocket) -> Iterator[None]:
+        """Be a connection of no one session inside the block."""
+        self._joined.add(socket)
+        try:
+            yield
+        finally:
+            self._joined.remove(socket)
+
     def end_all(self, code: CloseCode) -> None:
         """Close every connection with this code."""
-        for socket in list(self._by_session.values()):
+        for socket in [*self._by_session.values(), *self._joined]:
             socket.end(code)
 
     @property
     def num_attached(self) -> int:
-        """Return the number of connections that serve a session now."""
-        return len(self._by_session)
+        """Return the number of connections that serve sessions now."""
+        return len(self._by_session) + len(self._joined)

@@ -18,12 +18,14 @@ from session_server.protocol.errors import error_body
 from session_server.protocol.frames import (
     ErrorFrame,
     ResumeFailedFrame,
+    coalesce,
     frame_of,
 )
 from session_server.sessions.journal import Journal, OffsetLost
 from session_server.sessions.views import TurnView
 from session_server.web.event_stream import (
     HEARTBEAT,
+    Merge,
     event_chunk,
     read_batches,
     until_disconnect,
@@ -44,12 +46,19 @@ class TurnReader:
     """
 
     def __init__(
-        self, call: Call, journal: Journal, view: TurnView, *, keep_partial: bool | None
+        self,
+        call: Call,
+        journal: Journal,
+        view: TurnView,
+        *,
+        keep_partial: bool | None,
+        merge: Merge = coalesce,
     ) -> None:
         self._call = call
         self._journal = journal
         self._view = view
         self._keep_partial = keep_partial
+        self._merge = merge
         self.has_gap = False
         """Whether entries were lost: the reader fell behind the journal."""
 
@@ -112,7 +121,10 @@ class TurnReader:
         heartbeat_s = self._call.services.settings.heartbeat_s
         while True:
             try:
-                async for batch in read_batches(self._journal, position, heartbeat_s=heartbeat_s):
+                batches = read_batches(
+                    self._journal, position, heartbeat_s=heartbeat_s, merge=self._merge
+                )
+                async for batch in batches:
                     if not batch:
                         yield None
                     for seq, entry in batch:

@@ -42,6 +42,7 @@ def session_body(view: SessionView, model: ModelCard) -> SessionBody:
         queued_turns=view.queued_turns,
         ttl_s=view.ttl_s,
         metadata=dict(view.metadata),
+        pinned=view.is_pinned,
         history=view.history,
         created=view.created_s,
     )
@@ -107,7 +108,15 @@ def hello_frame(
 async def snapshot_frame(snapshot: SessionSnapshot) -> SnapshotFrame:
     """Return the state of a session, for a reader that lost its position."""
     running = snapshot.running
-    turn = None if running is None else SnapshotTurn(turn_id=running.turn_id, text=running.text)
+    turn = None
+    if running is not None:
+        said = running.said
+        turn = SnapshotTurn(
+            turn_id=running.turn_id,
+            text=said.content,
+            reasoning=said.reasoning,
+            tool_calls=said.tool_calls,
+        )
     return SnapshotFrame(
         seq=snapshot.session.seq,
         state=snapshot.session.state,

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 from typing import Final, assert_never
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -33,6 +34,7 @@ from session_server.protocol.messages import (
     ItemEdit,
     SessionAuth,
     SessionClose,
+    SessionCool,
     SessionFork,
     SessionRewind,
     SessionUpdate,
@@ -44,18 +46,18 @@ from session_server.protocol.session_protocol import (
     ClientRequest,
     CloseCode,
     SessionProtocol,
+    StartDraft,
     StartTurn,
 )
 from session_server.sessions.journal import OffsetLost
-from session_server.sessions.views import OpenRequest, SessionView
+from session_server.sessions.views import DraftView, OpenRequest, SessionView
 from session_server.web.readers import SessionReaders
 from session_server.web.refusals import error_response
-from session_server.web.requests import BEARER_PROTOCOL, Call, header_key, make_call, services_of
-from session_server.web.signal import Signal
+from session_server.web.requests import BEARER_PROTOCOL, Call, make_call, services_of
 from session_server.web.slices import encode_scores
+from session_server.web.socket_peer import SocketPeer, close_code_of
 from session_server.web.sockets import Sockets
 from session_server.web.views import hello_frame, snapshot_frame
-from session_server.web.websocket_guard import CONNECTION, GuardedWebSocket
 
 MAX_EPOCH_CHARS: Final = 64
 NEW_SESSION: Final = "new"
@@ -81,25 +83,17 @@ class SessionSocket:
         self._websocket = websocket
         self._sockets = sockets
         self._services = services_of(websocket)
-        self._connection: GuardedWebSocket = websocket.scope["state"][CONNECTION]
-        self._wake = Signal()
-        self._has_room = Signal()
-        self._end_code: CloseCode | None = None
-        self._is_disconnected = False
-        self._last_received_s = 0.0
-        self._is_accepted = False
+        self._peer = SocketPeer(websocket, subprotocol=SUBPROTOCOL, key_prefix=BEARER_PROTOCOL)
         self._position = 0
 
     def end(self, code: CloseCode) -> None:
         """Close soon, after sending what is already queued."""
-        if self._end_code is None:
-            self._end_code = code
-        self._wake.set()
+        self._peer.end(code)
 
     async def run(self) -> None:
         """Serve the connection to its end."""
         try:
-            key = self._offered_key()
+            key = self._peer.offered_key()
             keys = self._services.settings.keys
             needs_auth = not keys.is_open and key is None
             self._protocol = SessionProtocol(
@@ -110,7 +104,7 @@ class SessionSocket:
             owner = None if needs_auth else keys.owner_of(key)
             if owner is None:
                 with self._sockets.admit_unauthenticated():
-                    await self._accept()
+                    await self._peer.accept()
                     owner = await self._first_message_owner()
             call = make_call(self._websocket, owner)
             view = self._open(call)
@@ -119,7 +113,7 @@ class SessionSocket:
             return
         except WebSocketDisconnect:
             return
-        await self._accept()
+        await self._peer.accept()
         with (
             call.readers.register(
                 owner=owner, session_id=view.session_id, kind=ReaderKind.WEBSOCKET
@@ -127,21 +121,6 @@ class SessionSocket:
             self._sockets.attach(owner, view.session_id, self),
         ):
             await self._serve(call, view, readers)
-
-    def _offered_key(self) -> str | None:
-        """Return the key of the Authorization header, else of a `bearer.<key>` subprotocol."""
-        for offered in self._websocket.scope["subprotocols"]:
-            if offered.startswith(BEARER_PROTOCOL):
-                return header_key(self._websocket) or offered.removeprefix(BEARER_PROTOCOL)
-        return header_key(self._websocket)
-
-    async def _accept(self) -> None:
-        if self._is_accepted:
-            return
-        # Never echo a subprotocol that holds a key.
-        offered = self._websocket.scope["subprotocols"]
-        await self._websocket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
-        self._is_accepted = True
 
     async def _first_message_owner(self) -> Owner:
         """Return the owner whose key a first message `session.auth` holds.
@@ -192,22 +171,18 @@ class SessionSocket:
 
     async def _refuse(self, error: SessionServerError) -> None:
         """Refuse with HTTP if the client can see it; scripts in browsers only see close codes."""
-        is_browser = "origin" in self._websocket.headers
-        if not self._is_accepted and not is_browser:
-            await self._websocket.send_denial_response(error_response(error))
+        if await self._peer.deny(error):
             return
-        await self._accept()
         self._protocol.send_error(error)
         with contextlib.suppress(WebSocketDisconnect):
-            await self._flush()
-            await self._close(self._protocol.close_code or _close_code(error))
+            await self._peer.flush(self._protocol)
+            await self._peer.close(self._protocol.close_code or close_code_of(error))
 
     async def _serve(self, call: Call, view: SessionView, readers: SessionReaders) -> None:
         session_id = view.session_id
         await self._queue_hello(call, view)
-        self._last_received_s = asyncio.get_running_loop().time()
-        self._websocket.scope["headers"].clear()  # 1 kB that is not needed again
-        self._journal.add_listener(self._wake.set)
+        self._peer.start()
+        self._journal.add_listener(self._peer.wake.set)
         reader = asyncio.create_task(self._read(call, session_id, readers), name="read socket")
         code: CloseCode | None = CloseCode.INTERNAL
         try:
@@ -215,11 +190,11 @@ class SessionSocket:
         except WebSocketDisconnect:
             code = None
         finally:
-            self._journal.remove_listener(self._wake.set)
+            self._journal.remove_listener(self._peer.wake.set)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             if code is not None:
-                await self._close(code)
+                await self._peer.close(code)
 
     async def _queue_hello(self, call: Call, view: SessionView) -> None:
         """Queue the hello, and set the position that the client wants to resume from."""
@@ -250,23 +225,14 @@ class SessionSocket:
     async def _read(self, call: Call, session_id: str, readers: SessionReaders) -> None:
         """Handle frames until the client disconnects, or one ends the connection."""
         try:
-            while not self._is_disconnected and self._protocol.close_code is None:
-                # A message may be answered with megabytes: read no other until the peer took them.
-                while self._protocol.is_full:
-                    self._has_room.clear()
-                    await self._has_room.wait()
-                message = await self._websocket.receive()
-                self._last_received_s = asyncio.get_running_loop().time()
-                if message["type"] == "websocket.disconnect":
-                    self._is_disconnected = True
-                elif message.get("text") is None:
-                    self.end(CloseCode.UNSUPPORTED_DATA)
-                else:
-                    command = self._protocol.receive_frame(message["text"], now_s=time.time())
+            while not self._peer.is_disconnected and self._protocol.close_code is None:
+                text = await self._peer.receive(self._protocol)
+                if text is not None:
+                    command = self._protocol.receive_frame(text, now_s=time.time())
                     if command is not None:
                         await self._handle_command(command, call, session_id, readers)
-                    self._connection.set_behind(self._protocol.outbox_bytes)
-                self._wake.set()
+                    self._peer.set_behind(self._protocol.outbox_bytes)
+                self._peer.wake.set()
         except Exception:
             _logger.exception("reader failed session=%s", session_id)
             self.end(CloseCode.INTERNAL)
@@ -282,9 +248,14 @@ class SessionSocket:
                 case StartTurn(request=request):
                     turn_id = request.turn_id
                     await self._start(request, call, session_id, readers)
+                case StartDraft(request=draft):
+                    turn_id = draft.turn_id if draft is not None else None
+                    self._draft(draft, call, session_id)
                 case TurnCancel(turn_id=turn_id, keep_partial=keep_partial):
                     sessions.cancel(owner, session_id, turn_id, keep_partial=keep_partial)
-                case SessionUpdate(ttl_s=ttl_s, metadata=metadata):
+                case SessionUpdate(ttl_s=ttl_s, metadata=metadata, pinned=pinned):
+                    if pinned is not None:
+                        sessions.edits.retention.pin(owner, session_id, pinned=pinned)
                     sessions.update(owner, session_id, ttl_s=ttl_s, metadata=metadata)
                 case SessionRewind(to_item=to_item):
                     sessions.edits.rewind(owner, session_id, to_item)
@@ -292,6 +263,8 @@ class SessionSocket:
                     sessions.edits.fork(owner, session_id, at_item=at_item, new_id=new_id)
                 case ItemEdit(item_id=item_id, content=content):
                     sessions.edits.edit_item(owner, session_id, item_id, content)
+                case SessionCool():
+                    sessions.edits.retention.cool(owner, session_id)
                 case SessionClose():
                     sessions.close(owner, session_id)
                 case SessionAuth():
@@ -301,6 +274,25 @@ class SessionSocket:
         except SessionServerError as error:
             self._services.metrics.count_refusal(wire_error(error).code)
             self._protocol.send_error(error, turn_id=turn_id)
+
+    def _draft(self, draft: TurnRequest | None, call: Call, session_id: str) -> None:
+        drafts = call.sessions.drafts
+        if draft is None:
+            drafts.abandon(call.owner, session_id)
+        else:
+            answer = partial(self._on_drafted, draft.turn_id)
+            drafts.submit(call.owner, session_id, draft, answer)
+
+    def _on_drafted(self, draft_id: str, answer: DraftView | SessionServerError) -> None:
+        """Tell the client, unless something has come in the draft's place."""
+        if isinstance(answer, SessionServerError):
+            self._services.metrics.count_refusal(wire_error(answer).code)
+            self._protocol.send_error(answer, turn_id=draft_id)
+        elif answer.total:
+            self._protocol.send_drafted(
+                draft_id, processed=answer.processed, kept=answer.kept, total=answer.total
+            )
+        self._peer.wake.set()
 
     async def _start(
         self, request: TurnRequest, call: Call, session_id: str, readers: SessionReaders
@@ -328,24 +320,19 @@ class SessionSocket:
         """Send queued frames and the journal's entries. Return the close code; None if the peer
         left.
         """
-        idle_s = self._services.settings.idle_s
         while True:
-            self._wake.clear()
+            self._peer.wake.clear()
             await self._queue_entries(call, session_id, readers)
-            await self._flush()
-            if self._is_disconnected:
+            await self._peer.flush(self._protocol)
+            if self._peer.is_disconnected:
                 return None
-            code = self._protocol.close_code or self._end_code
+            code = self._protocol.close_code or self._peer.end_code
             if self._position < self._journal.last_seq and code is not CloseCode.SUPERSEDED:
                 continue
             if code is not None:
                 return code
-            try:
-                async with asyncio.timeout(idle_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                if asyncio.get_running_loop().time() - self._last_received_s >= idle_s:
-                    return CloseCode.IDLE
+            if not await self._peer.wait():
+                return CloseCode.IDLE
 
     async def _queue_entries(self, call: Call, session_id: str, readers: SessionReaders) -> None:
         try:
@@ -364,30 +351,3 @@ class SessionSocket:
                 if scores := await encode_scores(item.entry):
                     encoded[item.seq] = scores
         self._protocol.send_entries(((item.seq, item.entry) for item in entries), scores=encoded)
-
-    async def _flush(self) -> None:
-        while num_bytes := self._protocol.outbox_bytes:
-            self._connection.set_behind(num_bytes)
-            await self._connection.drain()
-            await self._websocket.send_text(self._protocol.take_frame() or "")
-            self._has_room.set()
-
-    async def _close(self, code: CloseCode) -> None:
-        # A stalled peer may still read the code; if it does not, GuardedWebSocket aborts.
-        with contextlib.suppress(WebSocketDisconnect, TimeoutError, RuntimeError):
-            async with asyncio.timeout(1.0):
-                await self._websocket.close(int(code), code.name.lower())
-
-
-def _close_code(error: SessionServerError) -> CloseCode:
-    match error:
-        case Unauthorized():
-            return CloseCode.UNAUTHORIZED
-        case SessionNotFound():
-            return CloseCode.NO_SUCH_SESSION
-        case ServerDraining():
-            return CloseCode.RESTART
-        case ServerBusy():
-            return CloseCode.OVERLOADED
-        case _:
-            return CloseCode.LIMITS if wire_error(error).status == 429 else CloseCode.POLICY

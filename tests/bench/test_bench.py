@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from session_server.bench import kept, memory_check, speculation
+from session_server.bench import kept, memory_check, speculation, structured
 from session_server.bench.checkpoint import RandomModel, write_random_checkpoint
 from session_server.bench.growth import GrowthWorkload, measure_growth, plot_growth
 from session_server.bench.host import measure_admission, measure_idle_sessions
@@ -79,6 +79,18 @@ def test_the_memory_checker_is_timed_against_its_absence() -> None:
         assert figure["noise_ratio"] > 0 < figure["ratio"]
         assert 0 < figure["check_us"] < figure["on_us"]
         assert 0 < figure["own_share"] < 1
+
+
+@pytest.mark.timeout(200)
+def test_answers_held_to_a_schema_are_timed_against_free_ones() -> None:
+    rounds = []
+    load = structured.StructuredWorkload(
+        num_sessions=2, num_outputs=6, num_rounds=1, shape=RandomModel()
+    )
+    figures = structured.measure(load, on_step=lambda: rounds.append(1))
+    assert len(rounds) == load.total_steps == 2
+    assert figures["kinds"]["free"]["ratio"] == 1.0
+    assert figures["kinds"]["held"]["token_ms"] > 0
 
 
 def test_host_benchmarks_time_the_real_engine() -> None:

@@ -10,7 +10,8 @@ from cache.types import PoolName
 
 
 class Headroom(NamedTuple):
-    """Pages that are free, pages that eviction could free, rows that are free."""
+    """Pages that are free, pages that eviction or the end of tails could free, rows that are
+    free."""
 
     free_pages: Mapping[PoolName, int]
     evictable_pages: Mapping[PoolName, int]
@@ -26,6 +27,9 @@ def headroom(cache: SessionAwareCache) -> Headroom:
     accounts = cache.accounts()
     return Headroom(
         free_pages={pool: held.free for pool, held in accounts.items()},
-        evictable_pages={pool: held.tree_evictable for pool, held in accounts.items()},
+        evictable_pages={
+            pool: held.tree_evictable + cache.tails.num_pages[pool]
+            for pool, held in accounts.items()
+        },
         free_rows=cache.inspect().stores.rows.num_free,
     )

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from cache.components import Component
-from cache.errors import OutOfPages
+from cache.errors import OutOfPages, OutOfRows
 from cache.radix_node import RadixNode
 from cache.session_cache import SessionAwareCache
 from cache.spec import CacheSpec, Capacity, LayerGroup, LayerKind
@@ -157,6 +157,7 @@ class World:
     turns: dict[SessionId, LiveTurn] = field(default_factory=dict)
     waiting: dict[SessionId, list[int]] = field(default_factory=dict)
     closing: set[SessionId] = field(default_factory=set)
+    drafts: dict[SessionId, list[int]] = field(default_factory=dict)
     fresh_forks: set[SessionId] = field(default_factory=set)
     marks: Counter[str] = field(default_factory=Counter)
     num_turns: int = 0
@@ -237,7 +238,7 @@ class World:
     ) -> TurnLoan:
         history = self.histories[session_id]
         base_len = len(history) if base_len is None else base_len
-        rest = self._find_rest(session_id, base_len)
+        rest = self._find_rest(session_id, base_len, new_tokens)
         before, num_nodes = self.cache.slot(session_id), self._num_nodes()
         known_len = self._published_len(session_id, [*history[:base_len], *new_tokens])
         self.num_turns += 1
@@ -256,7 +257,8 @@ class World:
         self._mark("split", self._num_nodes() > num_nodes)
         if before.state is SlotState.PARKED:
             self._mark("resident extends its match", loan.cached_len > before.committed_len)
-            reusable = min(before.committed_len, base_len + len(new_tokens) - 1)
+            settled_len = before.committed_len - before.tail_len
+            reusable = min(settled_len, base_len + len(new_tokens) - 1)
             if base_len == len(history) and max_reuse_len is None and new_tokens:
                 assert loan.cached_len >= reusable, "a resident session recomputed its history"
         del history[base_len:]
@@ -285,6 +287,46 @@ class World:
         writes = self.cache.record(turn.turn_id, turn.computed_len, sampled)
         self._mark("window slid", self._num_window_pages() > num_free)
         self._mark_publish(writes, num_nodes, num_published)
+
+    def draft(self, session_id: SessionId, tokens: list[int], max_tokens: int) -> None:
+        """What a session's next turn may be, computed as far as free pages and rows reach."""
+        tails, history = self.cache.tails, self.histories[session_id]
+        before, num_kept = self.fingerprint(), self._common_draft(session_id, tokens)
+        try:
+            view = tails.begin(session_id, len(history), tokens)
+        except OutOfRows:
+            assert self.fingerprint() == before, "a verb that raised changed something"
+            self.marks["no row for a draft"] += 1
+            return
+        self.device.apply(view.table_writes)
+        self._mark("draft extended", 0 < num_kept < len(tokens))
+        if num_kept and not self.cache.inspect().stores.bounded:
+            assert view.computed_len >= len(history) + num_kept, "a draft is computed again"
+        self.drafts[session_id] = list(tokens)
+        said = [*history, *tokens]
+        turn = LiveTurn(TurnId(""), view, session_id, len(history), said, 0, Rest())
+        while (start := view.computed_len) < len(said):
+            turn.computed_len = start
+            count = min(max_tokens, len(said) - start)
+            before = self.fingerprint()
+            try:
+                self.device.apply(tails.grow(session_id, start + count))
+            except OutOfPages:
+                assert self.fingerprint() == before, "a verb that raised changed something"
+                self.marks["no page for a draft"] += 1
+                return
+            self._forward(turn, count)
+            assert tails.record(session_id, view.tail, start + count)
+        self.marks["draft computed"] += 1
+
+    def drop_draft(self, session_id: SessionId) -> None:
+        """An abandoned draft leaves the session as it was."""
+        before = self.cache.slot(session_id)
+        self.cache.tails.drop(session_id)
+        after = self.cache.slot(session_id)
+        if after.state is SlotState.PARKED:
+            assert after.committed_len == before.committed_len - before.tail_len
+        self.marks["draft dropped"] += 1
 
     def overshoot(self, session_id: SessionId, num_tokens: int) -> None:
         """A launch past what will be kept: buys pages and writes what must never be read."""
@@ -399,7 +441,12 @@ class World:
         self._check_parked_queue()
         for session_id, history in self.histories.items():
             turn = self.turns.get(session_id)
-            expected = turn.tokens if turn else history
+            tail = self.cache.inspect().slots[session_id].tail
+            if tail is not None:
+                assert tail.start == len(history), "a tail begins behind the history"
+                expected = [*history, *self.drafts[session_id]]
+            else:
+                expected = turn.tokens if turn else history
             assert self.cache.tokens(session_id).tolist() == expected, "history differs"
         for component in self.cache.inspect().stores.components:
             if component.pool == STATE_POOL:
@@ -431,6 +478,15 @@ class World:
         )
 
     # Private
+
+    def _common_draft(self, session_id: SessionId, tokens: list[int]) -> int:
+        """How many of these tokens a session's last draft has computed already."""
+        slot = self.cache.inspect().slots[session_id]
+        if slot.tail is None or slot.tail.start != len(self.histories[session_id]):
+            return 0
+        known = self.drafts[session_id][: max(0, slot.kv_committed_len - slot.tail.start)]
+        same = [a == b for a, b in zip(known, tokens, strict=False)]
+        return same.index(False) if False in same else len(same)
 
     def _forward(self, turn: LiveTurn, count: int) -> int:
         end = turn.computed_len + count
@@ -501,7 +557,7 @@ class World:
             settled = [n for n in lease.states.lengths if n <= lease.computed_len]
             for length in settled:
                 assert states[lease.states.page_at(length)] == tags[length - 1], "a wrong state"
-            assert len(settled) <= (3 if slot.is_active else 1)
+            assert len(settled) <= (3 if slot.is_active or slot.tail else 1)
             if length := lease.computed_len:
                 page = lease.state_at(length)
                 assert states[page] == tags[length - 1], "the state to go on from is lost"
@@ -601,13 +657,21 @@ class World:
         self.fresh_forks.discard(session_id)
         del self.histories[session_id], self.namespaces[session_id]
 
-    def _find_rest(self, session_id: SessionId, base_len: int) -> Rest:
+    def _find_rest(self, session_id: SessionId, base_len: int, new_tokens: Sequence[int]) -> Rest:
         slot = self.cache.slot(session_id)
-        if slot.state is not SlotState.PARKED:
+        if slot.state is not SlotState.PARKED or self._cools(session_id, base_len, new_tokens):
             return Rest()
-        rest = Rest(self.cache.kept_len(session_id, base_len))
+        settled_len = min(base_len, slot.committed_len - slot.tail_len)
+        rest = Rest(self.cache.kept_len(session_id, base_len, np.empty(0, np.int32), settled_len))
         is_private = rest.committed_len > slot.protected_len
         return replace(rest, last_page=self._page_at(rest, session_id)) if is_private else rest
+
+    def _cools(self, session_id: SessionId, base_len: int, new_tokens: Sequence[int]) -> bool:
+        """Whether a turn drops the draft that warmed a session: it finds the session cold."""
+        tail = self.cache.inspect().slots[session_id].tail
+        if tail is None or not tail.made_resident:
+            return False
+        return tail.start != base_len or self.drafts[session_id][:1] != list(new_tokens[:1])
 
     def _page_at(self, rest: Rest, session_id: SessionId) -> int:
         entries = self.cache.inspect().stores.rows.entries(self.pool, self._row(session_id))

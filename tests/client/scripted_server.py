@@ -40,14 +40,14 @@ class Peer:
             "session.opened", seq=seq, session_id="s_1", epoch=epoch, resumed=resumed, limits={}
         )
 
-    async def complete(self, seq: int, turn_id: str, text: str) -> None:
+    async def complete(self, seq: int, turn_id: str, text: str, **item: object) -> None:
         """The end of a turn that went well."""
         await self.send(
             "turn.completed",
             seq=seq,
             turn_id=turn_id,
             finish_reason="stop",
-            item={"id": "i_1", "role": "assistant", "content": text},
+            item={"id": "i_1", "role": "assistant", "content": text, **item},
             usage={
                 "input_tokens": 10,
                 "cached_tokens": 7,

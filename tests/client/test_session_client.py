@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -19,7 +20,13 @@ from session_server.client import (
     server_address,
 )
 from session_server.client.address import socket_address
-from session_server.core.session_events import ChatInput, Message, TextInput, TokenInput
+from session_server.core.session_events import (
+    ChatInput,
+    Message,
+    TextInput,
+    TokenInput,
+    ToolCall,
+)
 from tests.client.scripted_server import Peer, playing
 
 QUICK = ClientOptions(first_delay_s=0.001, longest_delay_s=0.01, max_attempts=5)
@@ -185,6 +192,47 @@ def test_a_lost_journal_replaces_the_text_of_the_running_turn() -> None:
             events = [event async for event in turn]
             assert TurnReplaced("fresh ") in events
             assert turn.text == "fresh start"
+
+    run(test)
+
+
+def test_tools_calls_and_thoughts_are_sent_and_received() -> None:
+    call = {"id": "abc", "name": "weather", "arguments": '{"city": "Oslo"}'}
+    tool = {"type": "function", "function": {"name": "weather"}}
+
+    async def script(peer: Peer) -> None:
+        await peer.hello()
+        create = await peer.receive()
+        assert create["tools"] == [tool]
+        assert create["input"] == [
+            {"role": "assistant", "content": "", "tool_calls": [call], "reasoning": "So."},
+            {"role": "tool", "content": "Rain.", "tool_call_id": "abc"},
+        ]
+        turn_id = create["turn_id"]
+        piece = call | {"index": 0, "arguments": '{"city"'}
+        rest = {"index": 0, "arguments": ': "Oslo"}'}
+        more = {"turn_id": turn_id, "text": "", "n": 1}
+        await peer.send("turn.delta", seq=1, **more, reasoning="Hm.", tool_calls=[piece])
+        await peer.send("turn.delta", seq=2, **more, tool_calls=[rest])
+        await peer.complete(3, turn_id, "", reasoning="Hm.", tool_calls=[call])
+        await peer.closed(4)
+
+    async def test() -> None:
+        async with (
+            playing(script) as server,
+            await connect(server.url, options=QUICK) as session,
+        ):
+            calls = (ToolCall(**call),)
+            said = Message("assistant", "", tool_calls=calls, reasoning="So.")
+            result = Message("tool", "Rain.", tool_call_id="abc")
+            asked = ChatInput((said, result), tools=(json.dumps(tool),))
+            turn = await session.start(asked)
+            events = [event async for event in turn if isinstance(event, TurnText)]
+            assert [event.reasoning for event in events] == ["Hm.", ""]
+            pieces = [piece for event in events for piece in event.tool_calls]
+            assert (pieces[0].id, pieces[0].name, pieces[1].id) == ("abc", "weather", "")
+            end = await turn.result()
+            assert (end.text, end.reasoning, end.tool_calls) == ("", "Hm.", calls)
 
     run(test)
 

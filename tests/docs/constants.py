@@ -135,13 +135,13 @@ CONNECTIONS = (
     ),
     _constant("web.websocket:MAX_EPOCH_CHARS", "`epoch` of a resuming client", "characters", _400),
     _constant(
-        "protocol.session_protocol:MAX_OUTBOX_FRAMES",
+        "protocol.frame_queue:MAX_OUTBOX_FRAMES",
         "answers to frames that a client has not taken",
         "frames",
         "close code 1013",
     ),
     _constant(
-        "protocol.session_protocol:MAX_OUTBOX_BYTES",
+        "protocol.frame_queue:MAX_OUTBOX_BYTES",
         "the same in bytes",
         "bytes",
         "the client's next frames are not read until it takes answers",
@@ -188,6 +188,18 @@ REQUESTS = (
         "messages of a turn or of a session's beginning",
         "messages",
         _400,
+    ),
+    _constant(
+        "sessions.quotas:SessionLimits.max_tools",
+        "`tools` of a turn; calls of one message",
+        "tools",
+        _400,
+    ),
+    _constant(
+        "text.template_values:MAX_JSON_DEPTH",
+        "levels of a tool, or of the arguments of a call that a client sends",
+        "levels",
+        "`tokenize_failed`; arguments go to the template as text",
     ),
     _constant("sessions.quotas:SessionLimits.max_ttl_s", "`ttl_s`", "s", _400),
     _constant("sessions.quotas:SessionLimits.max_metadata", "`metadata`", "entries", _400),
@@ -264,6 +276,52 @@ SESSIONS = (
         "the oldest is closed",
     ),
     _constant(
+        "sessions.resting:MAX_RESTING",
+        "sessions of Responses that one key keeps at rest",
+        "sessions",
+        "the oldest is closed",
+    ),
+    _constant(
+        "sessions.kept:KEPT_DIVISOR",
+        "part of the bytes of conversations that responses take, and as much again for what "
+        "`/v1/conversations` keeps: one of",
+        "parts",
+        "what was unused for longest is dropped",
+    ),
+    _constant(
+        "web.responses_socket:MAX_IN_FLIGHT",
+        "responses that run on one WebSocket of Responses",
+        "responses",
+        "further ones wait",
+    ),
+    _constant(
+        "web.responses_socket:MAX_WAITING",
+        "responses that wait on one WebSocket of Responses",
+        "responses",
+        "refused: `quota_exceeded`",
+    ),
+    _constant(
+        "protocol.responses_socket:MAX_STREAMS",
+        "named lanes of one WebSocket of Responses",
+        "lanes",
+        "refused: `websocket_stream_limit_reached`",
+    ),
+    _constant(
+        "web.responses:MAX_ITEM_PAGE", "items in a page of a response's input", "items", _400
+    ),
+    _constant(
+        "protocol.realtime_responses:MAX_ASIDES",
+        "responses beside a Realtime conversation",
+        "responses",
+        "`error`: `too_many_responses`",
+    ),
+    _constant(
+        "protocol.realtime_responses:MAX_WAITING_RESPONSES",
+        "responses that wait behind one that a Realtime client has canceled",
+        "responses",
+        "`error`: `conversation_already_has_active_response`",
+    ),
+    _constant(
         "sessions.quotas:MAX_SPARED",
         "sessions without a name that close to make room for one session or turn",
         "sessions",
@@ -335,6 +393,24 @@ SESSIONS = (
         "tokens",
         "they are given out as U+FFFD",
     ),
+    _constant(
+        "text.answer_calls:MAX_NAME_CHARS",
+        "name of a function or parameter that an answer calls",
+        "characters",
+        "the call is text",
+    ),
+    _constant(
+        "text.answer_literals:MAX_DEPTH",
+        "lists and objects in each other, in the arguments of a call",
+        "",
+        "the arguments end there, the rest is text",
+    ),
+    _constant(
+        "text.answer_literals:MAX_SCALAR_CHARS",
+        "a number in the arguments of a call",
+        "characters",
+        "the arguments end there, the rest is text",
+    ),
 )
 
 CHECKPOINTS = (
@@ -390,14 +466,98 @@ CHECKPOINTS = (
         "`tokenize_failed`",
     ),
     _constant(
-        "text.template_child:COMPILE_CPU_S",
-        "processor time of compiling a template",
+        "core.sampling:MAX_GRAMMAR_BYTES",
+        "the text of a JSON schema, a regular expression or a grammar",
+        "bytes",
+        "`invalid_request`",
+    ),
+    _constant(
+        "core.grammar:MAX_GRAMMAR_SYMBOLS",
+        "symbols of a compiled grammar",
+        "symbols",
+        "`invalid_request`",
+    ),
+    _constant(
+        "core.grammar:MAX_LEXER_STATES",
+        "states of the lexer of one answer that is held to a grammar",
+        "states",
+        "the turn fails: `grammar_failed`",
+    ),
+    _constant(
+        "core.grammar:STEP_LEXER_FUEL",
+        "work of that lexer for one token",
+        "units of its fuel, 14,000 to a millisecond",
+        "the turn fails: `grammar_failed`",
+    ),
+    _constant(
+        "core.grammar:STEP_MAX_ITEMS",
+        "items that the parser of a grammar adds for one token",
+        "items",
+        "the turn fails: `grammar_failed`",
+    ),
+    _constant(
+        "core.grammar:_MAX_REASON_CHARS",
+        "why a grammar is refused, in an error",
+        "characters",
+        "the rest is cut off",
+    ),
+    _constant(
+        "text.grammar_worker:CheckLimits.cpu_s",
+        "processor time of checking a turn's grammar",
+        "s",
+        "`invalid_request`; the process that checks is started again",
+    ),
+    _constant(
+        "text.grammar_worker:CheckLimits.deadline_s",
+        "time of checking a turn's grammar",
+        "s",
+        "`invalid_request`; the process that checks is started again",
+    ),
+    _constant(
+        "text.grammar_worker:CheckLimits.memory_bytes",
+        "address space of the process that checks grammars",
+        "bytes",
+        "`invalid_request`; the process that checks is started again",
+    ),
+    _constant(
+        "text.grammar_worker:MAX_KNOWN",
+        "grammars that need not be checked again",
+        "grammars",
+        "the one used longest ago is checked again",
+    ),
+    _constant(
+        "text.grammar_worker:MAX_ANSWER_BYTES",
+        "what that process may say about a grammar",
+        "bytes",
+        "`invalid_request`",
+    ),
+    _constant(
+        "runner.grammar_cache:MAX_CACHED_BYTES",
+        "compiled grammars kept for later turns, estimated from their texts",
+        "bytes",
+        "those used longest ago go; they are compiled again when they are needed",
+    ),
+    _constant(
+        "engine.scheduler:COMPILED_PER_RUNNING",
+        "turns whose grammar is kept compiled, for each turn that may run",
+        "turns",
+        "others wait until one of these ends",
+    ),
+    _constant(
+        "engine_host.compiling:NUM_THREADS",
+        "grammars that the engine compiles at the same time",
+        "grammars",
+        "others wait",
+    ),
+    _constant(
+        "text.worker_child:COMPILE_CPU_S",
+        "processor time of compiling a template, or of reading a vocabulary for grammars",
         "s",
         _UNUSABLE,
     ),
     _constant(
-        "text.template_worker:START_TIMEOUT_S",
-        "time for the process that renders to start",
+        "text.worker_process:START_TIMEOUT_S",
+        "time for the process that renders, or checks grammars, to start",
         "s",
         _UNUSABLE,
     ),
@@ -515,6 +675,12 @@ ENGINE = (
         "long inputs that share one forward",
         "turns",
         "the others have what these leave",
+    ),
+    _constant(
+        "engine.input_drafts:MAX_DRAFT_ROWS",
+        "sessions whose drafts of input share one forward",
+        "sessions",
+        "the next forward has those of others",
     ),
     _constant(
         "engine.config:MAX_DRAFTS", "drafts of a turn in one forward", "tokens", "exit status 2"

@@ -19,7 +19,16 @@ from pydantic.fields import FieldInfo
 from session_server.config import Settings
 from session_server.core.bounds import Bound
 from session_server.flags import FLAGS
-from session_server.protocol import chat_completions, messages, sglang
+from session_server.protocol import (
+    chat_completions,
+    completions,
+    messages,
+    realtime_messages,
+    response_items,
+    responses,
+    sglang,
+    tools,
+)
 from tests.docs.constants import GROUPS
 from tests.docs.pacing import ARITHMETIC, BOUND_NOTHING, HARMLESS_BEGINNINGS, ONLY_WEIGHTS
 from tests.docs.wire_fields import fields_of, number, range_text, sized
@@ -28,7 +37,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BODIES: dict[str, type[msgspec.Struct]] = {
     "turn": messages.TurnFields,
+    "draft": messages.DraftFields,
     "message": messages.MessageBody,
+    "call of a message": messages.CallBody,
+    "function of a tool": tools.FunctionBody,
     "sampling": messages.SamplingBody,
     "session": messages.OpenBody,
     "session update": messages.UpdateBody,
@@ -40,7 +52,21 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "SGLang: `sampling_params`": sglang.GenerateSampling,
     "SGLang: `session_params`": sglang.SessionParamsBody,
     "OpenAI: chat completion": chat_completions.ChatBody,
+    "OpenAI: completion": completions.CompletionBody,
     "OpenAI: chat message": chat_completions.ChatMessageBody,
+    "OpenAI: call of a message": tools.ToolCallBody,
+    "OpenAI: response": responses.ResponseCreateBody,
+    "OpenAI: conversation": responses.ConversationCreateBody,
+    "OpenAI: item of a response's input": response_items.InputItemBody,
+    "Realtime: `session`": realtime_messages.SessionSettingsBody,
+    "Realtime: `response`": realtime_messages.ResponseSettingsBody,
+    "Realtime: a message": realtime_messages.MessageItemBody,
+    "Realtime: its part": realtime_messages.ItemPartBody,
+    "Realtime: a call": realtime_messages.CallItemBody,
+    "Realtime: its output": realtime_messages.CallOutputItemBody,
+    "Realtime: a tool": realtime_messages.RealtimeToolBody,
+    "Realtime: `input_text.append`": realtime_messages.InputTextAppend,
+    "Realtime: an item's place": realtime_messages.RealtimeItemCreate,
 }
 
 PROVERS = ("sim", "demo", "bench", "inspector", "client")
@@ -52,8 +78,14 @@ WIRE_MODULES = (
     "session_server.core.sampling",
     "session_server.protocol.chat_answer",
     "session_server.protocol.chat_completions",
+    "session_server.protocol.completions",
     "session_server.protocol.messages",
+    "session_server.protocol.openai_body",
+    "session_server.protocol.response_items",
+    "session_server.protocol.responses",
+    "session_server.protocol.realtime_messages",
     "session_server.protocol.sglang",
+    "session_server.protocol.tools",
 )
 """Their constants are constraints of wire types, which the table of fields shows."""
 

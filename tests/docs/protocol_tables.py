@@ -11,7 +11,17 @@ from msgspec import inspect
 from session_server.core.events import TurnTimings
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import ConversationItem, TextOptions
-from session_server.protocol import chat_completions, frames, messages, resources, scores
+from session_server.protocol import (
+    chat_completions,
+    completions,
+    frames,
+    messages,
+    realtime_messages,
+    resources,
+    responses,
+    responses_socket,
+    scores,
+)
 from tests.docs.wire_fields import fields_of, number
 
 OBJECTS: tuple[type[msgspec.Struct], ...] = (
@@ -45,6 +55,36 @@ def chat_table() -> str:
     return _body_table(chat_completions.ChatBody)
 
 
+def completion_table() -> str:
+    """Every field of a completion that is read."""
+    return _body_table(completions.CompletionBody)
+
+
+def response_table() -> str:
+    """Every field of a response that is read."""
+    return _body_table(responses.ResponseCreateBody)
+
+
+def realtime_table() -> str:
+    """Every setting of a Realtime session."""
+    return _body_table(realtime_messages.SessionSettingsBody)
+
+
+def response_frame_table() -> str:
+    """Every frame that a client of the WebSocket mode sends."""
+
+    def rows() -> Iterator[str]:
+        yield "| frame | fields beside those of a response | |"
+        yield "|---|---|---|"
+        for kind in get_args(responses_socket.SocketMessage):
+            shared = responses.ResponseFields.__struct_fields__
+            own = (f"`{field.name}`" for field in fields_of(kind) if field.name not in shared)
+            about = " ".join((kind.__doc__ or "").split())
+            yield f"| `{kind.__struct_config__.tag}` | {', '.join(own)} | {about} |"
+
+    return "\n".join(rows())
+
+
 def sampling_table() -> str:
     """Every field of `sampling`, with the default of a model that names none."""
     defaults = {**msgspec.structs.asdict(SamplingParams()), **_text_defaults()}
@@ -53,7 +93,7 @@ def sampling_table() -> str:
         yield "| field | what it takes | default | meaning |"
         yield "|---|---|---|---|"
         for field in fields_of(messages.SamplingBody):
-            default = _default_text(defaults[field.name])
+            default = _default_text(defaults.get(field.name))  # of a grammar: none
             yield f"| `{field.name}` | {field.kind} | {default} | {field.about} |"
 
     return "\n".join(rows())

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from session_server.config import Settings
 from session_server.core.errors import INTERNAL_ERROR, WIRE_ERRORS
 from session_server.flags import FLAGS, IGNORED_SWITCHES, IGNORED_VALUES
 from session_server.foreign_flags import RENAMED_FLAGS, UNSUPPORTED_FLAGS
 from session_server.metrics.prometheus import ServerMetrics
-from tests.docs import import_graph, limits, protocol_tables
+from tests.docs import import_graph, limits, protocol_tables, published
 from tests.faults.programme import EXPECTED, FEWER, NOT_YET, injections
 from tests.mutants.registry import MUTANTS, SURVIVORS
 from tests.mutants.search import recorded
@@ -19,7 +18,7 @@ from tests.oracle import record
 from tests.scenarios.catalogue import CATALOGUE, NOT_APPLICABLE
 from tests.scenarios.registry import Scenario, scenarios
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = published.DOCS
 
 
 def error_table() -> str:
@@ -196,6 +195,10 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("models.md", "worst"): error_of_families_table,
     ("protocol.md", "errors"): error_table,
     ("openai.md", "chat"): protocol_tables.chat_table,
+    ("openai.md", "completion"): protocol_tables.completion_table,
+    ("responses.md", "responses"): protocol_tables.response_table,
+    ("realtime.md", "realtime"): protocol_tables.realtime_table,
+    ("responses.md", "socket"): protocol_tables.response_frame_table,
     ("protocol.md", "frames"): protocol_tables.frame_table,
     ("protocol.md", "message"): protocol_tables.message_table,
     ("protocol.md", "objects"): protocol_tables.object_table,
@@ -223,6 +226,9 @@ def main() -> None:
     for (page, name), table in TABLES.items():
         path = DOCS / page
         path.write_text(with_table(path.read_text("utf-8"), name, table()), "utf-8")
+    for path, text in published.files().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

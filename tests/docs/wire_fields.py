@@ -10,6 +10,7 @@ import msgspec
 from msgspec import inspect
 
 NAMED_PATTERNS = {
+    r"^[A-Za-z0-9_.\-]{1,64}$(?!\n)": "1 to 64 characters of `A-Z a-z 0-9 _ . -`",
     r"^[A-Za-z0-9_.:\-]{1,64}$(?!\n)": "1 to 64 characters of `A-Z a-z 0-9 _ . : -`",
     r"^[0-9]{1,10}$(?!\n)": "a token id in digits",
     r"^[a-z_]{1,32}$(?!\n)": "1 to 32 characters of `a-z _`",

@@ -8,6 +8,7 @@ from cache.types import PoolName, SessionId, TurnId
 from session_server.core.batch import StepResult
 from session_server.core.commands import (
     CloseSession,
+    DraftInput,
     EngineCommand,
     FlushCache,
     OpenSession,
@@ -102,6 +103,8 @@ class Bench:
                 self._last_lens[command.turn_id] = context_len + max(
                     0, command.sampling.max_tokens - 1
                 )
+            elif isinstance(command, DraftInput):
+                self._last_lens[command.draft_id] = command.base_len + len(command.tokens)
         # STRICT, the default, recounts every page at the end of every step and raises.
         outcome = self.hand.step(self.now_s, commands, results)
         for event in outcome.events:

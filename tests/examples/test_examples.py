@@ -40,6 +40,27 @@ def test_the_rest_client_remembers_and_streams(url: str) -> None:
     assert "1 2 3 4 5" in done.stdout
 
 
+def test_the_typing_client_asks_what_is_nearly_computed(url: str) -> None:
+    done = run("typing_client.py", "My name is Ada.", "--url", url, "--key-s", "0.01")
+    assert done.returncode == 0, done.stderr
+    computed, total = map(int, re.findall(r"(\d+) of (\d+) computed", done.stdout)[0])
+    assert computed == total
+    assert int(re.findall(r"drafted (\d+)", done.stdout)[0]) >= total - 1
+
+
+def test_the_voice_like_client_is_cut_short_and_remembers(url: str) -> None:
+    done = run("voice_like.py", "--url", url, "--word-s", "0.01")
+    assert done.returncode == 0, done.stderr
+    assert "[cancelled; " in done.stdout
+    assert "Ada" in done.stdout.split("> What is my name?")[1]
+    spoken = int(re.findall(r"(\d+) tokens of it", done.stdout)[0])
+    counts = re.findall(r"(\d+) of (\d+) cached", done.stdout)
+    first, last = [tuple(map(int, pair)) for pair in counts]
+    assert spoken >= 12
+    assert last[1] > first[1] + spoken, "what was said before the cut stays"
+    assert last[0] > first[1] + spoken, "and is not computed again"
+
+
 def test_the_openai_client_computes_what_is_new(url: str) -> None:
     done = run("openai_chat.py", "--url", url)
     assert done.returncode == 0, done.stderr
@@ -50,6 +71,29 @@ def test_the_openai_client_computes_what_is_new(url: str) -> None:
     assert first[0] == 0
     assert len(rest) == 3
     assert all(0 < total - cached <= new for cached, total in rest)
+
+
+def test_the_realtime_client_computes_what_is_new(url: str) -> None:
+    done = run("openai_realtime.py", "--url", url)
+    assert done.returncode == 0, done.stderr
+    assert "Ada" in done.stdout.split("> What is my name?")[1]
+    counts = re.findall(r"(\d+) of (\d+) tokens were cached", done.stdout)
+    (first, *rest), new = [tuple(map(int, each)) for each in counts], 20
+    assert first[0] == 0
+    assert len(rest) == 3
+    assert all(0 < total - cached <= new for cached, total in rest)
+
+
+@pytest.mark.filterwarnings("ignore:connect.. must be used")
+def test_the_openai_client_goes_on_from_responses_in_lanes(url: str) -> None:
+    done = run("openai_responses.py", "--url", url)
+    assert done.returncode == 0, done.stderr
+    assert "Your name is Ada." in done.stdout.split("> What is my name?")[1]
+    for lane, word in (("name", "Ada"), ("city", "Oslo")):
+        assert word in done.stdout.split(f"> [{lane}]")[1].split("tokens were cached")[0]
+    counts = re.findall(r"(\d+) of (\d+) tokens were cached", done.stdout)
+    assert len(counts) == 6
+    assert all(int(cached) > 0 for cached, _ in counts[1:])
 
 
 def test_the_chat_client_comes_back_to_its_session(url: str) -> None:
@@ -147,7 +191,15 @@ def said_by(name: str, *argv: str, patch: pytest.MonkeyPatch) -> str | int | Non
 
 
 @pytest.mark.parametrize(
-    "name", ["rest_client.py", "openai_chat.py", "chat_client.py", "load_test.py"]
+    "name",
+    [
+        "rest_client.py",
+        "openai_chat.py",
+        "openai_agent_loop.py",
+        "openai_responses.py",
+        "chat_client.py",
+        "load_test.py",
+    ],
 )
 def test_a_refused_key_and_an_address_without_a_scheme_are_told_in_a_line(
     name: str,

@@ -184,8 +184,8 @@ QUOTE_ROUNDS_UP = Mutant(
     "sglang#20070 (G1)",
     Edit(
         "session_server.engine.turn_queue:Quotes._quote",
-        "pages_for(soon_len, page_size) - pages_for(reuse_len, page_size)",
-        "pages_for(soon_len - reuse_len, page_size)",
+        "pages_for(soon_len, page_size) - pages_for(held_len, page_size)",
+        "pages_for(soon_len - held_len, page_size)",
     ),
 )
 
@@ -471,9 +471,9 @@ SENDS_THE_WHOLE_HISTORY = Mutant(
     "Every turn sends the engine the whole conversation.",
     "vllm#52471 (E5)",
     Edit(
-        "session_server.sessions.turn_flow:TurnFlow._make_submitted",
-        "base_len = min(common if known is None else min(known, common), prompt.context_len - 1)",
-        "base_len = 0 * common * prompt.context_len",
+        "session_server.sessions.engine_copies:EngineCopies.base_len",
+        "min(common if known is None else min(known, common), prompt.context_len - 1)",
+        "0 * common",
     ),
 )
 

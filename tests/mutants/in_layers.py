@@ -84,7 +84,7 @@ MARK_IS_HELD_AT_REST = Mutant(
     "A parked session holds the window that its last turn began at.",
     "systematic",
     Edit(
-        "cache.lease:KVLease.park",
+        "cache.lease:KVLease.unmark",
         "self._stores.tree.mark(self.receipt, None)",
         "pass",
     ),
@@ -221,8 +221,8 @@ ONE_POOL_IS_COUNTED = Mutant(
     "systematic",
     Edit(
         "cache.session_cache:SessionAwareCache.headroom",
-        "for ledger in ledgers]",
-        "for ledger in [next(iter(ledgers))] * len(ledgers)]",
+        "for pool, each in ledgers]",
+        "for pool, each in [next(iter(ledgers))] * len(ledgers)]",
     ),
 )
 

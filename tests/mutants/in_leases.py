@@ -129,7 +129,7 @@ FAILED_FORWARD_IS_KEPT = Mutant(
     "vllm#50283, #55766 (A13)",
     Edit(
         "cache.session_cache:SessionAwareCache.discard",
-        "min(turn.base_len, turn.loan.cached_len)",
+        "min(turn.base_len, loan.cached_len - loan.tail_len)",
         "turn.base_len",
     ),
 )

@@ -153,8 +153,8 @@ PROMPT_IS_PUBLISHED_AT_LAUNCH = Mutant(
     "vllm#37152 (A6)",
     Edit(
         "session_server.engine.scheduler:Scheduler.apply",
-        "applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))",
-        "applied.rows.append(make_row(self._cache, turn, num_tokens, work.num_drafts))\n"
+        "applied.rows.append(row)",
+        "applied.rows.append(row)\n"
         "                if turn.current_admission.computed_len + num_tokens == turn.prompt_len:\n"
         "                    self._outbox.write("
         "self._cache.record(turn.turn_id, turn.prompt_len))",

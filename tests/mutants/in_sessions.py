@@ -201,7 +201,7 @@ TEXT_GOES_ON_AFTER_STOP = Mutant(
     "systematic",
     Edit(
         "session_server.sessions.answer:Answer.feed",
-        "if self.matched is not None:\n                break",
+        "if self.is_over:\n                break",
         "pass",
     ),
 )
@@ -211,8 +211,8 @@ HELD_BACK_TEXT_IS_LOST = Mutant(
     "systematic",
     Edit(
         "session_server.sessions.turn_flow:TurnFlow._flush_text",
-        "if text:",
-        "if not text:",
+        "if text or reasoning or calls:",
+        "if not text and (reasoning or calls):",
     ),
 )
 
@@ -322,7 +322,7 @@ FRAMES_ARE_SENT_AGAIN = Mutant(
     "Frames handed out stay in the outbox.",
     "systematic",
     Edit(
-        "session_server.protocol.session_protocol:SessionProtocol.take_frame",
+        "session_server.protocol.frame_queue:FrameQueue.take_frame",
         "frame = self._outbox.pop(0)",
         "frame = self._outbox[0] if self.outbox_bytes > 0 else self._outbox.pop(0)",
     ),

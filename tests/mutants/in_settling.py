@@ -96,8 +96,8 @@ NAN_IS_SETTLED = Mutant(
     "vllm#50283, #55766 (A13)",
     Edit(
         "session_server.engine.settle:Settler.settle",
-        "if outcome.finite:",
-        "if outcome.finite or not row.sample:",
+        "if not outcome.finite:",
+        "if not outcome.finite and row.sample:",
     ),
 )
 

@@ -11,6 +11,7 @@ from tests.mutants import (
     in_layers,
     in_leases,
     in_radix,
+    in_rewrites,
     in_scheduling,
     in_sessions,
     in_settling,
@@ -30,7 +31,15 @@ def _named(*modules: ModuleType) -> dict[str, Mutant]:
 
 MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
     _named(
-        in_books, in_radix, in_leases, in_layers, in_states, in_scheduling, in_settling, in_sessions
+        in_books,
+        in_radix,
+        in_leases,
+        in_layers,
+        in_states,
+        in_scheduling,
+        in_settling,
+        in_sessions,
+        in_rewrites,
     )
 )
 
@@ -42,9 +51,6 @@ SURVIVORS: Final[Mapping[str, str]] = MappingProxyType(
         "short pool is not asked for": "The oldest turn is given everything before it is given up,"
         " so everybody comes to an end, only later; a test of the planner alone has an opinion"
         " (`tests/engine/test_engine_plan.py`).",
-        "replaced tokens stay": "Simulated clients send no messages, and the embedded model has one"
-        " end token, so no template replaces any; the state machine of sessions has one that does"
-        " (`tests/sessions/test_session_machine.py`).",
     }
 )
 """Bugs that the simulator is not expected to find, and why."""

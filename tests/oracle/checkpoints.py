@@ -8,7 +8,7 @@ above suspicion. Every parameter is random, norms and biases too: at their usual
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from cache.types import Tokens
 from tests.models.raw_configs import RAW_CONFIGS
@@ -127,6 +128,39 @@ def reference_logits(directory: Path, tokens: Tokens | Sequence[int]) -> Tensor:
     what was computed once is kept.
     """
     return _reference_logits(directory, tuple(int(token) for token in tokens))
+
+
+def first_routing_tie(directory: Path, tokens: Sequence[int], *, margin: float) -> int:
+    """The first position whose experts are chosen by less than `margin`, the length without one.
+
+    Which of them it is depends on the shape of a batch there, and all behind it on which it is.
+    """
+    with torch.no_grad(), _RoutingMargins() as margins:
+        _reference_model(directory)(input_ids=torch.tensor([tokens]), use_cache=False)
+    ties = [index for least in margins.seen for index in (least < margin).nonzero().flatten()]
+    return int(min(ties, default=len(tokens)))
+
+
+class _RoutingMargins(TorchFunctionMode):
+    """Sees by how much each position's last chosen expert leads the first that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in {torch.topk, Tensor.topk}:
+            scores, k = args[0], args[1] if len(args) > 1 else (kwargs or {})["k"]
+            best = scores.flatten(0, -2).sort(dim=-1, descending=True).values
+            if k < best.shape[1]:
+                self.seen.append(best[:, k - 1] - best[:, k])
+        return func(*args, **(kwargs or {}))
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -9,8 +10,8 @@ import pytest
 
 from session_server.core.errors import InvalidRequest, UnsupportedOperation
 from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams, TokenLogprob
-from session_server.core.session_events import ChatInput, Message
-from session_server.protocol.chat_answer import ChatAnswer
+from session_server.core.session_events import ChatInput, Message, ToolCall
+from session_server.protocol.chat_answer import AnswerHead, CallUsage, ChatAnswer
 from session_server.protocol.chat_completions import (
     ChatBody,
     ChatCall,
@@ -19,6 +20,10 @@ from session_server.protocol.chat_completions import (
 )
 from session_server.protocol.messages import decode
 
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Tell it.", "parameters": {"type": "object"}},
+}
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -74,10 +79,9 @@ def test_who_names_a_session(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{}]},
-        {"tool_choice": "required"},
-        {"n": 2},
-        {"guided_json": {"type": "object"}},
+        {"functions": [{"name": "weather"}]},
+        {"function_call": "auto"},
+        {"ebnf": "root ::= 'a'"},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"add_generation_prompt": False},
         {"continue_final_message": True},
@@ -95,6 +99,55 @@ def test_what_changes_nothing_is_taken() -> None:
     empty = {"tools": [], "tool_choice": "auto", "n": 1, "functions": None, "modalities": []}
     assert parsed(**empty, best_of=0, echo=False).request.input == parsed().request.input
     assert parsed(stop="x", include_stop_str_in_output=True).request.text.keep_stop
+
+
+def test_tools_and_calls_are_those_of_the_turn() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "So."},
+        {"role": "tool", "content": [{"type": "text", "text": "Rain."}], "tool_call_id": "c"},
+    ]
+    chat = parsed(tools=[TOOL], messages=messages, parallel_tool_calls=True, strict=True)
+    (tool,) = chat.input.tools
+    assert json.loads(tool) == TOOL
+    calls = (ToolCall("c", "weather", "{}"),)
+    assert chat.input.messages[1:] == (
+        Message("assistant", "", tool_calls=calls, reasoning="So."),
+        Message("tool", "Rain.", tool_call_id="c"),
+    )
+    assert chat.request.text.may_call
+    assert not chat.request.text.is_one_call
+    assert parsed(tools=[TOOL], parallel_tool_calls=False).request.text.is_one_call
+    assert not parsed(tools=[TOOL], tool_choice="none").request.text.may_call
+    assert parsed(tools=[TOOL], tool_choice="auto").must_call is None
+    assert parsed(tools=[TOOL], tool_choice="required").must_call == ""
+    named = {"type": "function", "function": {"name": "weather"}}
+    assert parsed(tools=[TOOL], tool_choice=named).must_call == "weather"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [TOOL | {"function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "function_call": {"name": "x"}}]},
+            "messages[0].function_call",
+        ),
+    ],
+)
+def test_malformed_tools_and_calls_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises((InvalidRequest, UnsupportedOperation)) as refused:
+        parsed(**fields)
+    assert refused.value.param == param
 
 
 @pytest.mark.parametrize("name", ["replace", "drop_previous_output", "offset"])
@@ -122,9 +175,8 @@ def test_any_other_name_stands_for_one(name: str) -> None:
 
 def test_a_logprob_names_its_token_and_says_its_bytes_where_they_are_text() -> None:
     texts = {1: "ab", 2: "\ufffd", 3: "é"}
-    answer = ChatAnswer(
-        parsed(), model="m", session_id="s", created_s=0, token_text=texts.__getitem__
-    )
+    head = AnswerHead("m", "s", 0, texts.__getitem__)
+    answer = ChatAnswer(parsed(), head, usage=CallUsage())
     value = TokenLogprob(1, -0.5, ((2, -1.0), (3, float("-inf"))))
     assert msgspec.to_builtins(answer.logprob_body(value)) == {
         "token": "ab",

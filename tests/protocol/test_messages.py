@@ -34,6 +34,7 @@ from session_server.protocol.messages import (
     Body,
     CancelBody,
     ClientMessage,
+    DraftBody,
     MessageBody,
     OpenBody,
     SamplingBody,
@@ -76,12 +77,14 @@ NUMBERS: list[tuple[str, object, object]] = [
 ]
 
 
-BODIES = (MessageBody, SamplingBody, TurnBody, OpenBody, UpdateBody, CancelBody)
+BODIES = (MessageBody, SamplingBody, TurnBody, DraftBody, OpenBody, UpdateBody, CancelBody)
 REQUIRED: dict[str, dict[str, object]] = {
     "MessageBody": {"role": "user", "content": "Hi"},
     "SessionAuth": {"token": "t"},
     "Ack": {"seq": 1},
     "SessionRewind": {"to_item": None},
+    "TurnDraft": {"draft_id": "d1"},
+    "DraftBody": {"draft_id": None},
     "ItemEdit": {"item_id": "i_1", "content": "Hi"},
 }
 

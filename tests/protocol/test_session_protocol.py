@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from session_server.core.events import TurnTimings
-from session_server.core.sampling import SamplingParams
+from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.core.session_events import (
     ChatInput,
+    ContinueInput,
     ItemEdited,
     Message,
     Outcome,
@@ -33,12 +34,15 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnProgress,
 )
-from session_server.protocol import session_protocol
+from session_server.protocol import frame_queue
+from session_server.protocol.frame_queue import MAX_OUTBOX_FRAMES
 from session_server.protocol.frames import (
+    MAX_COALESCED_CHARS,
     AnyServerFrame,
     LimitsBody,
     OpenedFrame,
     coalesce,
+    frame_of,
 )
 from session_server.protocol.messages import (
     ItemEdit,
@@ -50,7 +54,6 @@ from session_server.protocol.messages import (
     TurnCancel,
 )
 from session_server.protocol.session_protocol import (
-    MAX_OUTBOX_FRAMES,
     CloseCode,
     ProtocolState,
     SessionProtocol,
@@ -99,6 +102,8 @@ NAMES = st.sampled_from(
         "temperature",
         "max_tokens",
         "stop",
+        "continue",
+        "pinned",
         "x",
     ]
 )
@@ -110,6 +115,7 @@ TYPES = st.sampled_from(
         "session.update",
         "session.rewind",
         "session.fork",
+        "session.cool",
         "item.edit",
         "session.close",
         "ping",
@@ -210,7 +216,7 @@ def test_an_outbox_is_full_at_its_bound_in_bytes_until_frames_are_taken() -> Non
 
     made = protocol()
     made.send_repeat("t1", position=0, end=answer(0))
-    padding = session_protocol.MAX_OUTBOX_BYTES - made.outbox_bytes
+    padding = frame_queue.MAX_OUTBOX_BYTES - made.outbox_bytes
     assert made.take_frame() is not None
     for num_chars, is_full in ((padding - 1, False), (padding, True), (padding + 1, True)):
         made.send_repeat("t1", position=0, end=answer(num_chars))
@@ -256,6 +262,17 @@ def test_a_turn_without_an_id_gets_one() -> None:
         assert isinstance(command, StartTurn)
         ids.add(command.request.turn_id)
     assert len(ids) == 2
+
+
+def test_a_turn_goes_on_without_input() -> None:
+    made = protocol()
+    command = made.receive_frame('{"type":"turn.create","continue":true}', now_s=0.0)
+    assert isinstance(command, StartTurn)
+    assert command.request.input == ContinueInput()
+    assert made.receive_frame('{"type":"turn.create","continue":false}', now_s=0.0) is None
+    both = '{"type":"turn.create","continue":true,"text":"a"}'
+    assert made.receive_frame(both, now_s=0.0) is None
+    assert [frame["error"]["code"] for frame in sent(made)] == ["invalid_request"] * 2
 
 
 def test_the_other_messages_become_commands() -> None:
@@ -417,7 +434,13 @@ def test_a_session_as_frames_word_for_word() -> None:
             "retryable": True,
             **end,
         },
-        {"type": "session.updated", "seq": 9, "ttl_s": 60.0, "metadata": {"a": "b"}},
+        {
+            "type": "session.updated",
+            "seq": 9,
+            "ttl_s": 60.0,
+            "metadata": {"a": "b"},
+            "pinned": False,
+        },
         {
             "type": "session.rewound",
             "seq": 10,
@@ -447,6 +470,17 @@ def test_a_turn_submitted_twice_is_told_again_without_a_place_in_the_order() -> 
     created, completed = sent(made)
     assert created == {"type": "turn.created", "turn_id": "t1", "position": 2}
     assert (completed["type"], "seq" in completed) == ("turn.completed", False)
+
+
+def test_a_merged_delta_has_no_more_scores_than_its_bound() -> None:
+    score = TokenLogprob(1, -0.123456789, tuple((token, -1.23456789) for token in range(20)))
+    deltas = [TurnDelta("t", "i_1", "a", (seq,), (score,)) for seq in range(500)]
+    merged = [entry for _, entry in coalesce(enumerate(deltas, start=1))]
+    frames = [msgspec.json.encode(frame_of(1, entry)) for entry in merged]
+    assert max(map(len, frames)) <= 2 * MAX_COALESCED_CHARS
+    assert len(frames) < len(deltas) / 5
+    joined = [each for entry in merged if isinstance(entry, TurnDelta) for each in entry.token_ids]
+    assert joined == list(range(500))
 
 
 DELTAS = st.builds(

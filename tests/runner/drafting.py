@@ -12,7 +12,7 @@ import torch
 
 from cache.spec import Capacity
 from cache.types import Tokens
-from session_server.core.batch import RowResult
+from session_server.core.batch import CompiledGrammar, RowResult
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.models.config import FULL_POOL
 from session_server.models.decoder import Decoder
@@ -37,6 +37,7 @@ class Request:
     prompt: Tokens
     params: SamplingParams = GREEDY
     seed: int = 0
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass
@@ -69,6 +70,7 @@ def new_rows(
     num_rows: int = 8,
     backend: BackendName = "torch",
     draft: Decoder | None = None,
+    eos: int = EOS,
 ) -> Rows:
     """A runner with room for `num_rows` turns of `MAX_LEN` tokens."""
     pages_per_row = MAX_LEN // page_size
@@ -78,7 +80,7 @@ def new_rows(
         decoder.config.cache_spec(page_size, "float32"),
         capacity,
         backend=backend,
-        eos_token_ids=(EOS,),
+        eos_token_ids=(eos,),
         draft=draft,
     )
     return Rows(runner, page_size, pages_per_row)
@@ -96,7 +98,13 @@ def run_turns(
     """`num` tokens of every turn, all turns in one forward; each token is seen before the next."""
     said = {row: Said() for row in requests}
     prompts = [
-        rows.row(row, request.prompt, params=request.params, seed=request.seed)
+        rows.row(
+            row,
+            request.prompt,
+            params=request.params,
+            seed=request.seed,
+            grammar=request.grammar,
+        )
         for row, request in requests.items()
     ]
     for row, result in zip(requests, rows.run(*prompts), strict=True):

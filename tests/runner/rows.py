@@ -7,7 +7,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from cache.types import Pages, RowId, StateMoves, TableWrite, Tokens, TurnId
-from session_server.core.batch import Batch, BatchRow, PromptLogprobRange, RowResult, SamplingStart
+from session_server.core.batch import (
+    Batch,
+    BatchRow,
+    CompiledGrammar,
+    PromptLogprobRange,
+    RowResult,
+    SamplingStart,
+)
 from session_server.core.sampling import SamplingParams
 from session_server.runner.model_runner import ModelRunner
 
@@ -40,11 +47,13 @@ class Rows:
         sample: bool = True,
         prompt_logprobs: PromptLogprobRange | None = None,
         drafts: Tokens | int = 0,
+        grammar: CompiledGrammar | None = None,
+        outputs: Tokens = NO_TOKENS,
     ) -> BatchRow:
         """Positions from `start`; None stands for the token sampled before. Begins a turn at 0.
 
         `drafts` stand behind the tokens, so many when the runner makes them; a turn's first output
-        follows its first row.
+        follows its first row, or `outputs` that end it.
         """
         begins = tokens is not None and start == 0
         num_drafts = drafts if isinstance(drafts, int) else len(drafts)
@@ -57,7 +66,9 @@ class Rows:
             num_tokens=num_certain + num_drafts,
             tokens=tokens,
             sample=sample,
-            sampling=SamplingStart(params, seed, num_certain, NO_TOKENS, NO_TOKENS)
+            sampling=SamplingStart(
+                params, seed, num_certain - len(outputs), NO_TOKENS, outputs, grammar
+            )
             if begins
             else None,
             prompt_logprobs=prompt_logprobs,

@@ -14,7 +14,8 @@ from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import SessionClosed, TurnDelta
 from session_server.engine.config import MemoryCheck
 from session_server.engine.engine import Engine
-from session_server.protocol.session_protocol import MAX_OUTBOX_FRAMES, CloseCode, SessionProtocol
+from session_server.protocol.frame_queue import MAX_OUTBOX_FRAMES
+from session_server.protocol.session_protocol import CloseCode, SessionProtocol
 from session_server.sessions.journal import Journal, JournalLimits
 from session_server.sessions.quotas import QuotaLimits
 from tests.engine.bench import POOL, Bench

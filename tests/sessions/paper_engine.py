@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
+    DraftInput,
+    DropDraft,
     EngineCommand,
     FlushCache,
     OpenSession,
@@ -32,6 +34,7 @@ from session_server.core.events import (
     EngineEvent,
     EngineReady,
     FinishReason,
+    InputDrafted,
     MemoryReported,
     SessionCooled,
     SessionGone,
@@ -51,6 +54,11 @@ TIMINGS = TurnTimings(
 NextToken = Callable[[list[int]], int]
 
 
+def _common_len(left: list[int], right: list[int]) -> int:
+    same = [a == b for a, b in zip(left, right, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
 def token_after(context: list[int], vocab_size: int) -> int:
     """The model: a checksum of the context."""
     return zlib.crc32(",".join(map(str, context)).encode()) % vocab_size
@@ -64,6 +72,8 @@ class PaperSlot:
     kv_len: int = 0
     turn: PaperTurn | None = None
     is_closing: bool = False
+    draft: list[int] = field(default_factory=list)
+    """What a draft has computed behind the tokens."""
 
 
 @dataclass
@@ -75,6 +85,7 @@ class PaperTurn:
     prompt_len: int
     cached: int
     context: list[int]
+    drafted: int = 0
     is_started: bool = False
 
     @property
@@ -190,6 +201,7 @@ class PaperEngine:
         slot = self.slots[session_id]
         assert slot.turn is None
         slot.kv_len = 0
+        slot.draft = []
         self.events.append(SessionCooled(session_id=session_id))
 
     def fail(self, session_id: SessionId, code: str) -> None:
@@ -208,6 +220,11 @@ class PaperEngine:
                 self._open(command)
             case SubmitTurn():
                 self._submit(command)
+            case DraftInput():
+                self._draft(command)
+            case DropDraft(session_id=session_id):
+                if session_id in self.slots:
+                    self.slots[session_id].draft = []
             case StopTurn(turn_id=turn_id, num_outputs=num_outputs):
                 self._note_cut(command)
                 self._cut(turn_id, num_outputs, FinishReason.STOP)
@@ -268,8 +285,36 @@ class PaperEngine:
         assert len(context) + needed <= self.max_turn_len, "cannot fit"
         assert len(context) + command.sampling.max_tokens <= self.max_turn_len, "not clipped"
         assert all(0 <= token < self.vocab_size for token in command.tokens)
-        cached = min(slot.kv_len, command.base_len)
-        slot.turn = PaperTurn(command, base, len(context), cached, context)
+        cached, drafted = min(slot.kv_len, command.base_len), 0
+        if slot.draft and command.base_len == len(slot.tokens):
+            both = _common_len(slot.draft, context)
+            cached, drafted = max(cached, both), max(0, both - cached)
+            cached, drafted = min(cached, len(context) - 1), min(drafted, len(context) - 1)
+        slot.draft = []
+        slot.turn = PaperTurn(command, base, len(context), cached, context, drafted)
+
+    def _draft(self, command: DraftInput) -> None:
+        slot = self.slots.get(command.session_id)
+        kept = processed = 0
+        total = command.base_len + len(command.tokens)
+        if slot is not None and slot.turn is None:
+            assert command.base_len <= len(slot.tokens), "built on tokens the engine does not hold"
+            assert command.tokens, "a forward needs a query"
+            assert total < self.max_turn_len, "a turn could not follow"
+            del slot.tokens[command.base_len :]
+            slot.kv_len = min(slot.kv_len, command.base_len)
+            context = slot.tokens + list(command.tokens)
+            kept = max(slot.kv_len, _common_len(slot.draft, context))
+            slot.draft, processed = context, total
+        self.events.append(
+            InputDrafted(
+                session_id=command.session_id,
+                draft_id=command.draft_id,
+                kept=kept,
+                processed=processed,
+                total=total,
+            )
+        )
 
     def _run(self, slot: PaperSlot, turn: PaperTurn) -> None:
         sampling = turn.command.sampling
@@ -280,6 +325,7 @@ class PaperEngine:
                     turn_id=turn.command.turn_id,
                     prompt_tokens=turn.prompt_len,
                     cached_tokens=turn.cached,
+                    drafted_tokens=turn.drafted,
                 )
             )
         if sampling.max_tokens == 0:

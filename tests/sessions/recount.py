@@ -6,7 +6,7 @@ from collections import Counter
 
 from session_server.core.owner import Owner
 from session_server.sessions.manager import SessionManager
-from session_server.sessions.turn import TurnPhase
+from session_server.sessions.turn import SessionTurn, TurnPhase
 
 
 def recount(manager: SessionManager) -> None:
@@ -30,7 +30,8 @@ def recount(manager: SessionManager) -> None:
             turn_bytes[session.owner] += turn.held_bytes
     # A turn that was canceled while its input is tokenized counts until that has ended.
     tasks = manager._flow.prompt_builder._tasks
-    leaving = [turn for turn in tasks if turn.phase is TurnPhase.ENDED]
+    turns_in_work = (each for each in tasks if isinstance(each, SessionTurn))
+    leaving = [turn for turn in turns_in_work if turn.phase is TurnPhase.ENDED]
     for budget, wanted, num_leaving in (
         (quotas.sessions, sessions, 0),
         (quotas.turns, turns, len(leaving)),

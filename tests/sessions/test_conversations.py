@@ -29,7 +29,7 @@ class UnnamedCalls:
     def call(self, *messages: Message, owner: Owner = OWNER, hint: str = "") -> str:
         """Run one call to its end; the id of its session."""
         world = self.world
-        claim: Claim = self.unnamed.claim(owner, messages, hint=hint)
+        claim: Claim = self.unnamed.claim(owner, ChatInput(tuple(messages)), hint=hint)
         self._count += 1
         request = turn(f"call {self._count}", ChatInput(messages, is_whole=True))
         world.do(
@@ -66,6 +66,19 @@ def test_a_conversation_goes_on_in_its_session() -> None:
         session = calls.call(hello())
         assert [calls.go_on(f"And {index}?") for index in range(3)] == [session] * 3
         assert calls.call(hello(), hint="another") != session
+
+
+def test_a_branch_of_a_session_that_was_used_by_its_id_is_another_session() -> None:
+    """It is remembered as holding both answers, and holds one."""
+    with World() as world:
+        calls = UnnamedCalls(world)
+        calls.call(hello())
+        session = calls.go_on()
+        answer = world.manager.snapshot(OWNER, session).items[1]
+        world.manager.edits.rewind(OWNER, session, answer.id)
+        more = (hello("And?"), Message("assistant", "Words of the client's."), hello("So?"))
+        assert calls.call(*calls.talk, *more) != session
+        assert world.manager.get(OWNER, session).num_turns == 2
 
 
 USES: dict[str, Callable[[World, str], object]] = {
@@ -145,7 +158,7 @@ def test_a_session_used_by_its_id_while_it_was_claimed_is_theirs_who_used_it() -
     with World() as world:
         calls = UnnamedCalls(world)
         session = calls.call(hello())
-        claim = calls.unnamed.claim(OWNER, [*calls.talk, hello("And?")], hint="")
+        claim = calls.unnamed.claim(OWNER, ChatInput((*calls.talk, hello("And?"))), hint="")
         assert claim.session_id == session
         asked = turn("claimed", ChatInput((*calls.talk, hello("And?")), is_whole=True))
         world.do(

@@ -40,6 +40,7 @@ from session_server.sessions.journal import Journal, JournalEntry, JournalLimits
 from session_server.sessions.prompt import Prompt
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import SessionTurn
+from session_server.sessions.views import HistoryModes
 from tests.sessions.world import OWNER, World, turn
 
 ALIGNMENT = 16
@@ -47,6 +48,8 @@ ALIGNMENT = 16
 
 EMPTY_TABLE = 192
 """What the first record costs besides; part of `SESSION_BYTES`."""
+
+SAID = Message("assistant", "")
 
 WITHIN = (0.75, 1.4)
 """Estimate over what is there."""
@@ -187,14 +190,14 @@ def test_a_session_counts_about_what_it_keeps(world: World) -> None:
 def test_a_transcript_of_a_template_that_renders_all_counts_its_messages_too() -> None:
     with World("alternating") as world:
         now = world.manager._sessions.get(OWNER, world.open()).transcript.state().now
-    transcript = Transcript("template", (), now=now)
+    transcript = Transcript(HistoryModes("template", "template"), (), now=now)
     empty, counted = kept_bytes(transcript), transcript.num_bytes
     for index in range(100):
         message = Message("user", f"message {index} " * 10)
         prompt = Prompt(len(transcript), fresh(30), (message,), None, generate=True)
         growth = transcript.growth(prompt, f"turn {index}")
         before = transcript.num_bytes
-        transcript.commit(prompt, f"turn {index}", f"i_{index}", output=(), text="")
+        transcript.commit(prompt, f"turn {index}", f"i_{index}", output=(), said=SAID)
         assert growth <= transcript.num_bytes - before + 4096
     real = kept_bytes(transcript) - empty
     assert WITHIN[0] <= (transcript.num_bytes - counted) / real <= WITHIN[1]

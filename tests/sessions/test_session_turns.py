@@ -44,9 +44,12 @@ from session_server.sessions.prompt import build_prompt, check_beginning
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import SessionTurn, SubmittedTurn, fingerprint
+from session_server.sessions.views import HistoryModes
 from session_server.text.tokenizer import Tokenizer
 from tests.sessions.world import OWNER, World, cancelled, completed, failed, model_text, turn
 from tests.text.local_text import run_to_end
+
+APPEND = HistoryModes("append", "append")
 
 
 def user(text: str, *, after: str = "") -> str:
@@ -522,7 +525,7 @@ class TestLengths:
             assert world.history(session) == ()
 
     def test_the_beginning_of_an_input_may_be_twice_the_context(self) -> None:
-        state = Transcript("append", (), now=datetime.now().astimezone()).state()
+        state = Transcript(APPEND, (), now=datetime.now().astimezone()).state()
         max_len, head = 11, "<|im_start|>" * 14 + "a" * 8
         assert len(head) == 16 * max_len
         assert len(model_text().tokenizer.encode_control(head)) == 2 * max_len
@@ -536,7 +539,7 @@ class TestLengths:
         self, text: str, max_len: int
     ) -> None:
         model = model_text()
-        state = Transcript("append", (), now=datetime.now().astimezone()).state()
+        state = Transcript(APPEND, (), now=datetime.now().astimezone()).state()
         for turn_input in (TextInput(text), ChatInput((Message("user", text),))):
             try:
                 check_beginning(model, state, turn_input, max_len=max_len)
@@ -547,7 +550,7 @@ class TestLengths:
 
     def test_where_nothing_was_sampled_no_end_of_turn_can_be_replaced(self) -> None:
         # -1 is no token; 1 is the end of sequence of some models.
-        state = Transcript("append", (), now=datetime.now().astimezone()).state()
+        state = Transcript(APPEND, (), now=datetime.now().astimezone()).state()
         assert (state.answer_len, state.last_id) == (0, -1)
 
     def test_max_tokens_is_clipped_to_the_room(self) -> None:

@@ -49,11 +49,12 @@ _KINDS: Final[dict[type[SessionEntry], str]] = {
     SessionDraining: "session.draining",
     SessionClosed: "session.closed",
 }
-_REFUSALS: Final = frozenset(
+REFUSALS: Final = frozenset(
     {
         "context_too_long",
         "engine_unavailable",
         "invalid_request",
+        "item_not_found",
         "server_draining",
         "session_busy",
         "session_closing",
@@ -64,6 +65,7 @@ _REFUSALS: Final = frozenset(
         "turn_not_found",
     }
 )
+"""Codes with which a client may be refused at any time."""
 _TOKENIZER_IS_BUSY: Final = "too many inputs wait to be tokenized"
 """The one `server_busy` that an input may meet: the clock leaped while it waited for its slot."""
 _CLOSES: Final = frozenset({None, 1012, 1013, 4409, 4410})
@@ -89,6 +91,11 @@ class Client:
         self._has_lost = False
         self.socket: Socket | None = None
         self.shadow: SessionShadow | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it has no session."""
+        return self.shadow is None or self.shadow.closed_by is not None
 
     @property
     def is_current(self) -> bool:
@@ -190,7 +197,7 @@ class Client:
     def _refused(self, error: Frame) -> None:
         code = error["code"]
         self.reached[f"refused: {code}"] += 1
-        if code not in _REFUSALS and error["message"] != _TOKENIZER_IS_BUSY:
+        if code not in REFUSALS and error["message"] != _TOKENIZER_IS_BUSY:
             raise Broken(Layer.PROTOCOL, f"{self.name} was refused: {error}")
 
     def _told(self, frame: Frame) -> None:

@@ -52,6 +52,7 @@ class Habits:
     close: int
     misbehave: int
     rewind: int
+    rewrite: int
     flush: int
     report: int
     net: int
@@ -208,6 +209,7 @@ def _draw_habits(draws: Draws) -> Habits:
         close=rate("close", 0, 16, 64),
         misbehave=rate("misbehave", 0, 10, 60),
         rewind=rate("rewind", 0, 20, 60),
+        rewrite=rate("rewrite", 0, 0, 100, 300),
         flush=rate("flush", 0, 2, 20),
         report=rate("report", 0, 2, 10),
         net=rate("net", 0, 30, 120),

@@ -42,6 +42,7 @@ HABITS = Habits(
     close=10,
     misbehave=10,
     rewind=40,
+    rewrite=60,
     flush=2,
     report=2,
     net=30,

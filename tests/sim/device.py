@@ -211,17 +211,18 @@ class EchoRunner:
         return StepResult(batch.step, tuple(map(self._run, batch.rows)), _FORWARD_S)
 
     def _run(self, row: BatchRow) -> RowResult:
+        root = name_value(self._salt_of(row.turn_id))
         if row.sampling is not None:
-            root = name_value(self._salt_of(row.turn_id))
             self._samplers[row.row] = Sampler(row.sampling.seed, root)
-        sampler = self._samplers[row.row]
+        # A chunk of a draft samples nothing, and so starts no sampler.
+        sampler = self._samplers.setdefault(row.row, Sampler(GARBAGE, root))
         if row.turn_id in self.faults.nan_turns:
             self.faults.nan_turns.discard(row.turn_id)
             self._scribble(row)
             return RowResult((), (), (), finite=False)
         tokens = self._inputs(row, sampler)
         for memory in self._memories.values():
-            memory.put_chain(row.row, row.start, tokens, root=sampler.root)
+            memory.put_chain(row.row, row.start, tokens, root=root)
         values = self.memory.read(row.row, row.start, row.start + len(tokens))
         token_ids: tuple[int, ...] = ()
         if row.sample:
@@ -229,7 +230,7 @@ class EchoRunner:
             sampler.last_token = token_ids[-1]
         self._compare(row, values)
         if self.states is not None:
-            self._recur(self.states, row, sampler.root, values)
+            self._recur(self.states, row, root, values)
         return RowResult(token_ids, (), self._prompt_logprobs(row, values), finite=True)
 
     def _recur(self, states: StateMemory, row: BatchRow, root: int, values: list[int]) -> None:

@@ -7,16 +7,18 @@ moves. The device is the echo device (`device`), or any other that waits to be a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
+
+import msgspec
 
 from cache.session_cache import SessionAwareCache
 from cache.spec import Capacity
 from cache.stores import StoreParts
 from cache.types import SessionId, TurnId
-from session_server.core.batch import Batch, Runner, StepResult
-from session_server.core.commands import EngineCommand, OpenSession, SubmitTurn
+from session_server.core.batch import Batch, CompileRequest, CompileResult, Runner, StepResult
+from session_server.core.commands import DraftInput, EngineCommand, OpenSession, SubmitTurn
 from session_server.core.events import EngineReady
 from session_server.engine.config import (
     Drafter,
@@ -105,6 +107,46 @@ class Sizes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class FakeGrammar:
+    """A compiled grammar that allows everything."""
+
+    text: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Return no mask."""
+        return 0
+
+
+class HandCompiler:
+    """Compiles grammars for the next step; where it is not `at_once`, when told to."""
+
+    def __init__(self) -> None:
+        self.at_once = True
+        self.asked: list[CompileRequest] = []
+        self.done: list[CompileResult] = []
+
+    def ask(self, requests: Iterable[CompileRequest]) -> None:
+        """Take requests."""
+        self.asked += requests
+        if self.at_once:
+            self.compile_all()
+
+    def compile_all(self) -> None:
+        """Compile what was asked for."""
+        self.done += [
+            CompileResult(request.turn_id, FakeGrammar(request.grammar.text))
+            for request in self.asked
+        ]
+        self.asked.clear()
+
+    def take(self) -> list[CompileResult]:
+        """Return what was compiled since it was asked last."""
+        done, self.done = self.done, []
+        return done
+
+
 class Device(Protocol):
     """Carries out forwards strictly in order, when told to."""
 
@@ -150,6 +192,7 @@ class HandEngine:
         is_blocked: whether another step without news would launch nothing.
         num_steps: steps so far.
         batches: everything launched so far.
+        grammars: what it asked to be compiled.
     """
 
     def __init__(
@@ -164,6 +207,7 @@ class HandEngine:
         self.is_blocked = True
         self.num_steps = 0
         self.batches: list[Batch] = []
+        self.grammars = HandCompiler()
         self._salts: dict[SessionId, str] = {}
         self._sessions: dict[TurnId, SessionId] = {}
         self._results: deque[StepResult] = deque()
@@ -187,6 +231,10 @@ class HandEngine:
     def salt_of(self, turn_id: TurnId) -> str:
         """Return the tenant's salt of a turn that was submitted."""
         return self._salts[self._sessions[turn_id]]
+
+    def session_of(self, turn_id: TurnId) -> SessionId:
+        """Return the session of a turn that was submitted."""
+        return self._sessions[turn_id]
 
     @property
     def num_launched(self) -> int:
@@ -215,14 +263,17 @@ class HandEngine:
                     self._salts[session_id] = salt
                 case SubmitTurn(session_id=session_id, turn_id=turn_id):
                     self._sessions[turn_id] = session_id
+                case DraftInput(session_id=session_id, draft_id=draft_id):
+                    self._sessions[draft_id] = session_id
                 case _:
                     pass
-        outcome = self.engine.step(now_s, commands, results)
+        outcome = self.engine.step(now_s, commands, results, self.grammars.take())
+        self.grammars.ask(outcome.to_compile)
         if outcome.batch is not None:
             self.batches.append(outcome.batch)
             self.device.launch(outcome.batch)
-        self.is_blocked = outcome.is_blocked
-        return outcome
+        self.is_blocked = outcome.is_blocked and not self.grammars.done
+        return msgspec.structs.replace(outcome, is_blocked=self.is_blocked)
 
     def ready(self, epoch: int) -> EngineReady:
         """Return what the engine says of itself when it comes up."""

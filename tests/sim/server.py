@@ -83,7 +83,7 @@ class SimServer:
             quotas=QuotaLimits(
                 owner_sessions=config.habits.num_sessions,
                 owner_turns=-(-config.habits.num_sessions // config.habits.num_owners)
-                * (1 + MAX_QUEUED_TURNS)
+                * (1 + MAX_QUEUED_TURNS + bool(config.habits.rewrite))
                 + NUM_THREADS,
                 # Too little for all journals at once.
                 replay_bytes=config.habits.num_sessions
@@ -132,10 +132,14 @@ class SimServer:
         except AssertionError as error:
             raise Broken(Layer.AUDIT, f"counted and there: {error}") from error
 
-    def check_remembered(self, owner: Owner, session_id: str, told: TurnEnd) -> None:
-        """A turn that has ended is remembered for as long as its session lives."""
+    def check_remembered(
+        self, owner: Owner, session_id: str, told: TurnEnd, *, is_told: bool
+    ) -> None:
+        """A turn that has ended is remembered for as long as its session lives; its text, once the
+        journal has dropped its end, for as long as the answer stays."""
         end = self.sessions.turn(owner, session_id, told.turn_id).end
-        if end is None or short_of(end) != short_of(told):
+        is_short = end is not None and not is_told and not end.outcome.text
+        if end is None or short_of(end, is_short=is_short) != short_of(told, is_short=is_short):
             raise Broken(Layer.SHADOW, f"{told.turn_id} ended as {told}, remembered is {end}")
 
     def check_empty(self) -> None:
@@ -196,9 +200,9 @@ class SimServer:
         )
 
 
-def short_of(end: TurnEnd) -> tuple[type[TurnEnd], TokenUsage, str]:
-    """What an end says for as long as its session lives."""
-    return type(end), end.outcome.usage, end.outcome.text
+def short_of(end: TurnEnd, *, is_short: bool = False) -> tuple[type[TurnEnd], TokenUsage, str]:
+    """What an end says for as long as its session lives, and shortly, when its answer is gone."""
+    return type(end), end.outcome.usage, "" if is_short else end.outcome.text
 
 
 def _session_limits(habits: Habits) -> SessionLimits:

@@ -8,13 +8,17 @@ be held against it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from session_server.core.session_events import (
+    ConversationItem,
+    ItemEdited,
     SessionClosed,
     SessionEntry,
+    SessionForked,
+    SessionRewound,
     SessionStateChanged,
     TurnCancelled,
     TurnCompleted,
@@ -25,6 +29,7 @@ from session_server.core.session_events import (
     TurnProgress,
 )
 from session_server.sessions.journal import JournalEntry
+from tests.sim.conversation import Conversation, Prepared
 from tests.sim.echo import EchoModel, Truth
 from tests.sim.failure import Broken, Layer
 
@@ -74,14 +79,15 @@ class World:
 class SessionShadow:
     """Reads one session's journal. Every check raises `Broken`.
 
-    `tokens`: the history as the client was told it. `log`: what was said, by sequence number.
+    `said`: the conversation as the client was told it. `log`: what was told, by sequence number.
     `order`, `ended`: turns as they were accepted, and as they ended.
     """
 
-    def __init__(self, world: World, root: int) -> None:
+    def __init__(self, world: World, root: int, said: Conversation | None = None) -> None:
         self._world = world
         self._root = root
-        self.tokens: list[int] = []
+        self.said = said or Conversation(world.text.encode)
+        self._edits: list[str] = []
         self.asked: dict[str, AskedTurn] = {}
         self.order: list[str] = []
         self.ended: list[str] = []
@@ -90,6 +96,11 @@ class SessionShadow:
         self.closed_by: str | None = None
         self.is_close_asked = False
         self._num_done = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """The history as the client was told it."""
+        return self.said.tokens
 
     @property
     def num_unended(self) -> int:
@@ -101,10 +112,27 @@ class SessionShadow:
         """Turns that were accepted and have not ended, oldest first."""
         return [turn_id for turn_id in self.order if self.asked[turn_id].end is None]
 
+    @property
+    def may_run(self) -> bool:
+        """Whether a turn was asked for that has not ended; it may have been lost on its way."""
+        return any(turn.end is None for turn in self.asked.values())
+
     def ask(self, turn_id: str, frame: Mapping[str, Any]) -> None:
         """The client sends a turn; it may be accepted, refused, or lost on the way."""
         turn = self.asked.setdefault(turn_id, AskedTurn(frame))
         turn.num_sent += turn.frame == frame
+
+    def learn_items(self, items: Sequence[ConversationItem]) -> None:
+        """What the server says of the conversation is what it must hold. An item keeps its place
+        for as long as it is there."""
+        self.said.place_of.update((item.id, index) for index, item in enumerate(items))
+        held = [(item.role, item.content) for item in self.said.items]
+        if [(item.role, item.content) for item in items] != held:
+            raise Broken(Layer.SHADOW, f"{items} are held, and not {held}")
+
+    def edit(self, content: str) -> None:
+        """The client has given an item another content; the journal tells which."""
+        self._edits.append(content)
 
     def cancel(self, turn_id: str | None) -> None:
         """The client asks for a turn's end (None: whichever runs when it is heard)."""
@@ -133,6 +161,13 @@ class SessionShadow:
                 turn.outputs.extend(token_ids)
             case TurnCompleted() | TurnCancelled() | TurnFailedEntry():
                 self._ended(self._unfinished(found.entry.turn_id, found.entry), found.entry)
+            case SessionRewound():
+                self._rewound(found.entry)
+            case ItemEdited(item_id=item_id):
+                self.said.edit(self.said.place_of[item_id], self._edits.pop(0))
+                self._check_cut(found.entry)
+            case SessionForked() if self.live:
+                raise Broken(Layer.PROTOCOL, f"{found.entry} while {self.live} run")
             case SessionStateChanged(state=state, reason=reason):
                 self._world.reached[f"session {state}: {reason}"] += 1
             case SessionClosed(reason=reason):
@@ -150,6 +185,28 @@ class SessionShadow:
         self.order.append(entry.turn_id)
         self._world.reached["turn accepted"] += 1
         self._world.reached["turn waited behind another"] += entry.position > 0
+
+    def _rewound(self, entry: SessionRewound) -> None:
+        """Somebody went back; or the turn that runs is a whole conversation, and ends next."""
+        to_item = entry.to_item
+        index = -1 if to_item is None else self.said.place_of.get(to_item)
+        if self.live:
+            prepared = self._prepared(self.asked[self.live[0]])
+            is_right = prepared.keep_len == entry.tokens and index in (None, prepared.num_kept - 1)
+            if not is_right or prepared.num_kept == len(self.said.items):
+                raise Broken(Layer.SHADOW, f"{entry}, where {prepared} stays")
+            return
+        if index is None:
+            raise Broken(Layer.PROTOCOL, f"nobody has gone back to {to_item}")
+        self.said.cut(index + 1)
+        last = "the beginning" if index < 0 else self.said.items[index].role
+        self._world.reached[f"rewound to {last}"] += 1
+        self._check_cut(entry)
+
+    def _check_cut(self, entry: SessionRewound | ItemEdited) -> None:
+        if self.live or not entry.kept_tokens <= entry.tokens == len(self.tokens):
+            what = f"{len(self.tokens)} tokens stay, and {self.live} run"
+            raise Broken(Layer.SHADOW, f"{entry}: {what}")
 
     def _unfinished(self, turn_id: str, entry: SessionEntry) -> AskedTurn:
         turn = self.asked.get(turn_id)
@@ -189,7 +246,8 @@ class SessionShadow:
                 self._check_cancelled(turn, end)
             case TurnFailedEntry(code=code):
                 reached[f"turn failed: {code}"] += 1
-                if code not in self._world.allowed:
+                is_empty = code == "invalid_request" and turn.frame.get("input") == []
+                if code not in self._world.allowed and not (is_empty and not self.said.waits):
                     raise Broken(Layer.SHADOW, f"{end.turn_id} failed: {code}: {end.message}")
             case _:
                 assert_never(end)
@@ -213,7 +271,8 @@ class SessionShadow:
 
     def _commit(self, turn: AskedTurn, end: TurnEnd) -> None:
         """Ask the model what it says to this history, and take the answer into it."""
-        context = [*self.tokens, *self._input(turn)]
+        prepared = self._prepared(turn)
+        context = prepared.context
         outcome, outputs = end.outcome, turn.outputs
         usage = outcome.usage
         if isinstance(end, TurnCancelled) and usage.input_tokens == 0:
@@ -228,11 +287,17 @@ class SessionShadow:
             raise Broken(Layer.SHADOW, f"{end.turn_id} said {outputs}, the history gives {said}")
         if isinstance(end, TurnCompleted):
             self._check_completed(turn, end, len(context))
-        self.tokens = context + outputs
+        num_held = len(self.said.items)
+        self.said.commit(prepared, end.turn_id, outputs=outputs, text=outcome.text)
+        if not prepared.is_raw:
+            self._world.reached["messages answered" if prepared.generates else "messages read"] += 1
+        if prepared.num_kept < num_held:
+            self._world.reached["whole conversation goes another way"] += 1
+        elif "messages" in turn.frame and prepared.keep_len:
+            self._world.reached["whole conversation goes on"] += 1
 
-    def _input(self, turn: AskedTurn) -> list[int]:
-        ids: list[int] | None = turn.frame.get("input_ids")
-        return ids if ids is not None else self._world.text.encode(turn.frame["text"])
+    def _prepared(self, turn: AskedTurn) -> Prepared:
+        return self.said.prepare(turn.frame)
 
     def _check_completed(self, turn: AskedTurn, end: TurnCompleted, context_len: int) -> None:
         """It ended where it had to."""

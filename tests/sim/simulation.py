@@ -14,7 +14,8 @@ from tests.sim.failure import Broken, Layer, SimFailure
 from tests.sim.loop import Deadlock
 from tests.sim.story import Story
 from tests.sim.trace import Op, Trace
-from tests.sim.wire import WireOps, WireWorld
+from tests.sim.wire import WireWorld
+from tests.sim.wire_ops import WireOps
 
 
 @dataclass(frozen=True, slots=True)

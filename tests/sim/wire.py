@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 from session_server.core.errors import (
     EngineUnavailable,
@@ -20,17 +19,17 @@ from session_server.core.errors import (
     SessionServerError,
 )
 from session_server.core.owner import Owner
-from session_server.core.session_events import TurnEnd
+from session_server.core.session_events import ItemEdited, SessionRewound, TurnEnd
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest
 from session_server.web.keys import digest_of
 from tests.sim.clients import Client
 from tests.sim.context import SimContext
-from tests.sim.draws import mix, name_value
+from tests.sim.conversation import Conversation
+from tests.sim.draws import name_value
 from tests.sim.failure import Broken, Layer
-from tests.sim.faults import Site
-from tests.sim.network import SEND_TIMEOUT_S
-from tests.sim.server import LETTERS, SimServer, embedded_text
+from tests.sim.rewrites import Rewrites
+from tests.sim.server import SimServer, embedded_text
 from tests.sim.shadow import SessionShadow, SimText, World
 from tests.sim.trace import Op
 
@@ -39,8 +38,6 @@ STEP_S: Final = 0.01
 
 MAX_QUIET: Final = 40
 """Rounds without any change, each of some seconds, after which what still waits waits for ever."""
-
-_LENGTHS: Final = (1, 1, 2, 3, 4, 5, 8, 13, 21, 40)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +88,7 @@ class WireWorld:
             "revive": self._revive,
             "flush": self._flush,
             "report": self._report,
+            **Rewrites(self).verbs,
         }
 
     @property
@@ -136,22 +134,29 @@ class WireWorld:
 
     def _open(self, op: Op) -> None:
         client = self.clients[op["c"]]
-        if client.shadow is not None and client.shadow.closed_by is None:
+        if not client.is_free:
             return
-        owner, session_id = Owner(digest_of(client.key)), op["s"]
-        request = OpenRequest(session_id=session_id, pinned=op["pinned"], ttl_s=op["ttl_s"])
-        self.server.sessions.open(owner, request)
+        request = OpenRequest(session_id=op["s"], pinned=op["pinned"], ttl_s=op["ttl_s"])
+        self.server.sessions.open(Owner(digest_of(client.key)), request)
+        if op["pinned"]:
+            self._world.allowed.add("quota_exceeded")
+        self.begin(client, op["s"])
+
+    def begin(self, client: Client, session_id: str, *, said: Conversation | None = None) -> None:
+        """Give a client a session that was just opened, in which this was said already."""
+        owner = Owner(digest_of(client.key))
         salt = self.server.salts.salt_of(owner, session_id)
         if self._owners.setdefault(salt, owner) != owner:
             raise Broken(Layer.SHADOW, f"{owner} shares a namespace with {self._owners[salt]}")
-        root = name_value(salt)
-        shadow = SessionShadow(self._world, root)
+        shadow = SessionShadow(self._world, name_value(salt), said)
         journal = self.server.sessions.journal(owner, session_id)
         self._open_sessions.append(OpenSession(owner, session_id, journal, shadow))
-        if op["pinned"]:
-            self._world.allowed.add("quota_exceeded")
         client.begin(session_id, shadow)
         self._attach(client)
+
+    def session_of(self, client: Client) -> OpenSession | None:
+        """The session that a client talks in, unless it has closed."""
+        return next((s for s in self._open_sessions if s.shadow is client.shadow), None)
 
     def _connect(self, op: Op) -> None:
         client = self.clients[op["c"]]
@@ -196,7 +201,7 @@ class WireWorld:
         self._deliver(op["deliver"])
 
     def _tick(self, op: Op) -> None:
-        self._read_journals()  # what was said before may be forgotten for its age
+        self.read_journals()  # what was said before may be forgotten for its age
         self.server.wait(op["s"])
 
     def _die(self, op: Op) -> None:
@@ -231,18 +236,19 @@ class WireWorld:
 
     def _settle(self) -> None:
         self.server.run(STEP_S)
-        self._read_journals()
+        self.read_journals()
         for client in self.clients:
             client.read()
 
-    def _read_journals(self) -> None:
+    def read_journals(self) -> None:
+        """Let the shadows learn what was told since."""
         for each in self._open_sessions:
             journal, shadow = each.journal, each.shadow
             has_news, has_ended = journal.last_seq > shadow.seq, False
             while journal.last_seq > shadow.seq:
                 for found in journal.read(shadow.seq):
                     shadow.read(found)
-                    has_ended |= isinstance(found.entry, TurnEnd)
+                    has_ended |= isinstance(found.entry, TurnEnd | SessionRewound | ItemEdited)
             if shadow.closed_by is not None:
                 continue
             if shadow.num_unended > 1:
@@ -265,7 +271,8 @@ class WireWorld:
         if each.shadow.ended:
             oldest = each.shadow.asked[each.shadow.ended[0]].end
             assert oldest is not None
-            self.server.check_remembered(each.owner, each.session_id, oldest)
+            is_told = each.shadow.said.holds_answer(oldest.turn_id)
+            self.server.check_remembered(each.owner, each.session_id, oldest, is_told=is_told)
 
     def _check_line(self, each: OpenSession) -> None:
         """A closing session has nobody who waits."""
@@ -274,7 +281,9 @@ class WireWorld:
             raise Broken(Layer.PROTOCOL, f"{each.session_id} closes, and turns of it wait")
 
     def _check_history(self, each: OpenSession) -> None:
-        history = self.server.sessions.history(each.owner, each.session_id)
+        sessions = self.server.sessions
+        each.shadow.learn_items(sessions.snapshot(each.owner, each.session_id).items)
+        history = sessions.history(each.owner, each.session_id)
         if list(history) != each.shadow.tokens:
             raise Broken(
                 Layer.SHADOW, f"{each.session_id} holds {history}, told was {each.shadow.tokens}"
@@ -342,211 +351,3 @@ class WireWorld:
     def _rest_budget(self) -> int:
         num_live = sum(len(each.shadow.live) for each in self._open_sessions)
         return 1000 + 12 * self._world.max_turn_len * num_live
-
-
-class WireOps:
-    """Draws the next operation from the habits of the configuration and the state of the world."""
-
-    def __init__(self, context: SimContext, world: WireWorld) -> None:
-        config = context.config
-        self._config = config
-        self._draws = context.draws
-        self._faults = context.faults
-        self._world = world
-        self._num_names = 0
-        habits = config.habits
-        makers: dict[Callable[[], Op | None], int] = {
-            self._turn: habits.submit,
-            self._cancel: habits.cancel,
-            self._close: habits.close,
-            self._misbehave: habits.misbehave,
-            self._network: habits.net,
-            self._tick: 10,
-            self._flush: habits.flush,
-            self._report: habits.report,
-        }
-        self._makers = list(makers)
-        self._weights = list(accumulate(makers.values()))
-        letters = world.server.model.alphabet[1:]
-        self._documents = [
-            [letters[mix(config.seed, which, at) % len(letters)] for at in range(80)]
-            for which in range(3)
-        ]
-
-    def next(self) -> Op:
-        """The next operation."""
-        draws = self._draws
-        if not self._world.server.engine.is_alive and draws.happens("revive", 200):
-            return {"op": "revive"}
-        op = self._struck()
-        if op is None:
-            if draws.happens("patient", self._config.habits.patient):
-                return self._engine_op()
-            op = draws.weighted("op", self._makers, self._weights)() or self._engine_op()
-        return {**op, "hold": True} if draws.happens("hold", 100) else op
-
-    def _struck(self) -> Op | None:
-        """What befalls the engine or a connection, if anything does."""
-        draws, strikes, clients = self._draws, self._faults.strikes, self._world.clients
-        if self._world.server.engine.is_alive and strikes(Site.ENGINE_DEATH):
-            return {"op": "die"}
-        connected = [index for index, client in enumerate(clients) if client.socket is not None]
-        if connected and strikes(Site.NET_DROP):
-            return {"op": "drop", "c": draws.pick("unlucky client", connected)}
-        reading = [index for index in connected if not clients[index].is_stalled]
-        if reading and strikes(Site.NET_STALL):
-            return {"op": "stall", "c": draws.pick("tired client", reading), "on": True}
-        return None
-
-    def _engine_op(self) -> Op:
-        draws = self._draws
-        if self._world.server.engine.is_resting:
-            return self._turn() or {"op": "tick", "s": 1.0}
-        return {
-            "op": "step",
-            "times": draws.pick("times", (1, 1, 2, 4, 8)),
-            "results": draws.pick("results", (0, 1, 1, 1, 1, 1, 2)),
-            "deliver": draws.pick("deliver", (None, None, None, None, None, 0, 1, 3)),
-            **self._world.server.engine.hand.draw_fault(),
-        }
-
-    def _turn(self) -> Op | None:
-        """Some client says something; it opens a session or connects first where it must."""
-        draws, habits = self._draws, self._config.habits
-        index = draws.below("client", len(self._world.clients))
-        client = self._world.clients[index]
-        shadow = client.shadow
-        if shadow is None or shadow.closed_by is not None:
-            return self._open(index)
-        if client.socket is None:
-            return self._reconnect(index)
-        room = self._world.max_turn_len - len(shadow.tokens)
-        if room < 8 and not draws.happens("overfull", 100):
-            return {"op": "send", "c": index, "frame": {"type": "session.close"}}
-        frame: dict[str, Any] = {
-            "type": "turn.create",
-            "turn_id": self._name("t"),
-            "queue": draws.pick("queue", (True, True, True, False)),
-            "priority": draws.pick("priority", (0, 0, 0, 1, 5)),
-            "on_disconnect": draws.pick("on_disconnect", ("detach", "cancel")),
-            "sampling": self._sampling(),
-        }
-        if draws.happens("generates nothing", 60):
-            frame["generate"] = False
-        length = min(habits.max_input, draws.pick("length", _LENGTHS))
-        if draws.happens("text", 400):
-            frame["text"] = self._letters(length)
-        else:
-            frame["input_ids"] = self._new_tokens(shadow.tokens, length)
-        return {"op": "send", "c": index, "frame": frame}
-
-    def _open(self, index: int) -> Op:
-        draws = self._draws
-        is_pinned = self._config.sizes.pinned_quota_pages > 0 and draws.happens("pinned", 400)
-        ttl_s = draws.pick("ttl", (None, None, 20.0))
-        return {"op": "open", "c": index, "s": self._name("s"), "pinned": is_pinned, "ttl_s": ttl_s}
-
-    def _new_tokens(self, history: list[int], length: int) -> list[int]:
-        draws, start = self._draws, len(history)
-        if draws.happens("shared", self._config.habits.shared):
-            for document in self._documents:
-                if start + length <= len(document) and history == document[:start]:
-                    return document[start : start + length]
-        letters = self._world.server.model.alphabet[1:]
-        return [draws.pick("token", letters) for _ in range(length)]
-
-    def _letters(self, length: int) -> str:
-        return "".join(self._draws.pick("letter", LETTERS) for _ in range(length))
-
-    def _sampling(self) -> dict[str, Any]:
-        draws = self._draws
-        lengths = (1, 2, 5, 9, 17, 30, 40)
-        max_tokens = min(self._config.habits.max_new, draws.pick("max_tokens", lengths))
-        sampling: dict[str, Any] = {"max_tokens": max_tokens, "seed": draws.below("seed", 4)}
-        if draws.happens("min_tokens", 250):
-            sampling["min_tokens"] = min(max_tokens, draws.pick("min", (2, 6)))
-        if draws.happens("ignore_eos", 600):
-            sampling["ignore_eos"] = True
-        if draws.happens("stops", 250):
-            length = draws.pick("stop length", (1, 2, 2, 3))
-            sampling["stop"] = [self._letters(length) for _ in range(3)]
-        if draws.happens("stop_token_ids", 150):
-            sampling["stop_token_ids"] = [
-                draws.pick("stop id", self._world.server.model.alphabet) for _ in range(2)
-            ]
-        return sampling
-
-    def _cancel(self) -> Op | None:
-        index, shadow = self._pick_talking()
-        if shadow is None:
-            return None
-        turn_id = self._draws.pick("cancel", (None, shadow.live[0], shadow.live[-1]))
-        keep = self._draws.pick("keep", (True, True, False))
-        frame = {"type": "turn.cancel", "keep_partial": keep}
-        return {
-            "op": "send",
-            "c": index,
-            "frame": frame | ({"turn_id": turn_id} if turn_id else {}),
-        }
-
-    def _close(self) -> Op:
-        index = self._draws.below("close", len(self._world.clients))
-        return {"op": "send", "c": index, "frame": {"type": "session.close"}}
-
-    def _misbehave(self) -> Op | None:
-        draws = self._draws
-        index = draws.below("misbehaving client", len(self._world.clients))
-        shadow = self._world.clients[index].shadow
-        what = draws.pick("misbehave", ("again", "conflict", "ping", "junk", "late", "vocab"))
-        frame: Any = {"type": "ping", "t": 1.0}
-        if what in {"again", "conflict", "late"}:
-            if shadow is None or not shadow.order:
-                return None
-            turn_id = draws.pick("which turn", shadow.order[-6:])
-            frame = dict(shadow.asked[turn_id].frame)
-            if what == "conflict":
-                frame["priority"] = 77
-            if what == "late":
-                # Of a turn that has most likely ended, or of none: an id that only begins like one.
-                turn_id = draws.pick("late id", (turn_id, turn_id[:-1]))
-                frame = {"type": "turn.cancel", "turn_id": turn_id}
-        elif what == "junk":
-            frame = draws.pick("junk", ("", "{", '{"type":"no"}', '{"type":"ack","seq":-1}'))
-        elif what == "vocab":
-            frame = {"type": "turn.create", "input_ids": [10**6], "turn_id": self._name("bad")}
-        return {"op": "send", "c": index, "frame": frame}
-
-    def _network(self) -> Op:
-        """Somebody reads again, or connects anew."""
-        index = self._draws.below("restless client", len(self._world.clients))
-        if self._world.clients[index].is_stalled and self._draws.happens("reads on", 400):
-            return {"op": "stall", "c": index, "on": False}
-        return self._reconnect(index)
-
-    def _reconnect(self, index: int) -> Op:
-        """Where it was, or from further back: a page that was loaded again, another tab."""
-        forgets = self._draws.pick("forgets", (0, 0, 0, 3, 40, 200))
-        return {"op": "connect", "c": index, "forgets": forgets}
-
-    def _tick(self) -> Op:
-        lengths = (1.0, 1.0, SEND_TIMEOUT_S + 1, 30.0, 130.0, 400.0)
-        return {"op": "tick", "s": self._draws.pick("tick", lengths)}
-
-    def _flush(self) -> Op:
-        return {"op": "flush"}
-
-    def _report(self) -> Op:
-        return {"op": "report", "full": self._draws.pick("full", (True, False))}
-
-    def _pick_talking(self) -> tuple[int, SessionShadow | None]:
-        talking = list(self._talking())
-        return self._draws.pick("talking", talking) if talking else (0, None)
-
-    def _talking(self) -> Iterator[tuple[int, SessionShadow]]:
-        for index, client in enumerate(self._world.clients):
-            if client.shadow is not None and client.shadow.live and client.socket is not None:
-                yield index, client.shadow
-
-    def _name(self, prefix: str) -> str:
-        self._num_names += 1
-        return f"{prefix}{self._num_names}"

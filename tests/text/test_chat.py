@@ -11,9 +11,10 @@ from tokenizers import AddedToken
 from session_server.core.errors import InvalidRequest, TokenizeFailed
 from session_server.core.session_events import Message
 from session_server.text.chat_encoder import ROLES, ChatEncoder
-from session_server.text.chat_template import RenderFrame, RenderJob, TemplateSource
+from session_server.text.chat_template import Conversation, RenderFrame, RenderJob, TemplateSource
 from session_server.text.model_files import ModelFilesError
 from session_server.text.model_text import ModelText
+from session_server.text.template_values import conversation_of
 from tests.text.local_text import LocalRenderer, load_local_text, run_to_end
 from tests.text.tiny_models import SPECIALS, TEMPLATES, write_model
 
@@ -78,7 +79,7 @@ def test_a_render_is_what_transformers_gives(kind: str, tmp_path: Path) -> None:
 def test_templates_that_depend_on_their_history_are_found_at_load(
     models: dict[str, ModelText], kind: str, wanted: bool
 ) -> None:
-    assert chat_of(models[kind]).can_append == wanted
+    assert chat_of(models[kind]).traits.can_append == wanted
 
 
 @pytest.mark.parametrize("kind", ["chatml", "llama3"])
@@ -160,7 +161,7 @@ class TestUserText:
         except UnicodeEncodeError:
             return
         chat, specials = chat_of(model), model.tokenizer.special_ids
-        encoders = [encode_all, *([encode_after_answer] if chat.can_append else [])]
+        encoders = [encode_all, *([encode_after_answer] if chat.traits.can_append else [])]
         for encode in encoders:
             plain = [token for token in encode(chat, [user("word")]) if token in specials]
             attacked = encode(chat, [user(content)])
@@ -254,7 +255,7 @@ class TestUserText:
 class TestTemplate:
     def render(self, source: str) -> str:
         renderer = local(source, bos_token="<s>")
-        (text,) = renderer.render_now(RenderJob.of([[user("é <b>")]], FRAME))
+        (text,) = renderer.render_now(RenderJob.of([conversation_of([user("é <b>")], ())], FRAME))
         return text
 
     def test_it_has_what_authors_expect(self) -> None:
@@ -297,5 +298,5 @@ class TestTemplate:
             self.render("{% if %}")
 
     def test_the_date_is_frozen(self) -> None:
-        job = RenderJob.of([[]], RenderFrame(datetime(1999, 1, 1)))
+        job = RenderJob.of([Conversation([])], RenderFrame(datetime(1999, 1, 1)))
         assert local("{{ strftime_now('%Y') }}").render_now(job) == ["1999"]

@@ -200,5 +200,5 @@ def test_the_embedded_model_s_text_side_loads() -> None:
     folder = Path(demo.__file__).parent / "model"
     model = load_local_text(folder)
     assert model.chat is not None
-    assert model.chat.can_append
+    assert model.chat.traits.can_append
     assert model.tokenizer.special_ids >= model.eos_token_ids

@@ -19,8 +19,9 @@ from session_server.core.errors import TokenizeFailed
 from session_server.core.session_events import Message
 from session_server.text.chat_template import RenderFrame, RenderJob, TemplateSource
 from session_server.text.model_files import ModelFilesError
-from session_server.text.template_child import HEADER, Answer, ChildSettings
+from session_server.text.template_values import conversation_of
 from session_server.text.template_worker import RenderLimits, TemplateWorker
+from session_server.text.worker_child import HEADER, Answer, ChildSettings
 from tests.text.local_text import LocalRenderer
 
 FRAME = RenderFrame(datetime(2025, 3, 1, 10, tzinfo=timezone(timedelta(hours=1), "CET")))
@@ -47,7 +48,7 @@ SOURCE = (
 
 
 def job(*contents: str) -> RenderJob:
-    return RenderJob.of([[Message("user", content)] for content in contents], FRAME)
+    return RenderJob.of([conversation_of([Message("user", each)], ()) for each in contents], FRAME)
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +126,7 @@ def test_a_job_whose_worker_is_killed_by_others_is_given_to_one_more(num_kills: 
     async def kill() -> None:
         async with worker() as renderer:
             pids = set[int]()
-            request = renderer._request
+            request = renderer._process._request
 
             async def killed(frame: bytes, timeout_s: float) -> Answer:
                 if b"killed job" in frame and len(pids) < num_kills:
@@ -135,7 +136,7 @@ def test_a_job_whose_worker_is_killed_by_others_is_given_to_one_more(num_kills: 
                     os.kill(renderer.pid, signal.SIGKILL)
                 return await request(frame, timeout_s)
 
-            renderer._request = killed  # type: ignore[method-assign]
+            renderer._process._request = killed  # type: ignore[method-assign]
             if num_kills == 1:
                 assert await renderer.render(job("killed job")) == ["killed job 10:00 CET"]
             else:
@@ -192,7 +193,8 @@ def test_the_process_loads_neither_torch_nor_numpy_and_ends_with_its_socket() ->
 
 
 def test_a_process_whose_server_is_gone_ends_in_the_middle_of_a_render() -> None:
-    settings = ChildSettings(TemplateSource(HOSTILE["loops"], {}), 0.05, LIMITS.memory_bytes)
+    source = msgspec.msgpack.encode(TemplateSource(HOSTILE["loops"], {}))
+    settings = ChildSettings(source, 0.05, LIMITS.memory_bytes)
     ours, theirs = socket.socketpair()
     with theirs:
         argv = [sys.executable, "-m", "session_server", "_template", str(theirs.fileno())]

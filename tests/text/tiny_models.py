@@ -8,6 +8,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from tests.text.tool_templates import TOOL_SPECIALS, TOOL_TEMPLATES
+
 CORPUS = (
     "The quick brown fox jumps over the lazy dog. You are a helpful assistant.",
     "Hello, how are you? I am fine. What is 12 + 30? It is 42. user assistant system",
@@ -89,8 +91,8 @@ TEMPLATES = {
 
 
 def write_model(path: Path, kind: str, *, extra: tuple[AddedToken, ...] = ()) -> Path:
-    """The text side of a checkpoint whose template is `TEMPLATES[kind]`."""
-    template, eos, bos = TEMPLATES[kind]
+    """The text side of a checkpoint whose template is the one of this kind."""
+    template, eos, bos = (TEMPLATES | TOOL_TEMPLATES)[kind]
     path.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -105,6 +107,8 @@ def write_model(path: Path, kind: str, *, extra: tuple[AddedToken, ...] = ()) ->
     tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
     tokenizer.add_tokens([AddedToken("</think>", normalized=False)])
     tokenizer.add_special_tokens(list(extra))
+    if kind in TOOL_TEMPLATES:
+        tokenizer.add_special_tokens(list(TOOL_SPECIALS))
     if bos is not None:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]

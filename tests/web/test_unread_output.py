@@ -10,7 +10,7 @@ import pytest
 
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import Message, Outcome, TokenUsage, TurnCompleted
-from session_server.protocol import session_protocol
+from session_server.protocol import frame_queue
 from session_server.protocol.frames import frame_of
 from session_server.sessions.views import OpenRequest
 from session_server.web import listener
@@ -160,7 +160,7 @@ async def test_a_whole_message_that_waits_counts_as_input(this: Served) -> None:
     session_id = await this.open()
     table = this.app.state.connections
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_protocol, "MAX_OUTBOX_BYTES", 0)  # full from the first frame on
+        patch.setattr(frame_queue, "MAX_OUTBOX_BYTES", 0)  # full from the first frame on
         async with this.bare_socket(session_id) as wire:
             await wire.socket.send(" " * 50_000)
             await this.until(lambda: table.num_input_bytes >= 50_000)

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Opcode
 
 from session_server.core.owner import ANONYMOUS
-from session_server.protocol import session_protocol
+from session_server.protocol import frame_queue
 from session_server.protocol.session_protocol import SessionProtocol
 from session_server.web.keys import KeyRing
 from tests.web.serving import SUBPROTOCOL, Served, served, serving, small_journal, turn
@@ -161,6 +161,29 @@ async def test_what_was_said_can_be_changed_and_gone_on_from(this: Served) -> No
 
 
 @served()
+async def test_a_session_gives_its_kv_back_and_is_pinned(this: Served) -> None:
+    async with this.socket() as wire:
+        path = f"/v1/sessions/{wire.hello['session_id']}"
+        first = await wire.turn("t1", input="Hello")
+        await wire.send("session.cool")
+        state = await wire.until("session.state")
+        assert (state["state"], state["reason"]) == ("cold", "client")
+        again = await wire.turn("t2", input="And?")
+        assert again["usage"]["input_tokens"] > first["usage"]["total_tokens"]
+        await wire.send("session.update", pinned=True)
+        assert (await wire.until("session.updated"))["pinned"]
+        assert (await this.http.patch(path, json={"pinned": False})).json()["pinned"] is False
+        assert (await this.http.post(f"{path}/cool")).json()["state"] == "cold"
+        this.is_held = True
+        await wire.send("turn.create", turn_id="t3", input="Hello")
+        await wire.until("turn.created")
+        for kind, fields in (("session.cool", {}), ("session.update", {"pinned": True})):
+            await wire.send(kind, **fields)
+            assert (await wire.until("error"))["error"]["code"] == "session_busy"
+        this.is_held = False
+
+
+@served()
 async def test_settings_pings_and_acks(this: Served) -> None:
     async with this.socket() as wire:
         await wire.send("session.update", ttl_s=77, metadata={"a": "b"})
@@ -291,7 +314,7 @@ def test_repeats_that_are_not_read_hold_one_outbox_and_one_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A repeat may be megabytes: hundreds of them would be held for one socket."""
-    monkeypatch.setattr(session_protocol, "MAX_OUTBOX_BYTES", 100_000)
+    monkeypatch.setattr(frame_queue, "MAX_OUTBOX_BYTES", 100_000)
     queued: list[int] = []
     sizes: list[int] = []
     send_repeat = SessionProtocol.send_repeat

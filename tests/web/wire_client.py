@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
 
-from session_server.protocol.frames import AnyServerFrame
+from tests.web.published_frames import PublishedFrames
 
 SUBPROTOCOL = Subprotocol("kvsession.v1")
-
 
 DEADLINE_S = 60.0
 _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # never used; making one per client is slow
@@ -29,6 +27,9 @@ _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # never used; making one per cli
 def http_client(url: str, *, timeout_s: float = DEADLINE_S) -> httpx.AsyncClient:
     """A client of plain HTTP: no proxy, no TLS, a bounded patience."""
     return httpx.AsyncClient(base_url=url, trust_env=False, timeout=timeout_s, verify=_TLS)
+
+
+PUBLISHED = PublishedFrames(SUBPROTOCOL)
 
 
 @dataclass
@@ -47,8 +48,8 @@ class Wire:
         """The next frame."""
         payload = await self.socket.recv()
         assert isinstance(payload, str), "frames are text"
-        msgspec.json.decode(payload, type=AnyServerFrame)  # what is sent is what is published
         frame: dict[str, Any] = json.loads(payload)
+        PUBLISHED.check(frame)
         self.frames.append(frame)
         return frame
 

@@ -14,7 +14,7 @@ import torch
 from cache.types import Holder, SlotState
 from session_server.client import SessionClient, connect
 from session_server.config import CacheOptions, ModelOptions, Settings
-from session_server.core.batch import StepResult
+from session_server.core.batch import CompileResult, StepResult
 from session_server.core.commands import EngineCommand
 from session_server.demo.corpus import dialogue
 from session_server.engine.engine import StepOutcome
@@ -82,11 +82,14 @@ async def patient() -> AsyncIterator[Patient]:
         step = assembly.engine.step
 
         def operate_and_step(
-            now_s: float, commands: Sequence[EngineCommand], results: Sequence[StepResult]
+            now_s: float,
+            commands: Sequence[EngineCommand],
+            results: Sequence[StepResult],
+            compiled: Sequence[CompileResult],
         ) -> StepOutcome:
             while operations:
                 operations.pop()(assembly)
-            return step(now_s, commands, results)
+            return step(now_s, commands, results, compiled)
 
         assembly.engine.step = operate_and_step  # type: ignore[method-assign]
         assemblies.append(assembly)

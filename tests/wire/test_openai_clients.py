@@ -3,12 +3,14 @@ it is lost."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
 
 from session_server.local_server import LocalServer
 
@@ -70,6 +72,26 @@ def test_a_conversation_sent_whole_computes_what_is_new(
     assert apart.choices[0].message.content == messages[-1]["content"]
 
 
+class Person(BaseModel):
+    name: Literal["Ada", "Bob"]
+    is_old: bool
+
+
+def test_a_response_is_held_to_the_type_that_is_asked_for(client: openai.OpenAI) -> None:
+    parsed = client.responses.parse(
+        model="session-server-embedded",
+        input="My name is Ada.",
+        text_format=Person,
+        max_output_tokens=300,
+        temperature=0,
+    )
+    assert parsed.status == "completed"
+    assert isinstance(parsed.output_parsed, Person)
+    assert parsed.text is not None
+    assert parsed.text.format is not None
+    assert parsed.text.format.type == "json_schema"
+
+
 def test_a_stream_that_is_closed_frees_its_session(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Count from 1 to 1000."}]
     with client.chat.completions.create(
@@ -80,3 +102,23 @@ def test_a_stream_that_is_closed_frees_its_session(client: openai.OpenAI) -> Non
                 break
     completion = ask(client, [{"role": "user", "content": "My name is Ada."}])
     assert completion.choices[0].message.content
+
+
+def test_an_echoed_prompt_has_its_own_logprobs(client: openai.OpenAI) -> None:
+    def scores(prompt: Any, **options: Any) -> tuple[list[str], list[float | None]]:
+        answer = client.completions.with_raw_response.create(
+            model="session-server-embedded", prompt=prompt, temperature=0, logprobs=1, **options
+        )
+        logprobs = json.loads(answer.content)["choices"][0]["logprobs"]
+        return logprobs["tokens"], logprobs["token_logprobs"]
+
+    prompt = "My name is Ada. What is my"
+    tokens, plain = scores(prompt, max_tokens=6)
+    echoed_tokens, echoed = scores(prompt, max_tokens=6, echo=True)
+    assert (echoed_tokens[-6:], echoed[-6:]) == (tokens, plain)
+    assert "".join(echoed_tokens[:-6]) == prompt
+    assert echoed[0] is None
+    whole = prompt + "".join(tokens)
+    again_tokens, again = scores(whole, max_tokens=0, echo=True)
+    assert again_tokens == echoed_tokens
+    assert again[1:] == pytest.approx(echoed[1:], abs=1e-3)

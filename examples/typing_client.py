@@ -1,0 +1,44 @@
+"""Type into a session: every key is a draft, so the question is nearly computed when it is sent.
+
+    session-server serve &
+    python examples/typing_client.py "Where is my city?"
+
+The server computes what stands there while nobody else needs it. `drafted` at the end is how many
+tokens of the question were computed before it was asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from session_server.client import connect
+
+
+async def main() -> None:
+    """Type a question key by key, correct its first word, and ask it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("question", nargs="?", default="Where is my city?")
+    parser.add_argument("--url", default="http://127.0.0.1:30000")
+    parser.add_argument("--key-s", type=float, default=0.05, help="seconds between two keys")
+    args = parser.parse_args()
+    async with await connect(args.url) as session:
+        for text in keys(args.question):
+            draft_id = await session.draft(text)
+            await asyncio.sleep(args.key_s)
+        progress = await session.drafted(draft_id)
+        print(f"> {args.question}  ({progress.processed} of {progress.total} computed)")
+        result = await session.ask(args.question, sampling={"max_tokens": 32})
+        print(result.text)
+        used = result.usage
+        print(f"cached {used.cached_tokens} of {used.input_tokens}, drafted {used.drafted_tokens}")
+
+
+def keys(question: str) -> list[str]:
+    """Return what stands there after each key: a wrong beginning, taken back, and the question."""
+    wrong = [question[:2] + "x"[:end] for end in (1, 0)]
+    return [*wrong, *(question[:end] for end in range(1, len(question) + 1))]
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,39 @@
+"""Keep the frames that wait for one peer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+MAX_OUTBOX_FRAMES: Final = 256
+"""Frames that may wait for the peer; a peer that lets more accumulate is not reading."""
+
+MAX_OUTBOX_BYTES: Final = 1 << 20
+"""Bytes of frames that may wait for the peer before its next message is read."""
+
+
+class FrameQueue:
+    """Hold encoded frames, oldest first: the part that the protocols of all sockets share."""
+
+    def __init__(self) -> None:
+        self._outbox: list[bytes] = []
+        self.outbox_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether so many bytes wait for the peer that nothing more may be received."""
+        return self.outbox_bytes >= MAX_OUTBOX_BYTES
+
+    def take_frame(self) -> str | None:
+        """Remove and return the next text frame to send; None if no frame waits."""
+        if not self._outbox:
+            return None
+        frame = self._outbox.pop(0)
+        self.outbox_bytes -= len(frame)
+        return frame.decode()
+
+    def _send(self, frame: msgspec.Struct) -> None:
+        encoded = msgspec.json.encode(frame)
+        self._outbox.append(encoded)
+        self.outbox_bytes += len(encoded)

@@ -1,0 +1,337 @@
+"""Translate what clients of OpenAI's Responses send: bodies over HTTP, frames over a WebSocket.
+
+Unknown fields are ignored, as clients of many servers send them; what would change the answer and
+is not offered is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from session_server.core.errors import InvalidRequest, UnsupportedOperation
+from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams
+from session_server.core.session_events import Message, TextOptions, TurnInput, TurnRequest
+from session_server.protocol.chat_completions import NotOffered, NumTokensAsked
+from session_server.protocol.grammars import of_format
+from session_server.protocol.messages import (
+    MAX_STOP_STRINGS,
+    Content,
+    Fraction,
+    Metadata,
+    NumTokens,
+    Penalty,
+    Priority,
+    SamplingBody,
+    Seed,
+    StopString,
+    StopTokenIds,
+    Temperature,
+    TopK,
+    TopLogprobs,
+    TopP,
+    doc,
+    sampling_params,
+    text_options,
+)
+from session_server.protocol.openai_body import Name
+from session_server.protocol.response_body import FunctionToolBody, ResponseBody
+from session_server.protocol.response_items import MAX_ITEMS, InputItemBody, messages_of
+from session_server.protocol.tools import MAX_TOOLS, tool_texts
+
+LOGPROBS: Final = "message.output_text.logprobs"
+
+ResponseId = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class ConversationRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Name a conversation."""
+
+    id: ResponseId
+
+
+class TextFormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the text of an answer must be."""
+
+    type: Annotated[str, doc("`text`, `json_object` or `json_schema`")]
+    name: Name | None = None
+    description: Content | None = None
+    schema: dict[str, Any] | None = None
+    strict: Annotated[bool, doc("it is held to, strict or not")] | None = None
+
+
+class TextConfigBody(msgspec.Struct, frozen=True, kw_only=True):
+    """How the text of an answer is to be."""
+
+    format: TextFormatBody | None = None
+
+
+class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a response to be made, the same over HTTP and on a WebSocket."""
+
+    model: Annotated[Name, doc("the one served, or nothing")] | None = None
+    input: (
+        Annotated[Content, doc("a user's message")]
+        | Annotated[list[InputItemBody], Meta(max_length=MAX_ITEMS)]
+        | None
+    ) = None
+    instructions: (
+        Annotated[Content, doc("the system message; not inherited by the next response")] | None
+    ) = None
+    previous_response_id: Annotated[ResponseId, doc("the response to go on from")] | None = None
+    conversation: (
+        Annotated[ResponseId, doc("the conversation to go on with; or an object with its `id`")]
+        | ConversationRef
+        | None
+    ) = None
+    store: Annotated[bool, doc("keep it for later calls; absent: true")] | None = None
+    generate: Annotated[bool, doc("false: compute the input, answer nothing")] | None = None
+    max_output_tokens: (
+        Annotated[NumTokensAsked, doc("of the answer; absent: what the context leaves")] | None
+    ) = None
+    min_tokens: Annotated[NumTokens, doc("before the answer may end by itself")] | None = None
+    temperature: Annotated[Temperature, doc("0 is greedy and exact")] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[TopK, doc("0 and -1: all")] | None = None
+    min_p: Fraction | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    seed: Annotated[Seed, doc("the same seed, the same answer")] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: StopTokenIds | None = None
+    ignore_eos: Annotated[bool, doc("do not end at the model's end tokens")] | None = None
+    priority: Annotated[Priority, doc("as in a turn of the native protocol")] | None = None
+    include: (
+        Annotated[list[str], Meta(max_length=16, description=f"`{LOGPROBS}`; others are ignored")]
+        | None
+    ) = None
+    top_logprobs: Annotated[TopLogprobs, doc("of each token; above 0 includes logprobs")] | None = (
+        None
+    )
+    metadata: Annotated[Metadata, doc("yours; shown with the response")] | None = None
+    prompt_cache_key: Annotated[Name, doc("shown with the response")] | None = None
+    safety_identifier: Annotated[Name, doc("shown with the response")] | None = None
+    user: Annotated[Name, doc("shown with the response")] | None = None
+    parallel_tool_calls: Annotated[bool, doc("false is not offered with tools")] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+    truncation: Annotated[str, doc("only `disabled` is offered")] | None = None
+    text: Annotated[TextConfigBody, doc("`format`")] | None = None
+    tools: (
+        Annotated[
+            list[FunctionToolBody],
+            Meta(max_length=MAX_TOOLS, description="functions that the answer may call"),
+        ]
+        | None
+    ) = None
+    tool_choice: Annotated[Any, doc("only `auto` and `none` are offered")] = None
+    context_management: NotOffered = None
+    moderation: NotOffered = None
+    prompt: NotOffered = None
+
+
+class ResponseCreateBody(ResponseFields, frozen=True, kw_only=True):
+    """Body of `POST /v1/responses`."""
+
+    stream: Annotated[bool, doc("answer in events")] | None = None
+    background: (
+        Annotated[bool, doc("run on when the client leaves; answer at once unless `stream`")] | None
+    ) = None
+
+
+class InputTokensBody(ResponseFields, frozen=True, kw_only=True):
+    """Body of `POST /v1/responses/input_tokens`."""
+
+
+MAX_NEW_ITEMS: Final = 20
+
+NewItems = Annotated[list[InputItemBody], Meta(max_length=MAX_NEW_ITEMS)]
+
+
+class ConversationCreateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/conversations`."""
+
+    items: NewItems | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdateBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/conversations/{id}`."""
+
+    metadata: Metadata | None
+
+
+class ConversationItemsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/conversations/{id}/items`."""
+
+    items: NewItems
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCall:
+    """Hold one decoded request.
+
+    `messages`: the new ones, without the instructions. `body`: the response as it begins.
+    """
+
+    response_id: str
+    messages: tuple[Message, ...]
+    sampling: SamplingParams
+    text: TextOptions
+    priority: int
+    body: ResponseBody
+
+    @property
+    def generate(self) -> bool:
+        """Return whether there is an answer to come."""
+        return self.sampling.max_tokens > 0
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        """Return the messages that every context of this call begins with."""
+        instructions = self.body.instructions
+        return () if instructions is None else (Message("system", instructions),)
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Return the tools as chat templates take them."""
+        return tool_texts([tool.as_tool() for tool in self.body.tools])
+
+    def turn(self, turn_input: TurnInput) -> TurnRequest:
+        """Return the turn that makes the response. Over HTTP and WebSocket alike `web` decides what
+        a lost client means for it."""
+        return TurnRequest(
+            turn_id=self.response_id,
+            input=turn_input,
+            sampling=self.sampling,
+            text=self.text,
+            priority=self.priority,
+            queue=False,
+        )
+
+
+def parse_response(
+    fields: ResponseFields,
+    *,
+    response_id: str,
+    model: str,
+    created_s: int,
+    defaults: SamplingParams,
+) -> ResponseCall:
+    """Translate a request. Raises InvalidRequest: it contradicts itself, or asks for what is not
+    offered.
+
+    Args:
+        fields: as received.
+        response_id: the response's id, and its turn's.
+        model: the name of the one served.
+        created_s: wall-clock seconds.
+        defaults: the model's sampling.
+    """
+    _refuse_unsupported(fields)
+    if fields.previous_response_id is not None and fields.conversation is not None:
+        raise InvalidRequest(
+            "previous_response_id and conversation cannot both be set.", param="conversation"
+        )
+    sampling = _sampling(fields, defaults)
+    if _is_background(fields) and fields.store is False:
+        raise InvalidRequest("background needs store: true.", param="background")
+    body = _beginning(fields, sampling, response_id=response_id, model=model, created_s=created_s)
+    return ResponseCall(
+        response_id=response_id,
+        messages=messages_of(fields.input),
+        sampling=sampling,
+        text=replace(
+            text_options(SamplingBody(stop=fields.stop)), may_call=fields.tool_choice != "none"
+        ),
+        priority=fields.priority or 0,
+        body=body,
+    )
+
+
+def _beginning(
+    fields: ResponseFields,
+    sampling: SamplingParams,
+    *,
+    response_id: str,
+    model: str,
+    created_s: int,
+) -> ResponseBody:
+    """Return a response as it begins."""
+    conversation = fields.conversation
+    if isinstance(conversation, str):
+        conversation = ConversationRef(id=conversation)
+    return ResponseBody(
+        id=response_id,
+        created_at=created_s,
+        status="in_progress",
+        background=_is_background(fields),
+        instructions=fields.instructions,
+        max_output_tokens=fields.max_output_tokens,
+        max_tool_calls=fields.max_tool_calls,
+        model=model,
+        parallel_tool_calls=fields.parallel_tool_calls is not False,
+        previous_response_id=fields.previous_response_id,
+        prompt_cache_key=fields.prompt_cache_key,
+        safety_identifier=fields.safety_identifier,
+        store=fields.store is not False,
+        temperature=sampling.temperature,
+        tool_choice=fields.tool_choice or "auto",
+        tools=tuple(fields.tools or ()),
+        top_logprobs=sampling.top_logprobs,
+        top_p=sampling.top_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        text={"format": msgspec.to_builtins(_format(fields))},
+        user=fields.user,
+        metadata=fields.metadata or {},
+        conversation=None if conversation is None else {"id": conversation.id},
+    )
+
+
+def _is_background(fields: ResponseFields) -> bool:
+    return isinstance(fields, ResponseCreateBody) and bool(fields.background)
+
+
+_NOT_OFFERED: Final = ("context_management", "moderation", "prompt")
+
+
+def _refuse_unsupported(fields: ResponseFields) -> None:
+    """Refuse by name what would change the answer. Raises UnsupportedOperation."""
+    wrong = {
+        "truncation": fields.truncation not in (None, "disabled"),
+        "tool_choice": fields.tool_choice not in (None, "auto", "none"),
+        "parallel_tool_calls": bool(fields.tools) and fields.parallel_tool_calls is False,
+    } | {name: bool(getattr(fields, name)) for name in _NOT_OFFERED}
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise UnsupportedOperation(f"{name} is not supported here.", param=name)
+
+
+def _sampling(fields: ResponseFields, defaults: SamplingParams) -> SamplingParams:
+    """Return the sampling of the turn. Raises InvalidRequest."""
+    same = {
+        name: getattr(fields, name)
+        for name in SamplingBody.__struct_fields__
+        if name in ResponseFields.__struct_fields__
+    }
+    same["logprobs"] = bool(fields.top_logprobs) or LOGPROBS in (fields.include or ())
+    # An answer ends by itself or with the context unless the client says otherwise.
+    same["max_tokens"] = min(fields.max_output_tokens or MAX_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS)
+    if (fields.min_tokens or 0) > same["max_tokens"]:
+        raise InvalidRequest("min_tokens is above max_output_tokens.", param="min_tokens")
+    if fields.generate is False:
+        same |= {"max_tokens": 0, "min_tokens": 0}
+    form = _format(fields)
+    grammar = of_format(form.type, {"name": form.name, "schema": form.schema}, "text.format")
+    held = msgspec.structs.replace(defaults, grammar=grammar)
+    return sampling_params(SamplingBody(**same), defaults=held)
+
+
+def _format(fields: ResponseFields) -> TextFormatBody:
+    """Return what the text of the answer must be."""
+    asked = None if fields.text is None else fields.text.format
+    return asked or TextFormatBody(type="text")

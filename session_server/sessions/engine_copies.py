@@ -1,0 +1,40 @@
+"""`EngineCopies`: what the engine holds of a session's history before something is built on it."""
+
+from __future__ import annotations
+
+from session_server.core.commands import OpenSession
+from session_server.sessions.engine_link import EngineLink
+from session_server.sessions.prompt import Prompt
+from session_server.sessions.salts import TenantSalts
+from session_server.sessions.session import Session
+
+
+class EngineCopies:
+    """Compare histories with what the engine holds of them, and open sessions there."""
+
+    def __init__(self, link: EngineLink, salts: TenantSalts) -> None:
+        self._link, self._salts = link, salts
+
+    def base_len(self, session: Session, prompt: Prompt) -> int:
+        """Return how many tokens of a prompt's context the engine holds of this session, or would
+        hold as its history if it were opened; always fewer than all."""
+        common = session.transcript.common_len(prompt)
+        known = session.copy.known_len(self._link.generation)
+        # A forward needs at least one query, so the last token of the context is always sent.
+        return min(common if known is None else min(known, common), prompt.context_len - 1)
+
+    def open(self, session: Session, base_len: int) -> None:
+        """Let the engine know the session; a new one gets the first `base_len` tokens of the
+        history. Raises EngineUnavailable."""
+        copy = session.copy
+        if copy.known_len(self._link.generation) is not None:
+            return
+        self._link.send(
+            OpenSession(
+                session_id=copy.session_id,
+                tenant_salt=self._salts.salt_of(session.owner, session.session_id),
+                tokens=session.transcript.tokens(0, base_len),
+                pinned=session.settings.is_pinned,
+            )
+        )
+        copy.set_known_len(base_len, self._link.generation)

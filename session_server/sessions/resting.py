@@ -1,0 +1,93 @@
+"""Keep sessions at rest that a surface has opened for its clients, until there is no room.
+
+Only those are kept that nobody else has used: a session that somebody knows by its id is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from session_server.core.errors import SessionNotFound
+from session_server.core.owner import Owner
+from session_server.sessions.manager import SessionManager
+from session_server.sessions.views import SessionView
+
+MAX_RESTING: Final = 64
+"""Sessions of one owner that rest here; the oldest closes."""
+
+CountReaders = Callable[[Owner, str], int]
+"""How many readers a session of an owner has."""
+
+
+@dataclass(slots=True)
+class RestingSessions:
+    """Hold sessions at rest, the one unused for longest first, and close them to make room."""
+
+    manager: SessionManager
+    count_readers: CountReaders
+    _left: dict[Owner, dict[str, tuple[str, int]]] = field(default_factory=dict)
+    """By owner and id: the epoch and the number of uses when it was left."""
+
+    def __post_init__(self) -> None:
+        self.manager.on_no_room(self._make_room)
+
+    def num_of(self, owner: Owner) -> int:
+        """Return how many sessions of an owner rest."""
+        return len(self._left.get(owner, ()))
+
+    def leave(self, owner: Owner, session_id: str, *, num_uses: int) -> None:
+        """Let a session rest, if no turn runs in it and nobody has used it more often than this."""
+        view = idle_view(self.manager, owner, session_id)
+        if view is None or view.num_uses != num_uses:
+            return
+        self._left.setdefault(owner, {})[session_id] = view.epoch, view.num_uses
+        if self.num_of(owner) > MAX_RESTING:
+            self._close_first(owner)
+
+    def take(self, owner: Owner, session_id: str) -> None:
+        """Stop to spare a session, if it rests: it is about to be used."""
+        left = self._left.get(owner, {})
+        if left.pop(session_id, None) is not None and not left:
+            del self._left[owner]
+
+    def close(self, owner: Owner, session_id: str) -> None:
+        """Close a session if it rests unused."""
+        if self._is_unused(owner, session_id) and not self.count_readers(owner, session_id):
+            self.take(owner, session_id)
+            self.manager.close(owner, session_id)
+
+    def _make_room(self, owner: Owner, *, of_others: bool) -> bool:
+        """Close a session, of this owner or else of another; return whether there was one."""
+        others = list(self._left) if of_others else ()
+        return any(map(self._close_first, [owner, *others]))
+
+    def _close_first(self, owner: Owner) -> bool:
+        """Close the first session that is as it was left and that nobody reads; forget those that
+        somebody has used."""
+        for session_id in self._of(owner):
+            if not self._is_unused(owner, session_id):
+                self.take(owner, session_id)
+            elif not self.count_readers(owner, session_id):
+                self.close(owner, session_id)
+                return True
+        return False
+
+    def _of(self, owner: Owner) -> Iterator[str]:
+        return iter(list(self._left.get(owner, ())))
+
+    def _is_unused(self, owner: Owner, session_id: str) -> bool:
+        left = self._left.get(owner, {}).get(session_id)
+        view = idle_view(self.manager, owner, session_id)
+        return view is not None and (view.epoch, view.num_uses) == left
+
+
+def idle_view(manager: SessionManager, owner: Owner, session_id: str) -> SessionView | None:
+    """Return a session that is open and in which no turn runs or waits; None for any other."""
+    try:
+        view = manager.get(owner, session_id)
+    except SessionNotFound:
+        return None
+    is_idle = view.running_turn is None and view.queued_turns == 0
+    return view if is_idle and view.state != "closing" else None

@@ -1,0 +1,55 @@
+"""Say what becomes of the KV of a session at rest: it goes to the radix tree, or it is pinned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from session_server.core.commands import CloseSession
+from session_server.core.owner import Owner
+from session_server.sessions.opening import check_can_pin
+from session_server.sessions.parts import SessionParts
+from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.session import Session
+from session_server.sessions.views import SessionView
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRetention:
+    """Cool and pin the sessions of a manager."""
+
+    parts: SessionParts
+    limits: SessionLimits
+
+    def cool(self, owner: Owner, session_id: str) -> SessionView:
+        """Leave the KV of a session to the radix tree, where others may use it and pressure takes
+        it first. Its next turn finds what is left.
+
+        Raises:
+            SessionNotFound, SessionClosing
+            SessionBusy: a turn has not ended.
+        """
+        session = self.parts.resting(owner, session_id)
+        self._cool(session)
+        return session.view()
+
+    def pin(self, owner: Owner, session_id: str, *, pinned: bool) -> SessionView:
+        """Pin a session, or no longer, from its next turn on: until then its KV is the tree's.
+
+        That turn is refused if the pinned quota has no room. Raises what `cool` raises, and
+        UnsupportedOperation where no memory is kept for pinned sessions.
+        """
+        if pinned:
+            check_can_pin(self.limits)
+        session = self.parts.resting(owner, session_id)
+        if session.settings.is_pinned != pinned:
+            session.settings.is_pinned = pinned
+            self._cool(session)
+        return session.view()
+
+    def _cool(self, session: Session) -> None:
+        """Have the engine forget the session; its next turn opens it again, with its tokens."""
+        link, copy = self.parts.link, session.copy
+        if copy.known_len(link.generation) is not None:
+            link.send_or_queue(CloseSession(session_id=copy.session_id))
+            copy.set_known_len(None, link.generation)
+        self.parts.mark_cold(session)

@@ -1,0 +1,362 @@
+"""Read calls of tools in the notations that chat templates teach their models.
+
+Which markers enclose calls is a format's; the notations differ in how they begin, so each is read
+wherever a call may stand:
+
+    {"name": "f", "arguments": {"x": 1}}             Hermes, Qwen, Llama, Granite, Phi, Mistral
+    <function=f><parameter=x>1</parameter></function>                           Qwen3-Coder, Qwen3.5
+    f(x=1)                                                                            LFM2, OLMo 3
+    f[ARGS]{"x": 1}                                                                     Mistral
+    <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>                       DeepSeek
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from session_server.text.answer_literals import SPACE, read_string, read_value
+from session_server.text.answer_pieces import CallCollector
+from session_server.text.answer_source import AnswerSource, Markers, Reading
+
+MAX_NAME_CHARS: Final = 256
+
+DEEPSEEK_BEGIN: Final = "<｜tool▁call▁begin｜>"
+DEEPSEEK_SEP: Final = "<｜tool▁sep｜>"
+DEEPSEEK_END: Final = "<｜tool▁call▁end｜>"
+MISTRAL_ARGS: Final = "[ARGS]"
+MISTRAL_ID: Final = "[CALL_ID]"
+FUNCTION: Final = "<function="
+
+_NAME: Final = re.compile(r"[\w.:/-]+")
+_PARAMETER_END: Final = Markers(["</parameter>"])
+_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+
+StringParameters = Mapping[str, frozenset[str]]
+"""Of each function, the parameters that are declared as strings and as nothing else."""
+
+
+class CallReader:
+    """Read calls from a source into a collector.
+
+    A method returns whether it read a call to its end. If not, what is left of the text is still in
+    the source's record. A call begins once its name is known and its arguments start; from there on
+    its arguments are collected as they come.
+    """
+
+    def __init__(
+        self, source: AnswerSource, calls: CallCollector, strings: StringParameters
+    ) -> None:
+        self._source = source
+        self._calls = calls
+        self._strings = strings
+
+    def read_list(self, end: str) -> Reading[bool]:
+        """Read calls up to the marker `end`, in brackets or not; where `end` is empty there is
+        none."""
+        source = self._source
+        yield from source.run(SPACE)
+        closer = "]" if (yield from source.accept("[")) else end
+        while (yield from self.read_call(is_marked=True)):
+            yield from source.run(SPACE)
+            if (yield from source.accept(",")) or (yield from source.accept(";")):
+                continue
+            if source.is_at_end or not closer:
+                return True
+            if (yield from source.accept(closer)):
+                yield from source.run(SPACE)
+                if closer == "]" and end:
+                    yield from source.accept(end)
+                return True
+        return False
+
+    def read_bare(self) -> Reading[bool]:
+        """Read calls as JSON objects that no marker introduces, parted by semicolons."""
+        while (yield from self.read_call(is_marked=False)):
+            yield from self._source.run(SPACE)
+            if not (yield from self._source.accept(";")):
+                return True
+        return False
+
+    def read_call(self, *, is_marked: bool) -> Reading[bool]:
+        """Read one call, of any notation if it is marked as one."""
+        source = self._source
+        yield from source.run(SPACE)
+        if (yield from source.accept("{")):
+            is_whole = yield from _ObjectReader(source, self._calls, takes_any=is_marked).read()
+        elif not is_marked:
+            is_whole = False
+        elif (yield from source.accept(FUNCTION)):
+            is_whole = yield from self.read_function()
+        elif (yield from source.accept(DEEPSEEK_BEGIN)):
+            is_whole = yield from self._read_deepseek()
+        else:
+            is_whole = yield from self._read_named()
+        if is_whole:
+            source.forget()
+        return is_whole
+
+    def read_arguments(self, name: str) -> Reading[bool]:
+        """Read the arguments of a function as an object."""
+        yield from self._source.run(SPACE)
+        if not _is_name(name) or (yield from self._source.peek()) != "{":
+            return False
+        self._calls.begin(name)
+        self._source.forget()
+        return (yield from _collect(self._source, self._calls))
+
+    def read_function(self) -> Reading[bool]:
+        """Read what follows `<function=`."""
+        source = self._source
+        name = yield from source.run(_NAME)
+        if not _is_name(name) or not (yield from source.accept(">")):
+            return False
+        separator = ""
+        while True:
+            yield from source.run(SPACE)
+            if (yield from source.accept("</function>")):
+                break
+            if not (yield from source.accept("<parameter=")):
+                return False
+            key = yield from source.run(_NAME)
+            if not _is_name(key) or not (yield from source.accept(">")):
+                return False
+            if not separator:
+                self._calls.begin(name)
+            self._calls.add(f"{separator or '{'}{_quoted(key)}: ")
+            source.forget()
+            separator = ", "
+            is_string = key in self._strings.get(name, ())
+            if not (yield from self._read_parameter(is_string=is_string)):
+                return False
+        if not separator:
+            self._calls.begin(name)
+        self._calls.add("}" if separator else "{}")
+        return True
+
+    def _read_parameter(self, *, is_string: bool) -> Reading[bool]:
+        """Read a parameter up to its end tag. Unless declared as a string, what is JSON is that."""
+        pieces: list[str] = []
+        is_whole = (yield from self._source.until(_PARAMETER_END, pieces.append)) is not None
+        value = "".join(pieces).removeprefix("\n")
+        value = value.removesuffix("\n") if is_whole else value
+        if not is_whole:
+            self._calls.add(_quoted(value)[:-1])  # cut off as the answer is
+        else:
+            self._calls.add(_quoted(value) if is_string else _as_json(value))
+        self._source.forget()
+        return is_whole
+
+    def _read_named(self) -> Reading[bool]:
+        """Read a call that begins with its function's name."""
+        source = self._source
+        name = yield from source.run(_NAME)
+        if (yield from source.accept("(")):
+            return _is_name(name) and (yield from self._read_python(name))
+        if (yield from source.accept(MISTRAL_ID)):
+            yield from source.run(_NAME)
+        yield from source.accept(MISTRAL_ARGS)
+        return (yield from self.read_arguments(name))
+
+    def _read_python(self, name: str) -> Reading[bool]:
+        """Read keyword arguments up to the closing parenthesis."""
+        source, calls = self._source, self._calls
+        separator = "{"
+        while True:
+            yield from source.run(SPACE)
+            if (yield from source.accept(")")):
+                break
+            key = yield from source.run(_NAME)
+            yield from source.run(SPACE)
+            if not _is_name(key) or not (yield from source.accept("=")):
+                return False
+            if separator == "{":
+                calls.begin(name)
+            calls.add(f"{separator}{_quoted(key)}: ")
+            source.forget()
+            separator = ", "
+            yield from source.run(SPACE)
+            if not (yield from _collect(source, calls)):
+                return False
+            yield from source.run(SPACE)
+            if not (yield from source.accept(",")) and (yield from source.peek()) != ")":
+                return False
+        if separator == "{":
+            calls.begin(name)
+        calls.add("}" if separator == ", " else "{}")
+        return True
+
+    def _read_deepseek(self) -> Reading[bool]:
+        """Read what follows the begin of one call: the name, and in V3 a fence around JSON."""
+        source = self._source
+        name = yield from source.run(_NAME)
+        if not (yield from source.accept(DEEPSEEK_SEP)):
+            return False
+        yield from source.run(SPACE)
+        if (yield from source.peek()) != "{":  # what came first is the word "function"
+            name = yield from source.run(_NAME)
+            yield from source.run(SPACE)
+            yield from source.accept("```json")
+        if not (yield from self.read_arguments(name)):
+            return False
+        yield from source.run(SPACE)
+        if (yield from source.accept("```")):
+            yield from source.run(SPACE)
+        yield from source.accept(DEEPSEEK_END)
+        return True
+
+
+class _ObjectReader:
+    """Read a call that is an object, after its opening brace.
+
+    `takes_any`: whether it may have other members, or no arguments.
+    """
+
+    def __init__(self, source: AnswerSource, calls: CallCollector, *, takes_any: bool) -> None:
+        self._source = source
+        self._calls = calls
+        self._takes_any = takes_any
+        self._name = ""
+        self._early: list[str] | None = None
+        """Arguments that came before the name."""
+
+    def read(self) -> Reading[bool]:
+        source = self._source
+        while True:
+            key = yield from self._read_text()
+            yield from source.run(SPACE)
+            if key is None or not (yield from source.accept(":")):
+                return False
+            yield from source.run(SPACE)
+            if not (yield from self._read_member(key)):
+                return False
+            yield from source.run(SPACE)
+            if (yield from source.accept("}")):
+                return self._close()
+            if not (yield from source.accept(",")):
+                return False
+
+    def _read_member(self, key: str) -> Reading[bool]:
+        if key == "name":
+            name = yield from self._read_text()
+            if name is None or self._name or not _is_name(name):
+                return False
+            self._name = name
+            if self._early is not None:
+                self._begin("".join(self._early))
+            return True
+        if key in ("arguments", "parameters"):
+            return self._early is None and (yield from self._read_arguments())
+        if not self._takes_any and key not in ("type", "id"):
+            return False
+        return (yield from read_value(self._source, _ignore))
+
+    def _read_arguments(self) -> Reading[bool]:
+        """Read an object; or one as a string, or none."""
+        source = self._source
+        self._early = []
+        opener = yield from source.peek()
+        if opener == "{" and self._name:
+            self._begin("")
+            return (yield from _collect(source, self._calls))
+        if opener == "{":
+            return (yield from read_value(source, self._early.append))
+        if opener == "n":
+            is_read = yield from source.accept("null")
+            arguments = "{}"
+        else:
+            arguments = (yield from self._read_text()) or ""
+            is_read = bool(arguments)
+        if is_read and self._name:
+            self._begin(arguments)
+        self._early.append(arguments)
+        return is_read
+
+    def _close(self) -> bool:
+        if not self._name:
+            return False
+        if self._early is None and self._takes_any:
+            self._begin("{}")
+            return True
+        return self._early is not None
+
+    def _begin(self, arguments: str) -> None:
+        self._calls.begin(self._name)
+        self._calls.add(arguments)
+        self._source.forget()
+
+    def _read_text(self) -> Reading[str | None]:
+        """Read a string; None if there is none, or one that UTF-8 cannot hold."""
+        yield from self._source.run(SPACE)
+        pieces: list[str] = []
+        if not (yield from read_string(self._source, pieces.append)):
+            return None
+        text: str = json.loads("".join(pieces))
+        return text if _is_unicode(text) else None
+
+
+def string_parameters(tools: tuple[str, ...]) -> StringParameters:
+    """Return which parameters of `tools` are strings; of a tool of another form, none."""
+    found: dict[str, frozenset[str]] = {}
+    for tool in tools:
+        function = _member(json.loads(tool), "function")
+        properties = _member(_member(function, "parameters"), "properties")
+        names = [key for key in properties if _member(properties, key).get("type") == "string"]
+        found[str(function.get("name"))] = frozenset(names)
+    return found
+
+
+def _member(value: Any, key: str) -> dict[str, Any]:
+    member = value.get(key) if isinstance(value, dict) else None
+    return member if isinstance(member, dict) else {}
+
+
+def _collect(source: AnswerSource, calls: CallCollector) -> Reading[bool]:
+    """Read a value into the arguments of the call that has begun."""
+
+    def emit(piece: str) -> None:
+        calls.add(piece)
+        source.forget()
+
+    is_whole = yield from read_value(source, emit)
+    if source.is_at_end and not is_whole:
+        calls.add(source.take_back())  # cut off as the answer is
+    return is_whole
+
+
+def _as_json(text: str) -> str:
+    """Return `text` as JSON: as it stands if it is that, else as a string."""
+    if text in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text]
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return _quoted(text)
+    return text.strip()
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_name(text: str) -> bool:
+    return len(text) <= MAX_NAME_CHARS and _NAME.fullmatch(text) is not None
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether `text` has no halves of characters, which escapes can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _ignore(_: str) -> None:
+    """Let go of a value that nobody reads."""

@@ -1,0 +1,163 @@
+"""Serve the conversations that clients of OpenAI's Responses keep here by name."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from session_server.core.errors import ItemNotFound
+from session_server.protocol.response_body import (
+    ConversationBody,
+    ConversationDeleted,
+    ResponseItems,
+)
+from session_server.protocol.response_items import (
+    AnyItem,
+    InputItemBody,
+    messages_of,
+    part_item,
+    parts_of,
+)
+from session_server.protocol.responses import (
+    ConversationCreateBody,
+    ConversationItemsBody,
+    ConversationUpdateBody,
+)
+from session_server.sessions.kept_conversations import ConversationEntry, KeptConversation
+from session_server.web.openapi import answers, body_of
+from session_server.web.refusals import JsonResponse
+from session_server.web.requests import Call, Caller, read_body
+from session_server.web.responses import MAX_ITEM_PAGE, ItemName, item_page, turns_of
+
+router = APIRouter(prefix="/v1/conversations", tags=["openai"])
+
+
+def _find(request: Request, call: Call, conversation_id: str) -> KeptConversation:
+    return turns_of(request).conversations.find(call.owner, conversation_id)
+
+
+def _answer(conversation: KeptConversation) -> Response:
+    return JsonResponse(
+        ConversationBody(
+            id=conversation.key,
+            created_at=conversation.created_s,
+            metadata=conversation.metadata,
+        )
+    )
+
+
+def _entries(items: list[InputItemBody] | None) -> list[ConversationEntry]:
+    parts = parts_of(messages_of(items), secrets.token_hex(12))
+    return [ConversationEntry(item_id, part) for item_id, part in parts]
+
+
+@router.post(
+    "",
+    openapi_extra=body_of(ConversationCreateBody, required=False),
+    responses=answers(ConversationBody, "The conversation."),
+)
+async def create_conversation(request: Request, caller: Caller) -> Response:
+    """Keep a conversation."""
+    body = await read_body(request, ConversationCreateBody)
+    conversation = KeptConversation(
+        conversation_id=f"conv_{secrets.token_hex(16)}",
+        owner=caller.owner,
+        created_s=int(caller.services.wall_clock_s()),
+        metadata=body.metadata or {},
+    )
+    turns_of(request).conversations.add(conversation, _entries(body.items))
+    return _answer(conversation)
+
+
+@router.get("/{conversation_id}", responses=answers(ConversationBody, "The conversation."))
+async def get_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
+    """Show a conversation."""
+    return _answer(_find(request, caller, conversation_id))
+
+
+@router.post(
+    "/{conversation_id}",
+    openapi_extra=body_of(ConversationUpdateBody),
+    responses=answers(ConversationBody, "The conversation."),
+)
+async def update_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
+    """Replace the metadata of a conversation."""
+    body = await read_body(request, ConversationUpdateBody)
+    conversation = _find(request, caller, conversation_id)
+    turns_of(request).conversations.update(conversation, body.metadata or {})
+    return _answer(conversation)
+
+
+@router.delete("/{conversation_id}", responses=answers(ConversationDeleted, "It is gone."))
+async def delete_conversation(conversation_id: str, request: Request, caller: Caller) -> Response:
+    """Forget a conversation. Responses that were made in it stay."""
+    conversation = _find(request, caller, conversation_id)
+    turns_of(request).forget_conversation(conversation)
+    return JsonResponse(ConversationDeleted(id=conversation_id))
+
+
+@router.get(
+    "/{conversation_id}/items", responses=answers(ResponseItems, "A page of what was said.")
+)
+async def list_conversation_items(
+    conversation_id: str,
+    request: Request,
+    caller: Caller,
+    *,
+    limit: Annotated[int, Query(ge=1, le=MAX_ITEM_PAGE)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: ItemName = None,
+) -> Response:
+    """List the items of a conversation, the newest first unless `order` says otherwise."""
+    items = _items(_find(request, caller, conversation_id))
+    return await item_page(items, limit=limit, order=order, after=after)
+
+
+@router.post(
+    "/{conversation_id}/items",
+    openapi_extra=body_of(ConversationItemsBody),
+    responses=answers(ResponseItems, "The new items."),
+)
+async def create_conversation_items(
+    conversation_id: str, request: Request, caller: Caller
+) -> Response:
+    """Append items to a conversation."""
+    body = await read_body(request, ConversationItemsBody)
+    conversation = _find(request, caller, conversation_id)
+    entries = _entries(body.items)
+    turns_of(request).conversations.append(conversation, entries)
+    items = [part_item(entry.id, entry.message) for entry in entries]
+    return await item_page(items, limit=max(1, len(items)), order="asc", after=None)
+
+
+@router.get(
+    "/{conversation_id}/items/{item_id}", responses=answers(None, "The item, as in a page.")
+)
+async def get_conversation_item(
+    conversation_id: str, item_id: str, request: Request, caller: Caller
+) -> Response:
+    """Show an item."""
+    part = _find(request, caller, conversation_id).entries.get(item_id)
+    if part is None:
+        raise ItemNotFound("There is no such item.", param="item_id")
+    return JsonResponse(part_item(item_id, part))
+
+
+@router.delete(
+    "/{conversation_id}/items/{item_id}", responses=answers(ConversationBody, "The conversation.")
+)
+async def delete_conversation_item(
+    conversation_id: str, item_id: str, request: Request, caller: Caller
+) -> Response:
+    """Delete an item; the next response goes on from what stays."""
+    conversation = _find(request, caller, conversation_id)
+    turns_of(request).conversations.delete_item(conversation, item_id)
+    return _answer(conversation)
+
+
+def _items(conversation: KeptConversation) -> list[AnyItem]:
+    return [part_item(item_id, part) for item_id, part in conversation.entries.items()]

@@ -1,0 +1,336 @@
+"""Run one response of OpenAI's Responses, from its submission to its last event."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive
+
+from session_server.core.errors import (
+    WIRE_ERRORS,
+    ContextLengthExceeded,
+    ContextTooLong,
+    ServerDraining,
+    SessionBusy,
+    SessionClosing,
+    SessionNotFound,
+    SessionServerError,
+    TurnNotFound,
+)
+from session_server.core.session_events import (
+    TurnCancelled,
+    TurnDelta,
+    TurnEnd,
+    TurnFailedEntry,
+)
+from session_server.protocol.response_body import ResponseBody, answer_of
+from session_server.protocol.response_events import ResponseEvent, ResponseEvents, score_body
+from session_server.protocol.response_items import (
+    answer_parts,
+    check_calls,
+    joined,
+    open_calls_of,
+    parts_of,
+)
+from session_server.protocol.responses import ResponseCall, ResponseFields, parse_response
+from session_server.sessions.kept_conversations import ConversationEntry, KeptConversation
+from session_server.sessions.response_turns import Place, ResponseTurns
+from session_server.sessions.responses import Asked, StoredResponse
+from session_server.web.event_stream import DONE, HEARTBEAT, each_entry
+from session_server.web.refusals import JsonResponse, failure_response
+from session_server.web.requests import Call
+from session_server.web.slices import encode_list
+from session_server.web.turns import TurnReader
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRun:
+    """Hold the state of one response that somebody reads.
+
+    `body`: as it began. `is_bound`: a lost reader cancels its turn.
+    """
+
+    call: Call
+    body: ResponseBody
+    stored: StoredResponse
+    reader: TurnReader
+    events: ResponseEvents
+    is_bound: bool
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Read inside the block; a turn that is bound to its reader is canceled behind it if it has
+        not ended, and leaves nothing. Raises ServerBusy: too many read the session."""
+        try:
+            with self.reader:
+                yield
+        finally:
+            if self.is_bound and not self.reader.has_ended:
+                self.cancel(keep_partial=False)
+
+    def cancel(self, *, keep_partial: bool) -> None:
+        """Cancel the turn unless it has ended, maybe unread."""
+        with contextlib.suppress(SessionServerError):
+            self.call.sessions.cancel(
+                self.call.owner,
+                self.stored.session_id,
+                self.stored.response_id,
+                keep_partial=keep_partial,
+                reason="client_cancelled" if keep_partial else "disconnected",
+            )
+
+    async def response(self, receive: Receive) -> Response:
+        """Wait for the turn's end and return the whole response.
+
+        Raises:
+            HttpRefusal: the client disconnected before.
+            SessionClosing, ServerDraining: the turn was ended with its session.
+            TurnNotFound: its answer was replaced before it was read.
+        """
+        end = await self.reader.end(receive)
+        if (error := cause_of(end)) is not None:
+            raise error
+        if isinstance(end, TurnFailedEntry):
+            return failure_response(end)
+        *_, last = [event async for event in self._closing(end)]
+        return JsonResponse(last.response)
+
+    async def stream(self, *, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """Yield the events behind number `after`, then `[DONE]`."""
+        async for event in self.read(after=after):
+            yield HEARTBEAT if event is None else event_bytes(event)
+        yield DONE
+
+    async def read(self, *, after: int = -1) -> AsyncGenerator[ResponseEvent | None, None]:
+        """Yield the events behind number `after`; None after each silent heartbeat interval. What
+        was lost between two of them stands in the last."""
+        try:
+            async for event in self._built():
+                if event is None or event.sequence_number > after:
+                    yield event
+                elif self.reader.has_gap and isinstance(event.response, ResponseBody):
+                    yield self.events.last(event.response, after=after)
+        except (SessionClosing, TurnNotFound):
+            body = msgspec.json.decode(self.stored.body, type=ResponseBody)
+            yield self.events.last(body, after=after)
+
+    async def _built(self) -> AsyncGenerator[ResponseEvent | None, None]:
+        for event in self.events.opening():
+            yield event
+        async for item in self.reader.entries():
+            entry = None if item is None else item[1]
+            if entry is None:
+                yield None
+            elif isinstance(entry, TurnEnd):
+                self.reader.close()  # the client may send its next call before the last event
+                async for event in self._closing(entry):
+                    yield event
+            elif isinstance(entry, TurnDelta) and not self.reader.has_gap:
+                # Behind a gap it would not be where it belongs.
+                scores = [score_body(each, self._token_text) for each in entry.logprobs]
+                for event in self.events.add(entry, logprobs=scores):
+                    yield event
+
+    async def _closing(self, end: TurnEnd) -> AsyncGenerator[ResponseEvent, None]:
+        scores: Any = ()
+        if end.outcome.logprobs:
+            body_of = partial(score_body, token_text=self._token_text)
+            scores = await encode_list(end.outcome.logprobs, body_of)
+        for event in self.events.closing(end, logprobs=scores):
+            yield event
+
+    @property
+    def _token_text(self) -> Callable[[int], str]:
+        return self.call.services.model.token_text
+
+
+def event_bytes(event: ResponseEvent) -> bytes:
+    """Encode an event for a stream."""
+    payload = msgspec.json.encode(event)
+    return b"".join((b"event: ", event.type.encode(), b"\ndata: ", payload, b"\n\n"))
+
+
+def parse(call: Call, fields: ResponseFields) -> ResponseCall:
+    """Translate a request. Raises UnknownModel, and what `parse_response` raises."""
+    services = call.services
+    services.check_model(fields.model)
+    return parse_response(
+        fields,
+        response_id=f"resp_{secrets.token_hex(16)}",
+        model=services.model.name,
+        created_s=int(services.wall_clock_s()),
+        defaults=services.model.defaults,
+    )
+
+
+def ask(
+    turns: ResponseTurns, call: Call, asked: ResponseCall, *, scope: object | None = None
+) -> tuple[Asked, StoredResponse | None]:
+    """Return what a request asks, and the response it goes on from. `scope`: the connection that
+    asks, for one that only it may know. Raises PreviousResponseNotFound, InvalidRequest."""
+    previous = None
+    if asked.body.previous_response_id is not None:
+        previous = turns.previous(call.owner, asked.body.previous_response_id, scope=scope)
+    open_calls = check_calls(asked.messages, () if previous is None else previous.open_calls)
+    return Asked(asked.opening, asked.messages, asked.tools, open_calls), previous
+
+
+def _conversation_of(
+    turns: ResponseTurns, call: Call, body: ResponseBody
+) -> KeptConversation | None:
+    """Return the conversation that a response goes on with, if it names one. Raises
+    ConversationNotFound, SessionBusy."""
+    if body.conversation is None:
+        return None
+    conversation = turns.conversations.find(call.owner, body.conversation["id"])
+    if conversation.running is not None:
+        raise SessionBusy("A response of this conversation has not ended.", param="conversation")
+    return conversation
+
+
+def _place(
+    turns: ResponseTurns,
+    call: Call,
+    asked: ResponseCall,
+    conversation: KeptConversation | None,
+    *,
+    scope: object | None,
+) -> tuple[Asked, Place]:
+    """Return what a response is asked, and where it runs."""
+    if conversation is None:
+        said, previous = ask(turns, call, asked, scope=scope)
+        is_kept = asked.body.store or scope is not None
+        return said, turns.place(call.owner, said, previous, is_kept=is_kept)
+    before = joined(conversation.entries.values())
+    open_calls = check_calls(asked.messages, open_calls_of(before))
+    said = Asked(asked.opening, asked.messages, asked.tools, open_calls)
+    return said, turns.place_whole(conversation, said, before)
+
+
+def _go_on(turns: ResponseTurns, conversation: KeptConversation, response: StoredResponse) -> None:
+    """Add to a conversation what a response was asked and has said."""
+    conversation.running = None
+    if response.state != "said":
+        return
+    suffix = response.key.partition("_")[2]
+    parts = parts_of(response.asked.messages, suffix)
+    if response.answer is not None:
+        parts += answer_parts(response.answer, suffix)
+    conversation.session_id, conversation.epoch = response.session_id, response.epoch
+    entries = [ConversationEntry(item_id, part) for item_id, part in parts]
+    turns.conversations.append_said(conversation, entries)
+
+
+@contextlib.contextmanager
+def _begun(conversation: KeptConversation | None, response_id: str) -> Iterator[None]:
+    """Let a conversation wait for a response, unless that is refused. Raises
+    ContextLengthExceeded."""
+    if conversation is not None:
+        conversation.running = response_id
+    try:
+        yield
+    except SessionServerError as error:
+        if conversation is not None:
+            conversation.running = None
+        if isinstance(error, ContextTooLong):
+            raise ContextLengthExceeded(error.message, param="input") from None
+        raise
+
+
+async def start_response(
+    call: Call,
+    turns: ResponseTurns,
+    asked: ResponseCall,
+    *,
+    scope: object | None = None,
+    stream_id: str | None = None,
+) -> ResponseRun:
+    """Submit the turn of a response.
+
+    `scope`: the connection that asks; one that is not stored is known to it alone.
+
+    Raises:
+        SessionServerError: refused, with nothing kept.
+    """
+    body, owner = asked.body, call.owner
+    # From its place to its turn nothing is awaited: no other response takes the same place.
+    await turns.check_grammar(owner, asked.sampling.grammar)
+    conversation = _conversation_of(turns, call, body)
+    said, place = _place(turns, call, asked, conversation, scope=scope)
+    body = msgspec.structs.replace(body, session_id=place.session_id)
+    stored = StoredResponse(
+        response_id=asked.response_id,
+        owner=owner,
+        session_id=place.session_id,
+        epoch=call.sessions.journal(owner, place.session_id).epoch,
+        asked=said,
+        previous=body.previous_response_id if conversation is None else conversation.key,
+        scope=None if body.store else scope,
+        body=msgspec.json.encode(body),
+    )
+
+    def on_end(response: StoredResponse, end: TurnEnd) -> None:
+        ended = body.ended(end, now_s=int(call.services.wall_clock_s()))
+        response.body = msgspec.json.encode(ended)
+        response.answer = answer_of(end)
+        if conversation is not None:
+            _go_on(turns, conversation, response)
+
+    is_stored = body.store or scope is not None
+    with _begun(conversation, asked.response_id):
+        view, journal = await turns.submit(
+            place, asked.turn(place.input), stored, on_end, is_stored=is_stored
+        )
+    return ResponseRun(
+        call=call,
+        body=body,
+        stored=stored,
+        reader=TurnReader(call, journal, view, keep_partial=None, merge=each_entry),
+        events=ResponseEvents(body, now_s=call.services.wall_clock_s, stream_id=stream_id),
+        is_bound=not body.background,
+    )
+
+
+def resume_response(call: Call, stored: StoredResponse) -> ResponseRun | None:
+    """Return a run that reads a response again; None if its session is gone."""
+    owner, session_id = call.owner, stored.session_id
+    try:
+        journal = call.sessions.journal(owner, session_id)
+        view = call.sessions.turn(owner, session_id, stored.response_id)
+    except (SessionNotFound, TurnNotFound):
+        return None
+    if journal.epoch != stored.epoch:
+        return None
+    body = msgspec.json.decode(stored.body, type=ResponseBody).begun()
+    return ResponseRun(
+        call=call,
+        body=body,
+        stored=stored,
+        reader=TurnReader(call, journal, view, keep_partial=None, merge=each_entry),
+        events=ResponseEvents(body, now_s=call.services.wall_clock_s),
+        is_bound=False,
+    )
+
+
+_TOO_LONG = WIRE_ERRORS[ContextTooLong].code
+
+
+def cause_of(end: TurnEnd) -> SessionServerError | None:
+    """Return the error for a turn that ended with its session or the server, or did not fit when
+    its time came; None for any other."""
+    match end:
+        case TurnFailedEntry(code=code, message=message) if code == _TOO_LONG:
+            return ContextLengthExceeded(message, param="input")
+        case TurnCancelled(reason="draining"):
+            return ServerDraining("The server shuts down: it ended the turn.")
+        case TurnCancelled(reason="session_closed"):
+            return SessionClosing("The session was closed before the turn's end.")
+        case _:
+            return None

@@ -1,0 +1,209 @@
+"""Serve OpenAI's Responses over HTTP.
+
+A response is a turn of a session. One with `background` runs on when its client leaves, and can be
+read again; any other is canceled then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from session_server.core.errors import (
+    ContextLengthExceeded,
+    ContextTooLong,
+    ItemNotFound,
+    SessionNotFound,
+    TurnNotActive,
+    TurnNotFound,
+    UnsupportedOperation,
+)
+from session_server.protocol.messages import MAX_SEQ
+from session_server.protocol.response_body import (
+    InputTokenCount,
+    ResponseBody,
+    ResponseDeleted,
+    ResponseItems,
+)
+from session_server.protocol.response_events import ResponseEvent, ResponseEvents
+from session_server.protocol.response_items import AnyItem, input_items
+from session_server.protocol.responses import InputTokensBody, ResponseCreateBody
+from session_server.sessions.response_turns import ResponseTurns
+from session_server.sessions.responses import StoredResponse
+from session_server.web.event_stream import DONE, EventStream
+from session_server.web.headers import REQUEST_ID
+from session_server.web.openapi import answers, body_of
+from session_server.web.refusals import JsonResponse
+from session_server.web.requests import Call, Caller, read_body
+from session_server.web.response_run import (
+    ask,
+    event_bytes,
+    parse,
+    resume_response,
+    start_response,
+)
+from session_server.web.slices import encode_list
+
+router = APIRouter(prefix="/v1/responses", tags=["openai"])
+
+MAX_ITEM_PAGE: Final = 100
+ItemName = Annotated[str | None, Query(max_length=128)]
+
+
+def turns_of(request: Request) -> ResponseTurns:
+    """Return what runs the responses of this server."""
+    turns = request.app.state.responses
+    assert isinstance(turns, ResponseTurns), "create_app set it"
+    return turns
+
+
+def _find(request: Request, call: Call, response_id: str) -> StoredResponse:
+    return turns_of(request).store.find(call.owner, response_id, scope=None)
+
+
+@router.post(
+    "",
+    openapi_extra=body_of(ResponseCreateBody),
+    responses=answers(
+        ResponseBody, "The response; or its events, with `stream`.", events=ResponseEvent
+    ),
+)
+async def create_response(request: Request, caller: Caller) -> Response:
+    """Answer an input."""
+    caller.readers.check_capacity(caller.owner, None)
+    body = await read_body(request, ResponseCreateBody)
+    asked = parse(caller, body)
+    run = await start_response(caller, turns_of(request), asked)
+    headers = {REQUEST_ID: asked.response_id}
+    if body.stream:
+        return EventStream(run.stream(), context=run.scope(), headers=headers)
+    if asked.body.background:
+        return JsonResponse(msgspec.Raw(run.stored.body), headers=headers)
+    with run.scope():
+        answer = await run.response(request.receive)
+    answer.headers.update(headers)
+    return answer
+
+
+@router.post(
+    "/input_tokens",
+    openapi_extra=body_of(InputTokensBody),
+    responses=answers(InputTokenCount, "The tokens of the context that it would have."),
+)
+async def count_input_tokens(request: Request, caller: Caller) -> Response:
+    """Count the tokens of an input, and of all that it goes on from."""
+    body = await read_body(request, InputTokensBody)
+    turns = turns_of(request)
+    said, previous = ask(turns, caller, parse(caller, body))
+    try:
+        num_tokens = await turns.count(caller.owner, said, previous)
+    except ContextTooLong as error:
+        raise ContextLengthExceeded(error.message, param="input") from None
+    return JsonResponse(InputTokenCount(input_tokens=num_tokens))
+
+
+@router.post("/compact", responses=answers(None, "Never."))
+async def compact_response(_: Caller) -> Response:
+    """Refuse: nothing here makes a context shorter."""
+    raise UnsupportedOperation("compact is not supported here.")
+
+
+@router.get(
+    "/{response_id}",
+    responses=answers(
+        ResponseBody,
+        "The response as it is now; or its events, with `stream`.",
+        events=ResponseEvent,
+    ),
+)
+async def get_response(
+    response_id: str,
+    request: Request,
+    caller: Caller,
+    *,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1, le=MAX_SEQ)] = -1,
+) -> Response:
+    """Show a response, or read its events again behind number `starting_after`."""
+    stored = _find(request, caller, response_id)
+    if not stream:
+        return JsonResponse(msgspec.Raw(stored.body))
+    run = resume_response(caller, stored)
+    if run is not None:
+        return EventStream(run.stream(after=starting_after), context=run.scope())
+    body = msgspec.json.decode(stored.body, type=ResponseBody)
+    events = ResponseEvents(body.begun(), now_s=caller.services.wall_clock_s)
+    kept = list(events.replay(body)) if starting_after < 0 else []
+    kept = kept or [events.last(body, after=starting_after)]
+    payload = b"".join((*map(event_bytes, kept), DONE))
+    return Response(payload, media_type="text/event-stream")
+
+
+@router.delete("/{response_id}", responses=answers(ResponseDeleted, "It is gone."))
+async def delete_response(response_id: str, request: Request, caller: Caller) -> Response:
+    """Forget a response. Others that went on from it stay."""
+    stored = _find(request, caller, response_id)
+    if stored.state == "running":
+        with contextlib.suppress(SessionNotFound, TurnNotFound, TurnNotActive):
+            caller.sessions.cancel(caller.owner, stored.session_id, response_id, keep_partial=False)
+    turns_of(request).forget(stored)
+    return JsonResponse(ResponseDeleted(id=response_id))
+
+
+@router.post("/{response_id}/cancel", responses=answers(ResponseBody, "The response as it ends."))
+async def cancel_response(response_id: str, request: Request, caller: Caller) -> Response:
+    """Cancel a response that runs; what it has said stays. One that has ended is shown."""
+    stored = _find(request, caller, response_id)
+    run = resume_response(caller, stored) if stored.state == "running" else None
+    if run is not None:
+        run.cancel(keep_partial=True)
+        with run.scope():
+            await run.reader.end(request.receive)
+    return JsonResponse(msgspec.Raw(stored.body))
+
+
+@router.get(
+    "/{response_id}/input_items", responses=answers(ResponseItems, "A page of what was asked.")
+)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    caller: Caller,
+    *,
+    limit: Annotated[int, Query(ge=1, le=MAX_ITEM_PAGE)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: ItemName = None,
+) -> Response:
+    """List the items that a request sent, the newest first unless `order` says otherwise."""
+    stored = _find(request, caller, response_id)
+    items = input_items(stored.asked.messages, response_id.partition("_")[2])
+    return await item_page(items, limit=limit, order=order, after=after)
+
+
+async def item_page(
+    items: list[AnyItem], *, limit: int, order: Literal["asc", "desc"], after: str | None
+) -> Response:
+    """Return a page of items, behind the one of id `after`. Raises ItemNotFound."""
+    if order == "desc":
+        items = items[::-1]
+    start = 0
+    if after is not None:
+        found = (index for index, item in enumerate(items, 1) if item.id == after)
+        start = next(found, 0)
+        if not start:
+            raise ItemNotFound("There is no such item.", param="after")
+    page = items[start : start + limit]
+    data: Any = await encode_list(page)
+    return JsonResponse(
+        ResponseItems(
+            data=data,
+            first_id=page[0].id if page else "",
+            last_id=page[-1].id if page else "",
+            has_more=start + limit < len(items),
+        )
+    )

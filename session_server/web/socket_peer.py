@@ -1,0 +1,144 @@
+"""Talk to the peer of one WebSocket, whatever protocol it speaks: handshake, frames, end.
+
+The peer's next message is not read while too much waits for it, and nothing is written behind what
+it has not read. `wake` tells the writer that there is something to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from session_server.core.errors import (
+    ServerBusy,
+    ServerDraining,
+    SessionNotFound,
+    SessionServerError,
+    Unauthorized,
+    wire_error,
+)
+from session_server.protocol.frame_queue import FrameQueue
+from session_server.protocol.session_protocol import CloseCode
+from session_server.web.refusals import error_response
+from session_server.web.requests import header_key, services_of
+from session_server.web.signal import Signal
+from session_server.web.websocket_guard import CONNECTION, GuardedWebSocket
+
+
+class SocketPeer:
+    """Hold the state of one connection that all protocols share.
+
+    `subprotocol` is the one that is echoed, never one that holds a key; `key_prefix` begins those.
+    """
+
+    def __init__(self, websocket: WebSocket, *, subprotocol: str, key_prefix: str) -> None:
+        self._websocket = websocket
+        self._subprotocol = subprotocol
+        self._key_prefix = key_prefix
+        self._connection: GuardedWebSocket = websocket.scope["state"][CONNECTION]
+        self._settings = services_of(websocket).settings
+        self._has_room = Signal()
+        self._last_received_s = 0.0
+        self.wake = Signal()
+        self.end_code: CloseCode | None = None
+        self.is_accepted = False
+        self.is_disconnected = False
+
+    def end(self, code: CloseCode) -> None:
+        """Close soon, after sending what is already queued."""
+        if self.end_code is None:
+            self.end_code = code
+        self.wake.set()
+
+    def offered_key(self) -> str | None:
+        """Return the key of the Authorization header, else of a subprotocol."""
+        for offered in self._websocket.scope["subprotocols"]:
+            if offered.startswith(self._key_prefix):
+                return header_key(self._websocket) or offered.removeprefix(self._key_prefix)
+        return header_key(self._websocket)
+
+    async def accept(self) -> None:
+        """Accept the connection unless that was done."""
+        if self.is_accepted:
+            return
+        offered = self._websocket.scope["subprotocols"]
+        await self._websocket.accept(self._subprotocol if self._subprotocol in offered else None)
+        self.is_accepted = True
+
+    async def deny(self, error: SessionServerError) -> bool:
+        """Refuse with HTTP if the client can see that; return whether it can. Scripts in browsers
+        see close codes only: theirs is accepted, to be told there."""
+        if not self.is_accepted and "origin" not in self._websocket.headers:
+            await self._websocket.send_denial_response(error_response(error))
+            return True
+        await self.accept()
+        return False
+
+    def start(self) -> None:
+        """Begin to measure how long nothing is received."""
+        self._last_received_s = asyncio.get_running_loop().time()
+        self._websocket.scope["headers"].clear()  # 1 kB that is not needed again
+
+    async def receive(self, waiting: FrameQueue) -> str | None:
+        """Return the next text message; None if the peer has left, or must leave."""
+        # A message may be answered with megabytes: read no other until the peer took them.
+        while waiting.is_full:
+            self._has_room.clear()
+            await self._has_room.wait()
+        message = await self._websocket.receive()
+        self._last_received_s = asyncio.get_running_loop().time()
+        if message["type"] == "websocket.disconnect":
+            self.is_disconnected = True
+        elif message.get("text") is None:
+            self.end(CloseCode.UNSUPPORTED_DATA)
+        else:
+            text: str = message["text"]
+            return text
+        return None
+
+    def set_behind(self, num_bytes: int) -> None:
+        """Count the frames that wait behind what the peer has not read."""
+        self._connection.set_behind(num_bytes)
+
+    async def flush(self, waiting: FrameQueue) -> None:
+        """Send every frame that waits. Raises WebSocketDisconnect."""
+        while num_bytes := waiting.outbox_bytes:
+            self._connection.set_behind(num_bytes)
+            await self._connection.drain()
+            await self._websocket.send_text(waiting.take_frame() or "")
+            self._has_room.set()
+
+    async def wait(self) -> bool:
+        """Wait until there is something to do; return False if nothing was received for too
+        long."""
+        idle_s = self._settings.idle_s
+        try:
+            async with asyncio.timeout(idle_s):
+                await self.wake.wait()
+        except TimeoutError:
+            return asyncio.get_running_loop().time() - self._last_received_s < idle_s
+        return True
+
+    async def close(self, code: CloseCode) -> None:
+        """Close the connection."""
+        # A stalled peer may still read the code; if it does not, GuardedWebSocket aborts.
+        with contextlib.suppress(WebSocketDisconnect, TimeoutError, RuntimeError):
+            async with asyncio.timeout(1.0):
+                await self._websocket.close(int(code), code.name.lower())
+
+
+def close_code_of(error: SessionServerError) -> CloseCode:
+    """Return the code with which a connection ends that is refused for this."""
+    match error:
+        case Unauthorized():
+            return CloseCode.UNAUTHORIZED
+        case SessionNotFound():
+            return CloseCode.NO_SUCH_SESSION
+        case ServerDraining():
+            return CloseCode.RESTART
+        case ServerBusy():
+            return CloseCode.OVERLOADED
+        case _:
+            return CloseCode.LIMITS if wire_error(error).status == 429 else CloseCode.POLICY

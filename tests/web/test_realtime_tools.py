@@ -1,0 +1,98 @@
+"""Calls of functions in OpenAI's Realtime, as a model says them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from tests.sessions.paper_engine import PaperEngine
+from tests.web.realtime_client import realtime, usage
+from tests.web.serving import Served
+from tests.web.test_tools import CALL, THOUGHT, say, talks
+
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+LONG: dict[str, Any] = {"max_output_tokens": 400}
+
+
+@talks("thinking_tools")
+async def test_a_call_is_an_item_and_its_output_is_answered(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    async with realtime(this.url) as wire:
+        await wire.send("session.update", session={"tools": [TOOL]})
+        assert (await wire.until("session.updated"))["session"]["tools"] == [TOOL]
+        await wire.say("What is the weather in Oslo?")
+        say(this, THOUGHT + CALL)
+        response = await wire.answer(**LONG)
+        (call,) = response["output"]
+        assert (call["type"], call["name"], call["status"]) == (
+            "function_call",
+            "weather",
+            "completed",
+        )
+        assert json.loads(call["arguments"]) == {"city": "Oslo"}
+        pieces = [event["delta"] for event in wire.events if "delta" in event]
+        assert "".join(pieces) == call["arguments"]
+        done = [e for e in wire.events if e["type"] == "response.function_call_arguments.done"]
+        assert [(each["name"], each["call_id"]) for each in done] == [("weather", call["call_id"])]
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain."}
+        await wire.send("conversation.item.create", item=output)
+        assert (await wire.until("conversation.item.done"))["item"]["output"] == "Rain."
+        say(this, "It rains.")
+        second = await wire.answer(**LONG)
+        assert second["status"] == "completed"
+        assert second["output"][0]["content"][0]["text"] == "It rains."
+        total = usage(response)[2]
+        assert usage(second)[1] in (total, total - 1)
+
+
+@talks("hermes")
+async def test_text_and_calls_of_one_answer_are_items_in_order(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    async with realtime(this.url) as wire:
+        await wire.say("What is the weather?")
+        say(this, "I look.\n" + CALL + CALL)
+        response = await wire.answer(tools=[TOOL], **LONG)
+        kinds = [item["type"] for item in response["output"]]
+        assert kinds == ["message", "function_call", "function_call"]
+        calls = response["output"][1:]
+        for call in calls:
+            output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Rain."}
+            await wire.send("conversation.item.create", item=output)
+        say(this, "It rains.")
+        second = await wire.answer(tools=[TOOL], **LONG)
+        total = usage(response)[2]
+        assert usage(second)[1] in (total, total - 1)
+        items = await this.http.get(f"/v1/sessions/{wire.events[0]['session']['id']}/items")
+        roles = [item["role"] for item in items.json()["data"]]
+        assert roles == ["user", "assistant", "tool", "tool", "assistant"]
+    session_id = await this.open()
+    async with this.socket(session_id) as native:
+        weather = {"type": "function", "function": {k: TOOL[k] for k in ("name", "parameters")}}
+        say(this, CALL)
+        question = [{"role": "user", "content": "What is the weather?"}]
+        end = await native.turn("t1", input=question, tools=[weather], max_tokens=400)
+        (native_call,) = end["item"]["tool_calls"]
+    async with realtime(this.url, f"?session_id={session_id}") as wire:
+        output = {"type": "function_call_output", "output": "Rain."}
+        await wire.send("conversation.item.create", item={**output, "call_id": native_call["id"]})
+        say(this, "It rains.")
+        third = await wire.answer(tools=[TOOL], **LONG)
+        total = end["usage"]["total_tokens"]
+        assert usage(third)[1] in (total, total - 1)
+
+
+@talks("hermes")
+async def test_without_calls_a_call_is_text(this: Served[PaperEngine], client: AsyncOpenAI) -> None:
+    async with realtime(this.url) as wire:
+        await wire.say("What is the weather?")
+        say(this, CALL)
+        response = await wire.answer(tools=[TOOL], tool_choice="none", **LONG)
+        assert [item["type"] for item in response["output"]] == ["message"]

@@ -1,0 +1,304 @@
+"""Tools over a real socket: what the `openai` package and the native protocol see of one call."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionChunk
+
+from session_server.core.commands import SubmitTurn
+from session_server.core.owner import ANONYMOUS
+from session_server.sessions.manager import SessionManager
+from session_server.sessions.quotas import SessionLimits
+from session_server.sessions.salts import TenantSalts
+from tests.sessions.paper_engine import PaperEngine
+from tests.sessions.world import model_text
+from tests.web.serving import DEADLINE_S, Served, Wire, serving_over, small_journal
+from tests.web.test_chat_completions import cached, client_of, session_of
+
+HELLO: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+THOUGHT = "<think>\nI should look.\n</think>\n\n"
+
+
+def tool(name: str = "weather") -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def say(this: Served[PaperEngine], *texts: str) -> None:
+    """Let the model say these next, each as an answer."""
+    model = this.sessions.text
+    ends = sorted(model.eos_token_ids)
+    encoded = (model.tokenizer.encode_control(text) for text in texts)
+    script = deque(token for ids in encoded for token in (*ids, ends[-1]))
+    this.engine.next_token = lambda _context: script.popleft() if script else ends[-1]
+
+
+@contextlib.asynccontextmanager
+async def talking(
+    kind: str, *, limits: SessionLimits | None = None
+) -> AsyncIterator[tuple[Served[PaperEngine], AsyncOpenAI]]:
+    text = model_text(kind)
+    ends = tuple(sorted(text.eos_token_ids))
+    engine = PaperEngine(vocab_size=len(text.tokenizer.vocabulary), eos_ids=ends)
+    manager = SessionManager(engine, text, salts=TenantSalts(bytes(32)), limits=limits)
+    async with serving_over(engine, manager) as this, client_of(this) as client:
+        yield this, client
+
+
+def talks(
+    kind: str, **options: Any
+) -> Callable[[Callable[[Served[PaperEngine], AsyncOpenAI], Awaitable[None]]], Callable[[], None]]:
+    """Make a coroutine over a server of this kind of model a test."""
+
+    def decorate(
+        test: Callable[[Served[PaperEngine], AsyncOpenAI], Awaitable[None]],
+    ) -> Callable[[], None]:
+        async def check() -> None:
+            async with asyncio.timeout(DEADLINE_S), talking(kind, **options) as (this, client):
+                await test(this, client)
+
+        @functools.wraps(test)
+        def run() -> None:
+            asyncio.run(check())
+
+        del run.__wrapped__  # type: ignore[attr-defined]  # pytest would ask for its arguments
+        return run
+
+    return decorate
+
+
+async def ask(client: AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
+    options = {"model": "paper", "tools": [tool()], "max_tokens": 400} | options
+    return await client.chat.completions.create(messages=messages, **options)
+
+
+def result_of(call: Any) -> dict[str, str]:
+    return {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
+
+
+@talks("thinking_tools")
+async def test_a_call_is_what_the_sdk_expects(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    say(this, THOUGHT + CALL)
+    completion = await ask(client, HELLO)
+    choice = completion.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert choice.message.reasoning_content == "I should look."
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Oslo"}
+    sent = choice.message.model_dump(exclude_none=True)
+    say(this, "It rains.")
+    second = await ask(client, [*HELLO, sent, result_of(call)])
+    assert (second.choices[0].finish_reason, second.choices[0].message.content) == (
+        "stop",
+        "It rains.",
+    )
+    assert session_of(second) == session_of(completion)
+    assert cached(second) >= completion.usage.total_tokens - 1
+    del sent["reasoning_content"]  # few clients send it back
+    say(this, "Still.")
+    talk = [*HELLO, sent, result_of(call), {"role": "assistant", "content": "It rains."}]
+    third = await ask(client, [*talk, {"role": "user", "content": "And now?"}])
+    assert session_of(third) == session_of(completion)
+    assert cached(third) >= second.usage.total_tokens - 1
+    items = (await this.http.get(f"/v1/sessions/{session_of(third)}/items")).json()["data"]
+    assert [item["role"] for item in items] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert items[1]["reasoning"] == "I should look."
+    assert items[1]["tool_calls"][0]["id"] == items[2]["tool_call_id"] == call.id
+    assert "tool_calls" not in items[0]
+
+
+@talks("thinking_tools")
+async def test_a_streamed_call_is_assembled_by_the_sdk(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    say(this, THOUGHT + "I look." + CALL + CALL.replace("Oslo", "Rome"))
+    chunks: list[ChatCompletionChunk] = []
+    async with client.chat.completions.stream(
+        model="paper",
+        messages=HELLO,
+        tools=[tool()],  # type: ignore[list-item]  # a dict, as people write it
+        max_tokens=400,
+    ) as stream:
+        chunks = [event.chunk async for event in stream if event.type == "chunk"]
+        final = await stream.get_final_completion()
+    choice = final.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    calls = choice.message.tool_calls
+    assert calls is not None
+    assert [json.loads(c.function.arguments)["city"] for c in calls] == ["Oslo", "Rome"]
+    pieces = [d for c in chunks for d in c.choices[0].delta.tool_calls or ()]
+    for index in (0, 1):
+        first, *rest = [piece for piece in pieces if piece.index == index]
+        assert first.id
+        assert first.type == "function"
+        assert first.function is not None
+        assert first.function.name == "weather"
+        assert all(piece.id is piece.type is None for piece in rest)
+        assert all(piece.function is not None and piece.function.name is None for piece in rest)
+    thought = [
+        (chunk.choices[0].delta.model_extra or {}).get("reasoning_content") for chunk in chunks
+    ]
+    assert "".join(filter(None, thought)) == "I should look."
+
+
+@talks("hermes", limits=small_journal(4))
+async def test_a_reader_that_missed_pieces_gets_the_whole_call(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    this.engine.tokens_per_step = 40
+    say(this, CALL)
+    chunks = [chunk async for chunk in await ask(client, HELLO, stream=True)]
+    pieces = [d for c in chunks for d in c.choices[0].delta.tool_calls or ()]
+    said = "".join(p.function.arguments or "" for p in pieces if p.function is not None)
+    assert json.loads(said) == {"city": "Oslo"}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@talks("hermes")
+async def test_tool_choice_none_makes_calls_text_and_other_tools_another_conversation(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    say(this, CALL)
+    completion = await ask(client, HELLO, tool_choice="none")
+    assert completion.choices[0].message.content == CALL
+    assert completion.choices[0].finish_reason == "stop"
+    said = {"role": "assistant", "content": CALL}
+    talk = [*HELLO, said, {"role": "user", "content": "And?"}]
+    same = await ask(client, talk)
+    assert session_of(same) == session_of(completion)
+    other = await ask(client, talk, tools=[tool("time")])
+    assert session_of(other) != session_of(completion)
+    named: dict[str, Any] = {"extra_body": {"session_id": "mine"}}
+    await ask(client, talk, **named)
+    changed = await ask(client, talk, tools=[tool("time")], **named)
+    text = this.sessions.text.tokenizer.decode(
+        this.sessions.history(ANONYMOUS, "mine"), skip_special_tokens=False
+    )
+    assert '"name": "time"' in text
+    assert text.count('"parameters"') == 1
+    assert changed.choices[0].finish_reason == "stop"
+
+
+@talks("hermes")
+async def test_an_answer_that_must_call_is_held_to_the_notation_of_calls(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    say(this, CALL)
+    completion = await ask(client, HELLO, tool_choice="required")
+    assert completion.choices[0].finish_reason == "tool_calls"
+    (submitted,) = [each for each in this.engine.seen if isinstance(each, SubmitTurn)]
+    grammar = submitted.sampling.grammar
+    assert grammar is not None
+    assert '{"const": "weather"}' in grammar.text
+    named = {"type": "function", "function": {"name": "time"}}
+    wrong: list[dict[str, Any]] = [
+        {"tool_choice": named},
+        {"tool_choice": "required", "tools": []},
+        {"tool_choice": "required", "response_format": {"type": "json_object"}},
+    ]
+    for options in wrong:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(client, HELLO, **options)
+        assert refused.value.param == "tool_choice"
+
+
+@talks("lfm2")
+async def test_calls_that_are_no_json_cannot_be_asked_for(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await ask(client, HELLO, tool_choice="required")
+    assert (refused.value.code, refused.value.param) == ("unsupported_operation", "tool_choice")
+    assert this.sessions.stats().sessions == 0
+
+
+@talks("chatml")
+async def test_a_model_without_tools_refuses_them_by_name(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await ask(client, HELLO)
+    assert (refused.value.code, refused.value.param) == ("unsupported_operation", "tools")
+    assert this.sessions.stats().sessions == 0
+
+
+async def deltas_of(wire: Wire) -> AsyncIterator[dict[str, Any]]:
+    """The deltas of a turn, and its end."""
+    while True:
+        frame = await wire.until("turn.delta", "turn.completed")
+        yield frame
+        if frame["type"] == "turn.completed":
+            return
+
+
+@talks("hermes")
+async def test_the_native_protocol_says_the_same(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    async with this.socket() as wire:
+        say(this, "I look." + CALL)
+        sampling = {"max_tokens": 400}
+        await wire.send("turn.create", turn_id="1", input="Hi", tools=[tool()], sampling=sampling)
+        deltas = [frame async for frame in deltas_of(wire)]
+        end = deltas.pop()
+        pieces = [piece for delta in deltas for piece in delta.get("tool_calls", ())]
+        (call,) = end["item"]["tool_calls"]
+        assert end["item"]["content"] == "I look." == "".join(each["text"] for each in deltas)
+        assert json.loads(call["arguments"]) == {"city": "Oslo"}
+        assert "".join(piece["arguments"] for piece in pieces) == call["arguments"]
+        assert (pieces[0]["id"], pieces[0]["name"]) == (call["id"], "weather")
+        assert all("id" not in piece and "name" not in piece for piece in pieces[1:])
+        assert all("reasoning" not in frame for frame in (*deltas, end["item"]))
+        say(this, "Rain.")
+        result = {"role": "tool", "content": "Rain.", "tool_call_id": call["id"]}
+        await wire.send("turn.create", turn_id="2", input=[result])
+        end = await wire.until("turn.completed")
+        assert end["item"]["content"] == "Rain."
+        assert "tool_calls" not in end["item"]
+        await wire.send("turn.create", turn_id="3", input="And?", tools=[tool("time")])
+        error = (await wire.until("error"))["error"]
+        assert (error["code"], error["param"]) == ("unsupported_operation", "tools")
+        assert "session.rewind" in error["message"]
+        session_id = wire.hello["session_id"]
+    say(this, CALL)
+    body = {"input": "Again", "tool_choice": "none", "sampling": {"max_tokens": 400}}
+    answer = await this.http.post(f"/v1/sessions/{session_id}/turns", json=body)
+    assert answer.json()["text"] == CALL
+    first = (await this.http.get(f"/v1/sessions/{session_id}/turns/1")).json()
+    assert first["item"]["tool_calls"] == [call]
+    copy = await this.open(
+        messages=[
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+            result,
+        ]
+    )
+    items = (await this.http.get(f"/v1/sessions/{copy}/items")).json()["data"]
+    assert items[1]["tool_calls"] == [call]
+    raw = await this.http.post(
+        f"/v1/sessions/{session_id}/turns", json={"text": "x", "tools": [tool()]}
+    )
+    assert (raw.status_code, raw.json()["error"]["param"]) == (400, "tools")
