@@ -45,12 +45,13 @@ _WORDS: Final = tuple(_TEXT.split())
 class DraftsWorkload:
     """Configure `num_sentences` of `num_words`, each answered with `num_output` tokens.
 
-    A session has `num_turns` of them. Keys come as fast as the socket takes them, and the turn when
-    the last draft is computed.
+    A session has `num_turns` of them. Keys come as fast as the socket takes them, the last one when
+    the draft before it is computed, as from a typist whom the server follows; the turn comes right
+    behind the last key, while its draft is being computed.
     """
 
     num_sentences: int = 200
-    num_words: int = 160
+    num_words: int = 40
     num_output: int = 4
     num_turns: int = 5
 
@@ -112,10 +113,12 @@ async def _type_one(
     plain: SessionClient, drafting: SessionClient, keys: Sequence[str], num_output: int
 ) -> dict[str, Any]:
     sampling = {"temperature": 0, "max_tokens": num_output, "ignore_eos": True}
-    draft_ids = [await drafting.draft(text) for text in keys]
+    draft_ids = [await drafting.draft(text) for text in keys[:-1]]
     await drafting.drafted(draft_ids[-1])
-    mine = await drafting.ask(keys[-1], sampling=sampling)
+    # The plain one first: behind the other one's turn it would find the sentence in the tree.
     its = await plain.ask(keys[-1], sampling=sampling)
+    await drafting.draft(keys[-1])
+    mine = await drafting.ask(keys[-1], sampling=sampling)
     return {
         "is_same": mine.text == its.text,
         "num_keys": len(keys),
