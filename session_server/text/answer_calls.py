@@ -32,10 +32,11 @@ FUNCTION: Final = "<function="
 
 _NAME: Final = re.compile(r"[\w.:/-]+")
 _PARAMETER_END: Final = Markers(["</parameter>"])
-_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+_STRING_KINDS: Final = {"string", "null"}
+_KINDS: Final = {str: "string", type(None): "null"}
 
-StringParameters = Mapping[str, frozenset[str]]
-"""Of each function, the parameters that are declared as strings and as nothing else."""
+StringParameters = Mapping[str, Mapping[str, bool]]
+"""Of each function, the parameters that are declared as strings, and whether they may be null."""
 
 
 class CallReader:
@@ -73,10 +74,11 @@ class CallReader:
         return False
 
     def read_bare(self) -> Reading[bool]:
-        """Read calls as JSON objects that no marker introduces, parted by semicolons."""
+        """Read calls as JSON objects that no marker introduces, parted by semicolons or space."""
+        source = self._source
         while (yield from self.read_call(is_marked=False)):
-            yield from self._source.run(SPACE)
-            if not (yield from self._source.accept(";")):
+            yield from source.run(SPACE)
+            if not (yield from source.accept(";")) and (yield from source.peek()) != "{":
                 return True
         return False
 
@@ -128,24 +130,26 @@ class CallReader:
             self._calls.add(f"{separator or '{'}{_quoted(key)}: ")
             source.forget()
             separator = ", "
-            is_string = key in self._strings.get(name, ())
-            if not (yield from self._read_parameter(is_string=is_string)):
+            may_be_null = self._strings.get(name, {}).get(key)
+            if not (yield from self._read_parameter(may_be_null=may_be_null)):
                 return False
         if not separator:
             self._calls.begin(name)
         self._calls.add("}" if separator else "{}")
         return True
 
-    def _read_parameter(self, *, is_string: bool) -> Reading[bool]:
-        """Read a parameter up to its end tag. Unless declared as a string, what is JSON is that."""
+    def _read_parameter(self, *, may_be_null: bool | None) -> Reading[bool]:
+        """Read a parameter up to its end tag. `may_be_null`: None for one that is no string."""
         pieces: list[str] = []
         is_whole = (yield from self._source.until(_PARAMETER_END, pieces.append)) is not None
         value = "".join(pieces).removeprefix("\n")
         value = value.removesuffix("\n") if is_whole else value
         if not is_whole:
             self._calls.add(_quoted(value)[:-1])  # cut off as the answer is
+        elif may_be_null is None or (may_be_null and value in ("null", "None")):
+            self._calls.add((yield from _as_json(value)))
         else:
-            self._calls.add(_quoted(value) if is_string else _as_json(value))
+            self._calls.add(_quoted(value))
         self._source.forget()
         return is_whole
 
@@ -299,13 +303,38 @@ class _ObjectReader:
 
 def string_parameters(tools: tuple[str, ...]) -> StringParameters:
     """Return which parameters of `tools` are strings; of a tool of another form, none."""
-    found: dict[str, frozenset[str]] = {}
+    found: dict[str, dict[str, bool]] = {}
     for tool in tools:
         function = _member(json.loads(tool), "function")
         properties = _member(_member(function, "parameters"), "properties")
-        names = [key for key in properties if _member(properties, key).get("type") == "string"]
-        found[str(function.get("name"))] = frozenset(names)
+        kinds = {key: _kinds_of(schema) for key, schema in properties.items()}
+        found[str(function.get("name"))] = {
+            key: "null" in own for key, own in kinds.items() if "string" in own <= _STRING_KINDS
+        }
     return found
+
+
+def _kinds_of(schema: Any) -> set[str]:
+    """Return the types of the values that a schema admits, "" for those that it does not tell."""
+    match schema:
+        case {"anyOf": [_, *_] as parts} | {"oneOf": [_, *_] as parts}:
+            return {kind for part in parts for kind in _own_kinds_of(part)}
+        case _:
+            return _own_kinds_of(schema)
+
+
+def _own_kinds_of(schema: Any) -> set[str]:
+    match schema:
+        case {"type": [*kinds]}:
+            return set(map(str, kinds))
+        case {"type": kind}:
+            return {str(kind)}
+        case {"enum": [*values]}:
+            return {_KINDS.get(type(value), "") for value in values}
+        case {"const": value}:
+            return {_KINDS.get(type(value), "")}
+        case _:
+            return {""}
 
 
 def _member(value: Any, key: str) -> dict[str, Any]:
@@ -326,19 +355,16 @@ def _collect(source: AnswerSource, calls: CallCollector) -> Reading[bool]:
     return is_whole
 
 
-def _as_json(text: str) -> str:
-    """Return `text` as JSON: as it stands if it is that, else as a string."""
-    if text in _PYTHON_WORDS:
-        return _PYTHON_WORDS[text]
-    try:
-        json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return _quoted(text)
-    return text.strip()
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+def _as_json(text: str) -> Reading[str]:
+    """Return `text` as JSON: the value that it writes, as JSON or Python do, else a string."""
+    source, pieces = AnswerSource(), list[str]()
+    source.add(text.strip())
+    source.end()
+    # What is neither may well begin like Python's strings and tuples.
+    may_be_value = (yield from source.peek()) not in ("'", "(")
+    if may_be_value and (yield from read_value(source, pieces.append)) and source.is_at_end:
+        return "".join(pieces)
+    return _quoted(text)
 
 
 def _quoted(text: str) -> str:

@@ -25,6 +25,8 @@ _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _IN_HARMONY: Final = Markers((*_HEADS, *_ENDS))
 _IN_HEAD: Final = Markers((_MESSAGE, "<|start|>", *_ENDS))
+_TO: Final = "to="
+_CALL: Final = "<tool_call>"
 HARMONY_MARKERS: Final = frozenset((*_HEADS, _MESSAGE, *_ENDS, "<|constrain|>"))
 
 _CHANNEL: Final = re.compile(r"<\|channel\|>(\w+)")
@@ -134,9 +136,19 @@ class AnswerParser:
                 return
             self._add_reasoning(self._source.take_back())
         self._source.forget()
-        if (yield from self._source.until(Markers([end]), self._add_reasoning)) is not None:
+        # Qwen3.5 may call a function without having closed its thoughts.
+        calls = self._markup.calls
+        markers = Markers([end, _CALL] if {_CALL, FUNCTION} <= calls.keys() else [end])
+        while (marker := (yield from self._source.until(markers, self._add_reasoning))) == _CALL:
+            yield from self._source.run(SPACE)
+            if (yield from self._source.peek(len(FUNCTION))) == FUNCTION:
+                break
+            self._add_reasoning(self._source.take_back())
+        if marker is not None:
             self._reasoning.drop_newlines()
             self._text.drop_newlines()
+        if marker == _CALL:
+            yield from self._read_calls(self._reader.read_list(calls[_CALL]))
         self._source.forget()
 
     def _read_calls(self, reading: Reading[bool]) -> Reading[None]:
@@ -155,6 +167,12 @@ class AnswerParser:
         add: Callable[[str], None] = self._add_text
         if starts_in_reasoning:
             add = self._add_reasoning
+        else:  # within the head of a message, which may go on with whom it is for
+            yield from self._source.run(SPACE)
+            if (yield from self._source.accept(_TO)):
+                add = yield from self._read_message(_TO)
+                self._source.forget()
+            self._add_text(self._source.take_back())
         while (marker := (yield from self._source.until(_IN_HARMONY, add))) is not None:
             add = self._add_text
             if marker in _HEADS:

@@ -120,6 +120,8 @@ ANSWERS: Final = (
         '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>',
     ),
     (HARMONY, '<|start|>assistant to=functions.f<|channel|>commentary<|message|>{"x": 1}<|call|>'),
+    # The prompt ends within a head, which may go on with the recipient.
+    (HARMONY, ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>'),
 )
 
 
@@ -159,6 +161,7 @@ def test_several_calls_and_the_text_around_them() -> None:
     assert calls == [ToolCall("call_0", "f", '{"x": "é\\n"}'), ToolCall("call_1", "g", "{}")]
     for template, several in (
         (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}'),
+        (LLAMA, '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}'),
         (MISTRAL, "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}"),
         (LFM2, "<|tool_call_start|>[f(), g()]<|tool_call_end|>"),
         (OLMO3, "<function_calls>\nf()\ng()\n</function_calls>"),
@@ -249,6 +252,37 @@ def test_parameters_without_quotes_have_the_declared_type() -> None:
     assert cut == [ToolCall("call_0", "f", '{"x": "half a')]
 
 
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "90210", "90210"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "null"]}, "90210", "90210"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "1"}, "1", "1"),
+        ({"type": "string"}, "null", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1", 1),
+        ({"type": ["string", "integer"]}, "1", 1),
+        ({"enum": ["1", 2]}, "1", 1),
+        ({"anyOf": []}, "1", 1),
+        ({"type": "object"}, "{'a': [True, None, 'it']}", {"a": [True, None, "it"]}),
+        ({"type": "array"}, "[1, 2,]", [1, 2]),
+        ({"type": "object"}, "{'a': oops}", "{'a': oops}"),
+        ({"type": "array"}, "[1] and more", "[1] and more"),
+        ({}, "'a'", "'a'"),
+        ({}, "(1)", "(1)"),
+        ({}, "NaN", "NaN"),
+        ({}, ' "a" ', "a"),
+    ],
+)
+def test_a_parameter_is_what_its_schema_admits(schema: Any, written: str, value: Any) -> None:
+    properties = {"properties": {"x": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": properties}}
+    answer = f"<function=f><parameter=x>\n{written}\n</parameter></function>"
+    assert said(parse(XML, answer, tools=(json.dumps(tool),))[2]) == [("f", {"x": value})]
+
+
 @pytest.mark.parametrize(("start", "end"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
 def test_reasoning_ends_before_the_answer(start: str, end: str) -> None:
     template = start + end
@@ -274,6 +308,19 @@ def test_a_call_in_reasoning_is_reasoning() -> None:
     assert reasoning.startswith("a <tool_call>")
 
 
+def test_a_function_that_is_called_in_reasoning_ends_it() -> None:
+    """Qwen3.5 may call without having closed its thoughts; mentioned markers end nothing."""
+    call = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+    mentioned = "I use <tool_call> or <tool_call>\n<fun, then"
+    answer = f"{mentioned}\n{call}\nDone."
+    text, reasoning, calls = parse(THINK + XML, answer, starts_in_reasoning=True)
+    assert (text, reasoning, said(calls)) == ("Done.", mentioned, [("f", {"x": 1})])
+    assert parse(THINK + XML, [answer], starts_in_reasoning=True) == (text, reasoning, calls)
+    assert parse(THINK + XML, f"<think>{call}") == ("", "", calls)
+    kept = parse(THINK + XML, call, starts_in_reasoning=True, has_tools=False)
+    assert kept == ("", call, [])
+
+
 def test_channels_of_harmony() -> None:
     answer = (
         "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>commentary"
@@ -283,6 +330,8 @@ def test_channels_of_harmony() -> None:
     assert parse(HARMONY, answer) == ("I look.\nYes.", "I think.\nMore.", [])
     assert parse(HARMONY, "x<|end|>", starts_in_reasoning=True) == ("", "x", [])
     assert parse(HARMONY, "<|channel|>analysis")[0] == "<|channel|>analysis"
+    assert parse(HARMONY, " to=you<|channel|>final<|message|>Yes.") == ("Yes.", "", [])
+    assert parse(HARMONY, " to=you") == (" to=you", "", [])
     assert AnswerFormat.of(HARMONY, ()).opens_reasoning("<|channel|>analysis<|message|>")
 
 
@@ -308,7 +357,7 @@ def cut(text: str, cuts: Sequence[int]) -> list[str]:
 
 @settings(max_examples=at_depth(300, proof=20_000), deadline=None)
 @given(
-    template=st.sampled_from([*FORMATS, THINK + HERMES, "[THINK]" + MISTRAL]),
+    template=st.sampled_from([*FORMATS, THINK + HERMES, THINK + XML, "[THINK]" + MISTRAL]),
     answer=st.one_of(
         st.lists(st.sampled_from(EVERY_MARKER), max_size=24).map("".join),
         st.tuples(
