@@ -238,37 +238,32 @@ def open_calls_of(messages: Iterable[Message]) -> tuple[str, ...]:
     return tuple(waiting)
 
 
-def input_items(messages: Iterable[Message], prefix: str) -> list[AnyItem]:
-    """Return the items of a client's messages; their ids begin with the name of their kind and end
-    with `prefix` and their number."""
-    items: list[AnyItem] = []
-    for number, message in enumerate(messages):
-        if message.role == "assistant":
-            items += answer_items(message, f"{prefix}_{number}", status="completed")
-        elif message.role == "tool":
-            items.append(
-                FunctionOutputItem(
-                    id=f"fco_{prefix}_{number}",
-                    status="completed",
-                    call_id=message.tool_call_id,
-                    output=message.content,
-                )
-            )
-        else:
-            items.append(
-                MessageItem(
-                    id=f"msg_{prefix}_{number}",
-                    role=message.role,
-                    status="completed",
-                    content=(InputText(text=message.content),),
-                )
-            )
-    return items
+def message_items(message: Message, prefix: str, number: int) -> Sequence[AnyItem]:
+    """Return the items of a client's message; their ids begin with the name of their kind, then
+    come `prefix` and the message's number."""
+    suffix = f"{prefix}_{number}"
+    if message.role == "assistant":
+        return answer_items(message, suffix, status="completed")
+    if message.role == "tool":
+        call_id, output = message.tool_call_id, message.content
+        item_id = f"fco_{suffix}"
+        return [FunctionOutputItem(id=item_id, status="completed", call_id=call_id, output=output)]
+    content = (InputText(text=message.content),)
+    item_id, role = f"msg_{suffix}", message.role
+    return [MessageItem(id=item_id, role=role, status="completed", content=content)]
+
+
+def message_number(item_id: str, prefix: str) -> int | None:
+    """Return the number of the message whose items may have this id; None if no message has."""
+    number = item_id.partition(f"_{prefix}_")[2].partition("_")[0]
+    return int(number) if number.isdecimal() and number.isascii() else None
 
 
 def parts_of(messages: Iterable[Message], prefix: str) -> list[tuple[str, Message]]:
     """Return what each item of these messages says, by its id."""
-    return [(item.id, _part_of(item)) for item in input_items(messages, prefix)]
+    numbered = enumerate(messages)
+    items = (item for i, message in numbered for item in message_items(message, prefix, i))
+    return [(item.id, _part_of(item)) for item in items]
 
 
 def answer_parts(answer: Message, suffix: str) -> list[tuple[str, Message]]:
@@ -279,7 +274,7 @@ def answer_parts(answer: Message, suffix: str) -> list[tuple[str, Message]]:
 
 def part_item(item_id: str, part: Message) -> AnyItem:
     """Return the item that says this."""
-    (item,) = input_items([part], "")
+    (item,) = message_items(part, "", 0)
     return structs.replace(item, id=item_id)
 
 

@@ -6,7 +6,9 @@ brought to say the same with each response.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,6 +34,49 @@ class ConversationEntry:
     message: Message
 
 
+class ConversationEntries:
+    """Hold the items of a conversation in order, and find each by its id without a look at the
+    others."""
+
+    def __init__(self) -> None:
+        self._num_made = 0
+        self._numbers = array("q")
+        """Of each item, in order: they count up, and none is used twice."""
+        self._messages: list[Message] = []
+        self._ids: list[str] = []
+        self._number_of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> ConversationEntry:
+        return ConversationEntry(self._ids[index], self._messages[index])
+
+    def messages(self) -> Iterator[Message]:
+        """Yield what the items say."""
+        return iter(self._messages)
+
+    def index_of(self, item_id: str) -> int | None:
+        """Return the index of an item, None if there is none of this id."""
+        number = self._number_of.get(item_id)
+        return None if number is None else bisect_left(self._numbers, number)
+
+    def append(self, entry: ConversationEntry) -> None:
+        """Add an item at the end."""
+        assert entry.id not in self._number_of, "two items of one id"
+        self._number_of[entry.id] = self._num_made
+        self._numbers.append(self._num_made)
+        self._ids.append(entry.id)
+        self._messages.append(entry.message)
+        self._num_made += 1
+
+    def pop(self, index: int) -> ConversationEntry:
+        """Remove an item and return it."""
+        entry = ConversationEntry(self._ids.pop(index), self._messages.pop(index))
+        del self._numbers[index], self._number_of[entry.id]
+        return entry
+
+
 @dataclass(slots=True, eq=False)
 class KeptConversation:
     """Hold one conversation.
@@ -44,7 +89,7 @@ class KeptConversation:
     owner: Owner
     created_s: int
     metadata: dict[str, str]
-    entries: dict[str, Message] = field(default_factory=dict)
+    entries: ConversationEntries = field(default_factory=ConversationEntries)
     session_id: str = ""
     epoch: str = ""
     running: str | None = None
@@ -98,10 +143,10 @@ class KeptConversations:
 
     def delete_item(self, conversation: KeptConversation, item_id: str) -> None:
         """Delete an item. Raises ItemNotFound."""
-        if item_id not in conversation.entries:
+        index = conversation.entries.index_of(item_id)
+        if index is None:
             raise ItemNotFound("There is no such item.", param="item_id")
-        entry = ConversationEntry(item_id, conversation.entries.pop(item_id))
-        conversation.entry_bytes -= _bytes_of((entry,))
+        conversation.entry_bytes -= _bytes_of((conversation.entries.pop(index),))
         self.records.recount(conversation)
 
     def update(self, conversation: KeptConversation, metadata: dict[str, str]) -> None:
@@ -112,7 +157,8 @@ class KeptConversations:
 
 
 def _append(conversation: KeptConversation, entries: Sequence[ConversationEntry]) -> None:
-    conversation.entries |= {entry.id: entry.message for entry in entries}
+    for entry in entries:
+        conversation.entries.append(entry)
     conversation.entry_bytes += _bytes_of(entries)
 
 

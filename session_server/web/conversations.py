@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -31,7 +31,14 @@ from session_server.sessions.kept_conversations import ConversationEntry, KeptCo
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import JsonResponse
 from session_server.web.requests import Call, Caller, read_body
-from session_server.web.responses import MAX_ITEM_PAGE, ItemName, item_page, turns_of
+from session_server.web.responses import (
+    MAX_ITEM_PAGE,
+    ItemName,
+    ItemSource,
+    item_page,
+    turns_of,
+)
+from session_server.web.slices import encode_list
 
 router = APIRouter(prefix="/v1/conversations", tags=["openai"])
 
@@ -113,8 +120,9 @@ async def list_conversation_items(
     after: ItemName = None,
 ) -> Response:
     """List the items of a conversation, the newest first unless `order` says otherwise."""
-    items = _items(_find(request, caller, conversation_id))
-    return await item_page(items, limit=limit, order=order, after=after)
+    entries = _find(request, caller, conversation_id).entries
+    source = ItemSource(len(entries), lambda index: [_item(entries[index])], entries.index_of)
+    return await item_page(source, limit=limit, order=order, after=after)
 
 
 @router.post(
@@ -130,8 +138,11 @@ async def create_conversation_items(
     conversation = _find(request, caller, conversation_id)
     entries = _entries(body.items)
     turns_of(request).conversations.append(conversation, entries)
-    items = [part_item(entry.id, entry.message) for entry in entries]
-    return await item_page(items, limit=max(1, len(items)), order="asc", after=None)
+    data: Any = await encode_list(entries, _item)
+    first_id, last_id = (entries[0].id, entries[-1].id) if entries else ("", "")
+    return JsonResponse(
+        ResponseItems(data=data, first_id=first_id, last_id=last_id, has_more=False)
+    )
 
 
 @router.get(
@@ -141,10 +152,11 @@ async def get_conversation_item(
     conversation_id: str, item_id: str, request: Request, caller: Caller
 ) -> Response:
     """Show an item."""
-    part = _find(request, caller, conversation_id).entries.get(item_id)
-    if part is None:
+    entries = _find(request, caller, conversation_id).entries
+    index = entries.index_of(item_id)
+    if index is None:
         raise ItemNotFound("There is no such item.", param="item_id")
-    return JsonResponse(part_item(item_id, part))
+    return JsonResponse(_item(entries[index]))
 
 
 @router.delete(
@@ -159,5 +171,5 @@ async def delete_conversation_item(
     return _answer(conversation)
 
 
-def _items(conversation: KeptConversation) -> list[AnyItem]:
-    return [part_item(item_id, part) for item_id, part in conversation.entries.items()]
+def _item(entry: ConversationEntry) -> AnyItem:
+    return part_item(entry.id, entry.message)

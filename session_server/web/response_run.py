@@ -208,7 +208,7 @@ def _place(
         said, previous = ask(turns, call, asked, scope=scope)
         is_kept = asked.body.store or scope is not None
         return said, turns.place(call.owner, said, previous, is_kept=is_kept)
-    before = joined(conversation.entries.values())
+    before = joined(conversation.entries.messages())
     open_calls = check_calls(asked.messages, open_calls_of(before))
     said = Asked(asked.opening, asked.messages, asked.tools, open_calls)
     return said, turns.place_whole(conversation, said, before)

@@ -7,6 +7,8 @@ read again; any other is canceled then.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -31,7 +33,7 @@ from session_server.protocol.response_body import (
     ResponseItems,
 )
 from session_server.protocol.response_events import ResponseEvent, ResponseEvents
-from session_server.protocol.response_items import AnyItem, input_items
+from session_server.protocol.response_items import AnyItem, message_items, message_number
 from session_server.protocol.responses import InputTokensBody, ResponseCreateBody
 from session_server.sessions.response_turns import ResponseTurns
 from session_server.sessions.responses import StoredResponse
@@ -181,29 +183,50 @@ async def list_input_items(
 ) -> Response:
     """List the items that a request sent, the newest first unless `order` says otherwise."""
     stored = _find(request, caller, response_id)
-    items = input_items(stored.asked.messages, response_id.partition("_")[2])
-    return await item_page(items, limit=limit, order=order, after=after)
+    messages, prefix = stored.asked.messages, response_id.partition("_")[2]
+    source = ItemSource(
+        len(messages),
+        lambda index: message_items(messages[index], prefix, index),
+        lambda item_id: message_number(item_id, prefix),
+    )
+    return await item_page(source, limit=limit, order=order, after=after)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSource:
+    """Tell the items of `num_groups` groups in order: those of one, and which one holds an id if
+    any does."""
+
+    num_groups: int
+    items_of: Callable[[int], Sequence[AnyItem]]
+    group_of: Callable[[str], int | None]
 
 
 async def item_page(
-    items: list[AnyItem], *, limit: int, order: Literal["asc", "desc"], after: str | None
+    source: ItemSource, *, limit: int, order: Literal["asc", "desc"], after: str | None
 ) -> Response:
-    """Return a page of items, behind the one of id `after`. Raises ItemNotFound."""
-    if order == "desc":
-        items = items[::-1]
-    start = 0
+    """Return a page of items, behind the one of id `after`; no others are built than those of the
+    groups that it shows. Raises ItemNotFound."""
+    step = 1 if order == "asc" else -1
+    group, found = (0 if order == "asc" else source.num_groups - 1), list[AnyItem]()
     if after is not None:
-        found = (index for index, item in enumerate(items, 1) if item.id == after)
-        start = next(found, 0)
-        if not start:
+        named = source.group_of(after)
+        is_there = named is not None and 0 <= named < source.num_groups
+        items = source.items_of(named)[::step] if named is not None and is_there else ()
+        index = next((index for index, item in enumerate(items) if item.id == after), None)
+        if named is None or index is None:
             raise ItemNotFound("There is no such item.", param="after")
-    page = items[start : start + limit]
+        group, found = named + step, [*items[index + 1 :]]
+    while len(found) <= limit and 0 <= group < source.num_groups:
+        found += source.items_of(group)[::step]
+        group += step
+    page = found[:limit]
     data: Any = await encode_list(page)
     return JsonResponse(
         ResponseItems(
             data=data,
             first_id=page[0].id if page else "",
             last_id=page[-1].id if page else "",
-            has_more=start + limit < len(items),
+            has_more=len(found) > limit,
         )
     )

@@ -37,7 +37,13 @@ from session_server.core.session_events import (
 from session_server.sessions.ended_turns import RECORD_BYTES, EndedTurns
 from session_server.sessions.footprint import entry_bytes, request_bytes
 from session_server.sessions.journal import Journal, JournalEntry, JournalLimits
+from session_server.sessions.kept_conversations import (
+    ConversationEntry,
+    KeptConversation,
+    KeptConversations,
+)
 from session_server.sessions.prompt import Prompt
+from session_server.sessions.quotas import QuotaLimits, Quotas
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.turn import SessionTurn
 from session_server.sessions.views import HistoryModes
@@ -218,3 +224,14 @@ def test_a_record_of_an_ended_turn_takes_no_more_than_is_counted(
         ended.add(live, end, end_seq=seq + 5, num_items=1 << 20)
     assert ended.num_bytes == RECORD_BYTES * num_turns
     assert kept_bytes(ended) - empty <= ended.num_bytes + EMPTY_TABLE
+
+
+def test_a_kept_conversation_counts_about_what_it_keeps() -> None:
+    conversation = KeptConversation("conv_1", OWNER, 0, {"a": "b"})
+    kept = KeptConversations(Quotas(QuotaLimits()))
+    kept.add(conversation, ())
+    for number in (100, 1000, 4096):
+        said = ((f"msg_{number}_{i}", Message("user", f"number {i}")) for i in range(number))
+        kept.append(conversation, [ConversationEntry(*each) for each in said])
+        real, estimate = kept_bytes(conversation, but=[OWNER]), conversation.num_bytes
+        assert WITHIN[0] <= estimate / real <= WITHIN[1], (estimate, real)

@@ -9,7 +9,12 @@ import openai
 import pytest
 
 from session_server.core.owner import ANONYMOUS
+from session_server.core.session_events import Message
+from session_server.protocol import response_items
+from session_server.protocol.response_items import message_items
+from session_server.sessions.kept_conversations import ConversationEntry
 from session_server.sessions.quotas import QuotaLimits
+from session_server.web import responses
 from tests.sessions.paper_engine import PaperEngine
 from tests.web.serving import Served, served, serving
 from tests.web.test_response_tools import ask as ask_with_tools
@@ -189,3 +194,44 @@ def test_conversations_are_bounded_and_the_one_unused_for_longest_goes() -> None
             assert records.budget.total == 0
 
     asyncio.run(run())
+
+
+@served()
+async def test_a_page_builds_the_items_that_it_shows(this: Served) -> None:
+    num_built = 0
+
+    def count(message: Message, *args: Any) -> Any:
+        nonlocal num_built
+        num_built += 1
+        return message_items(message, *args)
+
+    said: list[Any] = [{"role": "user", "content": str(index)} for index in range(200)]
+    async with client_of(this) as client:
+        made = await client.conversations.create()
+        conversations = turns_of(this).conversations
+        entries = [ConversationEntry(f"msg_{i}", Message("user", str(i))) for i in range(10_000)]
+        conversations.append(conversations.find(ANONYMOUS, made.id), entries)
+        asked = await ask(client, said)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(response_items, "message_items", count)
+            patch.setattr(responses, "message_items", count)
+            newest = await client.conversations.items.list(made.id, limit=5)
+            assert num_built == 6
+            after = newest.data[-1].id
+            oldest = await client.conversations.items.list(made.id, order="asc", after=after)
+            assert [text for _, text in texts_of(oldest)] == ["9996", "9997", "9998", "9999"]
+            num_built = 0
+            middle = await client.responses.input_items.list(asked.id, limit=5)
+            middle = await client.responses.input_items.list(
+                asked.id, limit=5, after=middle.data[-1].id
+            )
+            assert [text for _, text in texts_of(middle)] == ["194", "193", "192", "191", "190"]
+            assert num_built <= 13
+        for missing in ("msg_x", f"msg_{asked.id.partition('_')[2]}_200"):
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.input_items.list(asked.id, after=missing)
+            with pytest.raises(openai.NotFoundError):
+                await client.conversations.items.list(made.id, after=missing)
+        await client.conversations.items.delete("msg_4000", conversation_id=made.id)
+        around = await client.conversations.items.list(made.id, after="msg_4001", limit=2)
+        assert [item.id for item in around.data] == ["msg_3999", "msg_3998"]
