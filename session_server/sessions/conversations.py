@@ -9,9 +9,7 @@ While a call uses one nobody else finds it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from dataclasses import dataclass
 
 from session_server.core.errors import SessionBusy, SessionClosing, SessionNotFound
 from session_server.core.owner import Owner
@@ -19,13 +17,8 @@ from session_server.core.session_events import ChatInput, TurnCompleted, TurnEnd
 from session_server.sessions.agreement import digests_of, next_digest
 from session_server.sessions.items import message_of_answer
 from session_server.sessions.manager import SessionManager
-from session_server.sessions.resting import CountReaders, idle_view
-from session_server.sessions.views import OpenRequest, SessionView
-
-MAX_UNNAMED: Final = 64
-"""Sessions of unnamed conversations that one owner keeps at rest; the oldest closes."""
-
-_Key = TypeVar("_Key")
+from session_server.sessions.resting import CountReaders, RestingSessions, idle_view
+from session_server.sessions.views import OpenRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +37,6 @@ class Claim:
     num_uses: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Resting:
-    """Hold a session at rest, and how to tell that somebody else has used it since."""
-
-    owner: Owner
-    session_id: str
-    hint: str
-    digest: bytes
-    epoch: str
-    num_uses: int
-
-
-@dataclass(slots=True)
-class _AtRest:
-    """Hold sessions at rest, oldest first, and find them by owner and by what was said."""
-
-    sessions: dict[tuple[Owner, str], _Resting] = field(default_factory=dict)
-    by_owner: dict[Owner, dict[str, None]] = field(default_factory=dict)
-    by_digest: dict[tuple[Owner, bytes], dict[str, None]] = field(default_factory=dict)
-
-    def add(self, resting: _Resting) -> None:
-        owner, session_id = resting.owner, resting.session_id
-        self.sessions[owner, session_id] = resting
-        self.by_owner.setdefault(owner, {})[session_id] = None
-        self.by_digest.setdefault((owner, resting.digest), {})[session_id] = None
-
-    def pop(self, owner: Owner, session_id: str) -> _Resting:
-        resting = self.sessions.pop((owner, session_id))
-        _discard(self.by_owner, owner, session_id)
-        _discard(self.by_digest, (owner, resting.digest), session_id)
-        return resting
-
-
 class UnnamedConversations:
     """Find or open the session of each call without a name, and keep it at rest between calls.
 
@@ -85,9 +45,10 @@ class UnnamedConversations:
 
     def __init__(self, manager: SessionManager, *, count_readers: CountReaders) -> None:
         self._manager = manager
-        self._count_readers = count_readers
-        self._at_rest = _AtRest()
-        manager.on_no_room(self._make_room)
+        self._resting = RestingSessions(manager, count_readers, self._forget)
+        self._said: dict[tuple[Owner, str], tuple[str, bytes]] = {}
+        """Of each session at rest: its hint, and the digest of what was said in it."""
+        self._by_digest: dict[tuple[Owner, bytes], dict[str, None]] = {}
 
     def claim(self, owner: Owner, chat: ChatInput, *, hint: str) -> Claim:
         """Return the session that holds the longest beginning of a conversation up to an answer and
@@ -108,23 +69,21 @@ class UnnamedConversations:
 
     def release(self, claim: Claim, end: TurnEnd | None) -> None:
         """Leave a session to the next call, after its turn's end; None: the turn was refused."""
+        owner, session_id, num_uses = claim.owner, claim.session_id, claim.num_uses + 1
         digest = claim.answered
         if isinstance(end, TurnCompleted):
             digest = next_digest(claim.said, message_of_answer(end.outcome))
-        view = idle_view(self._manager, claim.owner, claim.session_id)
-        if view is None or view.num_uses > claim.num_uses + 1:
-            return  # it is theirs who have used it meanwhile
-        if digest is None:
-            if self._count_readers(claim.owner, claim.session_id) <= 1:  # the call itself
-                self._manager.close(claim.owner, claim.session_id)
+        if digest is not None:
+            self._rest(owner, session_id, (claim.hint, digest), num_uses=num_uses)
             return
-        self._rest(view, claim.owner, claim.hint, digest)
-        if self.num_at_rest(claim.owner) > MAX_UNNAMED:
-            self._close_oldest(claim.owner)
+        view = idle_view(self._manager, owner, session_id)
+        num_readers = self._resting.count_readers(owner, session_id)  # the call itself is one
+        if view is not None and view.num_uses <= num_uses and num_readers <= 1:
+            self._manager.close(owner, session_id)
 
     def num_at_rest(self, owner: Owner) -> int:
         """Return how many sessions an owner keeps here."""
-        return len(self._at_rest.by_owner.get(owner, ()))
+        return len(self._resting.of(owner))
 
     def _find(
         self, owner: Owner, chat: ChatInput, digests: list[bytes], *, hint: str
@@ -136,7 +95,8 @@ class UnnamedConversations:
         for length in range(len(chat.messages) - 1, 0, -1):
             if chat.messages[length - 1].role != "assistant":
                 continue
-            session_id = self._take(owner, digests[length - 1])
+            same = self._by_digest.get((owner, digests[length - 1]), {})
+            session_id = self._resting.take_unused(owner, reversed(list(same)))
             if session_id is not None:
                 return session_id, length
             branch = branch or self._longest_branch(owner, chat, hint)
@@ -150,11 +110,11 @@ class UnnamedConversations:
     ) -> tuple[int, str, str | None]:
         """Return how many messages the session at rest that goes on otherwise behind the longest
         beginning holds of it, its id, and that of the last item there. One that somebody has used
-        by its id is theirs, and `_take` may forget it meanwhile."""
+        by its id is theirs, and it may be forgotten meanwhile."""
         longest: tuple[int, str, str | None] = 0, "", None
-        for session_id in self._at_rest.by_owner.get(owner, ()):
-            resting = self._at_rest.sessions[owner, session_id]
-            if resting.hint != hint or not self._is_unused(resting):
+        for session_id in self._resting.of(owner):
+            is_same = self._said[owner, session_id][0] == hint
+            if not is_same or not self._resting.is_unused(owner, session_id):
                 continue
             with contextlib.suppress(SessionNotFound):
                 num_agreed, item_id = self._manager.edits.last_agreed(owner, session_id, chat)
@@ -164,53 +124,25 @@ class UnnamedConversations:
 
     def _fork(self, owner: Owner, source: str, at_item: str | None) -> str:
         """Fork a session at rest, which rests on."""
-        resting = self._at_rest.pop(owner, source)  # so that nothing spares it for its own fork
+        said = self._said[owner, source]
+        self._resting.take(owner, source)  # so that nothing spares it for its own fork
         try:
             return self._manager.edits.fork(owner, source, at_item=at_item).session_id
         finally:
-            view = self._manager.get(owner, source)
-            self._rest(view, owner, resting.hint, resting.digest)
+            num_uses = self._manager.get(owner, source).num_uses
+            self._rest(owner, source, said, num_uses=num_uses)
 
-    def _rest(self, view: SessionView, owner: Owner, hint: str, digest: bytes) -> None:
-        left = (view.epoch, view.num_uses)
-        self._at_rest.add(_Resting(owner, view.session_id, hint, digest, *left))
+    def _rest(
+        self, owner: Owner, session_id: str, said: tuple[str, bytes], *, num_uses: int
+    ) -> None:
+        self._said[owner, session_id] = said
+        self._by_digest.setdefault((owner, said[1]), {})[session_id] = None
+        if not self._resting.leave(owner, session_id, num_uses=num_uses):
+            self._forget(owner, session_id)
 
-    def _take(self, owner: Owner, digest: bytes) -> str | None:
-        """Take out a session in which this was said, the newest."""
-        same = self._at_rest.by_digest.get((owner, digest), {})
-        return self._pop_unused(owner, reversed(list(same)))
-
-    def _make_room(self, owner: Owner, *, of_others: bool) -> bool:
-        """Close a session at rest, of this owner or else of another; return whether there was
-        one."""
-        others = self._at_rest.by_owner if of_others else ()
-        return any(map(self._close_oldest, [owner, *others]))
-
-    def _close_oldest(self, owner: Owner) -> bool:
-        session_id = self._pop_unused(owner, list(self._at_rest.by_owner.get(owner, ())))
-        if session_id is not None:
-            self._manager.close(owner, session_id)
-        return session_id is not None
-
-    def _pop_unused(self, owner: Owner, session_ids: Iterable[str]) -> str | None:
-        """Take out the first session that is as it was left and that nobody reads; forget those
-        that somebody has used."""
-        for session_id in session_ids:
-            if not self._is_unused(self._at_rest.sessions[owner, session_id]):
-                self._at_rest.pop(owner, session_id)
-            elif not self._count_readers(owner, session_id):
-                self._at_rest.pop(owner, session_id)
-                return session_id
-        return None
-
-    def _is_unused(self, resting: _Resting) -> bool:
-        view = idle_view(self._manager, resting.owner, resting.session_id)
-        left = (resting.epoch, resting.num_uses)
-        return view is not None and (view.epoch, view.num_uses) == left
-
-
-def _discard(found: dict[_Key, dict[str, None]], key: _Key, session_id: str) -> None:
-    """Remove a session under a key, and the key with the last."""
-    del found[key][session_id]
-    if not found[key]:
-        del found[key]
+    def _forget(self, owner: Owner, session_id: str) -> None:
+        _, digest = self._said.pop((owner, session_id))
+        same = self._by_digest[owner, digest]
+        del same[session_id]
+        if not same:
+            del self._by_digest[owner, digest]

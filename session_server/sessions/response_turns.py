@@ -151,7 +151,7 @@ class ResponseTurns:
         """Delete a conversation; its session closes unless responses or somebody else use it."""
         self.conversations.records.remove(conversation)
         if not self.store.num_in(conversation.owner, conversation.session_id):
-            self._resting.close(conversation.owner, conversation.session_id)
+            self._resting.close(conversation.owner, [conversation.session_id])
 
     async def check_grammar(self, owner: Owner, grammar: Grammar | None) -> None:
         """Reject a grammar that no answer can be held to, before its response has a place. Raises
@@ -236,7 +236,7 @@ class ResponseTurns:
     def _close_unasked(self, response: StoredResponse) -> None:
         """Close the session of a response that is gone if it was the last."""
         if not self.store.num_in(response.owner, response.session_id):
-            self._resting.close(response.owner, response.session_id)
+            self._resting.close(response.owner, [response.session_id])
 
     def _following(self, asked: Asked, previous: StoredResponse, said: _Said) -> ChatInput:
         """Return the input of a turn that goes on from where a response ended."""

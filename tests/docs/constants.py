@@ -270,14 +270,9 @@ SESSIONS = (
         "it is dropped",
     ),
     _constant(
-        "sessions.conversations:MAX_UNNAMED",
-        "sessions of Chat Completions without a name that one key keeps at rest",
-        "sessions",
-        "the oldest is closed",
-    ),
-    _constant(
         "sessions.resting:MAX_RESTING",
-        "sessions of Responses that one key keeps at rest",
+        "sessions of Responses, and as many of Chat Completions without a name, that one key "
+        "keeps at rest",
         "sessions",
         "the oldest is closed",
     ),

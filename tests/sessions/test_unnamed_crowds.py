@@ -53,25 +53,25 @@ BUGS = (
         "systematic",
         Edit(
             "session_server.sessions.conversations:UnnamedConversations._longest_branch",
-            "resting.hint != hint or",
-            "",
+            "self._said[owner, session_id][0] == hint",
+            "True",
         ),
     ),
     Mutant(
         "A session that was used by its id at rest is given to a call without a name.",
         "systematic",
         Edit(
-            "session_server.sessions.conversations:UnnamedConversations._is_unused",
+            "session_server.sessions.resting:RestingSessions.is_unused",
             "(view.epoch, view.num_uses) == left",
-            "view.epoch == left[0]",
+            "left is not None and view.epoch == left[0]",
         ),
     ),
     Mutant(
         "A session that was used by its id while it was lent rests again.",
         "systematic",
         Edit(
-            "session_server.sessions.conversations:UnnamedConversations.release",
-            "view is None or view.num_uses > claim.num_uses + 1",
+            "session_server.sessions.resting:RestingSessions.leave",
+            "view is None or view.num_uses > num_uses",
             "view is None",
         ),
     ),
@@ -88,8 +88,8 @@ BUGS = (
         "Two calls are lent one session.",
         "systematic",
         Edit(
-            "session_server.sessions.conversations:UnnamedConversations._pop_unused",
-            "self._at_rest.pop(owner, session_id)\n                return session_id",
+            "session_server.sessions.resting:RestingSessions.take_unused",
+            "self.take(owner, session_id)\n                return session_id",
             "return session_id",
         ),
     ),

@@ -17,8 +17,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import TurnDelta
-from session_server.sessions.conversations import MAX_UNNAMED
 from session_server.sessions.quotas import QuotaLimits, SessionLimits
+from session_server.sessions.resting import MAX_RESTING
 from tests.web.serving import DEADLINE_S, WORD, Served, served, serving, small_journal
 
 HELLO = [{"role": "user", "content": "Hello, how are you?"}]
@@ -251,9 +251,9 @@ async def test_two_calls_at_once_never_share_an_unnamed_session(this: Served) ->
 @served()
 async def test_unnamed_sessions_are_no_more_than_may_rest(this: Served) -> None:
     async with client_of(this) as client:
-        for index in range(MAX_UNNAMED + 5):
+        for index in range(MAX_RESTING + 5):
             await ask(client, [{"role": "user", "content": str(index)}], max_tokens=1)
-        assert num_sessions(this) == MAX_UNNAMED == this.app.state.unnamed.num_at_rest(ANONYMOUS)
+        assert num_sessions(this) == MAX_RESTING == this.app.state.unnamed.num_at_rest(ANONYMOUS)
         for view in this.sessions.list(ANONYMOUS, limit=1000).sessions:
             this.sessions.close(ANONYMOUS, view.session_id)
         await ask(client, HELLO)
@@ -297,7 +297,7 @@ async def test_a_session_that_somebody_uses_by_its_id_is_theirs(this: Served) ->
         await this.until(lambda: this.sessions.stats().live_turns == 2)
         this.is_held = False
         assert session_of(await unnamed) != session_id
-        for index in range(MAX_UNNAMED + 1):
+        for index in range(MAX_RESTING + 1):
             await ask(client, [{"role": "user", "content": str(index)}], max_tokens=1)
         assert session_of(await running) == session_id
         assert this.sessions.get(ANONYMOUS, session_id).num_turns == 2

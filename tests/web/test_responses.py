@@ -152,7 +152,7 @@ async def test_a_conversation_goes_on_where_it_ended_token_for_token(this: Serve
                 assert session_of(response) == session_of(before)
             before = response
         assert num_sessions(this) == 1
-        assert turns_of(this)._resting.num_of(ANONYMOUS) == 1
+        assert len(turns_of(this)._resting.of(ANONYMOUS)) == 1
 
 
 @served()
