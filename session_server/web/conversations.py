@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,9 +32,8 @@ from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import JsonResponse
 from session_server.web.requests import Call, Caller, read_body
 from session_server.web.responses import (
-    MAX_ITEM_PAGE,
-    ItemName,
     ItemSource,
+    Page,
     item_page,
     turns_of,
 )
@@ -111,18 +110,12 @@ async def delete_conversation(conversation_id: str, request: Request, caller: Ca
     "/{conversation_id}/items", responses=answers(ResponseItems, "A page of what was said.")
 )
 async def list_conversation_items(
-    conversation_id: str,
-    request: Request,
-    caller: Caller,
-    *,
-    limit: Annotated[int, Query(ge=1, le=MAX_ITEM_PAGE)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: ItemName = None,
+    conversation_id: str, request: Request, caller: Caller, query: Page
 ) -> Response:
     """List the items of a conversation, the newest first unless `order` says otherwise."""
     entries = _find(request, caller, conversation_id).entries
     source = ItemSource(len(entries), lambda index: [_item(entries[index])], entries.index_of)
-    return await item_page(source, limit=limit, order=order, after=after)
+    return await item_page(source, query)
 
 
 @router.post(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -54,7 +54,18 @@ from session_server.web.slices import encode_list
 router = APIRouter(prefix="/v1/responses", tags=["openai"])
 
 MAX_ITEM_PAGE: Final = 100
-ItemName = Annotated[str | None, Query(max_length=128)]
+
+
+@dataclass(frozen=True, slots=True)
+class PageQuery:
+    """Say which page of items is asked for: those behind the one of id `after`."""
+
+    limit: Annotated[int, Query(ge=1, le=MAX_ITEM_PAGE)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: Annotated[str | None, Query(max_length=128)] = None
+
+
+Page = Annotated[PageQuery, Depends()]
 
 
 def turns_of(request: Request) -> ResponseTurns:
@@ -173,13 +184,7 @@ async def cancel_response(response_id: str, request: Request, caller: Caller) ->
     "/{response_id}/input_items", responses=answers(ResponseItems, "A page of what was asked.")
 )
 async def list_input_items(
-    response_id: str,
-    request: Request,
-    caller: Caller,
-    *,
-    limit: Annotated[int, Query(ge=1, le=MAX_ITEM_PAGE)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: ItemName = None,
+    response_id: str, request: Request, caller: Caller, query: Page
 ) -> Response:
     """List the items that a request sent, the newest first unless `order` says otherwise."""
     stored = _find(request, caller, response_id)
@@ -189,7 +194,7 @@ async def list_input_items(
         lambda index: message_items(messages[index], prefix, index),
         lambda item_id: message_number(item_id, prefix),
     )
-    return await item_page(source, limit=limit, order=order, after=after)
+    return await item_page(source, query)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +207,12 @@ class ItemSource:
     group_of: Callable[[str], int | None]
 
 
-async def item_page(
-    source: ItemSource, *, limit: int, order: Literal["asc", "desc"], after: str | None
-) -> Response:
-    """Return a page of items, behind the one of id `after`; no others are built than those of the
-    groups that it shows. Raises ItemNotFound."""
-    step = 1 if order == "asc" else -1
-    group, found = (0 if order == "asc" else source.num_groups - 1), list[AnyItem]()
+async def item_page(source: ItemSource, query: PageQuery) -> Response:
+    """Return a page of items; no others are built than those of the groups that it shows. Raises
+    ItemNotFound."""
+    limit, after, is_forward = query.limit, query.after, query.order == "asc"
+    step = 1 if is_forward else -1
+    group, found = (0 if is_forward else source.num_groups - 1), list[AnyItem]()
     if after is not None:
         named = source.group_of(after)
         is_there = named is not None and 0 <= named < source.num_groups
