@@ -4,7 +4,7 @@ Of each call the server tells how many tokens of the context it had already. *Ne
 no call before has read or said. Where the template keeps what was said, only these have to be
 computed. Where it drops an answer's thinking as soon as another message follows, the rest of that
 answer is read again behind other tokens, so new is then all that follows the context of the call
-before: no cache of prefixes can do better.
+before: no cache of prefixes can do better. A history that is cut loses the page that the cut is in.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ NAMINGS: Final[tuple[Naming, ...]] = ("nothing", "prompt_cache_key", "session_id
 """What a call says of the session it belongs to."""
 
 MAX_COMPUTED: Final = 1.05
-"""Tokens that may be computed for each that is new, where all that was said is kept."""
+"""Tokens that may be computed for each that is new."""
 
 PAGE_SIZE: Final = 16
 CONTEXT_LEN: Final = 16_384
 ANSWER_LEN: Final = 24
-NUM_WORDS: Final = 30
-"""In an observation; they are about a hundred tokens."""
+NUM_WORDS: Final = 90
+"""In an observation; they are about three hundred tokens, as a short file or a test's output is."""
 
 _DROPPING: Final = """\
 {%- for message in messages -%}
@@ -73,7 +73,6 @@ class Agent:
     messages: list[Any] = field(default_factory=list)
     num_new: int = 0
     num_uncached: int = 0
-    num_calls: int = 0
     _num_known: int = 0
 
     async def work(self, client: openai.AsyncOpenAI, num_calls: int) -> None:
@@ -105,7 +104,6 @@ class Agent:
         assert usage.prompt_tokens_details is not None
         assert usage.prompt_tokens_details.cached_tokens is not None
         assert content is not None
-        self.num_calls += 1
         self.num_new += usage.prompt_tokens - self._num_known
         self.num_uncached += usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
         self._num_known = usage.prompt_tokens
@@ -115,11 +113,8 @@ class Agent:
 
 
 def excess(agent: Agent) -> float:
-    """Return how many tokens more than it may an agent has computed. A history that is cut loses
-    the page that the cut is in."""
-    if agent.thinking == "kept":
-        return agent.num_uncached - MAX_COMPUTED * agent.num_new
-    return agent.num_uncached - agent.num_new - agent.num_calls * PAGE_SIZE
+    """Return how many tokens more than it may an agent has computed."""
+    return agent.num_uncached - MAX_COMPUTED * agent.num_new
 
 
 @contextmanager
