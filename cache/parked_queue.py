@@ -11,7 +11,7 @@ from cache.lock_owners import Tally
 from cache.pinned_quota import PinnedQuota
 from cache.session_slot import SessionSlot
 from cache.stores import KVStores
-from cache.types import PoolName, Retention, SessionId
+from cache.types import PoolName, Retention, SessionId, pages_for
 from cache.views import ParkedSession
 
 
@@ -46,6 +46,7 @@ class ParkedQueue:
 
     def __init__(self, stores: KVStores, quota: PinnedQuota) -> None:
         self._quota = quota
+        self._page_size = stores.page_size
         self._reclaimable = _RetentionQueue(stores)
         self._pinned = _RetentionQueue(stores)
 
@@ -68,13 +69,24 @@ class ParkedQueue:
         if queue.slots.pop(slot.session_id, None) is not None:
             queue.count(slot, -1)
 
+    def remove_cold(self, slot: SessionSlot) -> None:
+        """Remove a session that gives up its lease: PINNED, it holds nothing of the quota."""
+        self.remove(slot)
+        if slot.retention is Retention.PINNED:
+            self._quota.set_row_pages(slot.session_id, None)
+
     @contextmanager
     def changing(self, slot: SessionSlot) -> Iterator[None]:
-        """Let the block change the lease of a queued session, which keeps its place."""
+        """Let the block change the lease of a queued session, which keeps its place. The quota
+        counts what it holds then, without the pages of a tail."""
         queue = self._queue(slot)
         queue.count(slot, -1)
         yield
         queue.count(slot, +1)
+        if queue is self._pinned:
+            lease, page_size = _lease(slot), self._page_size
+            held_len = lease.capacity_len if slot.tail is None else lease.base_len
+            self._quota.set_row_pages(slot.session_id, pages_for(held_len, page_size))
 
     def __iter__(self) -> Iterator[ParkedSession]:
         """Yield the sessions to cool, in order. Do not change the cache while iterating."""

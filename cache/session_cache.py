@@ -159,7 +159,6 @@ class SessionAwareCache:
             with self.parked.changing(slot):
                 slot.lease.rewind(to_len)
         slot.tokens.truncate(to_len)
-        self._update_pinned(slot)
         if slot.kv_allocated_len == 0:
             self.cool(session_id)
 
@@ -178,12 +177,11 @@ class SessionAwareCache:
             or slot.lease.computed_len - slot.lease.protected_len < self._stores.page_size
         ), "a parked lease has published its whole pages"
         self._stores.changes.record_session(session_id)
-        self.parked.remove(slot)
+        self.parked.remove_cold(slot)
         self.tails.forget(slot)
         slot.lease.release()
         slot.lease = None
         slot.move_to(SlotState.COLD)
-        self._update_pinned(slot)
 
     def close(self, session_id: SessionId) -> bool:
         """Remove a session, or mark it CLOSING while a turn has borrowed it. Return whether it is

@@ -129,7 +129,7 @@ class Tails:
             self.forget(slot)
             lease.unmark()
         if tail.made_resident or lease.num_pages == 0:  # it would only occupy a row
-            self._parked.remove(slot)
+            self._parked.remove_cold(slot)
             lease.release()
             slot.lease = None
             slot.move_to(SlotState.COLD)

@@ -126,6 +126,24 @@ def test_pinning_protects_no_row_and_no_page_for_a_draft() -> None:
     assert [each.session_id for each in world.cache.parked] == [B], "a turn's are protected"
 
 
+def test_what_a_draft_cuts_off_a_pinned_history_no_longer_counts_for_its_quota() -> None:
+    """A draft behind a rewind cuts the history at once; with nothing left of it, its row goes."""
+    world = World(make_cache(num_rows=2, pinned_quota_pages=5), page_size=4)
+    world.open(A, ALICE, (), Retention.PINNED)
+    run_turn(world, A, PROMPT)
+    for kept in (4, 0):
+        del world.histories[A][kept:]
+        world.draft(A, DRAFT, 64)
+        world.check()
+        assert world.cache._pinned.pages_of(A) == (kept // 4,), "nor does the tail"
+        world.drop_draft(A)
+        world.check()
+        assert world.cache._pinned.pages_of(A) == (kept // 4,)
+    assert world.cache.slot(A).state is SlotState.COLD
+    world.open(B, ALICE, (), Retention.PINNED)
+    run_turn(world, B, PROMPT)
+
+
 def test_a_session_that_only_a_draft_warmed_is_cold_again_without_it() -> None:
     world = make_world()
     run_turn(world, A, PROMPT)
