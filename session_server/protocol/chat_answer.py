@@ -274,9 +274,9 @@ class ChatAnswer:
         session_id: str | msgspec.UnsetType = msgspec.UNSET,
     ) -> ChatChunk:
         usage: ChatUsage | msgspec.UnsetType | None = msgspec.UNSET
-        if self._call.continuous_usage:
+        if self._call.options.continuous_usage_stats:
             usage = usage_body(self._call_usage.total())
-        elif self._call.include_usage:
+        elif self._call.options.include_usage:
             usage = None
         choice = ChunkChoice(
             index=self.index, delta=delta, logprobs=logprobs, finish_reason=finish_reason
@@ -315,7 +315,7 @@ def chat_completion(
 
 def usage_chunk(call: ChatCall, head: AnswerHead, usage: CallUsage) -> ChatChunk | None:
     """Return the last chunk, with the usage and no choice; None if it was not asked for."""
-    if not call.include_usage:
+    if not call.options.include_usage:
         return None
     return ChatChunk(
         id=call.request.turn_id,

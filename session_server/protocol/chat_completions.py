@@ -25,7 +25,6 @@ from session_server.core.session_events import (
     Role,
     TurnRequest,
 )
-from session_server.protocol.grammars import of_body
 from session_server.protocol.messages import (
     Content,
     SamplingBody,
@@ -36,9 +35,13 @@ from session_server.protocol.messages import (
 )
 from session_server.protocol.openai_body import (
     Name,
+    NotOffered,
+    NumTokensAsked,
     OpenAIBody,
     StreamOptions,
     appended_to,
+    grammar_of,
+    refuse_unsupported,
     sampling_of,
 )
 from session_server.protocol.tools import (
@@ -54,9 +57,6 @@ from session_server.protocol.tools import (
 
 MAX_CHAT_MESSAGES: Final = 4096
 MAX_CHAT_PARTS: Final = 1024
-
-NotOffered = Annotated[Any, doc("not offered")]
-NumTokensAsked = Annotated[int, Meta(ge=1, le=1 << 53)]
 
 _SESSION_ID: Final = re.compile(r"(?!new$|\.\.?$)[A-Za-z0-9_.:\-]{1,64}", re.ASCII)
 
@@ -114,14 +114,11 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     functions: NotOffered = None
     function_call: NotOffered = None
     audio: NotOffered = None
-    bad_words: NotOffered = None
     best_of: NotOffered = None
-    cache_salt: NotOffered = None
     chat_template: NotOffered = None
     chat_template_kwargs: NotOffered = None
     continue_final_message: NotOffered = None
     documents: NotOffered = None
-    ebnf: NotOffered = None
     echo: NotOffered = None
 
 
@@ -140,8 +137,7 @@ class ChatCall:
     hint: str
     is_append: bool
     stream: bool
-    include_usage: bool
-    continuous_usage: bool
+    options: StreamOptions
     num_choices: int = 1
     must_call: str | None = None
 
@@ -164,7 +160,11 @@ def parse_chat(body: ChatBody, *, turn_id: str, hint: str, defaults: SamplingPar
     Raises:
         InvalidRequest: it contradicts itself, or asks for what is not offered.
     """
-    _refuse_unsupported(body)
+    refuse_unsupported(
+        body,
+        modalities=body.modalities not in (None, [], ["text"]),
+        add_generation_prompt=body.add_generation_prompt is False,
+    )
     if body.session_id is not None and body.session_params is not None:
         raise InvalidRequest(
             "session_id and session_params cannot both be set.", param="session_params"
@@ -173,7 +173,7 @@ def parse_chat(body: ChatBody, *, turn_id: str, hint: str, defaults: SamplingPar
     sampling = _sampling(body)
     # An answer ends by itself or with the context unless the client says otherwise.
     unbounded = msgspec.structs.replace(
-        defaults, max_tokens=MAX_OUTPUT_TOKENS, grammar=of_body(body)
+        defaults, max_tokens=MAX_OUTPUT_TOKENS, grammar=grammar_of(body)
     )
     request = TurnRequest(
         turn_id=turn_id,
@@ -187,15 +187,13 @@ def parse_chat(body: ChatBody, *, turn_id: str, hint: str, defaults: SamplingPar
         priority=body.priority or 0,
         on_disconnect="cancel",
     )
-    options = body.stream_options or StreamOptions()
     return ChatCall(
         request=request,
         session=session or body.session_id or None,
         hint=body.prompt_cache_key or hint,
         is_append=session is not None,
         stream=bool(body.stream),
-        include_usage=bool(options.include_usage),
-        continuous_usage=bool(options.continuous_usage_stats),
+        options=body.stream_options or StreamOptions(),
         num_choices=body.n or 1,
         must_call=_must_call(body.tool_choice),
     )
@@ -213,34 +211,6 @@ def session_id_of(name: str) -> str:
         return name
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16)
     return f"key_{digest.hexdigest()}"
-
-
-_NOT_OFFERED: Final = (
-    "functions",
-    "function_call",
-    "audio",
-    "bad_words",
-    "best_of",
-    "cache_salt",
-    "chat_template",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "documents",
-    "ebnf",
-    "echo",
-)
-"""Fields that other servers read and that would change the answer; empty ones change nothing."""
-
-
-def _refuse_unsupported(body: ChatBody) -> None:
-    """Refuse by name what would change the answer. Raises UnsupportedOperation."""
-    wrong = {
-        "modalities": body.modalities not in (None, [], ["text"]),
-        "add_generation_prompt": body.add_generation_prompt is False,
-    } | {name: bool(getattr(body, name)) for name in _NOT_OFFERED}
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            raise UnsupportedOperation(f"{name} is not supported here.", param=name)
 
 
 def _messages(bodies: Sequence[ChatMessageBody]) -> tuple[Message, ...]:
@@ -275,5 +245,9 @@ def _sampling(body: ChatBody) -> SamplingBody:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
     max_tokens = body.max_completion_tokens or body.max_tokens or MAX_OUTPUT_TOKENS
     return sampling_of(
-        body, max_tokens=max_tokens, logprobs=body.logprobs, top_logprobs=body.top_logprobs
+        body,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        top_logprobs=body.top_logprobs,
+        keep_stop=body.include_stop_str_in_output,
     )

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from session_server.core.errors import InvalidRequest, UnsupportedOperation
+from session_server.core.errors import InvalidRequest
 from session_server.core.sampling import SamplingParams, TokenLogprob
 from session_server.core.session_events import (
     RawInput,
@@ -34,7 +34,6 @@ from session_server.protocol.chat_answer import (
     finish_reason,
     usage_body,
 )
-from session_server.protocol.grammars import of_body
 from session_server.protocol.messages import (
     MAX_INPUT_IDS,
     Content,
@@ -46,9 +45,12 @@ from session_server.protocol.messages import (
 )
 from session_server.protocol.openai_body import (
     MAX_CHOICES,
+    NotOffered,
     OpenAIBody,
     StreamOptions,
     appended_to,
+    grammar_of,
+    refuse_unsupported,
     sampling_of,
 )
 
@@ -78,7 +80,7 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
     best_of: (
         Annotated[int, Meta(ge=1, le=MAX_CHOICES, description="only `n` is offered")] | None
     ) = None
-    suffix: Annotated[str, doc("not offered")] | None = None
+    suffix: NotOffered = None
     session_id: Annotated[Any, doc("not offered: `session_params` appends")] = None
 
 
@@ -114,8 +116,9 @@ def parse_completion(
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs is not None,
         top_logprobs=body.logprobs,
+        keep_stop=body.include_stop_str_in_output,
     )
-    held = msgspec.structs.replace(defaults, grammar=of_body(body))
+    held = msgspec.structs.replace(defaults, grammar=grammar_of(body))
     sampling = sampling_params(sampling_body, defaults=held)
     if body.echo and body.logprobs is not None:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs_from=0)
@@ -157,20 +160,14 @@ def _inputs(prompt: str | list[Any]) -> list[RawInput]:
 
 def _check(body: CompletionBody, num_prompts: int, num_choices: int) -> None:
     has_scores = body.logprobs is not None
-    wrong = {
-        "suffix": bool(body.suffix),
-        "best_of": body.best_of not in (None, num_choices),
-        "session_id": bool(body.session_id),
-        # A stream's first chunk is sent before the prompt is computed; forks do not compute it.
-        "echo": bool(body.echo)
-        and (
-            body.session_params is not None
-            or (has_scores and (bool(body.stream) or num_choices > 1))
-        ),
-    }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            raise UnsupportedOperation(f"{name} is not supported here.", param=name)
+    # A stream's first chunk is sent before the prompt is computed; forks do not compute it.
+    is_scored_late = has_scores and (bool(body.stream) or num_choices > 1)
+    refuse_unsupported(
+        body,
+        best_of=body.best_of not in (None, num_choices),
+        session_id=bool(body.session_id),
+        echo=bool(body.echo) and (body.session_params is not None or is_scored_late),
+    )
     if num_prompts * num_choices > MAX_ANSWERS:
         raise InvalidRequest(f"A call has at most {MAX_ANSWERS} answers.", param="prompt")
     if num_prompts > 1 and body.session_params is not None:

@@ -25,10 +25,6 @@ Choices = Annotated[
 ]
 
 
-def _doc(text: str) -> Meta:
-    return Meta(description=text)
-
-
 _ANY_OBJECT: Final = Grammar("json_schema", '{"type":"object"}')
 
 
@@ -41,41 +37,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     choice: Choices | None = None
     grammar: GrammarText | None = None
     structural_tag: Any = None
-
-
-class GrammarFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer must match, by names of OpenAI, vLLM and SGLang: one at most."""
-
-    response_format: (
-        Annotated[dict[str, Any], _doc("`text`, `json_object` or `json_schema`")] | None
-    ) = None
-    structured_outputs: Annotated[StructuredOutputs, _doc("vLLM's name of the same")] | None = None
-    guided_json: Annotated[JsonSchema, _doc("its older names")] | None = None
-    guided_regex: GrammarText | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Annotated[GrammarText, _doc("in Lark's syntax")] | None = None
-    json_schema: Annotated[JsonSchema, _doc("SGLang's names of the same")] | None = None
-    regex: GrammarText | None = None
-
-
-def of_body(body: GrammarFields) -> Grammar | None:
-    """Return what the answer must match; None if it may be anything.
-
-    Raises:
-        InvalidRequest: it is malformed, or there are several.
-    """
-    return only(
-        {
-            "response_format": of_response_format(body.response_format),
-            "structured_outputs": of_structured_outputs(body.structured_outputs),
-            "guided_json": of_schema(body.guided_json, "guided_json"),
-            "guided_regex": of_regex(body.guided_regex, "guided_regex"),
-            "guided_choice": of_choices(body.guided_choice, "guided_choice"),
-            "guided_grammar": of_lark(body.guided_grammar, "guided_grammar"),
-            "json_schema": of_schema(body.json_schema, "json_schema"),
-            "regex": of_regex(body.regex, "regex"),
-        }
-    )
 
 
 def only(asked: Mapping[str, Grammar | None]) -> Grammar | None:

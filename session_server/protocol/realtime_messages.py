@@ -16,26 +16,14 @@ from session_server.core.errors import UnsupportedOperation
 from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams
 from session_server.core.session_events import TextOptions
 from session_server.protocol.messages import (
-    MAX_STOP_STRINGS,
     Content,
-    Fraction,
     ItemId,
-    LogitBias,
     Metadata,
-    NumTokens,
-    Penalty,
-    Priority,
-    SamplingBody,
-    Seed,
-    StopString,
-    StopTokenIds,
-    Temperature,
-    TopK,
-    TopP,
     doc,
     sampling_params,
     text_options,
 )
+from session_server.protocol.openai_body import SamplingFields, sampling_of
 from session_server.protocol.tools import (
     MAX_TOOLS,
     Arguments,
@@ -60,7 +48,7 @@ class RealtimeToolBody(FunctionBody, frozen=True, kw_only=True, tag_field="type"
     """A function that an answer may call."""
 
 
-class RealtimeSettings(msgspec.Struct, frozen=True, kw_only=True):
+class RealtimeSettings(SamplingFields, frozen=True, kw_only=True):
     """What a session says about every answer, and a response about its own. Absent: as before."""
 
     instructions: Annotated[Content, doc("the system message before all items")] | None = None
@@ -74,21 +62,6 @@ class RealtimeSettings(msgspec.Struct, frozen=True, kw_only=True):
         | None
     ) = None
     tool_choice: Annotated[Literal["auto", "none"], doc("no others are offered")] | None = None
-    temperature: Annotated[Temperature, doc("0 is greedy and exact")] | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[TopK, doc("0 and -1: all")] | None = None
-    min_p: Fraction | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    seed: Annotated[Seed, doc("the same seed, the same answer")] | None = None
-    min_tokens: Annotated[NumTokens, doc("before the answer may end by itself")] | None = None
-    logit_bias: LogitBias | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: Annotated[bool, doc("do not end at the model's end tokens")] | None = None
-    skip_special_tokens: Annotated[bool, doc("leave control tokens out of the text")] | None = None
-    priority: Annotated[Priority, doc("as in a turn of the native protocol")] | None = None
 
     def changed_by(self, other: RealtimeSettings) -> RealtimeSettings:
         """Return these settings, with those that the other names."""
@@ -101,14 +74,9 @@ class RealtimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def sampling(self, defaults: SamplingParams) -> tuple[SamplingParams, TextOptions]:
         """Return how an answer is sampled, and becomes text. Raises InvalidRequest."""
-        same = {
-            name: getattr(self, name)
-            for name in SamplingBody.__struct_fields__
-            if name in RealtimeSettings.__struct_fields__
-        }
         limit = self.max_output_tokens
-        num_tokens = min(limit, MAX_OUTPUT_TOKENS) if isinstance(limit, int) else MAX_OUTPUT_TOKENS
-        body = SamplingBody(**same, max_tokens=num_tokens)
+        num_tokens = limit if isinstance(limit, int) else MAX_OUTPUT_TOKENS
+        body = sampling_of(self, max_tokens=num_tokens, param="max_output_tokens")
         may_call = self.tool_choice != "none"
         return sampling_params(body, defaults=defaults), replace(
             text_options(body), may_call=may_call

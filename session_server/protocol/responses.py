@@ -12,32 +12,26 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from session_server.core.errors import InvalidRequest, UnsupportedOperation
+from session_server.core.errors import InvalidRequest
 from session_server.core.sampling import MAX_OUTPUT_TOKENS, SamplingParams
 from session_server.core.session_events import Message, TextOptions, TurnInput, TurnRequest
-from session_server.protocol.chat_completions import NotOffered, NumTokensAsked
 from session_server.protocol.grammars import of_format
 from session_server.protocol.messages import (
-    MAX_STOP_STRINGS,
     Content,
-    Fraction,
     Metadata,
-    NumTokens,
-    Penalty,
-    Priority,
-    SamplingBody,
-    Seed,
-    StopString,
-    StopTokenIds,
-    Temperature,
-    TopK,
     TopLogprobs,
-    TopP,
     doc,
     sampling_params,
     text_options,
 )
-from session_server.protocol.openai_body import Name
+from session_server.protocol.openai_body import (
+    Name,
+    NotOffered,
+    NumTokensAsked,
+    SamplingFields,
+    refuse_unsupported,
+    sampling_of,
+)
 from session_server.protocol.response_body import FunctionToolBody, ResponseBody
 from session_server.protocol.response_items import MAX_ITEMS, InputItemBody, messages_of
 from session_server.protocol.tools import MAX_TOOLS, tool_texts
@@ -69,7 +63,7 @@ class TextConfigBody(msgspec.Struct, frozen=True, kw_only=True):
     format: TextFormatBody | None = None
 
 
-class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseFields(SamplingFields, frozen=True, kw_only=True):
     """The fields of a response to be made, the same over HTTP and on a WebSocket."""
 
     model: Annotated[Name, doc("the one served, or nothing")] | None = None
@@ -92,19 +86,6 @@ class ResponseFields(msgspec.Struct, frozen=True, kw_only=True):
     max_output_tokens: (
         Annotated[NumTokensAsked, doc("of the answer; absent: what the context leaves")] | None
     ) = None
-    min_tokens: Annotated[NumTokens, doc("before the answer may end by itself")] | None = None
-    temperature: Annotated[Temperature, doc("0 is greedy and exact")] | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[TopK, doc("0 and -1: all")] | None = None
-    min_p: Fraction | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    seed: Annotated[Seed, doc("the same seed, the same answer")] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: Annotated[bool, doc("do not end at the model's end tokens")] | None = None
-    priority: Annotated[Priority, doc("as in a turn of the native protocol")] | None = None
     include: (
         Annotated[list[str], Meta(max_length=16, description=f"`{LOGPROBS}`; others are ignored")]
         | None
@@ -231,12 +212,17 @@ def parse_response(
         created_s: wall-clock seconds.
         defaults: the model's sampling.
     """
-    _refuse_unsupported(fields)
+    refuse_unsupported(
+        fields,
+        truncation=fields.truncation not in (None, "disabled"),
+        tool_choice=fields.tool_choice not in (None, "auto", "none"),
+        parallel_tool_calls=bool(fields.tools) and fields.parallel_tool_calls is False,
+    )
     if fields.previous_response_id is not None and fields.conversation is not None:
         raise InvalidRequest(
             "previous_response_id and conversation cannot both be set.", param="conversation"
         )
-    sampling = _sampling(fields, defaults)
+    sampling, text = _sampling(fields, defaults)
     if _is_background(fields) and fields.store is False:
         raise InvalidRequest("background needs store: true.", param="background")
     body = _beginning(fields, sampling, response_id=response_id, model=model, created_s=created_s)
@@ -244,9 +230,7 @@ def parse_response(
         response_id=response_id,
         messages=messages_of(fields.input),
         sampling=sampling,
-        text=replace(
-            text_options(SamplingBody(stop=fields.stop)), may_call=fields.tool_choice != "none"
-        ),
+        text=text,
         priority=fields.priority or 0,
         body=body,
     )
@@ -296,39 +280,25 @@ def _is_background(fields: ResponseFields) -> bool:
     return isinstance(fields, ResponseCreateBody) and bool(fields.background)
 
 
-_NOT_OFFERED: Final = ("context_management", "moderation", "prompt")
-
-
-def _refuse_unsupported(fields: ResponseFields) -> None:
-    """Refuse by name what would change the answer. Raises UnsupportedOperation."""
-    wrong = {
-        "truncation": fields.truncation not in (None, "disabled"),
-        "tool_choice": fields.tool_choice not in (None, "auto", "none"),
-        "parallel_tool_calls": bool(fields.tools) and fields.parallel_tool_calls is False,
-    } | {name: bool(getattr(fields, name)) for name in _NOT_OFFERED}
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            raise UnsupportedOperation(f"{name} is not supported here.", param=name)
-
-
-def _sampling(fields: ResponseFields, defaults: SamplingParams) -> SamplingParams:
-    """Return the sampling of the turn. Raises InvalidRequest."""
-    same = {
-        name: getattr(fields, name)
-        for name in SamplingBody.__struct_fields__
-        if name in ResponseFields.__struct_fields__
-    }
-    same["logprobs"] = bool(fields.top_logprobs) or LOGPROBS in (fields.include or ())
-    # An answer ends by itself or with the context unless the client says otherwise.
-    same["max_tokens"] = min(fields.max_output_tokens or MAX_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS)
-    if (fields.min_tokens or 0) > same["max_tokens"]:
-        raise InvalidRequest("min_tokens is above max_output_tokens.", param="min_tokens")
+def _sampling(
+    fields: ResponseFields, defaults: SamplingParams
+) -> tuple[SamplingParams, TextOptions]:
+    """Return how the answer is sampled, and becomes text. Raises InvalidRequest."""
+    body = sampling_of(
+        fields,
+        # An answer ends by itself or with the context unless the client says otherwise.
+        max_tokens=fields.max_output_tokens or MAX_OUTPUT_TOKENS,
+        param="max_output_tokens",
+        logprobs=bool(fields.top_logprobs) or LOGPROBS in (fields.include or ()),
+        top_logprobs=fields.top_logprobs,
+    )
     if fields.generate is False:
-        same |= {"max_tokens": 0, "min_tokens": 0}
+        body = msgspec.structs.replace(body, max_tokens=0, min_tokens=0)
     form = _format(fields)
     grammar = of_format(form.type, {"name": form.name, "schema": form.schema}, "text.format")
     held = msgspec.structs.replace(defaults, grammar=grammar)
-    return sampling_params(SamplingBody(**same), defaults=held)
+    may_call = fields.tool_choice != "none"
+    return sampling_params(body, defaults=held), replace(text_options(body), may_call=may_call)
 
 
 def _format(fields: ResponseFields) -> TextFormatBody:

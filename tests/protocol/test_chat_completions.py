@@ -87,6 +87,15 @@ def test_who_names_a_session(
         {"continue_final_message": True},
         {"cache_salt": "mine"},
         {"modalities": ["text", "audio"]},
+        {"bad_words": ["no"]},
+        {"allowed_token_ids": [1]},
+        {"logits_processors": ["x"]},
+        {"prompt_logprobs": 1},
+        {"return_token_ids": True},
+        {"stop_regex": "a+"},
+        {"structural_tag": "{}"},
+        {"truncate_prompt_tokens": 8},
+        {"use_beam_search": True},
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_its_name(fields: dict[str, Any]) -> None:

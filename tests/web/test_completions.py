@@ -110,6 +110,7 @@ async def test_what_is_not_offered_or_does_not_fit_is_refused(this: Served) -> N
         session_id = await this.open()
         refused: list[tuple[dict[str, Any], str]] = [
             ({"suffix": "The end"}, "suffix"),
+            ({"extra_body": {"bad_words": ["no"]}}, "bad_words"),
             ({"best_of": 3}, "best_of"),
             ({"n": 17}, "n"),
             ({"extra_body": {"session_id": "mine"}}, "session_id"),
