@@ -290,7 +290,6 @@ class SessionManager:
             ContextTooLong: it cannot fit; a turn that must wait first fails later instead.
             QuotaExceeded, ServerBusy, ServerDraining, EngineUnavailable
         """
-        await self._flow.prompt_builder.check_grammar(owner, request.sampling.grammar)
         session = self._sessions.use(owner, session_id)
         if self._link.ready is not None:
             check_num_ids(request.input, self._link.ready.max_turn_len)

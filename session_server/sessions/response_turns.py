@@ -23,7 +23,6 @@ from session_server.core.errors import (
     SessionServerError,
 )
 from session_server.core.owner import Owner
-from session_server.core.sampling import Grammar
 from session_server.core.session_events import (
     ChatInput,
     Message,
@@ -152,11 +151,6 @@ class ResponseTurns:
         self.conversations.records.remove(conversation)
         if not self.store.num_in(conversation.owner, conversation.session_id):
             self._resting.close(conversation.owner, [conversation.session_id])
-
-    async def check_grammar(self, owner: Owner, grammar: Grammar | None) -> None:
-        """Reject a grammar that no answer can be held to, before its response has a place. Raises
-        InvalidRequest, ServerBusy."""
-        await self._manager.edits.parts.prompts.check_grammar(owner, grammar)
 
     async def submit(
         self,

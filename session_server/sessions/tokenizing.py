@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from itertools import chain
-from typing import Final, Protocol, TypeVar, assert_never
+from typing import Any, Final, Protocol, TypeVar, assert_never
 
 from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
 from session_server.core.owner import Owner
-from session_server.core.sampling import Grammar
 from session_server.core.session_events import (
     ChatInput,
     ContinueInput,
@@ -85,7 +84,7 @@ class PromptBuilder:
         self._renders = FairSlots(1)
         self._checks = FairSlots(1)
         self._threads = DaemonThreads("tokenize")
-        self._tasks: dict[Requested, asyncio.Task[PromptOutcome]] = {}
+        self._tasks: dict[Requested, asyncio.Task[Any]] = {}
 
     def build(
         self,
@@ -115,23 +114,55 @@ class PromptBuilder:
         if stage is not None and not isinstance(stage, RenderJob):
             return stage
 
-        def finish(task: asyncio.Task[PromptOutcome]) -> None:
+        self._follow(turn, self._complete(owner, resume, stage, is_large=is_large), on_built)
+        return None
+
+    def check(
+        self,
+        owner: Owner,
+        turn: Requested,
+        on_checked: Callable[[SessionServerError | None], None],
+    ) -> bool:
+        """Return whether answers can be held to the turn's grammar, as far as is known; False if
+        `on_checked` will be called with why not: InvalidRequest, ServerBusy."""
+        grammar = turn.request.sampling.grammar
+        if grammar is None or self._text.grammars.knows(grammar):
+            return True
+
+        async def check() -> SessionServerError | None:
+            try:
+                await self._text.grammars.check(grammar)
+            except SessionServerError as error:
+                return error
+            return None
+
+        self._follow(turn, self._in_slot(self._checks, owner, check), on_checked)
+        return False
+
+    def _follow(
+        self,
+        turn: Requested,
+        work: Coroutine[Any, Any, _T | SessionServerError],
+        on_done: Callable[[_T | SessionServerError], None],
+    ) -> None:
+        """Call `on_done` with what work for a turn gives, also when it is canceled."""
+
+        def finish(task: asyncio.Task[_T | SessionServerError]) -> None:
             del self._tasks[turn]
-            outcome: PromptOutcome = TokenizeFailed(_FAILED)
+            outcome: _T | SessionServerError = TokenizeFailed(_FAILED)
             try:
                 if not task.cancelled():
                     outcome = task.result()
             finally:
-                on_built(outcome)
+                on_done(outcome)
 
-        work = self._complete(owner, resume, stage, is_large=is_large)
-        self._tasks[turn] = asyncio.get_running_loop().create_task(work)
-        self._tasks[turn].add_done_callback(finish)
-        return None
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[turn] = task
+        task.add_done_callback(finish)
 
     def cancel(self, turn: Requested) -> bool:
-        """Stop a build; return whether there is one. It holds its input until `on_built` is called:
-        soon, unless a thread or the renderer works on it."""
+        """Stop a build or a check; return whether there is one. It holds its input until its
+        callback is called: soon, unless a thread or another process works on it."""
         task = self._tasks.get(turn)
         if task is not None:
             task.cancel()
@@ -176,21 +207,6 @@ class PromptBuilder:
         if isinstance(outcome, SessionServerError):
             raise outcome
         return outcome
-
-    async def check_grammar(self, owner: Owner, grammar: Grammar | None) -> None:
-        """Reject a grammar that no answer can be held to. Raises InvalidRequest, ServerBusy."""
-        if grammar is None or self._text.grammars.knows(grammar):
-            return
-
-        async def check() -> SessionServerError | None:
-            try:
-                await self._text.grammars.check(grammar)
-            except SessionServerError as error:
-                return error
-            return None
-
-        if (error := await self._in_slot(self._checks, owner, check)) is not None:
-            raise error
 
     async def check_opening(self, owner: Owner, state: PromptState, *, max_len: int) -> None:
         """Reject first messages of a session that leave no room for a turn within `max_len`. Raises

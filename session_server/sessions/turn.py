@@ -19,13 +19,15 @@ from session_server.sessions.prompt import Prompt
 
 
 class TurnPhase(enum.Enum):
-    """Define the phases of a turn: WAITING -> PREPARING -> RUNNING -> ENDING -> ENDED; each may
-    also change directly to ENDED.
+    """Define the phases of a turn: CHECKING -> WAITING -> PREPARING -> RUNNING -> ENDING -> ENDED;
+    each may also change directly to ENDED.
 
-    PREPARING: the input is being tokenized. ENDING: the server has decided the outcome (a stop
-    string, a cancel) and waits for the engine's terminal event.
+    CHECKING: its grammar may still be refused. PREPARING: the input is being tokenized. ENDING: the
+    server has decided the outcome (a stop string, a cancel) and waits for the engine's terminal
+    event.
     """
 
+    CHECKING = enum.auto()
     WAITING = enum.auto()
     PREPARING = enum.auto()
     RUNNING = enum.auto()
@@ -89,6 +91,15 @@ class SessionTurn:
     def is_accepted(self) -> bool:
         """Return whether `TurnCreated` was written."""
         return self.created_seq > 0
+
+
+@dataclass(slots=True)
+class TurnCounts:
+    """Count the live turns of all sessions, and the turns that wait for one of these or for an
+    engine."""
+
+    live: int = 0
+    queued: int = 0
 
 
 def with_allowed_priority(request: TurnRequest, owner: Owner) -> TurnRequest:

@@ -8,7 +8,6 @@ exactly one terminal entry, and the history always matches that entry.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, takewhile
 from typing import Final, assert_never
@@ -59,6 +58,7 @@ from session_server.sessions.turn import (
     SessionTurn,
     StopFound,
     SubmittedTurn,
+    TurnCounts,
     TurnPhase,
 )
 from session_server.sessions.turn_ends import cancelled, completed, failed, is_kept
@@ -77,15 +77,6 @@ TurnEvent = (
     | TurnFinished
     | TurnFailed
 )
-
-
-@dataclass(slots=True)
-class TurnCounts:
-    """Count the live turns of all sessions, and the turns that wait for one of these or for an
-    engine."""
-
-    live: int = 0
-    queued: int = 0
 
 
 class TurnFlow:
@@ -119,15 +110,32 @@ class TurnFlow:
         """Sessions whose next turn waits for an engine that takes it, in order."""
 
     def enqueue(self, session: Session, turn: SessionTurn) -> None:
-        """Append a turn to its session's queue, and start it if it is also first."""
+        """Append a turn to its session's queue, and start it if it is also first and needs no
+        check of its grammar."""
         session.queue.append(turn)
         self.counts.queued += 1
+        on_checked = partial(self._on_checked, session, turn)
+        if not self.prompt_builder.check(session.owner, turn, on_checked):
+            turn.phase = TurnPhase.CHECKING
+        self.start_next(session)
+
+    def _on_checked(
+        self, session: Session, turn: SessionTurn, error: SessionServerError | None
+    ) -> None:
+        if turn.phase is not TurnPhase.CHECKING:
+            self._quotas.release_turn(session.owner, turn)  # canceled during the check
+            return
+        turn.phase = TurnPhase.WAITING
+        if error is not None:
+            self._refuse(session, turn, error)
         self.start_next(session)
 
     def start_next(self, session: Session) -> None:
         """Start the next turn if there is one and none is live."""
         while session.live is None and session.queue:
             turn = session.queue[0]
+            if turn.phase is TurnPhase.CHECKING:
+                break
             if self._link.is_gone:
                 self._refuse(session, turn, EngineUnavailable("there is no engine"))
             elif not self._link.is_up:
@@ -175,7 +183,7 @@ class TurnFlow:
         outcome is already decided."""
         for turn in turns:
             match turn.phase:
-                case TurnPhase.WAITING | TurnPhase.PREPARING:
+                case TurnPhase.CHECKING | TurnPhase.WAITING | TurnPhase.PREPARING:
                     self._accept(session, turn, 0)
                     end = cancelled(turn, kept=False, reason=reason, timings=None)
                     self._end(session, turn, end)
@@ -278,7 +286,7 @@ class TurnFlow:
         turn.accepted.set_result(None)
 
     def _accept_waiting(self, session: Session) -> None:
-        """Accept waiting turns in order, unless the input before them may still be rejected."""
+        """Accept waiting turns in order, up to one that may still be rejected."""
         live = session.live
         if live is not None:
             if live.phase is TurnPhase.PREPARING and not live.is_accepted:
@@ -287,7 +295,8 @@ class TurnFlow:
         # Turns are accepted in order, so those that are left wait last.
         new = list(takewhile(lambda turn: not turn.is_accepted, reversed(session.queue)))
         first = (live is not None) + len(session.queue) - len(new)
-        for position, turn in enumerate(reversed(new), first):
+        checked = takewhile(lambda turn: turn.phase is not TurnPhase.CHECKING, reversed(new))
+        for position, turn in enumerate(checked, first):
             self._accept(session, turn, position)
 
     def _refuse(self, session: Session, turn: SessionTurn, error: SessionServerError) -> None:

@@ -49,7 +49,7 @@ from session_server.web.event_stream import (
 )
 from session_server.web.refusals import JsonResponse, failure_response
 from session_server.web.requests import Call
-from session_server.web.turns import TurnReader
+from session_server.web.turns import TurnReader, submitted
 
 T = TypeVar("T")
 
@@ -325,7 +325,7 @@ async def submit_to(
     journal = call.sessions.journal(call.owner, session_id)
     call.readers.check_capacity(call.owner, session_id)
     try:
-        view = await call.sessions.submit(call.owner, session_id, request, on_end=on_end)
+        view = await submitted(call, request, session_id, on_end=on_end)
     except ContextTooLong as error:
         raise ContextLengthExceeded(error.message, param=input_param) from None
     return view, journal

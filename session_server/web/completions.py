@@ -34,7 +34,7 @@ from session_server.web.completion_run import (
     submit_appended,
     submit_to,
 )
-from session_server.web.event_stream import EventStream
+from session_server.web.event_stream import EventStream, until_disconnect
 from session_server.web.headers import REQUEST_ID
 from session_server.web.openapi import answers, body_of
 from session_server.web.requests import Call, Caller, read_body
@@ -60,7 +60,7 @@ async def create_completion(request: Request, caller: Caller) -> Response:
         completion_id=f"cmpl-{secrets.token_hex(12)}",
         defaults=caller.services.model.defaults,
     )
-    run = await _start(caller, completion)
+    run = await until_disconnect(_start(caller, completion), request.receive)
     headers = {REQUEST_ID: completion.id}
     if completion.stream:
         return EventStream(run.events(), context=run.scope(), headers=headers)

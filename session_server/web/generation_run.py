@@ -44,7 +44,7 @@ from session_server.web.event_stream import DONE, HEARTBEAT, data_event, error_e
 from session_server.web.requests import Call
 from session_server.web.shared_task import SharedTask
 from session_server.web.slices import run_in_slices
-from session_server.web.turns import TurnReader
+from session_server.web.turns import TurnReader, submitted
 
 
 class SGLangState:
@@ -192,7 +192,7 @@ async def _submit(call: Call, state: SGLangState, job: Generation, session_id: s
     turn = (session_id, job.request.turn_id)
     state.add(call.owner, job.rid, turn)
     try:
-        return await call.sessions.submit(call.owner, session_id, job.request)
+        return await submitted(call, job.request, session_id)
     except BaseException:
         state.remove(call.owner, job.rid, turn)
         raise

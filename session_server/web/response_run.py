@@ -261,7 +261,6 @@ async def start_response(
     """
     body, owner = asked.body, call.owner
     # From its place to its turn nothing is awaited: no other response takes the same place.
-    await turns.check_grammar(owner, asked.sampling.grammar)
     conversation = _conversation_of(turns, call, body)
     said, place = _place(turns, call, asked, conversation, scope=scope)
     body = msgspec.structs.replace(body, session_id=place.session_id)

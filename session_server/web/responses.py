@@ -37,7 +37,7 @@ from session_server.protocol.response_items import AnyItem, message_items, messa
 from session_server.protocol.responses import InputTokensBody, ResponseCreateBody
 from session_server.sessions.response_turns import ResponseTurns
 from session_server.sessions.responses import StoredResponse
-from session_server.web.event_stream import DONE, EventStream
+from session_server.web.event_stream import DONE, EventStream, until_disconnect
 from session_server.web.headers import REQUEST_ID
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import JsonResponse
@@ -91,7 +91,8 @@ async def create_response(request: Request, caller: Caller) -> Response:
     caller.readers.check_capacity(caller.owner, None)
     body = await read_body(request, ResponseCreateBody)
     asked = parse(caller, body)
-    run = await start_response(caller, turns_of(request), asked)
+    work = start_response(caller, turns_of(request), asked)
+    run = await (work if body.background else until_disconnect(work, request.receive))
     headers = {REQUEST_ID: asked.response_id}
     if body.stream:
         return EventStream(run.stream(), context=run.scope(), headers=headers)

@@ -82,7 +82,9 @@ class ResponsesSocket:
         self._latest: dict[str | None, tuple[StoredResponse, ...]] = {}
         """Of each lane the newest response; before one that was canceled, also the one before."""
 
-        self._runs: dict[str | None, ResponseRun] = {}
+        self._runs: dict[str | None, ResponseRun | str] = {}
+        """Of each lane the response that runs, or the id of one whose turn is not accepted yet."""
+
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
 
@@ -166,7 +168,7 @@ class ResponsesSocket:
             case RefusedRequest():
                 self._evict(message.stream_id, message.previous_response_id)
             case ResponseCancel():
-                self._cancel(message)
+                self._cancel(call, message)
             case ResponseCreate():
                 if len(self._tasks) - len(self._runs) >= MAX_WAITING:
                     text = f"{MAX_WAITING} responses wait on this connection, as many as may."
@@ -178,17 +180,25 @@ class ResponsesSocket:
             case _:
                 assert_never(message)
 
-    def _cancel(self, message: ResponseCancel) -> None:
-        """Cancel a response that runs in a lane; it ends with its events."""
+    def _cancel(self, call: Call, message: ResponseCancel) -> None:
+        """Cancel a response that runs in a lane, or is about to; it ends with its events."""
         run = self._runs.get(message.stream_id)
         if message.response_id is not None:
-            by_id = {each.stored.response_id: each for each in self._runs.values()}
+            runs = (each for each in self._runs.values() if isinstance(each, ResponseRun))
+            by_id = {each.stored.response_id: each for each in runs}
             run = by_id.get(message.response_id)
-        if run is None:
-            error = TurnNotActive("No such response runs on this connection.", param="response_id")
-            self._protocol.send_error(error, stream_id=message.stream_id)
-        else:
+        if isinstance(run, ResponseRun):
             run.cancel(keep_partial=True)
+            return
+        try:
+            if run is None:
+                raise TurnNotActive(
+                    "No such response runs on this connection.", param="response_id"
+                )
+            stored = self._turns.store.find(call.owner, run, scope=self)
+            call.sessions.cancel(call.owner, stored.session_id, run)
+        except SessionServerError as error:
+            self._protocol.send_error(error, stream_id=message.stream_id)
 
     async def _respond(self, call: Call, message: ResponseCreate, num_chars: int) -> None:
         """Make one response when its lane is free and there is a place."""
@@ -214,8 +224,16 @@ class ResponsesSocket:
     async def _run(self, call: Call, message: ResponseCreate, name: str | None) -> None:
         call.readers.check_capacity(call.owner, None)
         asked = parse(call, message)
-        run = await start_response(call, self._turns, asked, scope=self, stream_id=name)
-        self._runs[name] = run
+        self._runs[name] = asked.response_id
+        try:
+            run = await start_response(call, self._turns, asked, scope=self, stream_id=name)
+            self._runs[name] = run
+            await self._tell(run, message, name)
+        finally:
+            del self._runs[name]
+
+    async def _tell(self, run: ResponseRun, message: ResponseCreate, name: str | None) -> None:
+        """Send the events of a response, and keep what the next one of its lane goes on from."""
         is_canceled = has_failed = is_said = False
         try:
             with run.scope():
@@ -227,7 +245,6 @@ class ResponsesSocket:
                         await self._emit(event)
             is_said = run.stored.state == "said"
         finally:
-            del self._runs[name]
             if not is_said:
                 self._drop(run.stored)
         if is_said:

@@ -209,8 +209,17 @@ async def create_turn(session_id: str, request: Request, caller: Caller) -> Resp
     body = await read_body(request, TurnBody)
     turn = turn_request(body, defaults=caller.services.model.defaults, on_disconnect="cancel")
     journal = caller.sessions.journal(caller.owner, session_id)
-    view = await caller.sessions.submit(caller.owner, session_id, turn)
     keep_partial = True if turn.on_disconnect == "cancel" else None
+    with caller.readers.register(
+        owner=caller.owner, session_id=session_id, kind=ReaderKind.HTTP
+    ) as readers:
+        work = caller.sessions.submit(caller.owner, session_id, turn)
+        try:
+            view = await until_disconnect(work, request.receive)
+        except HttpRefusal:
+            if keep_partial is not None:
+                readers.bind_turn(turn.turn_id, keep_partial=keep_partial)
+            raise
     reader = TurnReader(caller, journal, view, keep_partial=keep_partial)
     if "text/event-stream" in request.headers.get(ACCEPT, ""):
         return EventStream(reader.events(), context=reader)

@@ -47,7 +47,7 @@ from session_server.protocol.sglang import (
 )
 from session_server.sessions.views import OpenRequest
 from session_server.web.admin import is_healthy
-from session_server.web.event_stream import EventStream
+from session_server.web.event_stream import EventStream, until_disconnect
 from session_server.web.generation_run import SGLangState, start_generation
 from session_server.web.openapi import answer, answers, body_of
 from session_server.web.refusals import HttpRefusal, JsonResponse, failure_response
@@ -122,7 +122,8 @@ async def generate(request: Request, caller: Caller) -> Response:
     body = await read_body(request, GenerateBody, media_type=None)
     rid = body.rid if isinstance(body.rid, str) and body.rid else secrets.token_hex(16)
     job = parse_generation(body, rid=rid, turn_id=new_turn_id())
-    run = await start_generation(caller, _state_of(request), job, arrived_s=arrived_s)
+    work = start_generation(caller, _state_of(request), job, arrived_s=arrived_s)
+    run = await until_disconnect(work, request.receive)
     if job.stream:
         return EventStream(run.events(), context=run.scope())
     with run.scope():

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Self
 
 from starlette.types import Receive
 
-from session_server.core.errors import SessionClosing, SessionNotFound, TurnNotFound
+from session_server.core.errors import (
+    SessionClosing,
+    SessionNotFound,
+    SessionServerError,
+    TurnNotFound,
+)
 from session_server.core.session_events import (
     SessionEntry,
     TurnEnd,
+    TurnRequest,
 )
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.errors import error_body
@@ -168,6 +175,25 @@ class TurnReader:
         if found.is_answer_lost:
             raise TurnNotFound("The turn has ended, and what it said was replaced since.")
         return found.end
+
+
+async def submitted(
+    call: Call,
+    request: TurnRequest,
+    session_id: str,
+    *,
+    on_end: Callable[[TurnEnd], None] | None = None,
+) -> TurnView:
+    """Submit a turn that nobody else knows; it is canceled with its caller. Raises what
+    `SessionManager.submit` raises."""
+    sessions, owner = call.sessions, call.owner
+    try:
+        return await sessions.submit(owner, session_id, request, on_end=on_end)
+    except asyncio.CancelledError:
+        with contextlib.suppress(SessionServerError):
+            turn_id = request.turn_id
+            sessions.cancel(owner, session_id, turn_id, keep_partial=False, reason="disconnected")
+        raise
 
 
 async def session_events(call: Call, session_id: str, *, after: int) -> AsyncGenerator[bytes, None]:

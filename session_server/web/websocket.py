@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from functools import partial
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -50,7 +50,7 @@ from session_server.protocol.session_protocol import (
     StartTurn,
 )
 from session_server.sessions.journal import OffsetLost
-from session_server.sessions.views import DraftView, OpenRequest, SessionView
+from session_server.sessions.views import DraftView, OpenRequest, SessionView, TurnView
 from session_server.web.readers import SessionReaders
 from session_server.web.refusals import error_response
 from session_server.web.requests import BEARER_PROTOCOL, Call, make_call, services_of
@@ -58,6 +58,9 @@ from session_server.web.slices import encode_scores
 from session_server.web.socket_peer import SocketPeer, close_code_of
 from session_server.web.sockets import Sockets
 from session_server.web.views import hello_frame, snapshot_frame
+
+MAX_SUBMISSIONS: Final = 8
+"""Turns of one connection that are not accepted yet; no further frame is read."""
 
 MAX_EPOCH_CHARS: Final = 64
 NEW_SESSION: Final = "new"
@@ -85,6 +88,7 @@ class SessionSocket:
         self._services = services_of(websocket)
         self._peer = SocketPeer(websocket, subprotocol=SUBPROTOCOL, key_prefix=BEARER_PROTOCOL)
         self._position = 0
+        self._submissions: set[asyncio.Task[TurnView | None]] = set()
 
     def end(self, code: CloseCode) -> None:
         """Close soon, after sending what is already queued."""
@@ -191,8 +195,10 @@ class SessionSocket:
             code = None
         finally:
             self._journal.remove_listener(self._peer.wake.set)
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            tasks: list[asyncio.Task[Any]] = [reader, *self._submissions]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if code is not None:
                 await self._peer.close(code)
 
@@ -246,7 +252,6 @@ class SessionSocket:
         try:
             match command:
                 case StartTurn(request=request):
-                    turn_id = request.turn_id
                     await self._start(request, call, session_id, readers)
                 case StartDraft(request=draft):
                     turn_id = draft.turn_id if draft is not None else None
@@ -272,8 +277,7 @@ class SessionSocket:
                 case _:
                     assert_never(command)
         except SessionServerError as error:
-            self._services.metrics.count_refusal(wire_error(error).code)
-            self._protocol.send_error(error, turn_id=turn_id)
+            self._send_error(error, turn_id)
 
     def _draft(self, draft: TurnRequest | None, call: Call, session_id: str) -> None:
         drafts = call.sessions.drafts
@@ -286,8 +290,7 @@ class SessionSocket:
     def _on_drafted(self, draft_id: str, answer: DraftView | SessionServerError) -> None:
         """Tell the client, unless something has come in the draft's place."""
         if isinstance(answer, SessionServerError):
-            self._services.metrics.count_refusal(wire_error(answer).code)
-            self._protocol.send_error(answer, turn_id=draft_id)
+            self._send_error(answer, draft_id)
         elif answer.total:
             self._protocol.send_drafted(
                 draft_id, processed=answer.processed, kept=answer.kept, total=answer.total
@@ -297,22 +300,48 @@ class SessionSocket:
     async def _start(
         self, request: TurnRequest, call: Call, session_id: str, readers: SessionReaders
     ) -> None:
+        """Submit a turn. One that is not accepted at once holds up no frame behind it."""
         seq_before = self._journal.last_seq
-        is_bound = request.on_disconnect == "cancel"
-        try:
-            view = await call.sessions.submit(call.owner, session_id, request)
-        except asyncio.CancelledError:
-            # The connection ends while the input is tokenized; the turn goes on without it.
-            if is_bound:
-                readers.bind_turn(request.turn_id, keep_partial=True)
-            raise
-        if view.created_seq <= seq_before:
+        work = self._submit(request, call, session_id, readers)
+        submission = asyncio.create_task(work, name="submit turn")
+        self._submissions.add(submission)
+        submission.add_done_callback(self._submissions.discard)
+        await asyncio.sleep(0)  # it is in its queue now, where a cancel finds it
+        view = submission.result() if submission.done() else None
+        if view is not None and view.created_seq <= seq_before:
             scores = await encode_scores(view.end)
             self._protocol.send_repeat(
                 view.turn_id, position=view.position, end=view.end, scores=scores
             )
-        if is_bound and view.end is None:
+        while len(self._submissions) >= MAX_SUBMISSIONS:
+            await asyncio.wait(self._submissions, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _submit(
+        self, request: TurnRequest, call: Call, session_id: str, readers: SessionReaders
+    ) -> TurnView | None:
+        """Return the turn when it is accepted; None if it was refused."""
+        view, is_bound = None, request.on_disconnect == "cancel"
+        try:
+            view = await call.sessions.submit(call.owner, session_id, request)
+        except SessionServerError as error:
+            self._send_error(error, request.turn_id)
+        except asyncio.CancelledError:
+            # The connection ends before the turn is accepted; the turn goes on without it.
+            if is_bound:
+                readers.bind_turn(request.turn_id, keep_partial=True)
+            raise
+        except Exception:
+            _logger.exception("a turn was not submitted session=%s", session_id)
+            self.end(CloseCode.INTERNAL)
+            raise
+        if is_bound and view is not None and view.end is None:
             readers.bind_turn(view.turn_id, keep_partial=True)
+        self._peer.wake.set()
+        return view
+
+    def _send_error(self, error: SessionServerError, turn_id: str | None) -> None:
+        self._services.metrics.count_refusal(wire_error(error).code)
+        self._protocol.send_error(error, turn_id=turn_id)
 
     async def _write(
         self, call: Call, session_id: str, readers: SessionReaders

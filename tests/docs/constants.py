@@ -284,6 +284,12 @@ SESSIONS = (
         "what was unused for longest is dropped",
     ),
     _constant(
+        "web.websocket:MAX_SUBMISSIONS",
+        "turns of one WebSocket whose grammar is checked or whose input is tokenized",
+        "turns",
+        "no further frame is read",
+    ),
+    _constant(
         "web.responses_socket:MAX_IN_FLIGHT",
         "responses that run on one WebSocket of Responses",
         "responses",
