@@ -7,9 +7,10 @@ not refused. Both have the same limits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -105,6 +106,10 @@ class GrammarCompiler:
             raise InvalidRequest(f"a grammar has up to {MAX_GRAMMAR_BYTES} bytes", param="grammar")
         try:
             source = _source(grammar)
+            if grammar.behind is not None:
+                is_lark = grammar.kind == "lark"
+                held = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
+                source = _behind(grammar.behind, held)
         except ValueError as error:
             raise refusal(grammar, str(error)) from error
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
@@ -135,6 +140,12 @@ def compiled_bytes(grammar: Grammar) -> int:
     """Return the memory that a compiled grammar takes, as an estimate from above."""
     text = grammar.text.encode("utf-8", "surrogatepass")
     return COMPILED_BYTES + COMPILED_BYTES_PER_BYTE * len(text)
+
+
+def _behind(token_id: int, held: dict[str, Any]) -> str:
+    """Return a grammar that takes any text up to a token, and space, before what `held` does."""
+    whole = f"start: TEXT <[{token_id}]> SPACE @held\nTEXT: /(.|\\n)*/\nSPACE: /[ \\n]*/"
+    return json.dumps({"grammars": [{"lark_grammar": whole}, {**held, "name": "held"}]})
 
 
 def _source(grammar: Grammar) -> str:

@@ -24,11 +24,13 @@ class Grammar(msgspec.Struct, frozen=True):
     """Say what a turn's output must match, from its first token on.
 
     `text`: a JSON schema, a regular expression that matches the whole output, or a Lark grammar
-    whose rule `start` does (llguidance's syntax).
+    whose rule `start` does (llguidance's syntax). `behind`: the token that ends what the model
+    thinks; the grammar holds behind it, and the output has it.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
+    behind: int | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

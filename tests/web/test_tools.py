@@ -225,6 +225,22 @@ async def test_an_answer_that_must_call_is_held_to_the_notation_of_calls(
         assert refused.value.param == "tool_choice"
 
 
+@talks("thinking")
+async def test_a_form_holds_behind_the_thoughts_that_the_prompt_has_begun(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    say(this, "So {.\n</think>\n\n{}", "So.")
+    options = {"tools": openai.NOT_GIVEN, "response_format": {"type": "json_object"}}
+    message = (await ask(client, HELLO, **options)).choices[0].message
+    assert (message.content, message.reasoning_content) == ("{}", "So {.")
+    await client.completions.create(model="paper", prompt="<think>\n", extra_body={"regex": "a"})
+    chat, raw = [each.sampling for each in this.engine.seen if isinstance(each, SubmitTurn)]
+    assert chat.grammar is not None
+    assert raw.grammar is not None
+    assert chat.grammar.behind == this.sessions.text.tokenizer.token_to_id("</think>")
+    assert raw.grammar.behind is None
+
+
 @talks("lfm2")
 async def test_calls_that_are_no_json_cannot_be_asked_for(
     this: Served[PaperEngine], client: AsyncOpenAI
