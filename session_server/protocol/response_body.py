@@ -16,7 +16,13 @@ from session_server.core.session_events import (
     TurnFailedEntry,
 )
 from session_server.protocol.errors import sanitize
-from session_server.protocol.response_items import AnyItem, ItemStatus, OutputItem, answer_items
+from session_server.protocol.response_items import (
+    AnyItem,
+    CompactionItem,
+    ItemStatus,
+    OutputItem,
+    answer_items,
+)
 from session_server.protocol.tools import (
     MAX_DESCRIPTION_CHARS,
     FunctionBody,
@@ -159,7 +165,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
             error=_failure_of(end),
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             output=output,
-            usage=_usage_of(end.outcome.usage),
+            usage=usage_of(end.outcome.usage),
         )
 
 
@@ -176,6 +182,16 @@ class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
+
+
+class CompactionBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation that was compacted: `output` stands for all of it in a later input."""
+
+    id: str
+    object: Literal["response.compaction"] = "response.compaction"
+    created_at: int
+    output: tuple[CompactionItem, ...]
+    usage: ResponseUsage
 
 
 class ConversationBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,6 +243,19 @@ def item_status(end: TurnEnd) -> ItemStatus:
     return "completed" if _status_of(end) == "completed" else "incomplete"
 
 
+def usage_of(usage: TokenUsage) -> ResponseUsage:
+    """Return the token counts of a turn."""
+    return ResponseUsage(
+        input_tokens=usage.input_tokens,
+        input_tokens_details=InputDetails(
+            cached_tokens=usage.cached_tokens, cache_write_tokens=usage.cache_write_tokens
+        ),
+        output_tokens=usage.output_tokens,
+        output_tokens_details=OutputDetails(reasoning_tokens=usage.reasoning_tokens),
+        total_tokens=usage.total_tokens,
+    )
+
+
 def _status_of(end: TurnEnd) -> Status:
     match end:
         case TurnCompleted(reason=reason, outcome=outcome):
@@ -254,15 +283,3 @@ def _failure_of(end: TurnEnd) -> ResponseFailure | None:
     if end.code in _OF_PROMPT:
         return ResponseFailure(code="invalid_prompt", message=message)
     return ResponseFailure(code="server_error", message=message)
-
-
-def _usage_of(usage: TokenUsage) -> ResponseUsage:
-    return ResponseUsage(
-        input_tokens=usage.input_tokens,
-        input_tokens_details=InputDetails(
-            cached_tokens=usage.cached_tokens, cache_write_tokens=usage.cache_write_tokens
-        ),
-        output_tokens=usage.output_tokens,
-        output_tokens_details=OutputDetails(reasoning_tokens=usage.reasoning_tokens),
-        total_tokens=usage.total_tokens,
-    )

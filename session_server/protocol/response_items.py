@@ -1,32 +1,38 @@
 """Translate the items of OpenAI's Responses to messages, and messages back to items.
 
-A client sends messages, calls of functions with their outputs, and what the model thought before.
+A client sends messages, calls of functions with their outputs, what the model thought before,
+compactions, and references to items that the server keeps.
 The ids of items that the server names are made of the response's, so that they are the same
 whenever a response is shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal, assert_never, get_args
 
 import msgspec
 from msgspec import Meta, structs
 
-from session_server.core.errors import InvalidRequest, UnsupportedOperation
+from session_server.core.errors import InvalidRequest, ItemNotFound, UnsupportedOperation
 from session_server.core.session_events import Message, Role, ToolCall
+from session_server.protocol.compaction import decode_window
 from session_server.protocol.errors import sanitize
 from session_server.protocol.messages import Content
 
 MAX_ITEMS: Final = 4096
 MAX_ITEM_PARTS: Final = 1024
 MAX_CALL_CHARS: Final = 64
+MAX_REFERENCED_CHARS: Final = 1 << 20
+"""Of all items of one input that are given by their ids."""
 
 _ROLES: Final = frozenset(get_args(Role)) - {"tool"}
 _TEXT_PARTS: Final = frozenset({"input_text", "output_text", "text", "summary_text"})
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 CallName = Annotated[str, Meta(min_length=1, max_length=MAX_CALL_CHARS)]
+FindItem = Callable[[str], Message | None]
+"""Return what an item says that the server keeps, by its id; None if there is no such item."""
 
 
 class InputPartBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,12 +50,14 @@ class InputItemBody(msgspec.Struct, frozen=True, kw_only=True):
     """One item of an input: a message unless its `type` says otherwise."""
 
     type: str = "message"
+    id: Annotated[str, Meta(max_length=256)] | None = None
     role: str | None = None
     content: Content | Parts | None = None
     call_id: CallName | None = None
     name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     arguments: Content | None = None
     output: Content | Parts | None = None
+    encrypted_content: Content | None = None
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
@@ -115,16 +123,46 @@ class FunctionOutputItem(
     output: str
 
 
+class CompactionItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):
+    """What stands for a conversation that was compacted; opaque, but no secret."""
+
+    id: str
+    encrypted_content: str
+
+
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 AnyItem = OutputItem | FunctionOutputItem
 
 
-def messages_of(items: str | Sequence[InputItemBody] | None) -> tuple[Message, ...]:
+def messages_of(
+    items: str | Sequence[InputItemBody] | None, find: FindItem = lambda _: None
+) -> tuple[Message, ...]:
     """Return the messages that an input says: adjacent thoughts, calls and text of the model are
-    one message. Raises InvalidRequest, UnsupportedOperation with the name of the item."""
+    one message. Raises InvalidRequest, UnsupportedOperation, ItemNotFound with the name of the
+    item."""
     if items is None or isinstance(items, str):
         return (Message("user", items),) if items else ()
-    return joined(_message_of(item, f"input[{index}]") for index, item in enumerate(items))
+    return joined(_parts_said(items, find))
+
+
+def _parts_said(items: Sequence[InputItemBody], find: FindItem) -> Iterator[Message]:
+    room = MAX_REFERENCED_CHARS
+    for index, item in enumerate(items):
+        param = f"input[{index}]"
+        if item.type == "item_reference":
+            part = find(item.id or "")
+            if part is None:
+                text = f"Item with id '{sanitize(item.id or '')}' is not kept here: send it whole."
+                raise ItemNotFound(text, param=f"{param}.id")
+            room -= part.num_chars
+            if room < 0:
+                text = f"References are to more than {MAX_REFERENCED_CHARS} characters."
+                raise InvalidRequest(text, param=param)
+            yield part
+        elif item.type == "compaction":
+            yield from decode_window(item.encrypted_content or "", f"{param}.encrypted_content")
+        else:
+            yield _message_of(item, param)
 
 
 def joined(parts: Iterable[Message]) -> tuple[Message, ...]:
@@ -270,6 +308,20 @@ def answer_parts(answer: Message, suffix: str) -> list[tuple[str, Message]]:
     """Return what each item of an answer says, by its id."""
     items = answer_items(answer, suffix, status="completed")
     return [(item.id, _part_of(item)) for item in items]
+
+
+def part_of_response(
+    item_id: str, suffix: str, asked: Sequence[Message], answer: Message | None
+) -> Message | None:
+    """Return what an item says of a response whose ids end with `suffix`; None if it has no such
+    item. The work does not grow with what was asked."""
+    said: list[AnyItem] = []
+    if answer is not None:
+        said += answer_items(answer, suffix, status="completed")
+    number = message_number(item_id, suffix)
+    if number is not None and number < len(asked):
+        said += message_items(asked[number], suffix, number)
+    return next((_part_of(item) for item in said if item.id == item_id), None)
 
 
 def part_item(item_id: str, part: Message) -> AnyItem:

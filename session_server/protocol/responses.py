@@ -33,7 +33,7 @@ from session_server.protocol.openai_body import (
     sampling_of,
 )
 from session_server.protocol.response_body import FunctionToolBody, ResponseBody
-from session_server.protocol.response_items import MAX_ITEMS, InputItemBody, messages_of
+from session_server.protocol.response_items import MAX_ITEMS, FindItem, InputItemBody, messages_of
 from session_server.protocol.tools import MAX_TOOLS, tool_texts
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -63,15 +63,17 @@ class TextConfigBody(msgspec.Struct, frozen=True, kw_only=True):
     format: TextFormatBody | None = None
 
 
+InputBody = (
+    Annotated[Content, doc("a user's message")]
+    | Annotated[list[InputItemBody], Meta(max_length=MAX_ITEMS)]
+)
+
+
 class ResponseFields(SamplingFields, frozen=True, kw_only=True):
     """The fields of a response to be made, the same over HTTP and on a WebSocket."""
 
     model: Annotated[Name, doc("the one served, or nothing")] | None = None
-    input: (
-        Annotated[Content, doc("a user's message")]
-        | Annotated[list[InputItemBody], Meta(max_length=MAX_ITEMS)]
-        | None
-    ) = None
+    input: InputBody | None = None
     instructions: (
         Annotated[Content, doc("the system message; not inherited by the next response")] | None
     ) = None
@@ -125,6 +127,33 @@ class ResponseCreateBody(ResponseFields, frozen=True, kw_only=True):
 
 class InputTokensBody(ResponseFields, frozen=True, kw_only=True):
     """Body of `POST /v1/responses/input_tokens`."""
+
+
+class CompactBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/responses/compact`."""
+
+    model: Annotated[Name, doc("the one served")] | None
+    input: InputBody | None = None
+    instructions: (
+        Annotated[Content, doc("the system message of this call; no part of the window")] | None
+    ) = None
+    previous_response_id: Annotated[ResponseId, doc("the response to go on from")] | None = None
+    prompt_cache_key: Annotated[Name, doc("read, and changes nothing")] | None = None
+
+    def summary_fields(self, tools: list[FunctionToolBody], *, max_tokens: int) -> ResponseFields:
+        """Return the response that is a summary. `tools`: those that the conversation has, so that
+        both begin alike."""
+        return ResponseFields(
+            model=self.model,
+            input=self.input,
+            instructions=self.instructions,
+            previous_response_id=self.previous_response_id,
+            store=False,
+            min_tokens=1,
+            max_output_tokens=max_tokens,
+            tools=tools,
+            tool_choice="none",
+        )
 
 
 MAX_NEW_ITEMS: Final = 20
@@ -201,9 +230,10 @@ def parse_response(
     model: str,
     created_s: int,
     defaults: SamplingParams,
+    find: FindItem = lambda _: None,
 ) -> ResponseCall:
     """Translate a request. Raises InvalidRequest: it contradicts itself, or asks for what is not
-    offered.
+    offered. Raises ItemNotFound: it refers to an item that is not kept.
 
     Args:
         fields: as received.
@@ -211,6 +241,7 @@ def parse_response(
         model: the name of the one served.
         created_s: wall-clock seconds.
         defaults: the model's sampling.
+        find: of items that are kept.
     """
     refuse_unsupported(
         fields,
@@ -228,7 +259,7 @@ def parse_response(
     body = _beginning(fields, sampling, response_id=response_id, model=model, created_s=created_s)
     return ResponseCall(
         response_id=response_id,
-        messages=messages_of(fields.input),
+        messages=messages_of(fields.input, find),
         sampling=sampling,
         text=text,
         priority=fields.priority or 0,

@@ -107,6 +107,14 @@ class ResponseTurns:
             )
         return found
 
+    def messages_before(self, previous: StoredResponse) -> tuple[Message, ...]:
+        """Return all that was said up to the end of a response, without what its call began with.
+        Raises PreviousResponseNotFound: a part of it is gone."""
+        said = self._said(previous)
+        if said is None:
+            return self._chain(previous)
+        return said.messages(len(previous.asked.opening))
+
     def place(
         self, owner: Owner, asked: Asked, previous: StoredResponse | None, *, is_kept: bool
     ) -> Place:

@@ -31,6 +31,7 @@ from session_server.sessions.kept_conversations import ConversationEntry, KeptCo
 from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import JsonResponse
 from session_server.web.requests import Call, Caller, read_body
+from session_server.web.response_run import item_finder
 from session_server.web.responses import (
     ItemSource,
     Page,
@@ -56,8 +57,12 @@ def _answer(conversation: KeptConversation) -> Response:
     )
 
 
-def _entries(items: list[InputItemBody] | None) -> list[ConversationEntry]:
-    parts = parts_of(messages_of(items), secrets.token_hex(12))
+def _entries(
+    request: Request, call: Call, conversation_id: str, items: list[InputItemBody] | None
+) -> list[ConversationEntry]:
+    messages = messages_of(items, item_finder(turns_of(request), call))
+    suffix = conversation_id.partition("_")[2]
+    parts = parts_of(messages, f"{suffix}_{secrets.token_hex(8)}")
     return [ConversationEntry(item_id, part) for item_id, part in parts]
 
 
@@ -75,7 +80,8 @@ async def create_conversation(request: Request, caller: Caller) -> Response:
         created_s=int(caller.services.wall_clock_s()),
         metadata=body.metadata or {},
     )
-    turns_of(request).conversations.add(conversation, _entries(body.items))
+    entries = _entries(request, caller, conversation.key, body.items)
+    turns_of(request).conversations.add(conversation, entries)
     return _answer(conversation)
 
 
@@ -129,7 +135,7 @@ async def create_conversation_items(
     """Append items to a conversation."""
     body = await read_body(request, ConversationItemsBody)
     conversation = _find(request, caller, conversation_id)
-    entries = _entries(body.items)
+    entries = _entries(request, caller, conversation_id, body.items)
     turns_of(request).conversations.append(conversation, entries)
     data: Any = await encode_list(entries, _item)
     first_id, last_id = (entries[0].id, entries[-1].id) if entries else ("", "")

@@ -17,6 +17,8 @@ from session_server.core.errors import (
     WIRE_ERRORS,
     ContextLengthExceeded,
     ContextTooLong,
+    ConversationNotFound,
+    ResponseNotFound,
     ServerDraining,
     SessionBusy,
     SessionClosing,
@@ -25,6 +27,7 @@ from session_server.core.errors import (
     TurnNotFound,
 )
 from session_server.core.session_events import (
+    Message,
     TurnCancelled,
     TurnDelta,
     TurnEnd,
@@ -33,10 +36,12 @@ from session_server.core.session_events import (
 from session_server.protocol.response_body import ResponseBody, answer_of
 from session_server.protocol.response_events import ResponseEvent, ResponseEvents, score_body
 from session_server.protocol.response_items import (
+    FindItem,
     answer_parts,
     check_calls,
     joined,
     open_calls_of,
+    part_of_response,
     parts_of,
 )
 from session_server.protocol.responses import ResponseCall, ResponseFields, parse_response
@@ -86,8 +91,8 @@ class ResponseRun:
                 reason="client_cancelled" if keep_partial else "disconnected",
             )
 
-    async def response(self, receive: Receive) -> Response:
-        """Wait for the turn's end and return the whole response.
+    async def end(self, receive: Receive) -> TurnEnd:
+        """Wait for the turn's end.
 
         Raises:
             HttpRefusal: the client disconnected before.
@@ -97,6 +102,11 @@ class ResponseRun:
         end = await self.reader.end(receive)
         if (error := cause_of(end)) is not None:
             raise error
+        return end
+
+    async def response(self, receive: Receive) -> Response:
+        """Wait for the turn's end and return the whole response. Raises what `end` raises."""
+        end = await self.end(receive)
         if isinstance(end, TurnFailedEntry):
             return failure_response(end)
         *_, last = [event async for event in self._closing(end)]
@@ -157,8 +167,11 @@ def event_bytes(event: ResponseEvent) -> bytes:
     return b"".join((b"event: ", event.type.encode(), b"\ndata: ", payload, b"\n\n"))
 
 
-def parse(call: Call, fields: ResponseFields) -> ResponseCall:
-    """Translate a request. Raises UnknownModel, and what `parse_response` raises."""
+def parse(
+    turns: ResponseTurns, call: Call, fields: ResponseFields, *, scope: object | None = None
+) -> ResponseCall:
+    """Translate a request. `scope` as in `ask`. Raises UnknownModel, and what `parse_response`
+    raises."""
     services = call.services
     services.check_model(fields.model)
     return parse_response(
@@ -167,7 +180,26 @@ def parse(call: Call, fields: ResponseFields) -> ResponseCall:
         model=services.model.name,
         created_s=int(services.wall_clock_s()),
         defaults=services.model.defaults,
+        find=item_finder(turns, call, scope=scope),
     )
+
+
+def item_finder(turns: ResponseTurns, call: Call, *, scope: object | None = None) -> FindItem:
+    """Return what finds the items that are kept for a caller: of responses and conversations, whose
+    ids begin with theirs."""
+
+    def find(item_id: str) -> Message | None:
+        suffix = f"{item_id}__".split("_")[1]
+        with contextlib.suppress(ResponseNotFound):
+            kept = turns.store.find(call.owner, f"resp_{suffix}", scope=scope)
+            return part_of_response(item_id, suffix, kept.asked.messages, kept.answer)
+        with contextlib.suppress(ConversationNotFound):
+            entries = turns.conversations.find(call.owner, f"conv_{suffix}").entries
+            index = entries.index_of(item_id)
+            return None if index is None else entries[index].message
+        return None
+
+    return find
 
 
 def ask(

@@ -23,10 +23,10 @@ from session_server.core.errors import (
     SessionNotFound,
     TurnNotActive,
     TurnNotFound,
-    UnsupportedOperation,
 )
 from session_server.protocol.messages import MAX_SEQ
 from session_server.protocol.response_body import (
+    CompactionBody,
     InputTokenCount,
     ResponseBody,
     ResponseDeleted,
@@ -34,9 +34,10 @@ from session_server.protocol.response_body import (
 )
 from session_server.protocol.response_events import ResponseEvent, ResponseEvents
 from session_server.protocol.response_items import AnyItem, message_items, message_number
-from session_server.protocol.responses import InputTokensBody, ResponseCreateBody
+from session_server.protocol.responses import CompactBody, InputTokensBody, ResponseCreateBody
 from session_server.sessions.response_turns import ResponseTurns
 from session_server.sessions.responses import StoredResponse
+from session_server.web.compaction import compact
 from session_server.web.event_stream import DONE, EventStream, until_disconnect
 from session_server.web.headers import REQUEST_ID
 from session_server.web.openapi import answers, body_of
@@ -90,8 +91,9 @@ async def create_response(request: Request, caller: Caller) -> Response:
     """Answer an input."""
     caller.readers.check_capacity(caller.owner, None)
     body = await read_body(request, ResponseCreateBody)
-    asked = parse(caller, body)
-    work = start_response(caller, turns_of(request), asked)
+    turns = turns_of(request)
+    asked = parse(turns, caller, body)
+    work = start_response(caller, turns, asked)
     run = await (work if body.background else until_disconnect(work, request.receive))
     headers = {REQUEST_ID: asked.response_id}
     if body.stream:
@@ -113,7 +115,7 @@ async def count_input_tokens(request: Request, caller: Caller) -> Response:
     """Count the tokens of an input, and of all that it goes on from."""
     body = await read_body(request, InputTokensBody)
     turns = turns_of(request)
-    said, previous = ask(turns, caller, parse(caller, body))
+    said, previous = ask(turns, caller, parse(turns, caller, body))
     try:
         num_tokens = await turns.count(caller.owner, said, previous)
     except ContextTooLong as error:
@@ -121,10 +123,16 @@ async def count_input_tokens(request: Request, caller: Caller) -> Response:
     return JsonResponse(InputTokenCount(input_tokens=num_tokens))
 
 
-@router.post("/compact", responses=answers(None, "Never."))
-async def compact_response(_: Caller) -> Response:
-    """Refuse: nothing here makes a context shorter."""
-    raise UnsupportedOperation("compact is not supported here.")
+@router.post(
+    "/compact",
+    openapi_extra=body_of(CompactBody),
+    responses=answers(CompactionBody, "What stands for the conversation from here on."),
+)
+async def compact_response(request: Request, caller: Caller) -> Response:
+    """Let the model sum a conversation up."""
+    caller.readers.check_capacity(caller.owner, None)
+    body = await read_body(request, CompactBody)
+    return await compact(turns_of(request), caller, body, request.receive)
 
 
 @router.get(

@@ -223,7 +223,7 @@ class ResponsesSocket:
 
     async def _run(self, call: Call, message: ResponseCreate, name: str | None) -> None:
         call.readers.check_capacity(call.owner, None)
-        asked = parse(call, message)
+        asked = parse(self._turns, call, message, scope=self)
         self._runs[name] = asked.response_id
         try:
             run = await start_response(call, self._turns, asked, scope=self, stream_id=name)

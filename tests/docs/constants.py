@@ -311,6 +311,37 @@ SESSIONS = (
         "web.responses:MAX_ITEM_PAGE", "items in a page of a response's input", "items", _400
     ),
     _constant(
+        "protocol.response_items:MAX_REFERENCED_CHARS",
+        "items of one input of a response that are given by their ids, in all",
+        "characters",
+        _400,
+    ),
+    _constant(
+        "protocol.compaction:MAX_SUMMARY_TOKENS",
+        "summary of a compaction, thoughts included",
+        "tokens",
+        "it is cut",
+    ),
+    _constant(
+        "protocol.compaction:SUMMARY_DIVISOR",
+        "part of the longest context that this summary takes: one of",
+        "parts",
+        "it is cut; at the end of the context: `context_length_exceeded`",
+    ),
+    _constant(
+        "protocol.compaction:MAX_SUMMARY_CHARS",
+        "text of this summary",
+        "characters",
+        "it is cut",
+    ),
+    _constant(
+        "protocol.compaction:MAX_KEPT_BYTES",
+        "messages of the user that a compaction keeps, where the longest context has no fewer "
+        "tokens than this bytes; and its first messages of the system",
+        "bytes",
+        "the user's older ones are summed up; longer ones of the system: `invalid_request`",
+    ),
+    _constant(
         "protocol.realtime_responses:MAX_ASIDES",
         "responses beside a Realtime conversation",
         "responses",

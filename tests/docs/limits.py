@@ -56,6 +56,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "OpenAI: chat message": chat_completions.ChatMessageBody,
     "OpenAI: call of a message": tools.ToolCallBody,
     "OpenAI: response": responses.ResponseCreateBody,
+    "OpenAI: compaction": responses.CompactBody,
     "OpenAI: conversation": responses.ConversationCreateBody,
     "OpenAI: item of a response's input": response_items.InputItemBody,
     "Realtime: `session`": realtime_messages.SessionSettingsBody,

@@ -65,6 +65,11 @@ def response_table() -> str:
     return _body_table(responses.ResponseCreateBody)
 
 
+def compaction_table() -> str:
+    """Every field of a compaction that is read."""
+    return _body_table(responses.CompactBody)
+
+
 def realtime_table() -> str:
     """Every setting of a Realtime session."""
     return _body_table(realtime_messages.SessionSettingsBody)

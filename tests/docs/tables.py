@@ -197,6 +197,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("openai.md", "chat"): protocol_tables.chat_table,
     ("openai.md", "completion"): protocol_tables.completion_table,
     ("responses.md", "responses"): protocol_tables.response_table,
+    ("responses.md", "compaction"): protocol_tables.compaction_table,
     ("realtime.md", "realtime"): protocol_tables.realtime_table,
     ("responses.md", "socket"): protocol_tables.response_frame_table,
     ("protocol.md", "frames"): protocol_tables.frame_table,

@@ -18,7 +18,7 @@ from session_server.protocol.messages import OpenBody, TurnBody, chat_messages, 
 from session_server.protocol.realtime import REALTIME, RealtimeNames, RealtimeProtocol
 from session_server.protocol.realtime_outbox import RealtimeQueue
 from session_server.protocol.realtime_responses import StartResponse
-from session_server.protocol.responses import ResponseFields, parse_response
+from session_server.protocol.responses import CompactBody, ResponseFields, parse_response
 from session_server.protocol.responses_socket import ResponsesProtocol
 from session_server.protocol.session_protocol import SUBPROTOCOL, SessionProtocol
 from session_server.protocol.sglang import GenerateBody, parse_generation
@@ -67,6 +67,8 @@ def _translated(body: Any) -> object:
         case ResponseFields():
             call = parse_response(body, response_id="r", model="m", created_s=1, defaults=_DEFAULTS)
             return msgspec.json.encode(call.body)
+        case CompactBody():
+            return _translated(body.summary_fields([], max_tokens=4))
         case _:
             return None
 

@@ -1,10 +1,12 @@
 """The cases of the OpenResponses compliance list, under their ids, against a real server.
 
-Those that it has for what is not offered here show how that is refused.
+That of an image shows how one is refused: no model here sees any. Those of tools have a model whose
+template takes them, and which says what the test has written.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator
@@ -12,11 +14,17 @@ from typing import Any
 
 import httpx
 import pytest
-from openai.types.responses import Response, ResponsesServerEvent, ResponseStreamEvent
+from openai.types.responses import (
+    CompactedResponse,
+    Response,
+    ResponsesServerEvent,
+    ResponseStreamEvent,
+)
 from pydantic import TypeAdapter
 from websockets.sync.client import ClientConnection, connect
 
 from session_server.local_server import LocalServer
+from tests.web.test_tools import CALL, say, talking
 
 MODEL = "session-server-embedded"
 STREAMED: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -43,6 +51,15 @@ def make(http: httpx.Client, status: int = 200, **body: Any) -> dict[str, Any]:
 def text_of(response: dict[str, Any]) -> str:
     parts = [part for item in response["output"] for part in item.get("content", ())]
     return "".join(part["text"] for part in parts)
+
+
+def compacted(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    """What stands for a conversation; valid as the SDK's type."""
+    answer = http.post("/v1/responses/compact", json={"model": MODEL} | body)
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    CompactedResponse.model_validate(made, strict=True)
+    return made
 
 
 @contextlib.contextmanager
@@ -161,13 +178,28 @@ def websocket_failed_continuation_evicts_cache(server: LocalServer, _: httpx.Cli
         assert refused(socket, **options)["code"] == "previous_response_not_found"
 
 
-def websocket_compact_new_chain(server: LocalServer, http: httpx.Client) -> None:
-    answer = http.post("/v1/responses/compact", json={"model": MODEL, "input": "Hello"})
-    assert answer.json()["error"]["code"] == "unsupported_operation"
+def websocket_generate_false(server: LocalServer, _: httpx.Client) -> None:
     with socket_to(server) as socket:
-        items = [{"type": "compaction", "encrypted_content": "x"}, user("Hello")]
-        assert refused(socket, input=items)["code"] == "unsupported_operation"
-        assert text_of(ended(socket, input=[user("My name is Ada.")]))
+        first = ended(socket, input=[user("My name is Ada.")], generate=False)
+        assert first["output"] == []
+        options = {"input": [user("What is my name?")], "previous_response_id": first["id"]}
+        assert text_of(ended(socket, **options))
+
+
+def websocket_compact_new_chain(server: LocalServer, http: httpx.Client) -> None:
+    first = make(http, input=[user("My name is Ada.")])
+    talk = [user("My name is Ada."), *first["output"], user("Compress this conversation.")]
+    window = compacted(http, input=talk)["output"]
+    with socket_to(server) as socket:
+        begun = ended(socket, input=[*window, user("What is my name?")], tools=[])
+        assert begun["previous_response_id"] is None
+        options = {"input": [user("And my city?")], "previous_response_id": begun["id"]}
+        assert text_of(ended(socket, **options))
+        items = http.get(f"/v1/sessions/{begun['session_id']}/items").json()["data"]
+    assert [item["role"] for item in items] == ["user", "assistant"] * 3
+    assert items[0]["content"] == "My name is Ada.\n\nCompress this conversation."
+    assert items[1]["content"].startswith("Summary of our conversation so far:")
+    assert items[2]["content"] == "What is my name?"
 
 
 def system_prompt(_: LocalServer, http: httpx.Client) -> None:
@@ -189,14 +221,68 @@ def multi_turn(_: LocalServer, http: httpx.Client) -> None:
 
 
 def compact_response(_: LocalServer, http: httpx.Client) -> None:
-    answer = http.post("/v1/responses/compact", json={"model": MODEL, "input": [user("Hello")]})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "unsupported_operation"
+    talk = [
+        user("We agreed to launch on Tuesday and notify support first."),
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": "Understood. The launch is Tuesday, with support notified beforehand.",
+        },
+    ]
+    made = compacted(http, input=talk, prompt_cache_key="openresponses-compact-test")
+    assert made["object"] == "response.compaction"
+    assert [item["type"] for item in made["output"]] == ["compaction"]
+    assert made["usage"]["output_tokens"] > 0
 
 
 def compact_missing_model(_: LocalServer, http: httpx.Client) -> None:
     answer = http.post("/v1/responses/compact", json={"input": [user("Hello")]})
     assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "model"
+
+
+WEATHER: dict[str, Any] = {
+    "input": [user("What's the weather like in San Francisco?")],
+    "tools": [
+        {
+            "type": "function",
+            "name": "weather",
+            "description": "Get the current weather for a location",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        }
+    ],
+}
+
+
+def answer_with_call(**options: Any) -> httpx.Response:
+    """What a model answers that calls a tool."""
+
+    async def run() -> httpx.Response:
+        async with talking("thinking_tools") as (this, _):
+            say(this, CALL)
+            return await this.http.post("/v1/responses", json=WEATHER | options)
+
+    return asyncio.run(run())
+
+
+def tool_calling(_: LocalServer, __: httpx.Client) -> None:
+    made = answer_with_call().json()
+    Response.model_validate(made, strict=True)
+    assert made["status"] == "completed"
+    assert [item["type"] for item in made["output"]] == ["function_call"]
+
+
+def tool_calling_streaming(_: LocalServer, __: httpx.Client) -> None:
+    lines = answer_with_call(stream=True).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    for event in events:
+        STREAMED.validate_python(event, strict=True)
+    kinds = [event["type"] for event in events]
+    assert "response.function_call_arguments.delta" in kinds
+    assert "response.function_call_arguments.done" in kinds
+    for kind in ("response.output_item.added", "response.output_item.done"):
+        (item,) = (event["item"] for event in events if event["type"] == kind)
+        assert item["type"] == "function_call"
 
 
 CASES: dict[str, Case] = {
@@ -213,7 +299,10 @@ CASES: dict[str, Case] = {
         websocket_previous_response_not_found,
         websocket_failed_continuation_evicts_cache,
         websocket_compact_new_chain,
+        websocket_generate_false,
         system_prompt,
+        tool_calling,
+        tool_calling_streaming,
         image_input,
         multi_turn,
         compact_response,
@@ -225,3 +314,13 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_openresponses(name: str, server: LocalServer, http: httpx.Client) -> None:
     CASES[name](server, http)
+
+
+def test_a_summary_computes_only_what_is_new(http: httpx.Client) -> None:
+    said = "My name is Ada. " * 20
+    first = make(http, input=said)
+    made = compacted(http, previous_response_id=first["id"])
+    shared = made["usage"]["input_tokens_details"]["cached_tokens"]
+    # A fork shares whole pages.
+    assert shared == (first["usage"]["total_tokens"] - 1) // 16 * 16
+    assert http.get(f"/v1/responses/{made['id']}").status_code == 404
