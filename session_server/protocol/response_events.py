@@ -6,7 +6,7 @@ comes back counts as the first one did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, assert_never
 
 import msgspec
@@ -63,15 +63,11 @@ class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class ResponseEvents:
     """Build the events of one response.
 
-    `body`: the response as it begins. `now_s` gives wall-clock seconds. `stream_id`: the lane of a
-    WebSocket.
+    `body`: the response as it begins. `stream_id`: the lane of a WebSocket.
     """
 
-    def __init__(
-        self, body: ResponseBody, *, now_s: Callable[[], float], stream_id: str | None = None
-    ) -> None:
+    def __init__(self, body: ResponseBody, *, stream_id: str | None = None) -> None:
         self._body = body
-        self._now_s = now_s
         self._stream_id = msgspec.UNSET if stream_id is None else stream_id
         self._num_events = 0
         self._output: list[OutputItem] = []
@@ -100,15 +96,16 @@ class ResponseEvents:
         for piece in delta.tool_calls:
             yield from self._call(piece)
 
-    def closing(self, end: TurnEnd, *, logprobs: Any = ()) -> Iterator[ResponseEvent]:
-        """Yield what was not said yet, and the last events. `logprobs`: of the whole answer."""
+    def closing(self, end: TurnEnd, *, ended_s: int, logprobs: Any = ()) -> Iterator[ResponseEvent]:
+        """Yield what was not said yet, and the last events. `ended_s`: wall-clock seconds.
+        `logprobs`: of the whole answer."""
         yield from self.add(self._unsaid(end))
         status = item_status(end)
         is_silent = not self._output and self._open is None
         if is_silent and status == "completed" and end.outcome.usage.output_tokens:
             yield from self._open_message()  # an answer that says nothing is an empty text
         yield from self._close_open(status, logprobs=logprobs)
-        body = self._body.ended(end, now_s=int(self._now_s()), output=tuple(self._output))
+        body = self._body.ended(end, now_s=ended_s, output=tuple(self._output))
         yield self._event(_ENDS[body.status], response=body)
 
     def replay(self, body: ResponseBody) -> Iterator[ResponseEvent]:

@@ -46,7 +46,8 @@ class StoredResponse:
     """Hold one response.
 
     `previous`: the id of the one it goes on from. `scope`: the connection that alone knows it; None
-    for one that is stored. `body`: as JSON, as of now. `answer`: None where nothing was said.
+    for one that is stored. `body`: as JSON, as of now. `ended_s`: wall-clock seconds, 0 before.
+    `answer`: None where nothing was said.
     """
 
     response_id: str
@@ -57,6 +58,7 @@ class StoredResponse:
     previous: str | None
     scope: object | None
     body: bytes = b""
+    ended_s: int = 0
     answer: Message | None = None
     state: ResponseState = "running"
     counted_bytes: int = 0

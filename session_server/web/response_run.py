@@ -153,7 +153,8 @@ class ResponseRun:
         if end.outcome.logprobs:
             body_of = partial(score_body, token_text=self._token_text)
             scores = await encode_list(end.outcome.logprobs, body_of)
-        for event in self.events.closing(end, logprobs=scores):
+        ended_s = self.stored.ended_s
+        for event in self.events.closing(end, ended_s=ended_s, logprobs=scores):
             yield event
 
     @property
@@ -308,7 +309,8 @@ async def start_response(
     )
 
     def on_end(response: StoredResponse, end: TurnEnd) -> None:
-        ended = body.ended(end, now_s=int(call.services.wall_clock_s()))
+        response.ended_s = int(call.services.wall_clock_s())
+        ended = body.ended(end, now_s=response.ended_s)
         response.body = msgspec.json.encode(ended)
         response.answer = answer_of(end)
         if conversation is not None:
@@ -324,7 +326,7 @@ async def start_response(
         body=body,
         stored=stored,
         reader=TurnReader(call, journal, view, keep_partial=None, merge=each_entry),
-        events=ResponseEvents(body, now_s=call.services.wall_clock_s, stream_id=stream_id),
+        events=ResponseEvents(body, stream_id=stream_id),
         is_bound=not body.background,
     )
 
@@ -345,7 +347,7 @@ def resume_response(call: Call, stored: StoredResponse) -> ResponseRun | None:
         body=body,
         stored=stored,
         reader=TurnReader(call, journal, view, keep_partial=None, merge=each_entry),
-        events=ResponseEvents(body, now_s=call.services.wall_clock_s),
+        events=ResponseEvents(body),
         is_bound=False,
     )
 

@@ -159,7 +159,7 @@ async def get_response(
     if run is not None:
         return EventStream(run.stream(after=starting_after), context=run.scope())
     body = msgspec.json.decode(stored.body, type=ResponseBody)
-    events = ResponseEvents(body.begun(), now_s=caller.services.wall_clock_s)
+    events = ResponseEvents(body.begun())
     kept = list(events.replay(body)) if starting_after < 0 else []
     kept = kept or [events.last(body, after=starting_after)]
     payload = b"".join((*map(event_bytes, kept), DONE))

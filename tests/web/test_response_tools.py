@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -101,6 +102,19 @@ async def test_a_call_is_streamed_in_pieces(this: Served[PaperEngine], client: A
     assert stored.to_dict() == final.to_dict()
     again = await client.responses.retrieve(final.id, stream=True)
     assert [e.to_dict() async for e in again] == [e.to_dict() for e in events]
+
+
+@talks("thinking_tools")
+async def test_a_response_completes_once(this: Served[PaperEngine], client: AsyncOpenAI) -> None:
+    seconds = itertools.count(1000)
+    object.__setattr__(this.services, "wall_clock_s", lambda: next(seconds))
+    say(this, "It rains.")
+    stream = await client.responses.create(model="paper", input="Weather?", stream=True)
+    events = [event.to_dict() async for event in stream]
+    response: Any = events[-1]["response"]
+    assert (await client.responses.retrieve(response["id"])).to_dict() == response
+    again = await client.responses.retrieve(response["id"], stream=True)
+    assert [event.to_dict() async for event in again] == events
 
 
 @talks("thinking_tools")
