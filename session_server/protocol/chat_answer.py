@@ -170,9 +170,10 @@ class CallUsage:
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], TokenUsage] = {}
 
-    def note(self, prompt: int, choice: int, usage: TokenUsage) -> None:
-        """Note the tokens of one answer."""
-        self._counts[prompt, choice] = usage
+    def note(self, place: tuple[int, int], usage: TokenUsage) -> None:
+        """Note the tokens of one answer: the number of its prompt, and its own among the choices
+        of that."""
+        self._counts[place] = usage
 
     def total(self) -> TokenUsage:
         """Return the tokens of all."""
@@ -185,22 +186,56 @@ class CallUsage:
         )
 
 
-class ChatAnswer:
-    """Build one answer to a call, whole or in chunks. All answers of a call share `usage`."""
+class CountedAnswer:
+    """Count the tokens of one answer to a call, and what its reader was told.
 
-    def __init__(
-        self, call: ChatCall, head: AnswerHead, *, usage: CallUsage, index: int = 0
-    ) -> None:
-        self._call = call
-        self._head = head
+    All answers of a call share `usage`, and `index` counts them: `num_choices` of each prompt.
+    """
+
+    def __init__(self, usage: CallUsage, *, index: int, num_choices: int) -> None:
         self.index = index
+        self._place = divmod(index, num_choices)
         self._call_usage = usage
         self._usage = TokenUsage()
         self._told = Told()
 
+    def note_progress(self, progress: TurnProgress) -> None:
+        """Note the size of the context, for the usage so far."""
+        self.note_usage(
+            msgspec.structs.replace(
+                self._usage, input_tokens=progress.total, cached_tokens=progress.cached
+            )
+        )
+
+    def note_delta(self, delta: TurnDelta) -> None:
+        """Note what a chunk tells."""
+        self._told.note(delta)
+        num_tokens = self._usage.output_tokens + len(delta.token_ids)
+        self.note_usage(msgspec.structs.replace(self._usage, output_tokens=num_tokens))
+
+    def note_usage(self, usage: TokenUsage) -> None:
+        """Note the tokens so far."""
+        self._usage = usage
+        self._call_usage.note(self._place, usage)
+
+    def unsent(self, end: TurnEnd) -> TurnDelta:
+        """Return what of the answer no chunk holds, for a reader that missed deltas."""
+        return self._told.unsent(end)
+
+
+class ChatAnswer(CountedAnswer):
+    """Build one answer to a call, whole or in chunks."""
+
+    def __init__(
+        self, call: ChatCall, head: AnswerHead, *, usage: CallUsage, index: int = 0
+    ) -> None:
+        super().__init__(usage, index=index, num_choices=call.num_choices)
+        self._call = call
+        self._head = head
+
     def choice(self, end: TurnEnd, *, logprobs: ChatLogprobs | None) -> ChatChoice:
         """Return the whole answer of a turn."""
-        self._note(end.outcome.usage)
+        self.note_usage(end.outcome.usage)
         return ChatChoice(
             index=self.index,
             message=_message(end.outcome),
@@ -219,9 +254,7 @@ class ChatAnswer:
 
     def add(self, delta: TurnDelta, *, logprobs: ChatLogprobs | None) -> ChatChunk:
         """Return the chunk of what is new; its tokens may have no text yet."""
-        self._told.note(delta)
-        usage, num_new = self._usage, len(delta.token_ids)
-        self._note(msgspec.structs.replace(usage, output_tokens=usage.output_tokens + num_new))
+        self.note_delta(delta)
         is_silent = not (delta.text or delta.reasoning or delta.tool_calls)
         new = ChatDelta(
             content=delta.text if delta.text or is_silent else None,
@@ -230,28 +263,12 @@ class ChatAnswer:
         )
         return self._chunk(new, logprobs=logprobs)
 
-    def note_progress(self, progress: TurnProgress) -> None:
-        """Note the size of the context, for the usage so far."""
-        self._note(
-            msgspec.structs.replace(
-                self._usage, input_tokens=progress.total, cached_tokens=progress.cached
-            )
-        )
-
-    def unsent(self, end: TurnEnd) -> TurnDelta:
-        """Return what of the answer no chunk holds, for a reader that missed deltas."""
-        return self._told.unsent(end)
-
     def closing(self, end: TurnEnd) -> ChatChunk:
         """Return the chunk that says why the answer ended."""
-        self._note(end.outcome.usage)
+        self.note_usage(end.outcome.usage)
         return self._chunk(
             ChatDelta(), finish_reason=finish_reason(end), session_id=self._head.session_id
         )
-
-    def _note(self, usage: TokenUsage) -> None:
-        self._usage = usage
-        self._call_usage.note(0, self.index, usage)
 
     def logprob_body(self, value: TokenLogprob) -> TokenLogprobBody:
         """Return the wire form of one token's logprob."""

@@ -19,10 +19,8 @@ from session_server.core.session_events import (
     RawInput,
     TextInput,
     TokenInput,
-    TokenUsage,
     TurnDelta,
     TurnEnd,
-    TurnProgress,
     TurnRequest,
 )
 from session_server.protocol.chat_answer import (
@@ -30,6 +28,7 @@ from session_server.protocol.chat_answer import (
     AnswerHead,
     CallUsage,
     ChatUsage,
+    CountedAnswer,
     FinishReason,
     finish_reason,
     usage_body,
@@ -206,25 +205,21 @@ class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class TextAnswer:
+class TextAnswer(CountedAnswer):
     """Build one answer to a call, whole or in chunks. `prompt`: its text, for an echo."""
 
     def __init__(
         self, call: CompletionCall, head: AnswerHead, *, usage: CallUsage, index: int, prompt: str
     ) -> None:
+        super().__init__(usage, index=index, num_choices=call.num_choices)
         self._call = call
         self._head = head
-        self.index = index
         self._prompt = prompt
-        self._call_usage = usage
-        self._usage = TokenUsage()
-        self._num_chars = 0
-        self._num_scores = 0
-        self._offset = 0 if call.sampling.prompt_logprobs_from == 0 else len(prompt)
+        self._offset = 0
 
     def choice(self, end: TurnEnd, *, logprobs: TextLogprobs | None) -> TextChoice:
         """Return the whole answer of a turn."""
-        self._note(end.outcome.usage)
+        self.note_usage(end.outcome.usage)
         return TextChoice(
             index=self.index,
             text=self._prompt + end.outcome.text,
@@ -242,34 +237,12 @@ class TextAnswer:
 
     def add(self, delta: TurnDelta, *, logprobs: TextLogprobs | None) -> TextCompletion:
         """Return the chunk of new text; its tokens may have none yet."""
-        self._num_chars += len(delta.text)
-        self._num_scores += len(delta.logprobs)
-        usage, num_new = self._usage, len(delta.token_ids)
-        self._note(msgspec.structs.replace(usage, output_tokens=usage.output_tokens + num_new))
+        self.note_delta(delta)
         return self._chunk(delta.text, logprobs=logprobs)
-
-    def note_progress(self, progress: TurnProgress) -> None:
-        """Note the size of the context, for the usage so far."""
-        self._note(
-            msgspec.structs.replace(
-                self._usage, input_tokens=progress.total, cached_tokens=progress.cached
-            )
-        )
-
-    def unsent(self, end: TurnEnd) -> TurnDelta:
-        """Return what of the answer no chunk holds, for a reader that missed deltas."""
-        outcome = end.outcome
-        return TurnDelta(
-            end.turn_id,
-            outcome.item_id,
-            outcome.text[self._num_chars :],
-            (),
-            outcome.logprobs[self._num_scores :],
-        )
 
     def closing(self, end: TurnEnd) -> TextCompletion:
         """Return the chunk that says why the answer ended."""
-        self._note(end.outcome.usage)
+        self.note_usage(end.outcome.usage)
         return self._chunk("", reason=finish_reason(end))
 
     def text_of(self, score: TokenLogprob) -> str:
@@ -290,11 +263,6 @@ class TextAnswer:
         offset = self._offset
         self._offset += len(self.text_of(score))
         return offset
-
-    def _note(self, usage: TokenUsage) -> None:
-        self._usage = usage
-        prompt, choice = divmod(self.index, self._call.num_choices)
-        self._call_usage.note(prompt, choice, usage)
 
     def _chunk(
         self,

@@ -49,8 +49,8 @@ from session_server.web.completion_run import (
     submit_appended,
     submit_to,
 )
-from session_server.web.event_stream import EventStream, until_disconnect
-from session_server.web.headers import CONVERSATION_NAMES, REQUEST_ID
+from session_server.web.event_stream import until_disconnect
+from session_server.web.headers import CONVERSATION_NAMES
 from session_server.web.openapi import answers, body_of
 from session_server.web.requests import Call, Caller, read_body
 from session_server.web.slices import encode_list
@@ -86,11 +86,7 @@ async def create_chat_completion(request: Request, caller: Caller) -> Response:
         chat = _held_to_a_call(chat, caller.sessions.text)
     unnamed: UnnamedConversations = request.app.state.unnamed
     run = await until_disconnect(start_chat(caller, chat, unnamed), request.receive)
-    headers = {REQUEST_ID: chat.request.turn_id}
-    if chat.stream:
-        return EventStream(run.events(), context=run.scope(), headers=headers)
-    with run.scope():
-        return await run.response(request.receive, headers)
+    return await run.response(request.receive, chat.request.turn_id, is_streamed=chat.stream)
 
 
 def _held_to_a_call(chat: ChatCall, model: ModelText) -> ChatCall:

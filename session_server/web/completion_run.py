@@ -43,10 +43,12 @@ from session_server.sessions.views import TurnView
 from session_server.web.event_stream import (
     DONE,
     HEARTBEAT,
+    EventStream,
     data_event,
     error_event,
     until_disconnect,
 )
+from session_server.web.headers import REQUEST_ID
 from session_server.web.refusals import JsonResponse, failure_response
 from session_server.web.requests import Call
 from session_server.web.turns import TurnReader, submitted
@@ -226,25 +228,29 @@ class CompletionRun:
                 self._scope.enter_context(prompt.first.reader)
             yield
 
-    async def response(self, receive: Receive, headers: dict[str, str]) -> Response:
-        """Wait for all answers and return them.
+    async def response(self, receive: Receive, call_id: str, *, is_streamed: bool) -> Response:
+        """Return the answers: when all have ended, or as they come.
 
         Raises:
             HttpRefusal: the client disconnected before.
             SessionClosing, ServerDraining: a turn was ended with its session.
             TurnNotFound: an answer was replaced before it was read.
         """
-        works = [self._end(prompt, i) for prompt in self.prompts for i in range(_num(prompt))]
-        try:
-            ends = await until_disconnect(_all(works), receive)
-        except _TurnFailed as failure:
-            return failure_response(failure.end)
-        answers = [answer for prompt in self.prompts for answer in prompt.answers]
-        scored = [
-            (end, await self.form.logprobs(answer.index, answer.scored(end)))
-            for answer, end in zip(answers, ends, strict=True)
-        ]
-        return JsonResponse(self.form.completion(scored), headers=headers)
+        headers = {REQUEST_ID: call_id}
+        if is_streamed:
+            return EventStream(self.events(), context=self.scope(), headers=headers)
+        with self.scope():
+            works = [self._end(prompt, i) for prompt in self.prompts for i in range(_num(prompt))]
+            try:
+                ends = await until_disconnect(_all(works), receive)
+            except _TurnFailed as failure:
+                return failure_response(failure.end)
+            answers = [answer for prompt in self.prompts for answer in prompt.answers]
+            scored = [
+                (end, await self.form.logprobs(answer.index, answer.scored(end)))
+                for answer, end in zip(answers, ends, strict=True)
+            ]
+            return JsonResponse(self.form.completion(scored), headers=headers)
 
     async def _end(self, prompt: PromptRun, index: int) -> TurnEnd:
         turn = await prompt.turn(index, self._scope)

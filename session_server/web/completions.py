@@ -34,8 +34,7 @@ from session_server.web.completion_run import (
     submit_appended,
     submit_to,
 )
-from session_server.web.event_stream import EventStream, until_disconnect
-from session_server.web.headers import REQUEST_ID
+from session_server.web.event_stream import until_disconnect
 from session_server.web.openapi import answers, body_of
 from session_server.web.requests import Call, Caller, read_body
 from session_server.web.slices import encode_list
@@ -61,11 +60,7 @@ async def create_completion(request: Request, caller: Caller) -> Response:
         defaults=caller.services.model.defaults,
     )
     run = await until_disconnect(_start(caller, completion), request.receive)
-    headers = {REQUEST_ID: completion.id}
-    if completion.stream:
-        return EventStream(run.events(), context=run.scope(), headers=headers)
-    with run.scope():
-        return await run.response(request.receive, headers)
+    return await run.response(request.receive, completion.id, is_streamed=completion.stream)
 
 
 @dataclass(frozen=True, slots=True)
