@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final, Literal
 
 from msgspec import structs
@@ -219,8 +220,13 @@ class RealtimeAnswer:
         return self._open(RealtimeCall(id=item_id, call_id=piece.id, name=piece.name, arguments=""))
 
     def _next_item_id(self) -> str:
-        number = len(self._outputs)
-        return f"{self.asked.item_id}_{number}" if number else self.asked.item_id
+        """Return an id that no item has: a client may have given its own the one that is due."""
+        item_id, conversation = self.asked.item_id, self._conversation
+        for number in count(len(self._outputs)):
+            made = f"{item_id}_{number}" if number else item_id
+            if conversation is None or conversation.find(made) is None:
+                return made
+        raise AssertionError("numbers do not end")
 
     def _open(self, item: RealtimeMessage | RealtimeCall) -> _Output:
         """Begin an item, which ends the one before."""

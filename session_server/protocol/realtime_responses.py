@@ -172,6 +172,15 @@ class RealtimeResponses:
         code, nothing = wire_error(error).code, Outcome("", "", (), TokenUsage(), None)
         self._end(TurnFailedEntry(response_id, code, error.message, True, nothing))
 
+    def forget_asides(self) -> None:
+        """Forget the responses beside the conversation, because their connection has ended."""
+        self._commands = [
+            each
+            for each in self._commands
+            if isinstance(each, DraftNextInput) or each.response_id not in self._asides
+        ]
+        self._asides.clear()
+
     def is_open(self, response_id: str) -> bool:
         """Return whether a response has started and not ended."""
         return self._find(response_id) is not None

@@ -39,6 +39,7 @@ from session_server.sessions.manager import SessionManager
 from session_server.sessions.opening import history_modes
 from session_server.sessions.responses import Asked, ResponseStore, StoredResponse
 from session_server.sessions.resting import CountReaders, RestingSessions
+from session_server.sessions.session import Session
 from session_server.sessions.transcript import Transcript
 from session_server.sessions.views import OpenRequest, TurnView
 
@@ -141,18 +142,22 @@ class ResponseTurns:
     ) -> Place:
         """Return where a response to a whole conversation runs: in the session in which its last
         one was made, unless that is gone or in use. Raises what `SessionManager.open` raises."""
+        owner, session = conversation.owner, self._session_of(conversation)
+        if session is None:
+            return self._open(owner, asked, before, is_kept=True)
+        self._resting.take(owner, session.session_id)
+        whole = _whole(asked, before)
+        return Place(owner, session.session_id, whole, is_new=False, is_kept=True)
+
+    def _session_of(self, conversation: KeptConversation) -> Session | None:
+        """Return the session of a conversation; None if it is gone or in use."""
         owner, session_id = conversation.owner, conversation.session_id
         try:
             session = self._manager.edits.parts.sessions.get(owner, session_id)
         except SessionNotFound:
-            return self._open(owner, asked, before, is_kept=True)
+            return None
         is_same = session.journal.epoch == conversation.epoch and session.closing is None
-        if not is_same or not session.is_idle:
-            return self._open(owner, asked, before, is_kept=True)
-        self._resting.take(owner, session_id)
-        messages = (*asked.opening, *before, *asked.messages)
-        turn_input = ChatInput(messages, is_whole=True, tools=asked.tools)
-        return Place(owner, session_id, turn_input, is_new=False, is_kept=True)
+        return session if is_same and session.is_idle else None
 
     def forget_conversation(self, conversation: KeptConversation) -> None:
         """Delete a conversation; its session closes unless responses or somebody else use it."""
@@ -211,19 +216,36 @@ class ResponseTurns:
     async def count(self, owner: Owner, asked: Asked, previous: StoredResponse | None) -> int:
         """Return the tokens of the context that a response would have. Raises what its turn
         would."""
-        edits = self._manager.edits
-        link, text = edits.parts.link, self._manager.text
-        if link.ready is None:
-            raise EngineUnavailable("there is no engine")
         said = None if previous is None else self._said(previous)
         turn_input = ChatInput((*asked.opening, *asked.messages), tools=asked.tools)
-        transcript = Transcript(history_modes(None, text), (), now=datetime.now().astimezone())
+        transcript = None
         if previous is not None and said is None:
             messages = (*asked.opening, *self._chain(previous), *asked.messages)
             turn_input = ChatInput(messages, tools=asked.tools)
         elif previous is not None and said is not None:
             transcript = said.transcript.fork(said.last + 1)
             turn_input = self._following(asked, previous, said)
+        return await self._measure(owner, transcript, turn_input)
+
+    async def count_whole(
+        self, conversation: KeptConversation, asked: Asked, before: tuple[Message, ...]
+    ) -> int:
+        """Return the tokens of the context that a response to a whole conversation would have.
+        Raises what its turn would."""
+        session = self._session_of(conversation)
+        transcript = None if session is None else session.transcript
+        return await self._measure(conversation.owner, transcript, _whole(asked, before))
+
+    async def _measure(
+        self, owner: Owner, transcript: Transcript | None, turn_input: ChatInput
+    ) -> int:
+        """Return the tokens of a context. None: a new session's."""
+        edits = self._manager.edits
+        link, text = edits.parts.link, self._manager.text
+        if link.ready is None:
+            raise EngineUnavailable("there is no engine")
+        if transcript is None:
+            transcript = Transcript(history_modes(None, text), (), now=datetime.now().astimezone())
         with edits.parts.quotas.turn_bytes.held(owner, input_bytes(turn_input)):
             return await edits.parts.prompts.measure(
                 owner, transcript.state(turn_input), turn_input, max_len=link.ready.max_turn_len
@@ -320,6 +342,11 @@ class ResponseTurns:
         journal = self._manager.journal(owner, session_id)
         if journal in self._uses:
             self._uses[journal] += 1
+
+
+def _whole(asked: Asked, before: tuple[Message, ...]) -> ChatInput:
+    messages = (*asked.opening, *before, *asked.messages)
+    return ChatInput(messages, is_whole=True, tools=asked.tools)
 
 
 def _not_found(response_id: str) -> PreviousResponseNotFound:

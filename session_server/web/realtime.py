@@ -200,18 +200,29 @@ class RealtimeSocket:
         if run.peer is self._peer:
             run.peer = None
             run.protocol.outbox.detach()
-        if self._is_superseded or run.protocol.is_resumable:
+        if self._is_superseded:
             return
-        sessions = (self._session_id, *(aside.session_id for aside in run.asides.values()))
-        for session_id in sessions:
-            with contextlib.suppress(SessionNotFound):
-                self._call.sessions.close(self._call.owner, session_id)
+        self._end_asides()
+        if not run.protocol.is_resumable:
+            self._close(self._session_id)
+
+    def _end_asides(self) -> None:
+        """End the responses that run beside the conversation, for a connection that is gone."""
+        self._run.protocol.responses.forget_asides()
+        while self._run.asides:
+            _, aside = self._run.asides.popitem()
+            self._close(aside.session_id)
+
+    def _close(self, session_id: str) -> None:
+        with contextlib.suppress(SessionNotFound):
+            self._call.sessions.close(self._call.owner, session_id)
 
     # -- the connection
 
     async def _serve(self) -> None:
         run = self._run
         self._peer.start()
+        self._end_asides()  # those of the connection whose place this one takes
         while self._queue_entries():  # what has happened since the last connection
             pass
         self._queue, run.peer = run.protocol.outbox.attach(), self._peer
@@ -343,8 +354,7 @@ class RealtimeSocket:
             self._services.metrics.count_refusal(wire_error(error).code)
             run.protocol.responses.on_refused(start.response_id, error)
             if run.asides.pop(start.response_id, None) is not None:
-                with contextlib.suppress(SessionNotFound):
-                    call.sessions.close(call.owner, session_id)
+                self._close(session_id)
             run.notify()
 
     def _open_aside(self, response_id: str) -> str:

@@ -241,10 +241,29 @@ def _place(
         said, previous = ask(turns, call, asked, scope=scope)
         is_kept = asked.body.store or scope is not None
         return said, turns.place(call.owner, said, previous, is_kept=is_kept)
+    said, before = _behind(conversation, asked)
+    return said, turns.place_whole(conversation, said, before)
+
+
+def _behind(
+    conversation: KeptConversation, asked: ResponseCall
+) -> tuple[Asked, tuple[Message, ...]]:
+    """Return what a request asks, and the conversation before it. Raises InvalidRequest."""
     before = joined(conversation.entries.messages())
     open_calls = check_calls(asked.messages, open_calls_of(before))
-    said = Asked(asked.opening, asked.messages, asked.tools, open_calls)
-    return said, turns.place_whole(conversation, said, before)
+    return Asked(asked.opening, asked.messages, asked.tools, open_calls), before
+
+
+async def count_tokens(turns: ResponseTurns, call: Call, asked: ResponseCall) -> int:
+    """Return the tokens of the context that a response would have. Raises what its turn would."""
+    named = asked.body.conversation
+    try:
+        if named is None:
+            return await turns.count(call.owner, *ask(turns, call, asked))
+        conversation = turns.conversations.find(call.owner, named["id"])
+        return await turns.count_whole(conversation, *_behind(conversation, asked))
+    except ContextTooLong as error:
+        raise ContextLengthExceeded(error.message, param="input") from None
 
 
 def _go_on(turns: ResponseTurns, conversation: KeptConversation, response: StoredResponse) -> None:

@@ -17,8 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from session_server.core.errors import (
-    ContextLengthExceeded,
-    ContextTooLong,
     ItemNotFound,
     SessionNotFound,
     TurnNotActive,
@@ -44,7 +42,7 @@ from session_server.web.openapi import answers, body_of
 from session_server.web.refusals import JsonResponse
 from session_server.web.requests import Call, Caller, read_body
 from session_server.web.response_run import (
-    ask,
+    count_tokens,
     event_bytes,
     parse,
     resume_response,
@@ -115,11 +113,7 @@ async def count_input_tokens(request: Request, caller: Caller) -> Response:
     """Count the tokens of an input, and of all that it goes on from."""
     body = await read_body(request, InputTokensBody)
     turns = turns_of(request)
-    said, previous = ask(turns, caller, parse(turns, caller, body))
-    try:
-        num_tokens = await turns.count(caller.owner, said, previous)
-    except ContextTooLong as error:
-        raise ContextLengthExceeded(error.message, param="input") from None
+    num_tokens = await count_tokens(turns, caller, parse(turns, caller, body))
     return JsonResponse(InputTokenCount(input_tokens=num_tokens))
 
 

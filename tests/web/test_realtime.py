@@ -311,6 +311,26 @@ async def test_a_response_beside_the_conversation_leaves_no_item(this: Served) -
 
 
 @served()
+async def test_responses_beside_the_conversation_end_with_their_connection(this: Served) -> None:
+    beside = {"conversation": "none", "input": [message("Hi")], "max_output_tokens": 1500}
+    for takes_over in (False, True):
+        name = f"?session_id=ada-{takes_over}"
+        async with realtime(this.url, name) as wire:
+            await wire.say("Hello")
+            await wire.send("response.create", response=beside)
+            await wire.until("response.output_text.delta")
+            if not takes_over:
+                await wire.socket.close()
+                await this.until(lambda: this.sessions.stats().live_turns == 0)
+            query = f"{name}&last_event_id={wire.events[-1]['event_id']}"
+            async with realtime(this.url, query) as later:
+                await this.until(lambda: this.sessions.stats().live_turns == 0)
+                await later.say("And?")
+                assert not any("response" in kind for kind in later.kinds())
+    assert this.sessions.stats().sessions == 2
+
+
+@served()
 async def test_items_come_and_go_while_an_answer_runs(this: Served) -> None:
     async with realtime(this.url) as wire:
         first = await wire.say("Hello")
@@ -328,6 +348,25 @@ async def test_items_come_and_go_while_an_answer_runs(this: Served) -> None:
         roles = [item["role"] for item in items.json()["data"]]
         assert roles == ["assistant", "user", "assistant"]
         assert second in wire.ids()
+
+
+@served()
+async def test_an_answer_is_an_item_of_its_own_whatever_ids_a_client_gives(this: Served) -> None:
+    async with realtime(this.url) as wire:
+        prefix, _, number = (await wire.say("Hello")).rpartition("_")
+        this.is_held = True
+        await wire.send("response.create", response={"max_output_tokens": 4})
+        await wire.until("response.created")
+        # Among them are all that the server may be about to give.
+        taken = [f"{prefix}_{int(number) + each}" for each in range(1, 4)]
+        taken += [f"{made}_1" for made in taken]
+        for item_id in taken:
+            await wire.say("Hi", id=item_id)
+        this.is_held = False
+        answer = (await wire.until("response.done"))["response"]["output"][0]
+        assert answer["id"] not in taken
+        assert wire.ids().count(answer["id"]) == 1
+        assert (await wire.answer())["status"] == "incomplete"
 
 
 @served()

@@ -67,6 +67,21 @@ async def test_a_conversation_grows_with_its_responses_token_for_token(this: Ser
 
 
 @served()
+async def test_the_tokens_of_a_conversation_are_counted_as_its_response_will_count_them(
+    this: Served,
+) -> None:
+    async with client_of(this) as client:
+        made = await client.conversations.create(items=HELLO)
+        for said in ("One", "Two"):
+            counted = await client.responses.input_tokens.count(input=said, conversation=made.id)
+            response = await ask(client, said, conversation=made.id)
+            assert response.usage is not None
+            assert counted.input_tokens == response.usage.input_tokens
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.input_tokens.count(input="Three", conversation="conv_unknown")
+
+
+@served()
 async def test_items_are_added_shown_and_deleted_and_the_next_response_knows(this: Served) -> None:
     async with client_of(this) as client:
         made = await client.conversations.create()
