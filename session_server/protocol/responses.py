@@ -135,23 +135,27 @@ class CompactBody(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[Name, doc("the one served")] | None
     input: InputBody | None = None
     instructions: (
-        Annotated[Content, doc("the system message of this call; no part of the window")] | None
+        Annotated[Content, doc("no part of the window; absent: those of the previous response")]
+        | None
     ) = None
     previous_response_id: Annotated[ResponseId, doc("the response to go on from")] | None = None
     prompt_cache_key: Annotated[Name, doc("read, and changes nothing")] | None = None
 
-    def summary_fields(self, tools: list[FunctionToolBody], *, max_tokens: int) -> ResponseFields:
-        """Return the response that is a summary. `tools`: those that the conversation has, so that
-        both begin alike."""
+    def summary_fields(self, previous: ResponseBody | None, *, max_tokens: int) -> ResponseFields:
+        """Return the response that is a summary. It begins as the one that it goes on from did,
+        with its tools and instructions: then little is to be computed."""
+        instructions = self.instructions
+        if instructions is None and previous is not None:
+            instructions = previous.instructions
         return ResponseFields(
             model=self.model,
             input=self.input,
-            instructions=self.instructions,
+            instructions=instructions,
             previous_response_id=self.previous_response_id,
             store=False,
             min_tokens=1,
             max_output_tokens=max_tokens,
-            tools=tools,
+            tools=None if previous is None else list(previous.tools),
             tool_choice="none",
         )
 

@@ -43,13 +43,13 @@ async def compact(
     """
     context_len = call.services.max_context
     before: tuple[Message, ...] = ()
-    tools = []
+    goes_on_from = None
     if body.previous_response_id is not None:
         previous = turns.previous(call.owner, body.previous_response_id, scope=None)
         before = turns.messages_before(previous)
-        tools = list(msgspec.json.decode(previous.body, type=ResponseBody).tools)
+        goes_on_from = msgspec.json.decode(previous.body, type=ResponseBody)
     max_tokens = num_summary_tokens(context_len)
-    asked = parse(turns, call, body.summary_fields(tools, max_tokens=max_tokens))
+    asked = parse(turns, call, body.summary_fields(goes_on_from, max_tokens=max_tokens))
     said = (*before, *asked.messages)
     check_compactable(said)
     summing_up = replace(asked, messages=asking_summary(asked.messages))

@@ -68,7 +68,7 @@ def _translated(body: Any) -> object:
             call = parse_response(body, response_id="r", model="m", created_s=1, defaults=_DEFAULTS)
             return msgspec.json.encode(call.body)
         case CompactBody():
-            return _translated(body.summary_fields([], max_tokens=4))
+            return _translated(body.summary_fields(None, max_tokens=4))
         case _:
             return None
 

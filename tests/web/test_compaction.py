@@ -67,10 +67,12 @@ async def test_a_conversation_goes_on_from_what_the_model_wrote(
         client, [output_of(first.output[-1])], previous_response_id=first.id, **options
     )
     say(this, THOUGHT + "Ada asked for the weather; it rains in Oslo.")
-    made = await compact(client, previous_response_id=second.id, **options)
+    made = await compact(client, previous_response_id=second.id)
     usage = made.usage
-    # It runs behind what was said, with the same tools, and leaves nothing.
+    # It runs behind what was said, with the same tools and instructions, and leaves nothing.
     assert usage.input_tokens > total(second)
+    other = await compact(client, previous_response_id=second.id, instructions="Be brief. " * 50)
+    assert other.usage.input_tokens > usage.input_tokens
     assert usage.output_tokens_details.reasoning_tokens > 0
     assert (num_sessions(this), len(turns_of(this).store.records)) == (1, 2)
     window = [
