@@ -45,7 +45,7 @@ class UnnamedConversations:
 
     def __init__(self, manager: SessionManager, *, count_readers: CountReaders) -> None:
         self._manager = manager
-        self._resting = RestingSessions(manager, count_readers, self._forget)
+        self.resting = RestingSessions(manager, count_readers, self._forget)
         self._said: dict[tuple[Owner, str], tuple[str, bytes]] = {}
         """Of each session at rest: its hint, and the digest of what was said in it."""
         self._by_digest: dict[tuple[Owner, bytes], dict[str, None]] = {}
@@ -77,13 +77,9 @@ class UnnamedConversations:
             self._rest(owner, session_id, (claim.hint, digest), num_uses=num_uses)
             return
         view = idle_view(self._manager, owner, session_id)
-        num_readers = self._resting.count_readers(owner, session_id)  # the call itself is one
+        num_readers = self.resting.count_readers(owner, session_id)  # the call itself is one
         if view is not None and view.num_uses <= num_uses and num_readers <= 1:
             self._manager.close(owner, session_id)
-
-    def num_at_rest(self, owner: Owner) -> int:
-        """Return how many sessions an owner keeps here."""
-        return len(self._resting.of(owner))
 
     def _find(
         self, owner: Owner, chat: ChatInput, digests: list[bytes], *, hint: str
@@ -96,7 +92,7 @@ class UnnamedConversations:
             if chat.messages[length - 1].role != "assistant":
                 continue
             same = self._by_digest.get((owner, digests[length - 1]), {})
-            session_id = self._resting.take_unused(owner, reversed(list(same)))
+            session_id = self.resting.take_unused(owner, reversed(list(same)))
             if session_id is not None:
                 return session_id, length
             branch = branch or self._longest_branch(owner, chat, hint)
@@ -112,9 +108,9 @@ class UnnamedConversations:
         beginning holds of it, its id, and that of the last item there. One that somebody has used
         by its id is theirs, and it may be forgotten meanwhile."""
         longest: tuple[int, str, str | None] = 0, "", None
-        for session_id in self._resting.of(owner):
+        for session_id in self.resting.of(owner):
             is_same = self._said[owner, session_id][0] == hint
-            if not is_same or not self._resting.is_unused(owner, session_id):
+            if not is_same or not self.resting.is_unused(owner, session_id):
                 continue
             with contextlib.suppress(SessionNotFound):
                 num_agreed, item_id = self._manager.edits.last_agreed(owner, session_id, chat)
@@ -125,7 +121,7 @@ class UnnamedConversations:
     def _fork(self, owner: Owner, source: str, at_item: str | None) -> str:
         """Fork a session at rest, which rests on."""
         said = self._said[owner, source]
-        self._resting.take(owner, source)  # so that nothing spares it for its own fork
+        self.resting.take(owner, source)  # so that nothing spares it for its own fork
         try:
             return self._manager.edits.fork(owner, source, at_item=at_item).session_id
         finally:
@@ -137,7 +133,7 @@ class UnnamedConversations:
     ) -> None:
         self._said[owner, session_id] = said
         self._by_digest.setdefault((owner, said[1]), {})[session_id] = None
-        if not self._resting.leave(owner, session_id, num_uses=num_uses):
+        if not self.resting.leave(owner, session_id, num_uses=num_uses):
             self._forget(owner, session_id)
 
     def _forget(self, owner: Owner, session_id: str) -> None:

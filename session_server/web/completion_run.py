@@ -36,6 +36,8 @@ from session_server.core.session_events import (
     TurnProgress,
     TurnRequest,
 )
+from session_server.protocol.chat_answer import ChatAnswer
+from session_server.protocol.completions import TextAnswer
 from session_server.protocol.errors import error_body, sanitize
 from session_server.protocol.frames import failure_body
 from session_server.sessions.journal import Journal
@@ -58,34 +60,7 @@ T = TypeVar("T")
 _TOO_LONG: Final = WIRE_ERRORS[ContextTooLong].code
 
 
-class ChoiceAnswer(Protocol):
-    """Build the chunks of one answer. `index` counts all answers of the call."""
-
-    index: int
-
-    def scored(self, end: TurnEnd) -> Sequence[TokenLogprob]:
-        """Return the scores of the whole answer."""
-        ...
-
-    def opening(self) -> Sequence[msgspec.Struct]:
-        """Return what comes before the first token."""
-        ...
-
-    def note_progress(self, progress: TurnProgress) -> None:
-        """Note the size of the context."""
-        ...
-
-    def add(self, delta: TurnDelta, *, logprobs: Any) -> msgspec.Struct:
-        """Return the chunk of new text."""
-        ...
-
-    def unsent(self, end: TurnEnd) -> TurnDelta:
-        """Return what of the answer no chunk holds."""
-        ...
-
-    def closing(self, end: TurnEnd) -> msgspec.Struct:
-        """Return the chunk that says why the answer ended."""
-        ...
+ChoiceAnswer = ChatAnswer | TextAnswer
 
 
 class CompletionForm(Protocol):
@@ -95,7 +70,7 @@ class CompletionForm(Protocol):
     @property
     def input_param(self) -> str: ...
 
-    async def logprobs(self, index: int, values: Sequence[TokenLogprob]) -> msgspec.Struct | None:
+    async def logprobs(self, index: int, values: Sequence[TokenLogprob]) -> Any:
         """Return the logprobs of a chunk or of an answer."""
         ...
 

@@ -168,7 +168,7 @@ def test_a_session_used_by_its_id_while_it_was_claimed_is_theirs_who_used_it() -
         )
         world.manager.update(OWNER, session, ttl_s=60.0)
         world.engine.run()
-        assert calls.unnamed.num_at_rest(OWNER) == 0
+        assert len(calls.unnamed.resting.of(OWNER)) == 0
         assert world.manager.get(OWNER, session).num_turns == 2
 
 
@@ -202,7 +202,7 @@ def test_an_owner_at_its_own_limit_costs_others_nothing() -> None:
             world.open()
         with pytest.raises(QuotaExceeded):
             world.open()
-        assert calls.unnamed.num_at_rest(OTHER) == 5
+        assert len(calls.unnamed.resting.of(OTHER)) == 5
 
 
 def test_a_full_server_spares_sessions_of_any_owner_and_none_for_what_never_fits() -> None:
@@ -215,7 +215,7 @@ def test_a_full_server_spares_sessions_of_any_owner_and_none_for_what_never_fits
         session = world.open()
         with pytest.raises(SessionNotFound):
             world.manager.get(OTHER, oldest)
-        assert calls.unnamed.num_at_rest(OTHER) == 3
+        assert len(calls.unnamed.resting.of(OTHER)) == 3
         with pytest.raises((QuotaExceeded, ServerBusy)):
             world.submit(session, turn("huge", "x" * 70_000))
-        assert calls.unnamed.num_at_rest(OTHER) == 3
+        assert len(calls.unnamed.resting.of(OTHER)) == 3

@@ -253,7 +253,9 @@ async def test_unnamed_sessions_are_no_more_than_may_rest(this: Served) -> None:
     async with client_of(this) as client:
         for index in range(MAX_RESTING + 5):
             await ask(client, [{"role": "user", "content": str(index)}], max_tokens=1)
-        assert num_sessions(this) == MAX_RESTING == this.app.state.unnamed.num_at_rest(ANONYMOUS)
+        assert (
+            num_sessions(this) == MAX_RESTING == len(this.app.state.unnamed.resting.of(ANONYMOUS))
+        )
         for view in this.sessions.list(ANONYMOUS, limit=1000).sessions:
             this.sessions.close(ANONYMOUS, view.session_id)
         await ask(client, HELLO)
