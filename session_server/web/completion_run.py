@@ -221,10 +221,10 @@ class CompletionRun:
             except _TurnFailed as failure:
                 return failure_response(failure.end)
             answers = [answer for prompt in self.prompts for answer in prompt.answers]
-            scored = [
-                (end, await self.form.logprobs(answer.index, answer.scored(end)))
-                for answer, end in zip(answers, ends, strict=True)
-            ]
+            scored = []
+            for answer, end in zip(answers, ends, strict=True):
+                scored.append((end, await self.form.logprobs(answer.index, answer.scored(end))))
+                await asyncio.sleep(0)  # many short ones would hold up everybody else
             return JsonResponse(self.form.completion(scored), headers=headers)
 
     async def _end(self, prompt: PromptRun, index: int) -> TurnEnd:

@@ -15,7 +15,13 @@ from starlette.responses import Response
 
 from session_server.core.errors import SessionServerError
 from session_server.core.sampling import TokenLogprob
-from session_server.core.session_events import TextInput, TokenInput, TurnEnd, TurnRequest
+from session_server.core.session_events import (
+    TextInput,
+    TokenInput,
+    TurnEnd,
+    TurnInput,
+    TurnRequest,
+)
 from session_server.protocol.chat_answer import LEAST_LOGPROB, AnswerHead, CallUsage
 from session_server.protocol.completions import (
     CompletionBody,
@@ -103,11 +109,13 @@ class TextForm:
 async def _start(call: Call, completion: CompletionCall) -> CompletionRun:
     """Submit a turn for each prompt. Raises SessionServerError, with nothing left running."""
     turns: list[ChoiceTurn] = []
+    echoes: list[str] = []
     with contextlib.ExitStack() as undo:
         for request in completion.requests:
             turn = await _submit(call, request, completion.session)
             undo.callback(turn.leave)
             turns.append(turn)
+            echoes.append(_echo(call, request.input) if completion.echo else "")
             await asyncio.sleep(0)  # many short ones would hold up everybody else
         undo.pop_all()
     card, usage = call.services.model, CallUsage()
@@ -115,13 +123,7 @@ async def _start(call: Call, completion: CompletionCall) -> CompletionRun:
     head = AnswerHead(card.name, turns[0].view.session_id, created_s, card.token_text)
     num_choices = completion.num_choices
     made = tuple(
-        TextAnswer(
-            completion,
-            head,
-            usage=usage,
-            index=index,
-            prompt=_echo(call, completion, index // num_choices),
-        )
+        TextAnswer(completion, head, usage=usage, index=index, prompt=echoes[index // num_choices])
         for index in range(len(turns) * num_choices)
     )
     prompts = [
@@ -145,11 +147,8 @@ async def _submit(call: Call, request: TurnRequest, appended_to: str | None) -> 
     return ChoiceTurn.of(call, request, turn)
 
 
-def _echo(call: Call, completion: CompletionCall, prompt: int) -> str:
-    """Return the text of a prompt, if it is to be told again."""
-    given = completion.requests[prompt].input
-    if not completion.echo:
-        return ""
+def _echo(call: Call, given: TurnInput) -> str:
+    """Return the text of a prompt."""
     match given:
         case TextInput(text=text):
             return text

@@ -11,6 +11,7 @@ from openai import AsyncOpenAI
 from openai.types import Completion
 
 from session_server.core.owner import ANONYMOUS
+from session_server.web.completions import TextForm
 from tests.web.serving import WORD, Served, served
 from tests.web.test_chat_completions import client_of, num_sessions
 
@@ -141,3 +142,42 @@ async def test_a_client_that_leaves_cancels_all(this: Served) -> None:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await this.until(lambda: num_sessions(this) == 0)
+
+
+@served()
+async def test_many_answers_are_made_one_at_a_time(this: Served) -> None:
+    """Each in an iteration of the event loop of its own: its echo and its scores."""
+    iteration, tasks = 0, set[asyncio.Task[None]]()
+    decoded: list[int] = []
+    scored: list[int] = []
+
+    async def count() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    tokenizer = this.sessions.text.tokenizer
+    decode, logprobs = tokenizer.decode, TextForm.logprobs
+
+    def counted_decode(ids: Any, **options: Any) -> str:
+        if ids == (WORD, WORD):
+            decoded.append(iteration)
+        return decode(ids, **options)
+
+    async def counted_logprobs(self: TextForm, *args: Any) -> Any:
+        scored.append(iteration)
+        return await logprobs(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        async with client_of(this) as client:
+            tasks.add(asyncio.create_task(count()))
+            patch.setattr(TextForm, "logprobs", counted_logprobs)
+            echoed = [[WORD, WORD]] * 128
+            with pytest.MonkeyPatch.context() as echoes:
+                echoes.setattr(tokenizer, "decode", counted_decode)
+                said = await ask(client, echoed, max_tokens=1, echo=True, logprobs=0)
+        assert len(said.choices) == 128 == len(set(scored))
+        assert len(decoded) == 128 == len(set(decoded))
+        for task in tasks:
+            task.cancel()
