@@ -7,8 +7,9 @@ conversation: what the session's history agrees with stays, and the rest is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, Literal, assert_never
 
 import msgspec
@@ -93,6 +94,9 @@ from session_server.protocol.session_protocol import CloseCode
 REALTIME: Final = "realtime"
 CONVERSATION_PREFIX: Final = "conv_"
 
+ITEMS_AT_ONCE: Final = 64
+"""Items of a session that a conversation takes over in one step."""
+
 CheckRoom = Callable[[int], None]
 """Rejects bytes that the session has no room for. Raises QuotaExceeded, ServerBusy."""
 
@@ -164,11 +168,15 @@ class RealtimeProtocol:
             typed + self._settings_bytes + self._conversation.num_bytes + self.responses.num_bytes
         )
 
-    def adopt(self, items: Iterable[ConversationItem]) -> None:
-        """Take over what was said in the session before. Raises InvalidRequest."""
-        for item in items:
-            for made in items_of(item):
+    def adopt(self, items: Sequence[ConversationItem]) -> Iterator[None]:
+        """Take over what was said in the session before, in steps. Raises InvalidRequest,
+        QuotaExceeded, ServerBusy."""
+        for start in range(0, len(items), ITEMS_AT_ONCE):
+            taken = items[start : start + ITEMS_AT_ONCE]
+            for made in chain.from_iterable(map(items_of, taken)):
                 self._conversation.insert(made, after_id=self._conversation.last_id)
+            self._check_room(self.num_bytes)
+            yield
 
     def greet(self, last_event_id: str | None) -> Iterator[None]:
         """Greet a peer, and tell it what is new since an event that it has seen: in steps, between
@@ -177,7 +185,7 @@ class RealtimeProtocol:
         self.outbox.emit(RealtimeSessionCreated, session=self._session_body())
         conversation = RealtimeConversationBody(id=self._names.conversation_id)
         self.outbox.emit(ConversationCreated, conversation=conversation)
-        besides = tuple(self.responses.replayed_ids(seen))
+        besides = frozenset(self.responses.replayed_ids(seen))
         untold = self._conversation.untold_since(seen.number, besides=besides)
         for previous_id, item, is_added in untold:
             self._tell_item(previous_id, item, is_added=is_added)
@@ -366,18 +374,13 @@ class RealtimeProtocol:
     def _draft(self) -> DraftNextInput:
         settings, typed = self._settings, self._input
         if not typed.text:
-            return DraftNextInput(None, typed.event_id)
-        messages = self._conversation.messages(settings.instructions or "")
+            return DraftNextInput(None, typed.event_id, 0)
+        before = self._conversation.messages(settings.instructions or "")
         sampling, text = settings.sampling(self._defaults)
-        request = TurnRequest(
-            turn_id=self._names.make("draft"),
-            input=ChatInput(
-                (*messages, Message("user", typed.text)), is_whole=True, tools=settings.tool_texts
-            ),
-            sampling=sampling,
-            text=text,
-        )
-        return DraftNextInput(request, typed.event_id)
+        messages = (*before, Message("user", typed.text))
+        chat = ChatInput(messages, is_whole=True, tools=settings.tool_texts)
+        request = TurnRequest(self._names.make("draft"), input=chat, sampling=sampling, text=text)
+        return DraftNextInput(request, typed.event_id, self._conversation.version)
 
     # -- items
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, assert_never
 
@@ -44,6 +44,12 @@ class RealtimeConversation:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._by_id: dict[str, _Entry] = {}
+        self._said: tuple[str, tuple[Message, ...]] | None = None
+        """Instructions and messages, until an item changes."""
+
+        self.version = 0
+        """Counts what `messages` has returned, each tuple once."""
+
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -73,7 +79,7 @@ class RealtimeConversation:
         """Add an item behind another; None: before all of them."""
         assert item.id not in self._by_id, "two items of one id"
         index = 0 if after_id is None else self._index(after_id) + 1
-        entry = _Entry(item)
+        entry, self._said = _Entry(item), None
         self._entries.insert(index, entry)
         self._by_id[item.id] = entry
         self.num_bytes += item_bytes(item)
@@ -82,11 +88,11 @@ class RealtimeConversation:
         """Put an item in the place of that of the same id."""
         entry = self._by_id[item.id]
         self.num_bytes += item_bytes(item) - item_bytes(entry.item)
-        entry.item = item
+        entry.item, self._said = item, None
 
     def remove(self, item_id: str) -> None:
         """Take an item out."""
-        index = self._index(item_id)
+        index, self._said = self._index(item_id), None
         del self._entries[index]
         self.num_bytes -= item_bytes(self._by_id.pop(item_id).item)
 
@@ -96,7 +102,7 @@ class RealtimeConversation:
             self._by_id[item_id].told = number
 
     def untold_since(
-        self, number: int, *, besides: Sequence[str]
+        self, number: int, *, besides: Container[str]
     ) -> Iterator[tuple[str | None, RealtimeAnyItem, bool]]:
         """Yield the items that a client does not know who has seen the events up to this number,
         but for some, each with the id of that before it, and whether its last event alone is
@@ -112,9 +118,12 @@ class RealtimeConversation:
 
     def messages(self, instructions: str) -> tuple[Message, ...]:
         """Return the conversation as a chat template takes it, without an answer that has not
-        ended."""
-        items = (entry.item for entry in self._entries if entry.item.status != "in_progress")
-        return messages_of(items, instructions)
+        ended: the same tuple until something changes."""
+        if self._said is None or self._said[0] != instructions:
+            items = (entry.item for entry in self._entries if entry.item.status != "in_progress")
+            self._said = instructions, messages_of(items, instructions)
+            self.version += 1
+        return self._said[1]
 
     def _index(self, item_id: str) -> int:
         """Return the index of an item; most are near the end."""
@@ -128,18 +137,24 @@ def messages_of(items: Iterable[RealtimeAnyItem], instructions: str) -> tuple[Me
     """Return items as a chat template takes them, behind the instructions if there are any. Calls
     are part of the answer that they follow."""
     said = [Message("system", instructions)] if instructions else []
+    calls: list[ToolCall] = []
     for item in items:
+        if calls and not isinstance(item, RealtimeCall):
+            said[-1] = structs.replace(said[-1], tool_calls=tuple(calls))
+            calls = []
         match item:
             case RealtimeMessage(role=role):
                 said.append(Message(role, item.text))
             case RealtimeCall(call_id=call_id, name=name, arguments=arguments):
-                before = said.pop() if said and said[-1].role == "assistant" else _NOTHING_SAID
-                call = ToolCall(call_id, name, arguments)
-                said.append(structs.replace(before, tool_calls=(*before.tool_calls, call)))
+                if not said or said[-1].role != "assistant":
+                    said.append(_NOTHING_SAID)
+                calls.append(ToolCall(call_id, name, arguments))
             case RealtimeCallOutput(call_id=call_id, output=output):
                 said.append(Message("tool", output, tool_call_id=call_id))
             case _:
                 assert_never(item)
+    if calls:
+        said[-1] = structs.replace(said[-1], tool_calls=tuple(calls))
     return tuple(said)
 
 

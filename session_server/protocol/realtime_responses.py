@@ -64,10 +64,12 @@ class PreparedResponse:
 @dataclass(frozen=True, slots=True)
 class DraftNextInput:
     """Request to compute a turn ahead that may come; None drops what was. `event_id`: of the
-    client's event that asked for it."""
+    client's event that asked for it. `version`: another number whenever messages before the last
+    are others."""
 
     request: TurnRequest | None
     event_id: str | None
+    version: int
 
 
 RealtimeCommand = StartResponse | CancelResponse | DraftNextInput

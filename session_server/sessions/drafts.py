@@ -28,7 +28,7 @@ from session_server.core.errors import (
 from session_server.core.events import InputDrafted
 from session_server.core.ids import TurnId, new_turn_id
 from session_server.core.owner import Owner
-from session_server.core.session_events import TurnRequest
+from session_server.core.session_events import ChatInput, TurnRequest
 from session_server.sessions.backlog import Backlog
 from session_server.sessions.engine_copies import EngineCopies
 from session_server.sessions.footprint import request_bytes
@@ -100,6 +100,13 @@ class SessionDrafts:
         session.life.last_active_s = self.clock()
         self.parts.sessions.deadlines.watch(session)
         self.start(session)
+
+    def num_held(self, owner: Owner, session_id: str, chat: ChatInput) -> int:
+        """Return how many messages of a whole conversation need not be drafted again: those that
+        are all that the history holds, up to its last answer; else 0. Raises SessionNotFound."""
+        transcript = self.parts.sessions.get(owner, session_id).transcript
+        num_agreed, _ = transcript.num_agreed(chat)
+        return num_agreed if num_agreed == transcript.num_items else 0
 
     async def compute(self, owner: Owner, session_id: str, request: TurnRequest) -> DraftView:
         """Submit a draft and wait for its answer. Canceling the caller does not drop it. Raises

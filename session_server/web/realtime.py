@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, assert_never
 from weakref import WeakKeyDictionary
@@ -26,7 +26,7 @@ from session_server.core.errors import (
     UnsupportedOperation,
     wire_error,
 )
-from session_server.core.session_events import SessionClosed
+from session_server.core.session_events import ChatInput, SessionClosed, TurnRequest
 from session_server.metrics.prometheus import ReaderKind
 from session_server.protocol.realtime import (
     CONVERSATION_PREFIX,
@@ -45,6 +45,7 @@ from session_server.sessions.journal import Journal, OffsetLost
 from session_server.sessions.views import DraftView, OpenRequest, SessionView
 from session_server.web.refusals import error_response
 from session_server.web.requests import make_call, services_of
+from session_server.web.slices import run_in_slices
 from session_server.web.socket_peer import SocketPeer, close_code_of
 from session_server.web.sockets import Sockets
 
@@ -62,6 +63,17 @@ class Aside:
     position: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class HeldBefore:
+    """Remember that a session's history, as of entry `seq`, holds the first `num` messages of a
+    conversation."""
+
+    version: int
+    tools: tuple[str, ...]
+    seq: int
+    num: int
+
+
 @dataclass(slots=True, eq=False)
 class RealtimeRun:
     """Hold what stays of a conversation between two connections. `position`: in the journal of its
@@ -69,6 +81,7 @@ class RealtimeRun:
 
     protocol: RealtimeProtocol
     position: int
+    held: HeldBefore | None = None
     peer: SocketPeer | None = None
     asides: dict[str, Aside] = field(default_factory=dict)
     submissions: set[asyncio.Task[None]] = field(default_factory=set)
@@ -113,7 +126,7 @@ class RealtimeSocket:
         try:
             owner = self._services.settings.keys.owner_of(self._peer.offered_key())
             self._call = make_call(self._websocket, owner)
-            view = self._open()
+            view = await self._open()
         except SessionServerError as error:
             await self._refuse(error)
             return
@@ -140,7 +153,7 @@ class RealtimeSocket:
 
     # -- the session
 
-    def _open(self) -> SessionView:
+    async def _open(self) -> SessionView:
         """Return the session of this connection: a new one, or that which the client names."""
         query, sessions, owner = self._websocket.query_params, self._call.sessions, self._call.owner
         if sessions.is_draining:
@@ -158,7 +171,7 @@ class RealtimeSocket:
         else:
             view = self._named(name)
         self._journal = sessions.journal(owner, view.session_id)
-        self._run = self._run_of(view)
+        self._run = await self._run_of(view)
         if query.get("x_events") == "1":
             self._run.protocol.outbox.has_extensions = True
         if name is not None or conversation_id is not None:
@@ -174,7 +187,7 @@ class RealtimeSocket:
                 raise
         return self._call.sessions.open(self._call.owner, OpenRequest(session_id=name))
 
-    def _run_of(self, view: SessionView) -> RealtimeRun:
+    async def _run_of(self, view: SessionView) -> RealtimeRun:
         """Return what an earlier connection has left, or what was said in the session before."""
         runs: RealtimeRuns = self._websocket.app.state.realtime
         run = runs.get(self._journal)
@@ -189,9 +202,11 @@ class RealtimeSocket:
             snapshot = call.sessions.snapshot(call.owner, view.session_id)
             if self._websocket.app.state.sglang.is_branching(self._journal):
                 raise UnsupportedOperation("This session branches: it is no conversation.")
-            protocol.adopt(snapshot.items)
-            run = runs[self._journal] = RealtimeRun(protocol, snapshot.session.seq)
-            self._journal.add_listener(run.notify)
+            await run_in_slices(protocol.adopt(snapshot.items))
+            run = runs.get(self._journal)
+            if run is None:  # nobody else has been faster
+                run = runs[self._journal] = RealtimeRun(protocol, snapshot.session.seq)
+                self._journal.add_listener(run.notify)
         return run
 
     def _leave(self) -> None:
@@ -224,7 +239,10 @@ class RealtimeSocket:
         self._peer.start()
         self._end_asides()  # those of the connection whose place this one takes
         while self._queue_entries():  # what has happened since the last connection
-            pass
+            await asyncio.sleep(0)
+            if self._is_superseded:
+                await self._peer.close(CloseCode.SUPERSEDED)
+                return
         self._queue, run.peer = run.protocol.outbox.attach(), self._peer
         reader: asyncio.Task[None] | None = None
         code: CloseCode | None = CloseCode.INTERNAL
@@ -381,9 +399,22 @@ class RealtimeSocket:
                 drafts.abandon(owner, self._session_id)
             else:
                 answer = partial(_tell_drafted, self._run, draft.event_id)
-                drafts.submit(owner, self._session_id, draft.request, answer)
+                request = self._shortened(draft.request, draft.version)
+                drafts.submit(owner, self._session_id, request, answer)
         except SessionServerError as error:
             self._run.protocol.outbox.refuse(error, draft.event_id)
+
+    def _shortened(self, request: TurnRequest, version: int) -> TurnRequest:
+        """Leave out what the session's history holds, so that no key costs a look at all of it."""
+        chat, held, seq = request.input, self._run.held, self._journal.last_seq
+        assert isinstance(chat, ChatInput), "a draft is a whole conversation"
+        if held is None or (held.version, held.tools, held.seq) != (version, chat.tools, seq):
+            drafts, owner = self._call.sessions.drafts, self._call.owner
+            num = drafts.num_held(owner, self._session_id, chat)
+            self._run.held = held = HeldBefore(version, chat.tools, seq, num)
+        if not held.num:
+            return request
+        return replace(request, input=ChatInput(chat.messages[held.num :], tools=chat.tools))
 
 
 def _tell_drafted(

@@ -22,6 +22,12 @@ SLICES = (
         "entries",
         _NEXT,
     ),
+    _constant(
+        "protocol.realtime:ITEMS_AT_ONCE",
+        "items of a session that a Realtime conversation takes over",
+        "items",
+        _NEXT,
+    ),
     _constant("web.slices:ENCODED_AT_ONCE", "such answers that are encoded", "answers", _NEXT),
     _constant(
         "protocol.scores:SCORES_AT_ONCE",

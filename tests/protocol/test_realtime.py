@@ -14,7 +14,10 @@ from session_server.core.errors import ContextTooLong, QuotaExceeded, SessionSer
 from session_server.core.sampling import SamplingParams
 from session_server.core.session_events import (
     ChatInput,
+    ConversationItem,
+    Message,
     Outcome,
+    Role,
     SessionEntry,
     TokenUsage,
     ToolCall,
@@ -26,7 +29,14 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnRequest,
 )
-from session_server.protocol.realtime import RealtimeNames, RealtimeProtocol
+from session_server.protocol import realtime_conversation
+from session_server.protocol.realtime import ITEMS_AT_ONCE, RealtimeNames, RealtimeProtocol
+from session_server.protocol.realtime_conversation import messages_of
+from session_server.protocol.realtime_frames import (
+    RealtimeAnyItem,
+    RealtimeCall,
+    RealtimeMessage,
+)
 from session_server.protocol.realtime_messages import MAX_ITEMS
 from session_server.protocol.realtime_outbox import RealtimeQueue
 from session_server.protocol.realtime_responses import (
@@ -449,3 +459,66 @@ def test_nothing_that_a_client_sends_raises_and_all_that_it_hears_is_valid(seed:
     created = [e["response"]["id"] for e in made.events if e["type"] == "response.created"]
     done = {e["response"]["id"] for e in made.events if e["type"] == "response.done"}
     assert set(created) - done <= set(made.running)
+
+
+def items(num_items: int) -> list[ConversationItem]:
+    roles: tuple[Role, ...] = ("user", "assistant")
+    return [
+        ConversationItem(id=f"i_{i}", turn_id="t", role=roles[i % 2], content="Hi", end_len=i)
+        for i in range(num_items)
+    ]
+
+
+def test_what_was_said_before_is_taken_over_in_steps_while_there_is_room() -> None:
+    client = Conversation()
+    steps = client.protocol.adopt(items(10 * ITEMS_AT_ONCE))
+    for number, _ in enumerate(steps, 1):
+        assert len(client.protocol._conversation) == number * ITEMS_AT_ONCE
+    assert len(client.ids()) == 10 * ITEMS_AT_ONCE
+    full = Conversation(room=100_000)
+    with pytest.raises(QuotaExceeded):
+        for _ in full.protocol.adopt(items(10_000)):
+            pass
+    assert full.protocol.num_bytes < 2 * full.room
+
+
+def test_a_key_builds_the_new_message_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_built = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_built
+        num_built += 1
+        return messages_of(*args)
+
+    monkeypatch.setattr(realtime_conversation, "messages_of", counted)
+    client = Conversation()
+    for _ in client.protocol.adopt(items(1000)):
+        pass
+    for number in range(1, 3):
+        for key in "Hello":
+            client.send("input_text.append", text=key)
+            draft = client.drafts[-1].input
+            assert isinstance(draft, ChatInput)
+            assert len(draft.messages) == 1000 + number
+        assert num_built == number
+        client.send("input_text.commit")
+
+
+def test_calls_of_one_answer_are_put_together_once() -> None:
+    calls: list[RealtimeAnyItem] = [
+        RealtimeCall(id=f"item_{i}", call_id=f"c_{i}", name="f", arguments="{}") for i in range(50)
+    ]
+    said = RealtimeMessage(id="m", role="assistant", content=())
+    (both,) = messages_of([said, *calls], "")
+    assert [call.id for call in both.tool_calls] == [f"c_{i}" for i in range(50)]
+    with pytest.MonkeyPatch.context() as patch:
+        replaced: list[object] = []
+        replace = structs.replace
+
+        def counted(message: Message, **fields: Any) -> Message:
+            replaced.append(message)
+            return replace(message, **fields)
+
+        patch.setattr(realtime_conversation.structs, "replace", counted)
+        assert len(messages_of([*calls, said, *calls], "")) == 2
+        assert len(replaced) == 2

@@ -18,9 +18,11 @@ from websockets.uri import parse_uri
 from session_server.core.errors import SessionNotFound
 from session_server.core.owner import ANONYMOUS
 from session_server.protocol.session_protocol import CloseCode
+from session_server.sessions.drafts import SessionDrafts
 from session_server.web.keys import KeyRing
+from session_server.web.realtime import RealtimeSocket
 from tests.web.realtime_client import RealtimeWire, message, realtime, usage
-from tests.web.serving import Served, served, serving, small_journal
+from tests.web.serving import WORD, Served, served, serving, small_journal, turn
 from tests.web.wire_client import narrow_socket
 
 RESPONSE = [
@@ -621,3 +623,66 @@ async def test_what_is_typed_while_an_answer_runs_is_computed_behind_it(this: Se
         await plain.until("conversation.item.done")
         await plain.answer()
         assert "input_text.drafted" not in plain.kinds()
+
+
+@served()
+async def test_a_key_asks_for_what_the_history_does_not_hold(this: Served) -> None:
+    asked: list[int] = []
+    submit = SessionDrafts.submit
+
+    def counted(self: SessionDrafts, *args: Any) -> None:
+        asked.append(len(args[2].input.messages))
+        submit(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SessionDrafts, "submit", counted)
+        async with realtime(this.url, "?x_events=1") as wire:
+            for text in ("Hello", "Again", "Once more"):
+                for key in text:
+                    await wire.send("input_text.append", text=key)
+                    drafted = await wire.until("input_text.drafted")
+                await wire.send("input_text.commit")
+                context, cached, _ = usage(await wire.answer())
+                assert (context, cached) == (drafted["total"], context - 1)
+            assert set(asked) == {1}
+            await wire.say("First")
+            await wire.send("input_text.append", text="Second")
+            drafted = await wire.until("input_text.drafted")
+            assert asked[-1] == 2
+            await wire.send("conversation.item.delete", item_id=wire.ids()[1])
+            await wire.send("input_text.append", text=" and third")
+            drafted = await wire.until("input_text.drafted")
+            assert asked[-1] == 7, "all of it: the history is another"
+            await wire.send("input_text.commit")
+            context, cached, _ = usage(await wire.answer())
+            assert (context, cached) == (drafted["total"], context - 1)
+
+
+@served()
+async def test_a_connection_catches_up_in_slices(this: Served) -> None:
+    iteration, read = 0, list[int]()
+    queue_entries = RealtimeSocket._queue_entries
+
+    async def count() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    def counted(self: RealtimeSocket) -> bool:
+        read.append(iteration)
+        return queue_entries(self)
+
+    async with realtime(this.url, "?session_id=s") as wire:
+        await wire.say("Hello")
+        before = usage(await wire.answer())[2]
+        assert before
+    for number in range(3):
+        body = turn(input_ids=[WORD], turn_id=f"t{number}", max_tokens=900)
+        await this.http.post("/v1/sessions/s/turns", json=body)
+    counting = asyncio.create_task(count())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RealtimeSocket, "_queue_entries", counted)
+        async with realtime(this.url, "?session_id=s"):
+            assert len(set(read)) >= len(read) - 1 > 2, "the last finds nothing, and goes on"
+    counting.cancel()
