@@ -23,6 +23,9 @@ from session_server.protocol.schema import values_at
 MAX_MESSAGE_CHARS: Final = 512
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 _WRONG_VALUE: Final = re.compile(r"(?s)Invalid (?:enum )?value (.*)")
+_WRONG_PATTERN: Final = re.compile(
+    r"Expected `str` matching regex '\^\[(.*)\]\{(\d+),(\d+)\}\$\(\?!\\+n\)'"
+)
 _WRONG_FIELD: Final = re.compile(r"(?s)Object (?:contains unknown|missing required) field `(.*)`$")
 _MSGSPEC_PATH: Final = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$?\.?(.*)`$")
 
@@ -87,5 +90,13 @@ def to_invalid_request(error: Exception, kind: Any) -> InvalidRequest:
             path = f"{path}.{field[1]}" if path else field[1]
         if (wrong := _WRONG_VALUE.match(text)) and (values := values_at(kind, path)):
             text = f"{path} must be one of {', '.join(values)}; it is {wrong[1]}"
+        if pattern := _WRONG_PATTERN.match(text):
+            text = f"Expected {pattern[2]} to {pattern[3]} characters of {_alphabet(pattern[1])}"
         return InvalidRequest(sanitize(text), param=sanitize(path) or None)
-    return InvalidRequest("The message is not valid JSON in UTF-8.")
+    where = f": {error}" if isinstance(error, msgspec.DecodeError) else "."
+    return InvalidRequest(f"The message is not valid JSON in UTF-8{where}")
+
+
+def _alphabet(characters: str) -> str:
+    """Return what a class of a regular expression has, apart: `a-z_` is `a-z _`."""
+    return " ".join(re.findall(r".-.|[^\\]", characters))

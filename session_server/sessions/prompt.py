@@ -324,13 +324,13 @@ def _chat_prompt(
 def _check_tools(chat: ChatEncoder, state: PromptState, turn_input: ChatInput) -> None:
     """Reject tools that the template does not write, or other ones in the middle of a
     conversation. Raises UnsupportedOperation."""
+    if (turn_input.tools or state.tools) and not chat.traits.takes_tools:
+        raise UnsupportedOperation("this model's chat template takes no tools", param="tools")
     if turn_input.tools and turn_input.tools != state.tools:
         raise UnsupportedOperation(
             "other tools need the conversation from its beginning: session.rewind to null first",
             param="tools",
         )
-    if state.tools and not chat.traits.takes_tools:
-        raise UnsupportedOperation("this model's chat template takes no tools", param="tools")
     has_calls = any(message.tool_calls for message in state.new_messages(turn_input))
     if has_calls and chat.traits.call_form is None:
         raise UnsupportedOperation("this model's chat template takes no tool calls", param="input")

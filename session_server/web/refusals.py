@@ -85,6 +85,8 @@ def error_response(error: Exception) -> Response:
         return _response(_query_error(error), 400, {})
     if isinstance(error, HTTPException):
         message = HTTPStatus(error.status_code).phrase + "."
+        if methods := (error.headers or {}).get("allow"):
+            message = f"This path takes {methods}."
         refusal = HttpRefusal(error.status_code, message)
         return _response(refusal.body, error.status_code, dict(error.headers or {}))
     return _response(internal_error_body(), 500, {})

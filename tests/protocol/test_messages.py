@@ -209,10 +209,25 @@ def test_a_string_as_input_is_one_message_of_the_user(kind: type[TurnFields]) ->
             "on_disconnect",
             "on_disconnect must be one of cancel, detach; it is 'stay'",
         ),
+        (
+            {"turn_id": "a b"},
+            "turn_id",
+            "Expected 1 to 64 characters of A-Z a-z 0-9 _ . : -",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "Expected 1 to 64 characters of A-Z a-z 0-9 _ . -",
+        ),
+        (
+            {"sampling": {"logit_bias": {"a": 1}}},
+            "sampling.logit_bias",
+            "Expected 1 to 10 characters of 0-9",
+        ),
     ],
 )
 @ON_BOTH_SURFACES
-def test_one_of_a_few_values_is_refused_with_the_field_and_the_values(
+def test_a_wrong_value_is_refused_with_the_field_and_what_it_takes(
     kind: type[TurnFields], fields: dict[str, object], param: str, text: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -245,3 +260,10 @@ def test_a_frame_of_an_unknown_type_is_told_which_there_are() -> None:
     assert refusal.param == "type"
     assert "turn.create, turn.cancel" in refusal.message
     assert refusal.message.endswith("it is 'turn.creat'")
+
+
+def test_broken_json_is_told_where_it_breaks() -> None:
+    with pytest.raises(msgspec.DecodeError) as error:
+        msgspec.json.decode(b'{"type": "ping",', type=ClientMessage)
+    refusal = to_invalid_request(error.value, ClientMessage)
+    assert refusal.message == "The message is not valid JSON in UTF-8: Input data was truncated"

@@ -90,6 +90,9 @@ def test_a_model_that_takes_no_tools_says_so() -> None:
         with pytest.raises(UnsupportedOperation, match="takes no tool calls"):
             world.submit(session, turn("2", chat(*called, tools=())))
         assert world.history(session) == ()
+        completed(world.run(session, turn("3", chat(user("Hello"), tools=()))))
+        with pytest.raises(UnsupportedOperation, match="takes no tools"):
+            world.submit(session, turn("4", chat(user("And?"))))
 
 
 @pytest.mark.parametrize("kind", [*APPENDING, *RENDERING])

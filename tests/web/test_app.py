@@ -127,6 +127,7 @@ async def test_a_wrong_method_is_told_all_that_are_right(this: Served) -> None:
     ):
         answer = await this.http.request("PUT", path)
         assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+        assert answer.json()["error"]["message"] == f"This path takes {methods}."
 
 
 @served()
@@ -285,6 +286,9 @@ async def test_a_browser_that_opens_the_address_is_told_where_to_go(this: Served
     assert places.pop("name") == "session-server"
     assert places.pop("socket") == "/v1/sessions/new/ws"
     assert places.pop("chat_completions") == "/v1/chat/completions"
+    assert places.pop("responses") == "/v1/responses"
+    assert places.pop("conversations") == "/v1/conversations"
+    assert places.pop("realtime") == "/v1/realtime"
     with_key = {"authorization": "Bearer secret"}
     for place in places.values():
         assert (await this.http.get(place, headers=with_key)).status_code == 200, place
