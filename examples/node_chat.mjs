@@ -30,12 +30,12 @@ async function chat(options) {
 }
 
 async function respond(options) {
-  const first = await client.responses.create({ ...options, input: QUESTIONS[0] });
   const connection = new ResponsesWS(client);
-  let previous_response_id = first.id;
-  for (const input of QUESTIONS.slice(1)) {
+  let previous_response_id = null;
+  for (const input of QUESTIONS) {
     const response = await new Promise((resolve, reject) => {
       connection.once('error', reject);
+      connection.once('response.incomplete', () => reject(new Error('the answer was cut off')));
       connection.once('response.completed', ({ response }) => resolve(response));
       connection.send({ type: 'response.create', ...options, input, previous_response_id });
     });
@@ -47,7 +47,16 @@ async function respond(options) {
   connection.close();
 }
 
-const [model] = (await client.models.list()).data;
-const options = { model: model.id, temperature: 0 };
-await chat(options);
-await respond(options);
+try {
+  const [model] = (await client.models.list()).data;
+  const options = { model: model.id, temperature: 0 };
+  console.log('Chat Completions: every call sends the whole conversation\n');
+  await chat(options);
+  console.log('Responses over a WebSocket: the server keeps the conversation\n');
+  await respond(options);
+} catch (error) {
+  const unreached = error instanceof OpenAI.APIConnectionError;
+  const advice = unreached ? ` Is a server running at ${url}? \`session-server serve\`` : '';
+  console.error(error.message + advice);
+  process.exit(1);
+}

@@ -63,6 +63,8 @@ def branch(connection: ResponsesConnection, model: str, previous: str) -> None:
     for event in connection:
         if event.type == "error":
             sys.exit(event.error.message)
+        if event.type in ("response.incomplete", "response.failed"):
+            sys.exit(f"an answer ended early: {event.type}")
         if event.type == "response.completed":
             lane = getattr(event, "stream_id", None) or ""
             show(f"[{lane}] {lanes.pop(lane)}", event.response)

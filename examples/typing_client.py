@@ -1,10 +1,10 @@
-"""Type into a session: every key is a draft, so the question is nearly computed when it is sent.
+"""Type into a session: every key is a draft, so the message is nearly computed when it is sent.
 
     session-server serve &
-    python examples/typing_client.py "Where is my city?"
+    python examples/typing_client.py "My name is Ada."
 
 The server computes what stands there while nobody else needs it. `drafted` at the end is how many
-tokens of the question were computed before it was asked.
+tokens of the message were computed before it was sent.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from session_server.client import connect
+from session_server.client import ConnectionLost, connect
 
 
 async def main() -> None:
     """Type a question key by key, correct its first word, and ask it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("question", nargs="?", default="Where is my city?")
+    parser.add_argument("question", nargs="?", default="My name is Ada.")
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--key-s", type=float, default=0.05, help="seconds between two keys")
     args = parser.parse_args()
@@ -41,4 +41,7 @@ def keys(question: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except ConnectionLost as error:
+        raise SystemExit(f"{error}: is a server running? `session-server serve`") from None

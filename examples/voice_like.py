@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from session_server.client import SessionClient, TurnHandle, TurnText, connect
+from session_server.client import ConnectionLost, SessionClient, TurnHandle, TurnText, connect
 
 LONG = "Count from 1 to 1000."
+"""The embedded model counts badly, but for long enough to be interrupted."""
+
 SPOKEN_BEFORE_BARGE_IN = 12
 """Pieces of the long answer that are heard before somebody speaks up."""
 
@@ -65,4 +67,7 @@ async def speak(turn: TurnHandle, *, up_to: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except ConnectionLost as error:
+        raise SystemExit(f"{error}: is a server running? `session-server serve`") from None

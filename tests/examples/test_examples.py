@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -214,6 +215,16 @@ def test_a_refused_key_and_an_address_without_a_scheme_are_told_in_a_line(
     assert said_by(name, "--url", "localhost:30000", patch=monkeypatch) in {1, 2}
     told = capsys.readouterr()
     assert "as http://HOST:PORT" in told.out + told.err
+
+
+@pytest.mark.parametrize("name", ["typing_client.py", "voice_like.py"])
+def test_a_server_that_is_not_there_is_told_in_a_line(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    told = said_by(name, "--url", f"http://127.0.0.1:{port}", patch=monkeypatch)
+    assert "is a server running?" in str(told)
 
 
 def test_ctrl_c_ends_a_load_and_reports_it_so_far(url: str) -> None:
