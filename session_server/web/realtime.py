@@ -46,7 +46,7 @@ from session_server.sessions.views import DraftView, OpenRequest, SessionView
 from session_server.web.refusals import error_response
 from session_server.web.requests import make_call, services_of
 from session_server.web.slices import run_in_slices
-from session_server.web.socket_peer import SocketPeer, close_code_of
+from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
 
 KEY_PROTOCOL: Final = "openai-insecure-api-key."
@@ -128,7 +128,10 @@ class RealtimeSocket:
             self._call = make_call(self._websocket, owner)
             view = await self._open()
         except SessionServerError as error:
-            await self._refuse(error)
+            outbox = RealtimeOutbox()
+            told = outbox.attach()
+            outbox.refuse(error, None)
+            await self._peer.refuse(error, told)
             return
         self._session_id = view.session_id
         try:
@@ -140,16 +143,6 @@ class RealtimeSocket:
                 await self._serve()
         finally:
             self._leave()
-
-    async def _refuse(self, error: SessionServerError) -> None:
-        if await self._peer.deny(error):
-            return
-        outbox = RealtimeOutbox()
-        queue = outbox.attach()
-        outbox.refuse(error, None)
-        with contextlib.suppress(WebSocketDisconnect):
-            await self._peer.flush(queue)
-            await self._peer.close(close_code_of(error))
 
     # -- the session
 

@@ -8,7 +8,6 @@ known to its connection alone, and the end of the connection cancels what runs o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from itertools import chain
 from typing import Final, assert_never
@@ -37,7 +36,7 @@ from session_server.sessions.responses import StoredResponse
 from session_server.web.refusals import HttpRefusal, error_response
 from session_server.web.requests import BEARER_PROTOCOL, Call, make_call, services_of
 from session_server.web.response_run import ResponseRun, parse, start_response
-from session_server.web.socket_peer import SocketPeer, close_code_of
+from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
 
 MAX_IN_FLIGHT: Final = 16
@@ -100,19 +99,12 @@ class ResponsesSocket:
             if call.sessions.is_draining:
                 raise ServerDraining("The server is shutting down.")
         except SessionServerError as error:
-            await self._refuse(error)
+            self._protocol.send_error(error)
+            await self._peer.refuse(error, self._protocol)
             return
         await self._peer.accept()
         with self._sockets.join(self):
             await self._serve(call)
-
-    async def _refuse(self, error: SessionServerError) -> None:
-        if await self._peer.deny(error):
-            return
-        self._protocol.send_error(error)
-        with contextlib.suppress(WebSocketDisconnect):
-            await self._peer.flush(self._protocol)
-            await self._peer.close(close_code_of(error))
 
     async def _serve(self, call: Call) -> None:
         self._peer.start()

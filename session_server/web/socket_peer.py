@@ -67,14 +67,19 @@ class SocketPeer:
         await self._websocket.accept(self._subprotocol if self._subprotocol in offered else None)
         self.is_accepted = True
 
-    async def deny(self, error: SessionServerError) -> bool:
-        """Refuse with HTTP if the client can see that; return whether it can. Scripts in browsers
-        see close codes only: theirs is accepted, to be told there."""
+    async def refuse(
+        self, error: SessionServerError, told: FrameQueue, code: CloseCode | None = None
+    ) -> None:
+        """Refuse with HTTP if the client can see that. Scripts in browsers see close codes only:
+        theirs is accepted, sent what is `told`, and closed; `code`: unless it follows from `error`.
+        """
         if not self.is_accepted and "origin" not in self._websocket.headers:
             await self._websocket.send_denial_response(error_response(error))
-            return True
+            return
         await self.accept()
-        return False
+        with contextlib.suppress(WebSocketDisconnect):
+            await self.flush(told)
+            await self.close(code or _close_code_of(error))
 
     def start(self) -> None:
         """Begin to measure how long nothing is received."""
@@ -129,7 +134,7 @@ class SocketPeer:
                 await self._websocket.close(int(code), code.name.lower())
 
 
-def close_code_of(error: SessionServerError) -> CloseCode:
+def _close_code_of(error: SessionServerError) -> CloseCode:
     """Return the code with which a connection ends that is refused for this."""
     match error:
         case Unauthorized():

@@ -8,7 +8,6 @@ its turn runs on. The newest connection to a session replaces the previous one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from functools import partial
@@ -55,7 +54,7 @@ from session_server.web.readers import SessionReaders
 from session_server.web.refusals import error_response
 from session_server.web.requests import BEARER_PROTOCOL, Call, make_call, services_of
 from session_server.web.slices import encode_scores
-from session_server.web.socket_peer import SocketPeer, close_code_of
+from session_server.web.socket_peer import SocketPeer
 from session_server.web.sockets import Sockets
 from session_server.web.views import hello_frame, snapshot_frame
 
@@ -113,7 +112,8 @@ class SessionSocket:
             call = make_call(self._websocket, owner)
             view = self._open(call)
         except SessionServerError as error:
-            await self._refuse(error)
+            self._protocol.send_error(error)
+            await self._peer.refuse(error, self._protocol, self._protocol.close_code)
             return
         except WebSocketDisconnect:
             return
@@ -172,15 +172,6 @@ class SessionSocket:
         if epoch is not None and len(epoch) > MAX_EPOCH_CHARS:
             raise InvalidRequest("epoch is too long.", param="epoch")
         return (None if after is None else min(int(after), MAX_SEQ)), epoch
-
-    async def _refuse(self, error: SessionServerError) -> None:
-        """Refuse with HTTP if the client can see it; scripts in browsers only see close codes."""
-        if await self._peer.deny(error):
-            return
-        self._protocol.send_error(error)
-        with contextlib.suppress(WebSocketDisconnect):
-            await self._peer.flush(self._protocol)
-            await self._peer.close(self._protocol.close_code or close_code_of(error))
 
     async def _serve(self, call: Call, view: SessionView, readers: SessionReaders) -> None:
         session_id = view.session_id
