@@ -153,7 +153,9 @@ class Engine:
         has_repaired = self._guard.end_step(plan, batch)
         self._reporter.report(now_s, has_worked=bool(results or batch))
         has_planned = batch is not None or (plan is not None and not plan.is_empty)
-        is_blocked = self._in_flight.is_full or not (has_planned or has_repaired)
+        # Drafts that found no page have ended; the next step tries those behind them.
+        has_drafts = bool(self._input_drafts) and not (self._scheduler or self._in_flight)
+        is_blocked = self._in_flight.is_full or not (has_planned or has_repaired or has_drafts)
         return StepOutcome(self._context.outbox.take_events(), batch, is_blocked, to_compile)
 
     def audit_slice(self) -> bool:

@@ -252,6 +252,17 @@ def test_a_thousand_sessions_that_draft_delay_no_turn_by_more_than_one_chunk() -
         assert num_drafted <= sizes.chunk_tokens // 8
 
 
+def test_every_draft_of_a_crowd_is_answered_where_no_page_is_free() -> None:
+    bench = Bench(Sizes(num_pages=8, num_rows=8, page_size=4))
+    first = bench.open("first")
+    bench.run(draft(first, 0, distinct(0, 32)))
+    names = [bench.open(f"s{number}") for number in range(300)]
+    bench.run(*(draft(name, 0, TYPED) for name in names))
+    assert len(drafted(bench)) == 301
+    assert not drafted(bench)[-1].processed
+    bench.close_all()
+
+
 @pytest.mark.parametrize("mixture", list(Mixture))
 def test_any_order_of_drafts_and_turns_gives_the_answers_without_drafts(mixture: Mixture) -> None:
     for seed in range(at_depth(1, proof=60)):
