@@ -15,6 +15,7 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnFailedEntry,
 )
+from session_server.protocol.chat_answer import CachedTokens, ReasoningTokens
 from session_server.protocol.errors import sanitize
 from session_server.protocol.response_items import (
     AnyItem,
@@ -33,26 +34,13 @@ from session_server.protocol.tools import (
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
 
 
-class InputDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the input: what was not computed again, and what was."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the output."""
-
-    reasoning_tokens: int = 0
-
-
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts; the input is the whole context."""
 
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: CachedTokens
     output_tokens: int
-    output_tokens_details: OutputDetails = OutputDetails()
+    output_tokens_details: ReasoningTokens = ReasoningTokens()
     total_tokens: int
 
 
@@ -247,11 +235,11 @@ def usage_of(usage: TokenUsage) -> ResponseUsage:
     """Return the token counts of a turn."""
     return ResponseUsage(
         input_tokens=usage.input_tokens,
-        input_tokens_details=InputDetails(
+        input_tokens_details=CachedTokens(
             cached_tokens=usage.cached_tokens, cache_write_tokens=usage.cache_write_tokens
         ),
         output_tokens=usage.output_tokens,
-        output_tokens_details=OutputDetails(reasoning_tokens=usage.reasoning_tokens),
+        output_tokens_details=ReasoningTokens(reasoning_tokens=usage.reasoning_tokens),
         total_tokens=usage.total_tokens,
     )
 
