@@ -15,14 +15,17 @@ from session_server.engine.turn_queue import TurnQueue
 class Compiling:
     """Hold the turns in `TurnState.COMPILING`, and what was compiled for turns that live.
 
-    Grammars are compiled for `max_turns` live turns at most, in order, because compiled ones take
-    much more memory than their texts, and far more turns may wait than run.
+    Grammars are compiled for `max_turns` turns at most, in order, because compiled ones take much
+    more memory than their texts, and far more turns may wait than run. A turn that ends while its
+    own is compiled holds its place until that has ended.
     """
 
     def __init__(self, max_turns: int) -> None:
         self._max_turns = max_turns
         self._queue = TurnQueue()
-        self._asked: dict[TurnId, Turn] = {}
+        self._asked: dict[TurnId, Turn | None] = {}
+        """None for a turn that has ended."""
+
         self._compiled: dict[TurnId, CompiledGrammar] = {}
 
     @property
@@ -37,7 +40,9 @@ class Compiling:
     def remove(self, turn: Turn) -> None:
         """Forget a turn that ends, whatever its state."""
         self._compiled.pop(turn.turn_id, None)
-        if turn.is_compiling and self._asked.pop(turn.turn_id, None) is None:
+        if turn.turn_id in self._asked:
+            self._asked[turn.turn_id] = None
+        elif turn.is_compiling:
             self._queue.remove(turn)
 
     def requests(self) -> tuple[CompileRequest, ...]:
@@ -58,6 +63,10 @@ class Compiling:
         if turn is not None:
             self._compiled[turn_id] = grammar
         return turn
+
+    def give_up(self, turn_id: TurnId) -> None:
+        """Forget a turn, maybe one that has ended, whose grammar could not be compiled."""
+        self._asked.pop(turn_id, None)
 
     def of(self, turn: Turn) -> CompiledGrammar | None:
         """Return the grammar of a turn; None if it has none."""

@@ -204,6 +204,7 @@ class Engine:
         if isinstance(result.outcome, SessionServerError):
             if turn is not None:  # else it has ended
                 self._settler.fail(turn, result.outcome)
+            self._scheduler.compiling.give_up(result.turn_id)
         else:
             self._scheduler.compiled(result.turn_id, result.outcome)
 

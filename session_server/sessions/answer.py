@@ -79,7 +79,7 @@ class Answer:
             return True
         if self._parser is None or not self._options.is_one_call:
             return False
-        return len(self._parser.tool_calls) > 1
+        return self._parser.num_calls > 1
 
     def feed(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]

@@ -99,6 +99,11 @@ class AnswerParser:
         """Return the calls so far."""
         return self._calls.calls
 
+    @property
+    def num_calls(self) -> int:
+        """Return how many calls have begun."""
+        return self._calls.num_begun
+
     def _advance(self) -> AnswerPieces:
         if self._reading is not None:
             try:

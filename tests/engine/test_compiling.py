@@ -107,6 +107,31 @@ def test_no_more_grammars_are_compiled_than_turns_may_use_soon() -> None:
     bench.close_all()
 
 
+@pytest.mark.parametrize("is_good", [True, False])
+def test_turns_that_end_while_their_grammars_are_compiled_hold_their_places(is_good: bool) -> None:
+    """Whoever cancels as fast as he asks does not have more compiled than anybody else."""
+    bench = slow(Sizes(max_running=1))
+    names = [f"t{i}" for i in range(10 * COMPILED_PER_RUNNING)]
+    for name in names:
+        submit(bench, name, grammar=GRAMMAR)
+        bench.step(CancelTurn(turn_id=TurnId(name), num_outputs=0))
+    grammars = bench.hand.grammars
+    assert [request.turn_id for request in grammars.asked] == names[:COMPILED_PER_RUNNING]
+    submit(bench, "last", grammar=GRAMMAR)
+    if is_good:
+        grammars.compile_all()
+    else:
+        error = InvalidRequest("no")
+        grammars.done += [CompileResult(request.turn_id, error) for request in grammars.asked]
+        grammars.asked.clear()
+    bench.run()
+    assert [request.turn_id for request in grammars.asked] == ["last"]
+    grammars.compile_all()
+    bench.run()
+    bench.expect("last", (3, 4, 5))
+    bench.close_all()
+
+
 def test_a_turn_that_is_retracted_keeps_its_grammar() -> None:
     bench = Bench(Sizes(retract_interval=5))
     names = ("a", "b")

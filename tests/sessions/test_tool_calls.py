@@ -25,6 +25,7 @@ from session_server.core.session_events import (
 from session_server.sessions.items import message_of
 from session_server.sessions.journal import JournalLimits
 from session_server.sessions.quotas import SessionLimits
+from session_server.text.answer_pieces import CallCollector
 from tests.sessions.world import OWNER, World, cancelled, completed, turn
 
 ARGUMENTS = {"city": "Oslo", "days": 3}
@@ -246,3 +247,34 @@ def test_a_turn_that_the_journal_has_lost_still_has_its_calls() -> None:
         end = world.end_of(session, "1")
         assert end.outcome.tool_calls == outcome.tool_calls
         assert end.outcome.token_ids == ()
+
+
+def test_no_token_costs_a_look_at_the_arguments_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_joined = 0
+    calls = CallCollector.calls
+    assert calls.fget is not None
+    join = calls.fget
+
+    def counted(self: CallCollector) -> tuple[ToolCall, ...]:
+        nonlocal num_joined
+        num_joined += 1
+        found: tuple[ToolCall, ...] = join(self)
+        return found
+
+    monkeypatch.setattr(CallCollector, "calls", property(counted))
+    with World("hermes") as world:
+        session = world.open()
+        numbers = []
+        for number, days in enumerate((3, 200)):
+            arguments = json.dumps({"days": list(range(days))})
+            say(world, f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>')
+            before = num_joined
+            asked = turn(str(number), ask(), max_tokens=2000).sampling
+            options = TextOptions(is_one_call=True)
+            outcome = completed(
+                world.run(session, TurnRequest(str(number), ask(), asked, text=options))
+            ).outcome
+            assert [call.arguments for call in outcome.tool_calls] == [arguments]
+            numbers.append(num_joined - before)
+        assert len(outcome.token_ids) > 500
+        assert numbers[0] == numbers[1]
