@@ -49,7 +49,7 @@ class HistoryEdits:
             ItemNotFound: there is no such item.
         """
         session = self.parts.resting(owner, session_id)
-        self._cut(session, 0 if to_item is None else _index_of(session, to_item) + 1)
+        self._cut(session, 0 if to_item is None else _index_of(session, to_item, "to_item") + 1)
         lengths = len(session.transcript), self._kept_len(session)
         session.journal.append(SessionRewound(to_item, *lengths))
         return session.view()
@@ -66,7 +66,7 @@ class HistoryEdits:
             QuotaExceeded, ServerBusy: conversations have no room for it.
         """
         session = self.parts.resting(owner, session_id)
-        index = _index_of(session, item_id)
+        index = _index_of(session, item_id, "item_id")
         item = session.transcript.item(index)
         if item.role == "raw":
             raise UnsupportedOperation(
@@ -115,7 +115,7 @@ class HistoryEdits:
         source.check_not_closing()
         num_items = source.transcript.num_items
         if at_item is not None:
-            num_items = _index_of(source, at_item) + 1
+            num_items = _index_of(source, at_item, "at_item") + 1
         request = OpenRequest(
             session_id=new_id, ttl_s=source.settings.ttl_s, metadata=source.settings.metadata
         )
@@ -160,9 +160,9 @@ class HistoryEdits:
         return known or 0 if session.copy.state == "resident" else 0
 
 
-def _index_of(session: Session, item_id: str) -> int:
-    """Return the index of an item. Raises ItemNotFound."""
+def _index_of(session: Session, item_id: str, param: str) -> int:
+    """Return the index of an item. Raises ItemNotFound, with the field that names it."""
     index = session.transcript.index_of(item_id)
     if index is None:
-        raise ItemNotFound("no such item in this session", param="item_id")
+        raise ItemNotFound("no such item in this session", param=param)
     return index

@@ -35,6 +35,7 @@ class Channel:
     address: str
     about: str
     parameters: dict[str, str]
+    query: dict[str, str]
     client: tuple[type[msgspec.Struct], ...]
     server: tuple[type[msgspec.Struct], ...]
 
@@ -43,8 +44,12 @@ CHANNELS: Final = (
     Channel(
         name=SUBPROTOCOL,
         address="/v1/sessions/{session_id}/ws",
-        about=f"A session; the subprotocol is `{SUBPROTOCOL}`.",
+        about=f"A session; the subprotocol is `{SUBPROTOCOL}`. The server speaks first.",
         parameters={"session_id": "a session's id; `new` opens one"},
+        query={
+            "after": "the last `seq` that was seen; what came behind it follows",
+            "epoch": "that of the `session.opened` which `after` counts on from",
+        },
         client=get_args(messages.ClientMessage),
         server=get_args(frames.AnyServerFrame),
     ),
@@ -53,6 +58,13 @@ CHANNELS: Final = (
         address="/v1/realtime",
         about="OpenAI's Realtime in text modality: one conversation.",
         parameters={},
+        query={
+            "model": "the model served, or nothing",
+            "session_id": "a session that is open, or the id of a new one",
+            "conversation_id": "the same by the id in `conversation.created`; it must be open",
+            "last_event_id": "the last event that was seen; what came behind it follows",
+            "x_events": "1: `input_text.drafted` is sent too",
+        },
         client=get_args(realtime_messages.RealtimeClientEvent),
         server=get_args(realtime_frames.RealtimeServerEvent),
     ),
@@ -61,6 +73,7 @@ CHANNELS: Final = (
         address="/v1/responses",
         about="The WebSocket mode of OpenAI's Responses: lanes of responses.",
         parameters={},
+        query={},
         client=get_args(responses_socket.SocketMessage),
         server=(ResponseEvent, responses_socket.SteerFailed, responses_socket.SocketError),
     ),
@@ -77,7 +90,7 @@ def asyncapi_of(title: str, version: str) -> dict[str, Any]:
             "description": channel.about,
             "parameters": {key: {"description": text} for key, text in channel.parameters.items()},
             "messages": {**sent, **received},
-            "bindings": {"ws": {"method": "GET"}},
+            "bindings": {"ws": {"method": "GET", **_query(channel)}},
         }
         for action, named in (("receive", received), ("send", sent)):
             operations[f"{action}:{channel.name}"] = {
@@ -107,6 +120,11 @@ def schema_of(channel: Channel) -> dict[str, Any]:
     }
     head = {"$schema": SCHEMA_DIALECT, "title": channel.name, **_any_of(directions)}
     return {**head, "$defs": {**directions, **schemas}}
+
+
+def _query(channel: Channel) -> dict[str, Any]:
+    fields = {key: {"type": "string", "description": text} for key, text in channel.query.items()}
+    return {"query": {"type": "object", "properties": fields}} if fields else {}
 
 
 def _any_of(names: Iterable[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def references(place: Any) -> list[str]:
         return []
     own = [place["$ref"]] if isinstance(place.get("$ref"), str) else []
     return own + [found for each in place.values() for found in references(each)]
+
+
+def test_every_field_of_a_sockets_query_is_described() -> None:
+    refused = {"call_id"}
+    web = DOCS.parent / "session_server" / "web"
+    for channel, file in zip(CHANNELS, ("websocket.py", "realtime.py"), strict=False):
+        read = re.findall(r'query\.get\("(\w+)"\)', (web / file).read_text("utf-8"))
+        assert set(channel.query) == set(read) - refused, channel.name
 
 
 def test_every_message_of_a_socket_has_its_schema() -> None:

@@ -49,8 +49,8 @@ REWIND_LOSES_ITS_ITEM = Mutant(
     "systematic",
     Edit(
         "session_server.sessions.edits:HistoryEdits.rewind",
-        "_index_of(session, to_item) + 1",
-        "_index_of(session, to_item)",
+        '_index_of(session, to_item, "to_item") + 1',
+        '_index_of(session, to_item, "to_item")',
     ),
 )
 

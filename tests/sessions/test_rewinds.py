@@ -190,12 +190,14 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         before = (world.history(session), items(world, session), world.entries(session))
         answer = before[1][1].id
         manager = world.manager
-        with pytest.raises(ItemNotFound):
-            manager.edits.rewind(OWNER, session, "i_99")
-        with pytest.raises(ItemNotFound):
-            manager.edits.edit_item(OWNER, session, "i_99", "x")
-        with pytest.raises(ItemNotFound):
-            manager.edits.fork(OWNER, session, at_item="i_99")
+        for param, change in (
+            ("to_item", lambda: manager.edits.rewind(OWNER, session, "i_99")),
+            ("item_id", lambda: manager.edits.edit_item(OWNER, session, "i_99", "x")),
+            ("at_item", lambda: manager.edits.fork(OWNER, session, at_item="i_99")),
+        ):
+            with pytest.raises(ItemNotFound) as missing:
+                change()
+            assert missing.value.param == param
         with pytest.raises(InvalidRequest, match="exceeds 100 characters"):
             manager.edits.edit_item(OWNER, session, answer, "x" * 101)
         with pytest.raises(SessionExists):
