@@ -298,11 +298,11 @@ class ResponseTurns:
             return None
         if session.closing is not None or session.journal.epoch != response.epoch:
             return None
-        transcript = session.transcript
-        indexes = range(transcript.num_items - 1, -1, -1)
-        turn_id = response.response_id
-        last = next((i for i in indexes if transcript.item(i).turn_id == turn_id), None)
-        if last is None:
+        transcript, turn_id = session.transcript, response.response_id
+        ended = session.ended.find(turn_id)
+        last = transcript.num_items if ended is None else ended.answer_index
+        # Somebody may have gone back to before its end, or changed what it said.
+        if last >= transcript.num_items or transcript.item(last).turn_id != turn_id:
             return None
         return _Said(transcript, last, session.is_idle and last == transcript.num_items - 1)
 

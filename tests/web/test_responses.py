@@ -252,6 +252,38 @@ async def test_a_response_whose_session_is_gone_is_rendered_anew(this: Served) -
         assert refused.value.code == "previous_response_not_found"
 
 
+async def go_back(this: Served, session_id: str, items: list[dict[str, Any]]) -> None:
+    await this.http.post(f"/v1/sessions/{session_id}/rewind", json={"to_item": items[-2]["id"]})
+
+
+async def say_otherwise(this: Served, session_id: str, items: list[dict[str, Any]]) -> None:
+    path = f"/v1/sessions/{session_id}/items/{items[-1]['id']}"
+    await this.http.patch(path, json={"content": "I will not say."})
+
+
+async def answer_again(this: Served, session_id: str, items: list[dict[str, Any]]) -> None:
+    await go_back(this, session_id, items)
+    body = {"input": [], "sampling": {"max_tokens": 3}}
+    await this.http.post(f"/v1/sessions/{session_id}/turns", json=body)
+
+
+@pytest.mark.parametrize("change", [go_back, say_otherwise, answer_again])
+def test_what_others_change_in_its_session_is_not_what_a_response_has_said(change: Any) -> None:
+    @served()
+    async def test(this: Served) -> None:
+        async with client_of(this) as client:
+            first = await ask(client, "Hello")
+            unchanged = await ask(client, "More", previous_response_id=first.id, store=False)
+            items = await this.http.get(f"/v1/sessions/{session_of(first)}/items")
+            await change(this, session_of(first), items.json()["data"])
+            second = await ask(client, "More", previous_response_id=first.id)
+            said = await this.http.get(f"/v1/sessions/{session_of(second)}/items")
+            assert said.json()["data"][1]["content"] == first.output_text
+            assert second.output_text == unchanged.output_text
+
+    test()
+
+
 @served()
 async def test_what_is_not_stored_is_unknown_and_leaves_nothing(this: Served) -> None:
     async with client_of(this) as client:
