@@ -32,6 +32,7 @@ FUNCTION: Final = "<function="
 
 _NAME: Final = re.compile(r"[\w.:/-]+")
 _PARAMETER_END: Final = Markers(["</parameter>"])
+_CALL_END: Final = "</tool_call>"
 _STRING_KINDS: Final = {"string", "null"}
 _KINDS: Final = {str: "string", type(None): "null"}
 
@@ -120,6 +121,8 @@ class CallReader:
             yield from source.run(SPACE)
             if (yield from source.accept("</function>")):
                 break
+            if (yield from source.peek(len(_CALL_END))) == _CALL_END:
+                break  # some models leave the inner end out
             if not (yield from source.accept("<parameter=")):
                 return False
             key = yield from source.run(_NAME)

@@ -94,6 +94,7 @@ ANSWERS: Final = (
     (HERMES, '<tool_call>[{"name": "f", "parameters": {"x": 1}}]</tool_call>'),
     (XML, "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"),
     (XML, "<function=f><parameter=x>1</parameter></function>"),
+    (XML, "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</tool_call>"),
     (LLAMA, '{"name": "f", "parameters": {"x": 1}}'),
     (LLAMA, '\n{"type": "function", "name": "f", "parameters": {"x": 1}}'),
     (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"x": 1}}'),
