@@ -6,11 +6,15 @@ What was thought need not be repeated: most clients send the text and the calls 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from session_server.core.session_events import ConversationItem, Message, ToolCall
+
+DIGEST_BYTES: Final = 16
 
 
 def agrees(item: ConversationItem, message: Message) -> bool:
@@ -29,15 +33,27 @@ def agrees(item: ConversationItem, message: Message) -> bool:
     )
 
 
-def digests_of(messages: Sequence[Message], tools: Sequence[str], *, hint: str) -> list[bytes]:
-    """Return, for each message, a digest of the conversation up to it. Conversations with other
-    tools or another hint are others."""
+def digests_of(messages: Sequence[Message], tools: Sequence[str], *, hint: str) -> bytes:
+    """Return, for each message, a digest of the conversation up to it, one behind the other.
+    Conversations with other tools or another hint are others."""
     digest = _digest(b"", hint, *tools)
-    digests = []
+    digests = bytearray()
     for message in messages:
         digest = next_digest(digest, message)
-        digests.append(digest)
-    return digests
+        digests += digest
+    return bytes(digests)
+
+
+def num_common(one: bytes, other: bytes) -> int:
+    """Return how many leading messages two conversations have in common, by their digests one
+    behind the other. Few of them are looked at."""
+    size = DIGEST_BYTES
+    indexes = range(min(len(one), len(other)) // size)
+    return bisect_left(
+        indexes,
+        True,
+        key=lambda i: one[i * size : (i + 1) * size] != other[i * size : (i + 1) * size],
+    )
 
 
 def next_digest(digest: bytes, message: Message) -> bytes:
@@ -51,7 +67,7 @@ def _parts(call: ToolCall) -> tuple[str, str, str]:
 
 
 def _digest(before: bytes, *texts: str) -> bytes:
-    state = hashlib.blake2b(before, digest_size=16)
+    state = hashlib.blake2b(before, digest_size=DIGEST_BYTES)
     for text in texts:
         encoded = text.encode("utf-8", "surrogatepass")
         state.update(len(encoded).to_bytes(8, "little"))

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from session_server.core.errors import ItemNotFound, SessionBusy, UnsupportedOperation
 from session_server.core.owner import Owner
-from session_server.core.session_events import ChatInput, ItemEdited, SessionForked, SessionRewound
+from session_server.core.session_events import ItemEdited, SessionForked, SessionRewound
 from session_server.sessions.footprint import message_bytes
 from session_server.sessions.items import message_of
 from session_server.sessions.parts import NOT_ENDED, SessionParts
@@ -135,12 +135,12 @@ class HistoryEdits:
         said = transcript.fork(transcript.num_items_before(turn_id))
         return self.open_with(owner, OpenRequest(ttl_s=ttl_s), said)
 
-    def last_agreed(self, owner: Owner, session_id: str, chat: ChatInput) -> tuple[int, str | None]:
-        """Return how many items of a session, up to an answer, are what a whole conversation begins
-        with, and the id of the last. Raises SessionNotFound."""
+    def last_answer(self, owner: Owner, session_id: str, num_items: int) -> tuple[int, str | None]:
+        """Return how many items there are up to the last answer among the first ones of a session,
+        and the id of that answer. Raises SessionNotFound."""
         transcript = self.parts.sessions.get(owner, session_id).transcript
-        num_agreed, _ = transcript.num_agreed(chat)
-        return num_agreed, transcript.item(num_agreed - 1).id if num_agreed else None
+        num_answered = transcript.last_answer_before(num_items)
+        return num_answered, transcript.item(num_answered - 1).id if num_answered else None
 
     def _cut(self, session: Session, num_items: int) -> None:
         """Keep the first items of a session at rest."""

@@ -167,6 +167,10 @@ class Transcript:
             num_agreed = self._answers.last_before(min(num_equal, len(chat.messages) - 1))
         return num_agreed, min(num_equal, self._answers.first_from(num_agreed, default=num_equal))
 
+    def last_answer_before(self, num_items: int) -> int:
+        """Return how many items there are up to the last answer among the first ones."""
+        return self._answers.last_before(min(num_items, len(self._items)))
+
     def _state_where_agreed(self, chat: ChatInput) -> PromptState:
         """Return the state behind the last answer up to which the messages say what the history
         holds."""

@@ -196,6 +196,7 @@ BOUND_NOTHING = frozenset(
         "session_server.sessions.prompt:NUM_TAIL",
         "session_server.sessions.quotas:_MINUTE_S",
         "session_server.sessions.request_tree:NODE_BYTES",
+        "session_server.sessions.agreement:DIGEST_BYTES",
         "session_server.sessions.kept_conversations:CONVERSATION_BYTES",
         "session_server.sessions.kept_conversations:ENTRY_BYTES",
         "session_server.sessions.responses:RESPONSE_BYTES",

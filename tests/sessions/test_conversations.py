@@ -8,7 +8,9 @@ import pytest
 
 from session_server.core.errors import QuotaExceeded, ServerBusy, SessionNotFound
 from session_server.core.owner import Owner
-from session_server.core.session_events import ChatInput, Message
+from session_server.core.session_events import ChatInput, ConversationItem, Message
+from session_server.sessions import transcript
+from session_server.sessions.agreement import DIGEST_BYTES, agrees, digests_of, num_common
 from session_server.sessions.conversations import Claim, UnnamedConversations
 from session_server.sessions.footprint import TOKEN_BYTES
 from session_server.sessions.quotas import QuotaLimits
@@ -219,3 +221,46 @@ def test_a_full_server_spares_sessions_of_any_owner_and_none_for_what_never_fits
         with pytest.raises((QuotaExceeded, ServerBusy)):
             world.submit(session, turn("huge", "x" * 70_000))
         assert len(calls.unnamed.resting.of(OTHER)) == 3
+
+
+def test_a_call_compares_digests_with_the_sessions_at_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Texts, and arguments that are spelled otherwise, would be read once for each of them."""
+    with World() as world:
+        calls = UnnamedCalls(world)
+        calls.call(hello())
+        talk = calls.talk
+        sessions = {calls.call(*talk, hello(f"Branch {index}")) for index in range(50)}
+        assert len(sessions) == 50
+        read: list[Message] = []
+
+        def counted(item: ConversationItem, message: Message) -> bool:
+            read.append(message)
+            return agrees(item, message)
+
+        monkeypatch.setattr(transcript, "agrees", counted)
+        chat = ChatInput((*talk, hello("Another")))
+        claim = calls.unnamed.claim(OWNER, chat, hint="")
+        assert not read
+        assert claim.num_held == len(talk)
+        assert len(world.manager.snapshot(OWNER, claim.session_id).items) == len(talk)
+
+
+def test_digests_of_sessions_at_rest_count_as_theirs() -> None:
+    with World() as world:
+        calls = UnnamedCalls(world)
+        for length in range(1, 5):
+            session_id = calls.call(*calls.talk, hello())
+            session = world.manager._sessions.get(OWNER, session_id)
+            assert session.transcript.attached_bytes == 2 * length * DIGEST_BYTES
+            assert session.counted_bytes == session.num_bytes
+
+
+@pytest.mark.parametrize("num_same", [0, 1, 7, 8, 15, 16])
+def test_the_messages_that_conversations_have_in_common_are_counted(num_same: int) -> None:
+    said = [Message("user", str(index)) for index in range(16)]
+    other = [*said[:num_same], *(hello() for _ in said[num_same:])]
+    one, two = (digests_of(messages, (), hint="") for messages in (said, other))
+    assert num_common(one, two) == num_same == num_common(two, one)
+    assert num_common(one[: 3 * DIGEST_BYTES], two) == min(3, num_same)

@@ -49,15 +49,6 @@ BUGS = (
         ),
     ),
     Mutant(
-        "A branch is forked from a session of another hint.",
-        "systematic",
-        Edit(
-            "session_server.sessions.conversations:UnnamedConversations._longest_branch",
-            "self._said[owner, session_id][0] == hint",
-            "True",
-        ),
-    ),
-    Mutant(
         "A session that was used by its id at rest is given to a call without a name.",
         "systematic",
         Edit(
@@ -80,7 +71,7 @@ BUGS = (
         "systematic",
         Edit(
             "session_server.sessions.conversations:UnnamedConversations.release",
-            "next_digest(claim.said, message_of_answer(end.outcome))",
+            "claim.said + next_digest(last, message_of_answer(end.outcome))",
             "claim.said",
         ),
     ),
