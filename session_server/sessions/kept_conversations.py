@@ -12,12 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from session_server.core.errors import ConversationNotFound, ItemNotFound
+from session_server.core.errors import ConversationNotFound, ItemNotFound, QuotaExceeded
 from session_server.core.owner import Owner
 from session_server.core.session_events import Message
 from session_server.sessions.footprint import message_bytes, metadata_bytes, text_bytes
 from session_server.sessions.kept import KeptRecords
 from session_server.sessions.quotas import Quotas
+
+MAX_KEPT_ITEMS: Final = 16_384
+"""Items of one conversation to which its client may add others; a response reads all of them."""
 
 CONVERSATION_BYTES: Final = 1024
 """Host memory of one conversation without its items."""
@@ -131,6 +134,8 @@ class KeptConversations:
 
     def append(self, conversation: KeptConversation, entries: Sequence[ConversationEntry]) -> None:
         """Append items. Raises QuotaExceeded, ServerBusy, with nothing changed."""
+        if len(conversation.entries) + len(entries) > MAX_KEPT_ITEMS:
+            raise QuotaExceeded(f"A conversation has at most {MAX_KEPT_ITEMS} items.")
         self.records.check(conversation.owner, conversation.num_bytes + _bytes_of(entries))
         self.append_said(conversation, entries)
 

@@ -290,6 +290,12 @@ SESSIONS = (
         "no further frame is read",
     ),
     _constant(
+        "sessions.kept_conversations:MAX_KEPT_ITEMS",
+        "items of a kept conversation (`/v1/conversations`)",
+        "items",
+        "further ones are refused: `quota_exceeded`",
+    ),
+    _constant(
         "web.responses_socket:MAX_IN_FLIGHT",
         "responses that run on one WebSocket of Responses",
         "responses",

@@ -12,7 +12,7 @@ from session_server.core.owner import ANONYMOUS
 from session_server.core.session_events import Message
 from session_server.protocol import response_items
 from session_server.protocol.response_items import message_items
-from session_server.sessions.kept_conversations import ConversationEntry
+from session_server.sessions.kept_conversations import MAX_KEPT_ITEMS, ConversationEntry
 from session_server.sessions.quotas import QuotaLimits
 from session_server.web import responses
 from tests.sessions.paper_engine import PaperEngine
@@ -250,3 +250,22 @@ async def test_a_page_builds_the_items_that_it_shows(this: Served) -> None:
         await client.conversations.items.delete("msg_4000", conversation_id=made.id)
         around = await client.conversations.items.list(made.id, after="msg_4001", limit=2)
         assert [item.id for item in around.data] == ["msg_3999", "msg_3998"]
+
+
+@served()
+async def test_a_conversation_has_so_many_items(this: Served) -> None:
+    async with client_of(this) as client:
+        made = await client.conversations.create()
+        conversations = turns_of(this).conversations
+        kept = conversations.find(ANONYMOUS, made.id)
+        said = [
+            ConversationEntry(f"msg_{i}", Message("user", "Hi")) for i in range(MAX_KEPT_ITEMS - 1)
+        ]
+        conversations.append(kept, said)
+        await client.conversations.items.create(made.id, items=HELLO)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await client.conversations.items.create(made.id, items=HELLO)
+        assert refused.value.code == "quota_exceeded"
+        assert len(kept.entries) == MAX_KEPT_ITEMS
+        await client.conversations.items.delete("msg_0", conversation_id=made.id)
+        await client.conversations.items.create(made.id, items=HELLO)
