@@ -33,10 +33,10 @@ UNSUPPORTED_FLAGS: Final[Mapping[str, str]] = {
             "--enable-multimodal --limit-mm-per-prompt --mm-processor-kwargs --is-embedding --task "
             "--runner --reward-model"
         ),
-        "tool calls and reasoning are not parsed out of answers": (
+        "the chat template says how answers think and call tools": (
             "--tool-call-parser --reasoning-parser --enable-auto-tool-choice --tool-server"
         ),
-        "constrained decoding is not implemented": (
+        "grammars are always llguidance's": (
             "--grammar-backend --guided-decoding-backend --structured-outputs-config"
         ),
         "KV that leaves the device is recomputed, not offloaded": (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -106,10 +106,6 @@ class GrammarCompiler:
             raise InvalidRequest(f"a grammar has up to {MAX_GRAMMAR_BYTES} bytes", param="grammar")
         try:
             source = _source(grammar)
-            if grammar.behind is not None:
-                is_lark = grammar.kind == "lark"
-                held = {"lark_grammar": source} if is_lark else json.loads(source)["grammars"][0]
-                source = _behind(grammar.behind, held)
         except ValueError as error:
             raise refusal(grammar, str(error)) from error
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
@@ -142,13 +138,19 @@ def compiled_bytes(grammar: Grammar) -> int:
     return COMPILED_BYTES + COMPILED_BYTES_PER_BYTE * len(text)
 
 
-def _behind(token_id: int, held: dict[str, Any]) -> str:
-    """Return a grammar that takes any text up to a token, and space, before what `held` does."""
-    whole = f"start: TEXT <[{token_id}]> SPACE @held\nTEXT: /(.|\\n)*/\nSPACE: /[ \\n]*/"
-    return json.dumps({"grammars": [{"lark_grammar": whole}, {**held, "name": "held"}]})
-
-
 def _source(grammar: Grammar) -> str:
+    answer = _answer_source(grammar)
+    if not grammar.before:
+        return answer
+    if grammar.kind == "lark":
+        named = {"lark_grammar": grammar.text}
+    else:
+        (named,) = json.loads(answer)["grammars"]
+    rules = {"lark_grammar": f"start: before @answer\n{grammar.before}"}
+    return json.dumps({"grammars": [rules, {**named, "name": "answer"}]})
+
+
+def _answer_source(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON)

@@ -24,13 +24,13 @@ class Grammar(msgspec.Struct, frozen=True):
     """Say what a turn's output must match, from its first token on.
 
     `text`: a JSON schema, a regular expression that matches the whole output, or a Lark grammar
-    whose rule `start` does (llguidance's syntax). `behind`: the token that ends what the model
-    thinks; the grammar holds behind it, and the output has it.
+    whose rule `start` does (llguidance's syntax). `before`: Lark rules, of which `before` says
+    what comes first, a thought; "": nothing.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
-    behind: int | None = None
+    before: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -127,7 +127,8 @@ class TextOptions:
     `stop` strings end the turn; they are cut unless `keep_stop` is set. The history keeps the
     tokens up to the one that completed the stop string. Answers to messages are parted into text,
     reasoning and calls; stop strings are those of the text. Without `may_call` calls are text;
-    with `is_one_call` the turn ends where a second call begins, which is dropped.
+    with `is_one_call` the turn ends where a second call begins, which is dropped. `must_call`: the
+    name of the tool that the answer must call, "" where any will do, None where it need not.
     """
 
     stop: tuple[str, ...] = ()
@@ -135,6 +136,7 @@ class TextOptions:
     skip_special_tokens: bool = True
     may_call: bool = True
     is_one_call: bool = False
+    must_call: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

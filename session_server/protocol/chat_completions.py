@@ -47,11 +47,11 @@ from session_server.protocol.openai_body import (
 from session_server.protocol.tools import (
     MAX_CALLS,
     CallId,
-    NamedTool,
     ToolCallBody,
     ToolChoice,
     Tools,
     calls_of,
+    must_call,
     tool_texts,
 )
 
@@ -128,8 +128,7 @@ class ChatCall:
 
     `session`: the client's name for the session, None where it names none. `hint`: what such a
     call says about its conversation, which other conversations may share. `is_append`: the session
-    is open, and the messages are new. `num_choices`: answers asked for. `must_call`: the name
-    of the tool that the answer must call, "" where any will do, None where it need not.
+    is open, and the messages are new. `num_choices`: answers asked for.
     """
 
     request: TurnRequest
@@ -139,7 +138,6 @@ class ChatCall:
     stream: bool
     options: StreamOptions
     num_choices: int = 1
-    must_call: str | None = None
 
     @property
     def input(self) -> ChatInput:
@@ -183,6 +181,7 @@ def parse_chat(body: ChatBody, *, turn_id: str, hint: str, defaults: SamplingPar
             text_options(sampling),
             may_call=body.tool_choice != "none",
             is_one_call=body.parallel_tool_calls is False,
+            must_call=must_call(body.tool_choice),
         ),
         priority=body.priority or 0,
         on_disconnect="cancel",
@@ -195,14 +194,7 @@ def parse_chat(body: ChatBody, *, turn_id: str, hint: str, defaults: SamplingPar
         stream=bool(body.stream),
         options=body.stream_options or StreamOptions(),
         num_choices=body.n or 1,
-        must_call=_must_call(body.tool_choice),
     )
-
-
-def _must_call(choice: ToolChoice | None) -> str | None:
-    if isinstance(choice, NamedTool):
-        return choice.function.name
-    return "" if choice == "required" else None
 
 
 def session_id_of(name: str) -> str:

@@ -37,7 +37,15 @@ from session_server.core.session_events import (
 from session_server.protocol import grammars
 from session_server.protocol.errors import to_invalid_request
 from session_server.protocol.grammars import GrammarText, JsonSchema
-from session_server.protocol.tools import MAX_CALLS, Arguments, CallId, Tools, tool_texts
+from session_server.protocol.tools import (
+    MAX_CALLS,
+    Arguments,
+    CallId,
+    ToolChoice,
+    Tools,
+    must_call,
+    tool_texts,
+)
 
 MAX_MESSAGES: Final = 256
 MAX_CONTENT_CHARS: Final = 1 << 20
@@ -196,7 +204,7 @@ class TurnFields(InputFields, frozen=True, kw_only=True):
     continues: Annotated[bool, doc("no input: go on from the last answer")] = msgspec.field(
         name="continue", default=False
     )
-    tool_choice: Annotated[Literal["auto", "none"], doc("`none`: calls are text")] = "auto"
+    tool_choice: Annotated[ToolChoice, doc("which tools the answer may or must call")] = "auto"
     sampling: Annotated[SamplingBody, doc("see below")] | None = None
     generate: Annotated[bool, doc("false: compute the input, answer nothing")] = True
     queue: Annotated[bool, doc("false: refuse instead of waiting behind a running turn")] = True
@@ -402,7 +410,11 @@ def turn_request(
         turn_id=fields.turn_id or new_turn_id(),
         input=_continued_input(fields) if fields.continues else _turn_input(fields),
         sampling=params,
-        text=replace(text_options(sampling), may_call=fields.tool_choice != "none"),
+        text=replace(
+            text_options(sampling),
+            may_call=fields.tool_choice != "none",
+            must_call=must_call(fields.tool_choice),
+        ),
         priority=fields.priority,
         queue=fields.queue,
         on_disconnect=fields.on_disconnect or on_disconnect,

@@ -31,6 +31,8 @@ from session_server.protocol.tools import (
     FunctionBody,
     ToolBody,
     ToolName,
+    ToolOrFunction,
+    must_call,
     tool_texts,
 )
 
@@ -61,7 +63,9 @@ class RealtimeSettings(SamplingFields, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    tool_choice: Annotated[Literal["auto", "none"], doc("no others are offered")] | None = None
+    tool_choice: (
+        Annotated[ToolOrFunction, doc("which tools the answer may or must call")] | None
+    ) = None
 
     def changed_by(self, other: RealtimeSettings) -> RealtimeSettings:
         """Return these settings, with those that the other names."""
@@ -77,10 +81,9 @@ class RealtimeSettings(SamplingFields, frozen=True, kw_only=True):
         limit = self.max_output_tokens
         num_tokens = limit if isinstance(limit, int) else MAX_OUTPUT_TOKENS
         body = sampling_of(self, max_tokens=num_tokens, param="max_output_tokens")
-        may_call = self.tool_choice != "none"
-        return sampling_params(body, defaults=defaults), replace(
-            text_options(body), may_call=may_call
-        )
+        choice = self.tool_choice
+        text = replace(text_options(body), may_call=choice != "none", must_call=must_call(choice))
+        return sampling_params(body, defaults=defaults), text
 
     @property
     def tool_texts(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from session_server.protocol.openai_body import (
 )
 from session_server.protocol.response_body import FunctionToolBody, ResponseBody
 from session_server.protocol.response_items import MAX_ITEMS, FindItem, InputItemBody, messages_of
-from session_server.protocol.tools import MAX_TOOLS, tool_texts
+from session_server.protocol.tools import MAX_TOOLS, ToolOrFunction, must_call, tool_texts
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -99,7 +99,7 @@ class ResponseFields(SamplingFields, frozen=True, kw_only=True):
     prompt_cache_key: Annotated[Name, doc("shown with the response")] | None = None
     safety_identifier: Annotated[Name, doc("shown with the response")] | None = None
     user: Annotated[Name, doc("shown with the response")] | None = None
-    parallel_tool_calls: Annotated[bool, doc("false is not offered with tools")] | None = None
+    parallel_tool_calls: Annotated[bool, doc("false: one call at most")] | None = None
     max_tool_calls: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
     truncation: Annotated[str, doc("only `disabled` is offered")] | None = None
     text: Annotated[TextConfigBody, doc("`format`")] | None = None
@@ -110,7 +110,9 @@ class ResponseFields(SamplingFields, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    tool_choice: Annotated[Any, doc("only `auto` and `none` are offered")] = None
+    tool_choice: (
+        Annotated[ToolOrFunction, doc("which tools the answer may or must call")] | None
+    ) = None
     context_management: NotOffered = None
     moderation: NotOffered = None
     prompt: NotOffered = None
@@ -250,8 +252,6 @@ def parse_response(
     refuse_unsupported(
         fields,
         truncation=fields.truncation not in (None, "disabled"),
-        tool_choice=fields.tool_choice not in (None, "auto", "none"),
-        parallel_tool_calls=bool(fields.tools) and fields.parallel_tool_calls is False,
     )
     if fields.previous_response_id is not None and fields.conversation is not None:
         raise InvalidRequest(
@@ -332,8 +332,13 @@ def _sampling(
     form = _format(fields)
     grammar = of_format(form.type, {"name": form.name, "schema": form.schema}, "text.format")
     held = msgspec.structs.replace(defaults, grammar=grammar)
-    may_call = fields.tool_choice != "none"
-    return sampling_params(body, defaults=held), replace(text_options(body), may_call=may_call)
+    text = replace(
+        text_options(body),
+        may_call=fields.tool_choice != "none",
+        is_one_call=fields.parallel_tool_calls is False,
+        must_call=must_call(fields.tool_choice),
+    )
+    return sampling_params(body, defaults=held), text
 
 
 def _format(fields: ResponseFields) -> TextFormatBody:

@@ -79,13 +79,31 @@ class NamedTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     function: NamedFunction
 
 
+class FunctionChoice(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """The function that the answer must call."""
+
+    name: ToolName
+
+
 ToolChoice = Literal["auto", "none", "required"] | NamedTool
+ToolOrFunction = Literal["auto", "none", "required"] | FunctionChoice
+"""The same as Responses and Realtime write it."""
+
 Tools = Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)]
 
 
 def tool_texts(tools: Sequence[ToolBody]) -> tuple[str, ...]:
     """Return tools as the JSON texts that chat templates get."""
     return tuple(msgspec.json.encode(tool).decode() for tool in tools)
+
+
+def must_call(choice: ToolChoice | ToolOrFunction | None) -> str | None:
+    """Return the name of the tool that an answer must call; "": any of them, None: it need not."""
+    match choice:
+        case NamedTool(function=NamedFunction(name=name)) | FunctionChoice(name=name):
+            return name
+        case _:
+            return "" if choice == "required" else None
 
 
 def calls_of(bodies: Sequence[ToolCallBody]) -> tuple[ToolCall, ...]:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import chain
-from typing import Final
-
-import msgspec
 
 from session_server.core.ids import new_call_id
-from session_server.core.sampling import SamplingParams, TokenLogprob
+from session_server.core.sampling import TokenLogprob
 from session_server.core.session_events import Message, TextOptions, ToolCallDelta
+from session_server.sessions.answer_grammar import thinking_after
 from session_server.sessions.prompt import Continued, Prompt
+from session_server.text.answer_format import Thinking
 from session_server.text.answer_parser import AnswerParser
 from session_server.text.answer_pieces import AnswerPieces
 from session_server.text.detokenizer import Detokenizer
 from session_server.text.model_text import ModelText
 from session_server.text.stops import StopMatcher
-
-_TAIL_TOKENS: Final = 16
-"""The end of a prompt that says whether the answer begins in the middle of reasoning."""
 
 
 class Answer:
@@ -156,35 +152,10 @@ class Answer:
         return delta.index == 0 or not self._options.is_one_call
 
 
-def held_behind_thoughts(
-    model: ModelText, prompt: Prompt, sampling: SamplingParams
-) -> SamplingParams:
-    """Return `sampling` with a grammar that holds behind the thoughts in whose middle the answer
-    begins, if it does and a token ends them."""
-    grammar, markers = sampling.grammar, model.answer_format.reasoning
-    if grammar is None or markers is None or prompt.is_raw or not _is_thinking(model, prompt):
-        return sampling
-    grammar = msgspec.structs.replace(grammar, behind=model.tokenizer.token_to_id(markers[1]))
-    return msgspec.structs.replace(sampling, grammar=grammar)
-
-
 def _parser_of(model: ModelText, options: TextOptions, prompt: Prompt) -> AnswerParser:
     return model.answer_format.parser(
         has_tools=bool(prompt.tools) and options.may_call,
-        starts_in_reasoning=_is_thinking(model, prompt),
+        starts_in_reasoning=thinking_after(model, prompt) is Thinking.OPEN,
         new_call_id=new_call_id,
         tools=prompt.tools,
     )
-
-
-def _is_thinking(model: ModelText, prompt: Prompt) -> bool:
-    """Return whether an answer begins in the middle of reasoning."""
-    ids = prompt.tokens if prompt.continued is None else prompt.continued.tail
-    try:
-        tail = model.tokenizer.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-    except BaseException:  # noqa: BLE001 - `tokenizers` raises the bare class, or panics
-        tail = ""  # this answer cannot be decoded either
-    if prompt.continued is not None and prompt.continued.said.reasoning:
-        has_thought = model.answer_format.closes_reasoning(tail)
-        return not (prompt.continued.said.content or has_thought)
-    return model.answer_format.opens_reasoning(tail)

@@ -38,6 +38,7 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnRequest,
 )
+from session_server.sessions.answer_grammar import held_request
 from session_server.sessions.drafts import SessionDrafts
 from session_server.sessions.drain import Drain
 from session_server.sessions.edits import HistoryEdits
@@ -300,7 +301,8 @@ class SessionManager:
             return session.ended_view(request.turn_id, ended)
         turn = session.find(request.turn_id)
         if turn is None:
-            turn = self._new_turn(session, with_allowed_priority(request, owner), digest)
+            held = held_request(self.text, request, session.transcript.tools_of(request.input))
+            turn = self._new_turn(session, with_allowed_priority(held, owner), digest)
             turn.on_end = on_end
             self.drafts.stop(session)
             self._flow.enqueue(session, turn)

@@ -30,6 +30,7 @@ from session_server.core.session_events import (
     TurnInput,
 )
 from session_server.sessions.views import HistoryMode
+from session_server.text.answer_format import Thinking
 from session_server.text.chat_encoder import ChatEncoder, check_roles
 from session_server.text.chat_template import RenderFrame
 from session_server.text.model_text import ModelText
@@ -396,7 +397,7 @@ def _encode_beginning(
     else:
         keep_len, ids, skip = yield from _encode_pending(text, state, before, frame)
     prompt = text.tokenizer.decode(ids[-NUM_TAIL:], skip_special_tokens=False)
-    if said.reasoning or text.answer_format.opens_reasoning(prompt):
+    if said.reasoning or text.answer_format.thinking_after(prompt) is Thinking.OPEN:
         raise UnsupportedOperation(
             "an answer that was changed and begins with reasoning cannot go on", param="continue"
         )

@@ -21,6 +21,7 @@ from session_server.core.session_events import (
     TurnInput,
     TurnRequest,
 )
+from session_server.sessions.answer_grammar import longest_form
 from session_server.sessions.daemon_threads import DaemonThreads
 from session_server.sessions.fair_slots import FairSlots
 from session_server.sessions.prompt import (
@@ -125,7 +126,8 @@ class PromptBuilder:
     ) -> bool:
         """Return whether answers can be held to the turn's grammar, as far as is known; False if
         `on_checked` will be called with why not: InvalidRequest, ServerBusy."""
-        grammar = turn.request.sampling.grammar
+        asked = turn.request.sampling.grammar
+        grammar = None if asked is None else longest_form(self._text, asked)
         if grammar is None or self._text.grammars.knows(grammar):
             return True
 

@@ -110,6 +110,16 @@ class Transcript:
         """Return an id for the next item; ids count up and are never reused in this session."""
         return self._items.new_id()
 
+    def tools_of(self, turn_input: TurnInput) -> tuple[str, ...]:
+        """Return the tools that an answer to this input may call."""
+        match turn_input:
+            case ChatInput(is_whole=is_whole, tools=tools):
+                return tools if is_whole else tools or self._tools
+            case ContinueInput():
+                return self._tools
+            case _:
+                return ()
+
     def state(self, turn_input: TurnInput | None = None) -> PromptState:
         """Return what the next turn's prompt depends on, if that turn's input is this."""
         tools = self._tools

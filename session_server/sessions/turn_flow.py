@@ -43,7 +43,8 @@ from session_server.core.session_events import (
     TurnEnd,
     TurnProgress,
 )
-from session_server.sessions.answer import Answer, held_behind_thoughts
+from session_server.sessions.answer import Answer
+from session_server.sessions.answer_grammar import held_behind_thought
 from session_server.sessions.backlog import SLICE, Backlog
 from session_server.sessions.engine_copies import EngineCopies
 from session_server.sessions.engine_link import EngineLink
@@ -341,7 +342,7 @@ class TurnFlow:
         max_len = self._link.ready.max_turn_len
         try:
             sampling = fit_sampling(turn.request.sampling, prompt, max_len)
-            sampling = held_behind_thoughts(self._text, prompt, sampling)
+            sampling = held_behind_thought(self._text, prompt, sampling)
             if not turn.is_charged:  # once, however often it is sent to the engine again
                 num_tokens = len(prompt.tokens)
                 self._quotas.input_rate.charge(session.owner, num_tokens, now_s=self._clock())

@@ -6,6 +6,7 @@ stand in it are those that answers have.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final
@@ -39,6 +40,14 @@ _BARE: Final = ("<|python_tag|>", '"parameters": dictionary')
 """What stands in templates of models that write calls as bare objects: Llama 3.1's and 3.2's."""
 
 _INNER: Final = (DEEPSEEK_BEGIN, DEEPSEEK_SEP, DEEPSEEK_END, MISTRAL_ARGS, MISTRAL_ID)
+
+
+class Thinking(enum.Enum):
+    """Say where an answer begins: in the middle of a thought, where one may begin, or behind it."""
+
+    OPEN = enum.auto()
+    POSSIBLE = enum.auto()
+    OVER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +92,19 @@ class AnswerFormat:
         """Return what stands before and behind reasoning."""
         return self._markup.reasoning
 
-    def opens_reasoning(self, prompt: str) -> bool:
-        """Return whether an answer to `prompt` begins within reasoning."""
-        return self._markup.opens_reasoning(prompt)
+    @property
+    def is_harmony(self) -> bool:
+        """Return whether an answer is several messages, each on a channel."""
+        return self._markup.is_harmony
+
+    def thinking_after(self, prompt: str) -> Thinking:
+        """Return where an answer to `prompt` begins."""
+        if self._markup.opens_reasoning(prompt):
+            return Thinking.OPEN
+        can_think = self._markup.is_harmony or self._markup.reasoning is not None
+        if not can_think or self._markup.closes_reasoning(prompt):
+            return Thinking.OVER
+        return Thinking.POSSIBLE
 
     def closes_reasoning(self, said: str) -> bool:
         """Return whether an answer that has said this has just ended its reasoning."""

@@ -60,6 +60,8 @@ class Markup:
 
     def closes_reasoning(self, said: str) -> bool:
         """Return whether an answer that has said this has just ended its reasoning."""
+        if self.is_harmony:
+            return said.endswith("<|channel|>final<|message|>")
         return self.reasoning is not None and said.rstrip().endswith(self.reasoning[1])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from session_server.core.errors import InvalidRequest, UnsupportedOperation
 from session_server.core.sampling import Grammar
 from session_server.text.model_text import ModelText
+from session_server.text.thought_grammar import marker_of
 
 
 def call_grammar(
@@ -44,12 +45,14 @@ def _grammar(model: ModelText, tools: Sequence[str], *, name: str | None, is_one
     markers = model.answer_format.call_markers
     if "<tool_call>" in markers:
         key = "arguments"
-        whole = f'{_text(model, "<tool_call>")} "\\n" call "\\n" {_text(model, "</tool_call>")}'
+        whole = (
+            f'{marker_of(model, "<tool_call>")} "\\n" call "\\n" {marker_of(model, "</tool_call>")}'
+        )
         calls = whole if is_one else f'{whole} ("\\n" {whole})*'
     elif "[TOOL_CALLS]" in markers and "[ARGS]" not in markers:
         key = "arguments"
         more = "" if is_one else '(", " call)*'
-        calls = f'{_text(model, "[TOOL_CALLS]")} " "? "[" call {more} "]"'
+        calls = f'{marker_of(model, "[TOOL_CALLS]")} " "? "[" call {more} "]"'
     elif model.answer_format.has_bare_calls:
         key, calls = "parameters", "call"
     else:
@@ -59,19 +62,7 @@ def _grammar(model: ModelText, tools: Sequence[str], *, name: str | None, is_one
         )
     rules = [f"call_{number}: %json {_schema(each, key)}" for number, each in enumerate(wanted)]
     call = " | ".join(f"call_{number}" for number in range(len(wanted)))
-    thought = ""
-    if (markers_of_thoughts := model.answer_format.reasoning) is not None:
-        opened, closed = (_text(model, marker) for marker in markers_of_thoughts)
-        # The prompt may have opened it. What begins like a call is no thought.
-        thought = rf"({opened}? /([^<](.|\n)*)?/ {closed} /[ \n]*/)?"
-    start = f"start: {thought} {calls}"
-    return Grammar("lark", "\n".join([start, f"call: {call}", *rules]))
-
-
-def _text(model: ModelText, text: str) -> str:
-    """Return a marker as a grammar has it: as its token, where it is one."""
-    token_id = model.tokenizer.token_to_id(text)
-    return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+    return Grammar("lark", "\n".join([f"start: {calls}", f"call: {call}", *rules]))
 
 
 def _schema(function: dict[str, Any], key: str) -> str:

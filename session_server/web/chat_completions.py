@@ -11,19 +11,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from session_server.core.errors import (
-    InvalidRequest,
-    SessionNotFound,
-    SessionServerError,
-)
+from session_server.core.errors import SessionNotFound, SessionServerError
 from session_server.core.sampling import TokenLogprob
 from session_server.core.session_events import TurnEnd
 from session_server.protocol.chat_answer import (
@@ -40,8 +35,6 @@ from session_server.protocol.chat_completions import ChatBody, ChatCall, parse_c
 from session_server.sessions.conversations import UnnamedConversations
 from session_server.sessions.journal import Journal
 from session_server.sessions.views import OpenRequest, TurnView
-from session_server.text.call_grammar import call_grammar
-from session_server.text.model_text import ModelText
 from session_server.web.completion_run import (
     ChoiceTurn,
     CompletionRun,
@@ -82,23 +75,9 @@ async def create_chat_completion(request: Request, caller: Caller) -> Response:
         hint=next(filter(None, hints), ""),
         defaults=caller.services.model.defaults,
     )
-    if chat.must_call is not None:
-        chat = _held_to_a_call(chat, caller.sessions.text)
     unnamed: UnnamedConversations = request.app.state.unnamed
     run = await until_disconnect(start_chat(caller, chat, unnamed), request.receive)
     return await run.response(request.receive, chat.request.turn_id, is_streamed=chat.stream)
-
-
-def _held_to_a_call(chat: ChatCall, model: ModelText) -> ChatCall:
-    """Return a call whose answer must call a tool. Raises InvalidRequest, UnsupportedOperation."""
-    request = chat.request
-    if request.sampling.grammar is not None:
-        message = "tool_choice and a grammar cannot both be set."
-        raise InvalidRequest(message, param="tool_choice")
-    is_one, name = request.text.is_one_call, chat.must_call or None
-    grammar = call_grammar(model, chat.input.tools, name=name, is_one=is_one)
-    sampling = msgspec.structs.replace(request.sampling, grammar=grammar)
-    return replace(chat, request=replace(request, sampling=sampling))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ import pytest
 from session_server.core.errors import InvalidRequest
 from session_server.core.grammar import GrammarCompiler
 from session_server.core.sampling import Grammar
+from session_server.text.answer_format import Thinking
 from session_server.text.model_text import ModelText
+from session_server.text.thought_grammar import thought_rules
 from tests.text.local_text import load_local_text
 from tests.text.tiny_models import write_model
 
@@ -27,11 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
 @pytest.mark.parametrize("kind", HELD)
 def test_anything_may_be_thought_before_the_form(model: ModelText, kind: str) -> None:
     text, right, wrong = HELD[kind]
-    end = model.tokenizer.token_to_id("</think>")
+    before = thought_rules(model, Thinking.OPEN)
     compiler = GrammarCompiler(
         model.tokenizer.backend_tokenizer.to_str(), eos_token_ids=model.eos_token_ids
     )
-    held = compiler.compile(Grammar(kind, text, behind=end))  # type: ignore[arg-type]
+    held = compiler.compile(Grammar(kind, text, before=before))  # type: ignore[arg-type]
 
     def matches(said: str) -> bool:
         matcher = held.matcher.deep_copy()
@@ -44,4 +46,4 @@ def test_anything_may_be_thought_before_the_form(model: ModelText, kind: str) ->
         assert not matches(thought)
     assert not matches(right)
     with pytest.raises(InvalidRequest):
-        compiler.compile(Grammar("lark", "start: other", behind=end))
+        compiler.compile(Grammar("lark", "start: other", before=before))

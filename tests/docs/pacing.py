@@ -191,7 +191,7 @@ BOUND_NOTHING = frozenset(
         "session_server.protocol.realtime_conversation:WIDE_CHAR_BYTES",
         "session_server.protocol.realtime_conversation:UNTOLD",
         "session_server.sessions.prompt:_PROBE_CHARS_PER_TOKEN",
-        "session_server.sessions.answer:_TAIL_TOKENS",
+        "session_server.sessions.answer_grammar:_TAIL_TOKENS",
         "session_server.protocol.frames:SCORE_CHARS",
         "session_server.sessions.prompt:NUM_TAIL",
         "session_server.sessions.quotas:_MINUTE_S",

@@ -129,10 +129,10 @@ def test_tools_and_calls_are_those_of_the_turn() -> None:
     assert not chat.request.text.is_one_call
     assert parsed(tools=[TOOL], parallel_tool_calls=False).request.text.is_one_call
     assert not parsed(tools=[TOOL], tool_choice="none").request.text.may_call
-    assert parsed(tools=[TOOL], tool_choice="auto").must_call is None
-    assert parsed(tools=[TOOL], tool_choice="required").must_call == ""
+    assert parsed(tools=[TOOL], tool_choice="auto").request.text.must_call is None
+    assert parsed(tools=[TOOL], tool_choice="required").request.text.must_call == ""
     named = {"type": "function", "function": {"name": "weather"}}
-    assert parsed(tools=[TOOL], tool_choice=named).must_call == "weather"
+    assert parsed(tools=[TOOL], tool_choice=named).request.text.must_call == "weather"
 
 
 @pytest.mark.parametrize(

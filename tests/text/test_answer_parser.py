@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from session_server.core.session_events import ToolCall, ToolCallDelta
-from session_server.text.answer_format import AnswerFormat
+from session_server.text.answer_format import AnswerFormat, Thinking
 from session_server.text.answer_literals import MAX_DEPTH, MAX_SCALAR_CHARS
 from session_server.text.answer_parser import AnswerParser
 from session_server.text.answer_pieces import AnswerPieces
@@ -298,8 +298,10 @@ def test_reasoning_ends_before_the_answer(start: str, end: str) -> None:
     assert parse(template, f"{start}\n\n{end}\n\n") == ("", "", [])
     assert parse(template, f"Then {start} x {end}") == (f"Then {start} x {end}", "", [])
     assert parse(template, " \nThen") == (" \nThen", "", [])
-    assert AnswerFormat.of(template, ()).opens_reasoning(f"assistant\n{start}\n")
-    assert not AnswerFormat.of(template, ()).opens_reasoning(f"assistant\n{start}{end}")
+    where = AnswerFormat.of(template, ()).thinking_after
+    assert where(f"assistant\n{start}\n") is Thinking.OPEN
+    assert where(f"assistant\n{start}{end}\n\n") is Thinking.OVER
+    assert where("assistant\n") is Thinking.POSSIBLE
 
 
 def test_a_call_in_reasoning_is_reasoning() -> None:
@@ -333,7 +335,11 @@ def test_channels_of_harmony() -> None:
     assert parse(HARMONY, "<|channel|>analysis")[0] == "<|channel|>analysis"
     assert parse(HARMONY, " to=you<|channel|>final<|message|>Yes.") == ("Yes.", "", [])
     assert parse(HARMONY, " to=you") == (" to=you", "", [])
-    assert AnswerFormat.of(HARMONY, ()).opens_reasoning("<|channel|>analysis<|message|>")
+    where = AnswerFormat.of(HARMONY, ()).thinking_after
+    assert where("<|channel|>analysis<|message|>") is Thinking.OPEN
+    assert where("<|channel|>final<|message|>") is Thinking.OVER
+    assert where("<|start|>assistant") is Thinking.POSSIBLE
+    assert AnswerFormat().thinking_after("assistant\n<think>") is Thinking.OVER
 
 
 def test_a_template_without_markup_passes_everything_on_at_once() -> None:

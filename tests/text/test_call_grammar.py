@@ -69,14 +69,6 @@ def test_calls_of_the_tools_and_nothing_else(models: dict[str, ModelText], kind:
         assert not matches(model, written(kind, ONE, OTHER), is_one=True)
 
 
-def test_thoughts_may_come_first(models: dict[str, ModelText]) -> None:
-    call = written("thinking_tools", ONE)
-    for text in ("<think>\nSo.\n</think>\n\n", "So.\n</think>\n\n"):
-        assert matches(models["thinking_tools"], text + call)
-        assert not matches(models["thinking_tools"], text + "Hello")
-    assert not matches(models["hermes"], "<think>\nSo.\n</think>\n\n" + call)
-
-
 def test_what_cannot_be_asked_for_is_refused(models: dict[str, ModelText]) -> None:
     with pytest.raises(InvalidRequest):
         call_grammar(models["hermes"], TOOLS, name="other", is_one=False)

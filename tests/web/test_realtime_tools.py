@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from tests.sessions.paper_engine import PaperEngine
 from tests.web.realtime_client import realtime, usage
 from tests.web.serving import Served
-from tests.web.test_tools import CALL, THOUGHT, say, talks
+from tests.web.test_tools import CALL, THOUGHT, held_to, say, talks
 
 TOOL = {
     "type": "function",
@@ -96,3 +96,28 @@ async def test_without_calls_a_call_is_text(this: Served[PaperEngine], client: A
         say(this, CALL)
         response = await wire.answer(tools=[TOOL], tool_choice="none", **LONG)
         assert [item["type"] for item in response["output"]] == ["message"]
+
+
+@talks("hermes")
+async def test_an_answer_that_must_call_is_held_to_calls(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    named = {"type": "function", "name": "weather"}
+    async with realtime(this.url) as wire:
+        await wire.send("session.update", session={"tools": [TOOL], "tool_choice": "required"})
+        assert (await wire.until("session.updated"))["session"]["tool_choice"] == "required"
+        await wire.say("What is the weather?")
+        for options in ({}, {"tool_choice": named}):
+            say(this, CALL)
+            response = await wire.answer(**options, **LONG)
+            assert [item["type"] for item in response["output"]] == ["function_call"]
+            grammar = held_to(this)
+            assert grammar is not None
+            assert '{"const": "weather"}' in grammar.text
+        await wire.send("response.create", response={"tool_choice": {**named, "name": "time"}})
+        error = (await wire.until("error"))["error"]
+        assert error["param"] == "tool_choice"
+        say(this, "Hello.")
+        response = await wire.answer(tool_choice="auto", **LONG)
+        assert [item["type"] for item in response["output"]] == ["message"]
+        assert held_to(this) is None

@@ -15,7 +15,7 @@ from tests.sessions.paper_engine import PaperEngine
 from tests.web.serving import Served
 from tests.web.test_responses import cached, checked, session_of, total
 from tests.web.test_responses_socket import code_of, lanes_of
-from tests.web.test_tools import CALL, THOUGHT, say, talks
+from tests.web.test_tools import CALL, THOUGHT, held_to, say, talks
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -142,7 +142,49 @@ async def test_tool_choice_none_makes_calls_text(
     say(this, CALL)
     response = await ask(client, "Weather?", tool_choice="none")
     assert [item.type for item in response.output] == ["message"]
-    for option in ({"tool_choice": "required"}, {"parallel_tool_calls": False}):
+
+
+@talks("hermes")
+async def test_an_answer_that_must_call_is_held_to_calls(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    weather = {"type": "function", "name": "weather"}
+    asked: list[Any] = ["required", weather]
+    for choice in asked:
+        say(this, CALL)
+        response = await ask(client, "Weather?", tool_choice=choice)
+        assert [item.type for item in response.output] == ["function_call"]
+        shown = response.to_dict()["tool_choice"]
+        assert shown == choice
+        grammar = held_to(this)
+        assert grammar is not None
+        assert '{"const": "weather"}' in grammar.text
+    async with lanes_of(this) as lanes:
+        say(this, CALL)
+        options = {"tools": [TOOL], "max_output_tokens": 400, "tool_choice": weather}
+        first = await lanes.ask("Weather?", **options)
+        assert [item["type"] for item in first["output"]] == ["function_call"]
+        assert held_to(this) == grammar
+        error = await lanes.ask("Weather?", **options | {"tools": []})
+        assert (code_of(error), error["error"]["param"]) == ("invalid_request", "tool_choice")
+    wrong: list[dict[str, Any]] = [
+        {"tool_choice": {"type": "function", "name": "time"}},
+        {"tool_choice": "required", "tools": []},
+    ]
+    for options in wrong:
         with pytest.raises(openai.BadRequestError) as refused:
-            await ask(client, "Weather?", **option)
-        assert refused.value.code == "unsupported_operation"
+            await ask(client, "Weather?", **options)
+        assert refused.value.param == "tool_choice"
+    with pytest.raises(openai.BadRequestError) as refused:
+        await ask(client, "Weather?", tool_choice={"type": "web_search_preview"})
+    assert refused.value.param == "tool_choice.type"
+
+
+@talks("hermes")
+async def test_one_call_at_most(this: Served[PaperEngine], client: AsyncOpenAI) -> None:
+    say(this, CALL + CALL.replace("Oslo", "Rome"))
+    response = await ask(client, "Weather?", parallel_tool_calls=False)
+    (call,) = response.output
+    assert call.type == "function_call"
+    assert json.loads(call.arguments) == {"city": "Oslo"}
+    assert (response.status, response.parallel_tool_calls) == ("completed", False)

@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from session_server.core.commands import SubmitTurn
 from session_server.core.owner import ANONYMOUS
+from session_server.core.sampling import Grammar
 from session_server.sessions.manager import SessionManager
 from session_server.sessions.quotas import SessionLimits
 from session_server.sessions.salts import TenantSalts
@@ -81,6 +82,12 @@ def talks(
 async def ask(client: AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
     options = {"model": "paper", "tools": [tool()], "max_tokens": 400} | options
     return await client.chat.completions.create(messages=messages, **options)
+
+
+def held_to(this: Served[PaperEngine]) -> Grammar | None:
+    """The grammar of the turn submitted last."""
+    *_, submitted = (each for each in this.engine.seen if isinstance(each, SubmitTurn))
+    return submitted.sampling.grammar
 
 
 def result_of(call: Any) -> dict[str, str]:
@@ -209,15 +216,17 @@ async def test_an_answer_that_must_call_is_held_to_the_notation_of_calls(
     say(this, CALL)
     completion = await ask(client, HELLO, tool_choice="required")
     assert completion.choices[0].finish_reason == "tool_calls"
-    (submitted,) = [each for each in this.engine.seen if isinstance(each, SubmitTurn)]
-    grammar = submitted.sampling.grammar
+    grammar = held_to(this)
     assert grammar is not None
     assert '{"const": "weather"}' in grammar.text
+    say(this, CALL)
+    form = {"type": "json_object"}
+    both = await ask(client, HELLO, tool_choice="required", response_format=form)
+    assert both.choices[0].finish_reason == "tool_calls", "a format is that of the text"
     named = {"type": "function", "function": {"name": "time"}}
     wrong: list[dict[str, Any]] = [
         {"tool_choice": named},
         {"tool_choice": "required", "tools": []},
-        {"tool_choice": "required", "response_format": {"type": "json_object"}},
     ]
     for options in wrong:
         with pytest.raises(openai.BadRequestError) as refused:
@@ -225,20 +234,79 @@ async def test_an_answer_that_must_call_is_held_to_the_notation_of_calls(
         assert refused.value.param == "tool_choice"
 
 
-@talks("thinking")
-async def test_a_form_holds_behind_the_thoughts_that_the_prompt_has_begun(
+@talks("thinking_tools")
+async def test_a_grammar_begins_behind_the_thought(
     this: Served[PaperEngine], client: AsyncOpenAI
 ) -> None:
-    say(this, "So {.\n</think>\n\n{}", "So.")
-    options = {"tools": openai.NOT_GIVEN, "response_format": {"type": "json_object"}}
-    message = (await ask(client, HELLO, **options)).choices[0].message
-    assert (message.content, message.reasoning_content) == ("{}", "So {.")
-    await client.completions.create(model="paper", prompt="<think>\n", extra_body={"regex": "a"})
-    chat, raw = [each.sampling for each in this.engine.seen if isinstance(each, SubmitTurn)]
-    assert chat.grammar is not None
-    assert raw.grammar is not None
-    assert chat.grammar.behind == this.sessions.text.tokenizer.token_to_id("</think>")
-    assert raw.grammar.behind is None
+    form = {"type": "json_object"}
+    say(this, THOUGHT + "{}")
+    first = await ask(client, HELLO, tools=[], response_format=form)
+    assert (first.choices[0].message.reasoning_content, first.choices[0].message.content) == (
+        "I should look.",
+        "{}",
+    )
+    grammar = held_to(this)
+    assert grammar is not None
+    assert grammar.before.startswith("before: (")
+    assert grammar.text == '{"type":"object"}'
+    say(this, THOUGHT + CALL)
+    await ask(client, HELLO, tool_choice="required")
+    called = held_to(this)
+    assert called is not None
+    assert called.before == grammar.before
+    raw = {"model": "paper", "prompt": "{", "max_tokens": 4, "guided_json": {}}
+    (await this.http.post("/v1/completions", json=raw)).raise_for_status()
+    without = held_to(this)
+    assert without is not None
+    assert without.before == "", "raw text has no thoughts"
+
+
+@talks("thinking")
+async def test_a_grammar_begins_behind_the_thought_that_the_template_opens(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    say(this, "So.</think>{}")
+    done = await ask(client, HELLO, tools=[], response_format={"type": "json_object"})
+    assert (done.choices[0].message.reasoning_content, done.choices[0].message.content) == (
+        "So.",
+        "{}",
+    )
+    grammar = held_to(this)
+    assert grammar is not None
+    assert grammar.before.startswith("before: thought\n")
+
+
+@talks("hermes")
+async def test_several_answers_call_each_for_itself(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    spoken = this.sessions.text.tokenizer.encode_control(CALL)
+    ends = sorted(this.sessions.text.eos_token_ids)
+
+    def next_token(context: Any) -> int:
+        """The call behind any prompt."""
+        said = list(context)
+        for length in range(min(len(spoken), len(said)), -1, -1):
+            if said[len(said) - length :] == spoken[:length]:
+                return spoken[length] if length < len(spoken) else ends[-1]
+        raise AssertionError("nothing is a beginning of the call")
+
+    this.engine.next_token = next_token
+    for choice in ("auto", "required"):
+        done = await ask(client, HELLO, n=3, tool_choice=choice)
+        assert [each.index for each in done.choices] == [0, 1, 2]
+        calls = [call for each in done.choices for call in each.message.tool_calls]
+        assert len({call.id for call in calls}) == len(calls) == 3
+        assert all(json.loads(each.function.arguments) == {"city": "Oslo"} for each in calls)
+        assert {each.finish_reason for each in done.choices} == {"tool_calls"}
+        arguments, reasons = ["", "", ""], ["", "", ""]
+        async for chunk in await ask(client, HELLO, n=3, tool_choice=choice, stream=True):
+            for each in chunk.choices:
+                reasons[each.index] = each.finish_reason or reasons[each.index]
+                for piece in each.delta.tool_calls or ():
+                    arguments[each.index] += piece.function.arguments or ""
+        assert [json.loads(each) for each in arguments] == [{"city": "Oslo"}] * 3
+        assert reasons == ["tool_calls"] * 3
 
 
 @talks("lfm2")
@@ -305,6 +373,19 @@ async def test_the_native_protocol_says_the_same(
     assert answer.json()["text"] == CALL
     first = (await this.http.get(f"/v1/sessions/{session_id}/turns/1")).json()
     assert first["item"]["tool_calls"] == [call]
+    say(this, CALL)
+    body |= {"tool_choice": "required", "turn_id": "held"}
+    turns = f"/v1/sessions/{session_id}/turns"
+    held = (await this.http.post(turns, json=body)).raise_for_status()
+    assert held.json()["item"]["tool_calls"][0]["name"] == "weather"
+    grammar = held_to(this)
+    assert grammar is not None
+    assert '{"const": "weather"}' in grammar.text, "the tools of the conversation"
+    assert (await this.http.post(turns, json=body)).json()["item"] == held.json()["item"]
+    body |= {"turn_id": "time", "tool_choice": {"type": "function", "function": {"name": "time"}}}
+    for wrong in (body, {"text": "x", "tool_choice": "required"}):
+        refused = await this.http.post(turns, json=wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
     copy = await this.open(
         messages=[
             {"role": "user", "content": "Hi"},
