@@ -89,8 +89,8 @@ BUGS = (
         "systematic",
         Edit(
             "session_server.sessions.edits:HistoryEdits.branch",
-            "num_items = _index_of(source, at_item) + 1",
-            "num_items = min(_index_of(source, at_item) + 2, num_items)",
+            'num_items = _index_of(source, at_item, "at_item") + 1',
+            'num_items = min(_index_of(source, at_item, "at_item") + 2, num_items)',
         ),
     ),
 )
