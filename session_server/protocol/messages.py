@@ -205,6 +205,7 @@ class TurnFields(InputFields, frozen=True, kw_only=True):
         name="continue", default=False
     )
     tool_choice: Annotated[ToolChoice, doc("which tools the answer may or must call")] = "auto"
+    parallel_tool_calls: Annotated[bool, doc("false: one call at most")] = True
     sampling: Annotated[SamplingBody, doc("see below")] | None = None
     generate: Annotated[bool, doc("false: compute the input, answer nothing")] = True
     queue: Annotated[bool, doc("false: refuse instead of waiting behind a running turn")] = True
@@ -413,6 +414,7 @@ def turn_request(
         text=replace(
             text_options(sampling),
             may_call=fields.tool_choice != "none",
+            is_one_call=not fields.parallel_tool_calls,
             must_call=must_call(fields.tool_choice),
         ),
         priority=fields.priority,

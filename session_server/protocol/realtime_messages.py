@@ -66,6 +66,7 @@ class RealtimeSettings(SamplingFields, frozen=True, kw_only=True):
     tool_choice: (
         Annotated[ToolOrFunction, doc("which tools the answer may or must call")] | None
     ) = None
+    parallel_tool_calls: Annotated[bool, doc("false: one call at most")] | None = None
 
     def changed_by(self, other: RealtimeSettings) -> RealtimeSettings:
         """Return these settings, with those that the other names."""
@@ -82,7 +83,12 @@ class RealtimeSettings(SamplingFields, frozen=True, kw_only=True):
         num_tokens = limit if isinstance(limit, int) else MAX_OUTPUT_TOKENS
         body = sampling_of(self, max_tokens=num_tokens, param="max_output_tokens")
         choice = self.tool_choice
-        text = replace(text_options(body), may_call=choice != "none", must_call=must_call(choice))
+        text = replace(
+            text_options(body),
+            may_call=choice != "none",
+            is_one_call=self.parallel_tool_calls is False,
+            must_call=must_call(choice),
+        )
         return sampling_params(body, defaults=defaults), text
 
     @property

@@ -117,6 +117,10 @@ async def test_an_answer_that_must_call_is_held_to_calls(
         await wire.send("response.create", response={"tool_choice": {**named, "name": "time"}})
         error = (await wire.until("error"))["error"]
         assert error["param"] == "tool_choice"
+        say(this, CALL + CALL)
+        response = await wire.answer(tool_choice="auto", parallel_tool_calls=False, **LONG)
+        assert [item["type"] for item in response["output"]] == ["function_call"]
+        assert response["status"] == "completed"
         say(this, "Hello.")
         response = await wire.answer(tool_choice="auto", **LONG)
         assert [item["type"] for item in response["output"]] == ["message"]

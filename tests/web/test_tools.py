@@ -382,6 +382,10 @@ async def test_the_native_protocol_says_the_same(
     assert grammar is not None
     assert '{"const": "weather"}' in grammar.text, "the tools of the conversation"
     assert (await this.http.post(turns, json=body)).json()["item"] == held.json()["item"]
+    say(this, CALL + CALL)
+    one = {"turn_id": "one", "tool_choice": "auto", "parallel_tool_calls": False}
+    first_only = (await this.http.post(turns, json=body | one)).json()
+    assert len(first_only["item"]["tool_calls"]) == 1
     body |= {"turn_id": "time", "tool_choice": {"type": "function", "function": {"name": "time"}}}
     for wrong in (body, {"text": "x", "tool_choice": "required"}):
         refused = await this.http.post(turns, json=wrong)
