@@ -1,8 +1,8 @@
 """`python -m tests.mutants [--anew] [--steps N] [name ...]`: search for the seeded bugs that the
-record lacks, or those named, from seed 0 on, in two processes. Each that is found is written down
-at once, so a search that was interrupted goes on where it was. `--anew` forgets the record first;
-do that when the simulator draws its seeds otherwise than before. At the end the table of
-`docs/testing.md` is written.
+record lacks, or those named, from the first seed on that can find it, in two processes. Each that
+is found is written down at once, so a search that was interrupted goes on where it was. `--anew`
+forgets the record first; do that when the simulator draws its seeds otherwise than before. At the
+end the table of `docs/testing.md` is written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tests.mutants.search import BUDGET_STEPS, Found, record, recorded, search
 def find(name: str, max_steps: int) -> Found | None:
     """Search for one bug; a function of the module, so that another process can do it."""
     logging.disable(logging.CRITICAL)  # what a mutant makes the server log is no news
-    return search(MUTANTS[name], itertools.count(), max_steps=max_steps)
+    mutant = MUTANTS[name]
+    return search(mutant, itertools.count(mutant.first_seed), max_steps=max_steps)
 
 
 def search_all(names: Sequence[str], max_steps: int) -> None:

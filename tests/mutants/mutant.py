@@ -47,15 +47,17 @@ class Mutant:
     """One bug somebody could make, or has made.
 
     `bug`: what is wrong, one sentence. `source`: whose bug it was and its scenario, as in
-    "sglang#21875 (L1)", or "systematic". `edits`: each in another function.
+    "sglang#21875 (L1)", or "systematic". `edits`: each in another function. `first_seed`: the first
+    of those that can find it.
     """
 
-    __slots__ = ("bug", "edits", "source")
+    __slots__ = ("bug", "edits", "first_seed", "source")
 
-    def __init__(self, bug: str, source: str, *edits: Edit) -> None:
+    def __init__(self, bug: str, source: str, *edits: Edit, first_seed: int = 0) -> None:
         self.bug = bug
         self.source = source
         self.edits = edits
+        self.first_seed = first_seed
 
     @contextmanager
     def apply(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Final
 
 from tests.mutants import (
     in_books,
+    in_drafts,
     in_layers,
     in_leases,
     in_radix,
@@ -40,6 +41,7 @@ MUTANTS: Final[Mapping[str, Mutant]] = MappingProxyType(
         in_settling,
         in_sessions,
         in_rewrites,
+        in_drafts,
     )
 )
 

@@ -21,7 +21,7 @@ _RECORD: Final = Path(__file__).parent / "found.json"
 @dataclass(frozen=True, slots=True)
 class Found:
     """Where a bug showed: the first seed that finds it, the layer of checks that did, and engine
-    steps from the beginning of seed 0."""
+    steps from the beginning of the mutant's `first_seed`."""
 
     seed: int
     layer: str

@@ -28,6 +28,12 @@ def recount(manager: SessionManager) -> None:
             turns[session.owner] += 1
             history_bytes[session.owner] += turn.reserved_bytes
             turn_bytes[session.owner] += turn.held_bytes
+    drafts = manager.drafts
+    held = {*drafts._newest.items(), *drafts._building.items()}
+    for session, draft in held:
+        turn_bytes[session.owner] += draft.held_bytes
+    for session, tokens in drafts._sent.items():
+        turn_bytes[session.owner] += tokens.nbytes
     # A turn that was canceled while its input is tokenized counts until that has ended.
     tasks = manager._flow.prompt_builder._tasks
     turns_in_work = (each for each in tasks if isinstance(each, SessionTurn))

@@ -28,6 +28,7 @@ from session_server.core.session_events import (
     TurnFailedEntry,
     TurnProgress,
 )
+from tests.sim.client_drafts import ClientDrafts
 from tests.sim.failure import Broken, Layer
 from tests.sim.network import Socket
 from tests.sim.shadow import SessionShadow
@@ -91,6 +92,7 @@ class Client:
         self._has_lost = False
         self.socket: Socket | None = None
         self.shadow: SessionShadow | None = None
+        self.drafts = ClientDrafts(reached)
 
     @property
     def is_free(self) -> bool:
@@ -106,6 +108,7 @@ class Client:
         """A new session; the place in an old one is forgotten."""
         self.session_id, self.shadow = session_id, shadow
         self.epoch, self.last_seq = "", None
+        self.drafts.forget()
 
     def resume_point(self) -> dict[str, str]:
         """Where it wants to go on, as a query."""
@@ -169,6 +172,9 @@ class Client:
                 self._snapshot(frame)
             case "error":
                 self._refused(frame["error"])
+            case "turn.drafted":
+                assert self.shadow is not None, "a client with a connection has a session"
+                self.drafts.hear(frame, self.shadow)
             case "pong":
                 self.reached["pong"] += 1
             case _ if "seq" in frame:
@@ -196,7 +202,12 @@ class Client:
 
     def _refused(self, error: Frame) -> None:
         code = error["code"]
-        self.reached[f"refused: {code}"] += 1
+        if error.get("turn_id") in self.drafts:
+            self.reached[f"draft refused: {code}"] += 1
+            if code == "engine_restarting":
+                return
+        else:
+            self.reached[f"refused: {code}"] += 1
         if code not in REFUSALS and error["message"] != _TOKENIZER_IS_BUSY:
             raise Broken(Layer.PROTOCOL, f"{self.name} was refused: {error}")
 
@@ -237,7 +248,9 @@ class Client:
         if turn.num_repeats >= turn.num_sent:
             raise Broken(Layer.PROTOCOL, f"{frame} answers another request")
         if turn.end is not None and frame["type"] != "turn.created":
-            _check_entry(frame, turn.end)
+            is_gone = not self.shadow.said.holds_answer(frame["turn_id"])
+            self.reached["turn repeated whose answer is gone"] += is_gone
+            _check_entry(frame, turn.end, is_gone=is_gone)
 
 
 def _kind(entry: SessionEntry | None) -> str:
@@ -251,7 +264,8 @@ def _check_deltas(frame: Frame, deltas: list[TurnDelta]) -> None:
         raise Broken(Layer.PROTOCOL, f"{frame} tells {deltas}")
 
 
-def _check_entry(frame: Frame, entry: SessionEntry) -> None:
+def _check_entry(frame: Frame, entry: SessionEntry, *, is_gone: bool = False) -> None:
+    """Compare a frame with what happened. `is_gone`: the answer was cut off or edited since."""
     told: tuple[object, ...]
     true: tuple[object, ...]
     match entry:
@@ -259,7 +273,9 @@ def _check_entry(frame: Frame, entry: SessionEntry) -> None:
             told = (frame["turn_id"], tuple(frame["item"]["token_ids"]), frame["item"]["content"])
             # Once the journal has dropped an end, a record without ids and timings answers.
             is_kept = outcome.timings is None or frame["timings"] is not None
-            true = (entry.turn_id, outcome.token_ids if is_kept else (), outcome.text)
+            is_short = is_gone and not is_kept and not frame["item"]["content"]
+            text = "" if is_short else outcome.text
+            true = (entry.turn_id, outcome.token_ids if is_kept else (), text)
         case TurnFailedEntry(turn_id=turn_id, code=code):
             told, true = (frame["turn_id"], frame["error"]["code"]), (turn_id, code)
         case TurnCreated(turn_id=turn_id) | TurnProgress(turn_id=turn_id):

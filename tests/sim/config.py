@@ -19,6 +19,9 @@ from tests.sim.faults import FaultRates, OneFault, Site
 from tests.sim.hand_engine import Sizes
 from tests.sim.layers import Layers, Mixture
 
+FIRST_DRAFTING: Final = 10**9
+"""The first of the seeds whose clients draft."""
+
 STATES_AT_REST: Final = 2
 """Of a session: at its length, and a snapshot at what it has published."""
 
@@ -53,6 +56,7 @@ class Habits:
     misbehave: int
     rewind: int
     rewrite: int
+    draft: int
     flush: int
     report: int
     net: int
@@ -79,16 +83,18 @@ class SimConfig:
 
 
 def draw_config(seed: int) -> SimConfig:
-    """What the simulation of this seed is like."""
+    """What the simulation of this seed is like. From `FIRST_DRAFTING` on clients draft, and every
+    second seed has the whole server: the seeds before say what they always said."""
     draws = Draws(seed)
-    front = Front.WIRE if draws.below("front", 8) == 0 else Front.DIRECT
+    is_drafting = seed >= FIRST_DRAFTING
+    front = Front.DIRECT if draws.below("front", 2 if is_drafting else 8) else Front.WIRE
     return SimConfig(
         seed=seed,
         front=front,
         num_ops=draws.pick("num_ops", (200, 600, 1500)),
         audit_every=draws.pick("audit_every", (1, 16, 16, 16, *(64,) * 60)),
-        sizes=_draw_sizes(draws),
-        habits=_draw_habits(draws),
+        sizes=_draw_sizes(draws, is_drafting=is_drafting),
+        habits=_draw_habits(draws, is_drafting=is_drafting),
         faults=_draw_faults(draws, front),
     )
 
@@ -129,7 +135,7 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def _draw_sizes(draws: Draws) -> Sizes:
+def _draw_sizes(draws: Draws, *, is_drafting: bool) -> Sizes:
     num_pages = draws.between("num_pages", 18, 96)
     page_size = draws.pick("page_size", (1, 2, 4, 4, 16))
     chunk_tokens = draws.pick("chunk_tokens", (1, 2, 3, 5, 7, 8, 13, 16, 32, 64))
@@ -143,7 +149,8 @@ def _draw_sizes(draws: Draws) -> Sizes:
             draws,
             page_size=page_size,
             chunk_tokens=chunk_tokens,
-            few_states=_few_states(num_rows, max_running, num_drafts),
+            # A session whose next turn is drafted may hold as many as one that runs.
+            few_states=_few_states(num_rows, num_rows if is_drafting else max_running, num_drafts),
         ),
         page_size=page_size,
         num_pages=num_pages,
@@ -191,7 +198,7 @@ def _few_states(num_rows: int, max_running: int, num_drafts: int) -> int:
     return num_running * per_turn + num_resting * STATES_AT_REST
 
 
-def _draw_habits(draws: Draws) -> Habits:
+def _draw_habits(draws: Draws, *, is_drafting: bool) -> Habits:
     def rate(site: str, *weights: int) -> int:
         return draws.pick(site, weights)
 
@@ -210,6 +217,7 @@ def _draw_habits(draws: Draws) -> Habits:
         misbehave=rate("misbehave", 0, 10, 60),
         rewind=rate("rewind", 0, 20, 60),
         rewrite=rate("rewrite", 0, 0, 100, 300),
+        draft=rate("draft", 100, 400, 1600) if is_drafting else 0,
         flush=rate("flush", 0, 2, 20),
         report=rate("report", 0, 2, 10),
         net=rate("net", 0, 30, 120),

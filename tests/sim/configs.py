@@ -43,6 +43,7 @@ HABITS = Habits(
     misbehave=10,
     rewind=40,
     rewrite=60,
+    draft=0,
     flush=2,
     report=2,
     net=30,

@@ -216,6 +216,7 @@ class EchoRunner:
             self._samplers[row.row] = Sampler(row.sampling.seed, root)
         # A chunk of a draft samples nothing, and so starts no sampler.
         sampler = self._samplers.setdefault(row.row, Sampler(GARBAGE, root))
+        sampler.root = root
         if row.turn_id in self.faults.nan_turns:
             self.faults.nan_turns.discard(row.turn_id)
             self._scribble(row)

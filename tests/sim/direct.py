@@ -7,7 +7,7 @@ what the engine holds with it. Commands wait in an inbox for the next step, as t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -16,6 +16,8 @@ from cache.types import SessionId, TurnId
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
+    DraftInput,
+    DropDraft,
     EngineCommand,
     FlushCache,
     OpenSession,
@@ -31,6 +33,7 @@ from tests.sim.echo import EchoModel
 from tests.sim.failure import Broken, Layer
 from tests.sim.stage import Stage
 from tests.sim.trace import Op
+from tests.sim.typing_ops import Typist
 
 STEP_S: Final = 0.01
 """Time one engine step takes."""
@@ -53,11 +56,12 @@ class ServerTurn:
 
 @dataclass(slots=True, eq=False)
 class ServerSession:
-    """The server's truth of one session."""
+    """The server's truth of one session. `typed`: what was drafted last."""
 
     session_id: SessionId
     history: tuple[int, ...]
     live: ServerTurn | None = None
+    typed: tuple[int, ...] = ()
 
 
 class DirectWorld:
@@ -67,6 +71,7 @@ class DirectWorld:
         self._inbox: list[EngineCommand] = []
         self._turns: dict[TurnId, ServerSession] = {}
         self._closing: set[SessionId] = set()
+        self._cut: dict[SessionId, int] = {}
         self._num_requests = 0
         sizes = context.config.sizes
         model = EchoModel(num_repeats=sizes.num_repeats, window=sizes.layers.read_window)
@@ -75,6 +80,8 @@ class DirectWorld:
         self._verbs: dict[str, Callable[[Op], None]] = {
             "open": self._open,
             "submit": self._submit,
+            "draft": self._draft,
+            "drop": self._drop,
             "cancel": self._cancel,
             "stop": self._stop,
             "close": self._close,
@@ -147,14 +154,10 @@ class DirectWorld:
         session = self.sessions.get(SessionId(op["s"]))
         if session is None or session.live is not None or session.session_id in self._closing:
             return
-        copy = self.stage.history.sessions.get(session.session_id)
-        held = session.history if copy is None else copy.held
-        self.stage.history.reached["rewind"] += op["cut"] < len(session.history)
-        session.history = session.history[: op["cut"]]
-        prompt = session.history + tuple(op["new"])
+        base_len, prompt = self._built_on(session, op)
         if not prompt:
             return
-        base_len = max(0, _common_len(session.history, held) - op["lag"])
+        session.typed = ()
         command = SubmitTurn(
             session_id=session.session_id,
             turn_id=TurnId(op["t"]),
@@ -166,6 +169,40 @@ class DirectWorld:
         session.live = ServerTurn(command, prompt)
         self._turns[command.turn_id] = session
         self._inbox.append(command)
+
+    def _built_on(self, session: ServerSession, op: Op) -> tuple[int, tuple[int, ...]]:
+        """How much of a context the engine holds, and the context: what is left of the history
+        after a rewind, and what is said."""
+        copy = self.stage.history.sessions.get(session.session_id)
+        held = session.history if copy is None else copy.held
+        held = held[: self._cut.get(session.session_id)]
+        self.stage.history.reached["rewind"] += op["cut"] < len(session.history)
+        session.history = session.history[: op["cut"]]
+        base_len = max(0, _common_len(session.history, held) - op["lag"])
+        return base_len, session.history + tuple(op["new"])
+
+    def _draft(self, op: Op) -> None:
+        session = self.sessions.get(SessionId(op["s"]))
+        if session is None or session.live is not None or session.session_id in self._closing:
+            return
+        base_len, context = self._built_on(session, op)
+        if not context:
+            return
+        session.typed = tuple(op["new"])
+        self._cut[session.session_id] = base_len
+        self._inbox.append(
+            DraftInput(
+                session_id=session.session_id,
+                draft_id=TurnId(op["d"]),
+                base_len=base_len,
+                tokens=context[base_len:],
+            )
+        )
+
+    def _drop(self, op: Op) -> None:
+        if (session := self.sessions.get(SessionId(op["s"]))) is not None:
+            session.typed = ()
+            self._inbox.append(DropDraft(session_id=session.session_id))
 
     def _cancel(self, op: Op) -> None:
         self._decide(op, "cancel")
@@ -254,6 +291,7 @@ class DirectWorld:
 
     def _advance(self, num_results: int) -> None:
         commands, self._inbox = self._inbox, []
+        self._cut.clear()
         stage = self.stage
         results = stage.take_results(num_results)
         outcome = stage.step(stage.num_steps * STEP_S, commands, results)
@@ -316,7 +354,9 @@ class DirectOps:
             self._misbehave: habits.misbehave,
             self._flush: habits.flush,
             self._report: habits.report,
+            self._draft: habits.draft,
         }
+        self._typist = Typist(context.draws, self._typed_tokens)
         self._makers = list(makers)
         self._weights = list(accumulate(makers.values()))
         self._documents = [
@@ -361,20 +401,54 @@ class DirectOps:
         cut = length
         if draws.happens("rewind", self._config.habits.rewind):
             cut = draws.below("cut", length + 1)
-        room = self._world.stage.engine.max_turn_len - cut
-        if room < 12 and not draws.happens("overfull", 20):
-            cut = min(cut, draws.below("start over", 20))
-            room = self._world.stage.engine.max_turn_len - cut
+        cut, room = self._start_over(cut)
+        new: Sequence[int] = ()
+        if session.typed and draws.happens("says what was typed", 750):
+            new = self._typist.say(session.typed)
         return {
             "op": "submit",
             "s": session.session_id,
             "t": self._name("t"),
             "cut": cut,
-            "new": list(self._new_tokens(session.history[:cut], room)),
+            "new": list(new or self._new_tokens(session.history[:cut], room)),
             "lag": draws.pick("lag", (0, 0, 0, 0, 1, 5)),
             "sampling": self._sampling(cut),
             "priority": draws.pick("priority", (0, 0, 0, 1, 5)),
         }
+
+    def _draft(self) -> Op | None:
+        session = self._pick(is_live=False)
+        if session is None:
+            return self._open()
+        draws, cut = self._draws, len(session.history)
+        if session.typed and draws.happens("abandons", 80):
+            return {"op": "drop", "s": session.session_id}
+        if draws.happens("rewind and draft", self._config.habits.rewind):
+            cut = draws.below("cut", cut + 1)
+        cut, room = self._start_over(cut)
+        new = self._typist.type_on(session.typed)
+        if not draws.happens("types too much", 30):
+            new = new[: max(1, room - 4)]
+        lag = draws.pick("lag of a draft", (0, 0, 0, 0, 0, 0, 3))
+        name = self._name("d")
+        return {
+            "op": "draft",
+            "s": session.session_id,
+            "d": name,
+            "cut": cut,
+            "new": new,
+            "lag": lag,
+        }
+
+    def _start_over(self, cut: int) -> tuple[int, int]:
+        """Where a turn goes on, and the room that it has: a long history is cut."""
+        draws, max_len = self._draws, self._world.stage.engine.max_turn_len
+        if max_len - cut < 12 and not draws.happens("overfull", 20):
+            cut = min(cut, draws.below("start over", 20))
+        return cut, max_len - cut
+
+    def _typed_tokens(self, length: int) -> list[int]:
+        return [1 + self._draws.below("typed", 31) for _ in range(length)]
 
     def _new_tokens(self, history: tuple[int, ...], room: int) -> tuple[int, ...]:
         draws, habits = self._draws, self._config.habits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final
 
 from cache.session_cache import SessionAwareCache
@@ -28,10 +28,18 @@ class FairnessWatch:
     of everything, and lines that are out of order.
     """
 
-    def __init__(self, engine: Engine, cache: SessionAwareCache, sizes: Sizes) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        cache: SessionAwareCache,
+        sizes: Sizes,
+        drafts: Container[TurnId],
+    ) -> None:
+        """`drafts`: the ids under which forwards have chunks of drafts."""
         self._counters = engine.counters
         parts = engine.inspect()
         self._scheduler, self._settler = parts.scheduler, parts.settler
+        self._in_flight, self._drafts = parts.in_flight, drafts
         self._cache = cache
         self._sizes = sizes
         self._num_hindrances = 0
@@ -59,6 +67,7 @@ class FairnessWatch:
             self._num_retries = 0
         if batch is None or not batch.rows or is_hindered:
             return
+        self._check_drafts(batch)
         if self._settler.retry_alone:
             self._check_retry()
             return
@@ -68,6 +77,30 @@ class FairnessWatch:
             self._check_passers(started)
         else:
             self._check_first(batch)  # nobody before it has taken what it was to have
+
+    def _check_drafts(self, batch: Batch) -> None:
+        """Chunks of drafts have what turns leave. A forward with turns has a share of them, and
+        none while a turn waits; there is one without turns only while there is no turn at all and
+        nothing is in flight, so a turn that comes then waits for it alone.
+        """
+        chunks = [row for row in batch.rows if row.turn_id in self._drafts]
+        if not chunks:
+            return
+        num_tokens = sum(row.num_tokens for row in chunks)
+        if len(chunks) == len(batch.rows):
+            is_fair = not self._scheduler and len(self._in_flight) == 1
+            is_fair &= num_tokens <= self._sizes.chunk_tokens
+        else:
+            is_fair = not self._scheduler.waiting
+            is_fair &= num_tokens <= share_len(self._sizes.chunk_tokens)
+        if not is_fair:
+            raise Broken(Layer.LIVENESS, f"turns wait for drafts: {batch.rows}")
+        launched = {row.turn_id for row in batch.rows}
+        left = [turn for turn in self._scheduler.running if turn.turn_id not in launched]
+        needed = sum(self._pages_to_come(turn) for turn in self._scheduler.running)
+        is_short = min(self._cache.headroom().pages) < needed
+        if any(turn.num_uncomputed for turn in left) and not is_short:
+            raise Broken(Layer.LIVENESS, f"drafts take the place of {left[0].turn_id}")
 
     def _check_retry(self) -> None:
         """Each turn of a forward that failed is tried alone once, then all go on together."""

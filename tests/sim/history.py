@@ -16,6 +16,8 @@ from cache.types import SessionId, TurnId
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
+    DraftInput,
+    DropDraft,
     EngineCommand,
     FlushCache,
     OpenSession,
@@ -28,6 +30,7 @@ from session_server.core.events import (
     EngineEvent,
     EngineStats,
     FinishReason,
+    InputDrafted,
     MemoryReported,
     PrefillProgressed,
     PromptLogprobsComputed,
@@ -41,6 +44,7 @@ from session_server.core.events import (
 )
 from session_server.core.sampling import TokenLogprob
 from session_server.engine.config import EngineConfig
+from tests.sim.draft_history import EngineDrafts
 from tests.sim.draws import name_value
 from tests.sim.echo import EchoModel, Truth, score_of
 from tests.sim.failure import Broken, Layer
@@ -129,8 +133,9 @@ class EngineHistory:
         self._bounds = bounds
         self._owed: Counter[Hashable] = Counter()
         self._live_before: dict[int, set[TurnId]] = {}
-        self._pinned: set[SessionId] = set()
-        self._not_opened: set[SessionId] = set()
+        # Pinned sessions, and whether they were not refused.
+        self._pinned: dict[SessionId, bool] = {}
+        self.drafts = EngineDrafts(model, reached)
         self.sessions: dict[SessionId, EngineSession] = {}
         self.turns: dict[TurnId, EngineTurn] = {}
         self.live: dict[TurnId, EngineTurn] = {}
@@ -138,11 +143,15 @@ class EngineHistory:
         self.reached = reached
 
     def truth_of(self, turn_id: TurnId) -> Truth:
-        """What a turn's cells hold and what it says."""
+        """What the cells of a turn or a draft hold, and what it says."""
+        if turn_id in self.drafts:
+            return self.drafts.truth_of(turn_id)
         return self.turns[turn_id].truth
 
     def salt_of(self, turn_id: TurnId) -> str:
-        """The namespace of a turn."""
+        """The namespace of a turn or a draft."""
+        if turn_id in self.drafts:
+            return self.drafts.salt_of(turn_id)
         session = self.turns[turn_id].session
         assert session is not None, "a turn without a session does not run"
         return session.salt
@@ -151,6 +160,7 @@ class EngineHistory:
 
     def told(self, commands: Sequence[EngineCommand], *, has_results: bool) -> None:
         """The engine is about to obey these commands, after it has taken in results if any."""
+        self.drafts.begin_step(has_results=has_results)
         # Results end turns, and a session that is not opened refuses its first: both make room.
         is_certain = not has_results and not any(_is_pinned(command) for command in commands)
         for command in commands:
@@ -159,6 +169,10 @@ class EngineHistory:
                     self._open(command)
                 case SubmitTurn():
                     self._submit(command, is_certain=is_certain)
+                case DraftInput():
+                    self._draft(command)
+                case DropDraft(session_id=session_id):
+                    self.drafts.drop(session_id)
                 case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                     self._wish(turn_id, FinishReason.CANCELLED, num_outputs)
                 case StopTurn(turn_id=turn_id, num_outputs=num_outputs):
@@ -182,7 +196,7 @@ class EngineHistory:
             session_id, command.tenant_salt, command.tokens, name_value(command.tenant_salt)
         )
         if command.pinned:
-            self._pinned.add(session_id)
+            self._pinned[session_id] = True
 
     def _submit(self, command: SubmitTurn, *, is_certain: bool) -> None:
         if command.turn_id in self.live:
@@ -208,6 +222,21 @@ class EngineHistory:
             self._owed["end", command.turn_id] = 1
         elif session is not None:
             session.live = turn
+            if not turn.refusals:
+                self.drafts.replace(session.session_id)
+
+    def _draft(self, command: DraftInput) -> None:
+        session, base_len = self.sessions.get(command.session_id), command.base_len
+        is_whole = session is not None and session.live is None and base_len <= len(session.held)
+        fits = 0 < base_len + len(command.tokens) <= self._bounds.max_turn_len
+        self.drafts.submit(command, session, is_refused=not (is_whole and fits))
+        if session is None or not is_whole or not fits or base_len == len(session.held):
+            return
+        # The history was rewound since the engine heard of it, and is cut to where that led.
+        self.reached["draft behind a rewind"] += 1
+        session.held, session.tags = session.held[:base_len], session.tags[:base_len]
+        kept_len = 0 if self._bounds.forgets else base_len - base_len % self._bounds.page_size
+        session.resident_len = min(session.resident_len, kept_len)
 
     def _refusal(self, command: SubmitTurn, session: EngineSession | None) -> str | None:
         """The code with which a turn is refused, if it is not because of others."""
@@ -240,6 +269,7 @@ class EngineHistory:
 
     def _close(self, session_id: SessionId) -> None:
         self._owed["gone", session_id] += 1
+        self.drafts.forget(session_id)
         session = self.sessions.pop(session_id, None)
         if session is None:
             self.reached["close of a closed session"] += 1
@@ -268,6 +298,8 @@ class EngineHistory:
                     | TurnFailed()
                 ):
                     self._on_turn(event)
+                case InputDrafted():
+                    self.drafts.on_drafted(event)
                 case SessionCooled(session_id=session_id):
                     if session_id in self.sessions:
                         self.sessions[session_id].resident_len = 0
@@ -327,6 +359,7 @@ class EngineHistory:
         if turn.num_starts > 1:
             self.reached["admitted again"] += 1
             return
+        self.drafts.on_started(event, session.session_id)
         kept_len = min(session.resident_len, command.base_len)
         # What a rewind cuts inside a page that the tree owns is given up with that page.
         is_rewind = command.base_len < len(session.held) or not command.tokens
@@ -363,6 +396,7 @@ class EngineHistory:
 
     def _on_finished(self, turn: EngineTurn, event: TurnFinished) -> None:
         self._end(turn, event)
+        self.drafts.replace(event.session_id)
         wish, num_said = turn.wish, len(turn.outputs)
         self.reached[f"finished {event.reason.value}"] += 1
         self.reached["resumed after a retraction"] += event.num_retractions > 0 and num_said > 0
@@ -439,7 +473,7 @@ class EngineHistory:
         self._end(turn, event)
         self.reached[f"failed {event.code}"] += 1
         refusals = turn.refusals if turn.num_starts == 0 else frozenset()
-        if event.session_id in self._not_opened:
+        if self._pinned.get(event.session_id) is False:
             refusals |= {"session_not_found"}
         faults = turn.faults | ({"quota_exceeded"} if event.session_id in self._pinned else set())
         if event.code not in refusals | faults:
@@ -473,7 +507,8 @@ class EngineHistory:
         if session_id not in self._pinned or code != "quota_exceeded":
             raise Broken(Layer.PROTOCOL, f"{session_id} was refused: {code}")
         self.reached["pin refused"] += 1
-        self._not_opened.add(session_id)
+        self._pinned[session_id] = False
+        self.drafts.refuse_all(session_id)
         self.sessions.pop(session_id, None)
 
     def _on_flushed(self, event: CacheFlushed) -> None:

@@ -102,6 +102,11 @@ class SimServer:
         """Tasks that have not ended, those of connections included."""
         return len(asyncio.all_tasks(self.loop))
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that wait for their answers."""
+        return len(self.sessions.drafts._newest)
+
     def connect(self, session_id: str, key: str, query: dict[str, str]) -> Socket:
         """A new connection to a session."""
         socket = Socket(self.loop, capacity=self._context.config.habits.socket_frames)
@@ -146,8 +151,10 @@ class SimServer:
         """Nothing is left of all that clients did: sessions, turns, tasks, timers, connections."""
         self.sockets = [socket for socket in self.sockets if not socket.is_over]
         stats = self.sessions.stats()
+        drafts = self.sessions.drafts
         left = {
             "sessions": stats.sessions,
+            "drafts": len(drafts._newest) + len(drafts._building) + len(drafts._sent),
             "live turns": stats.live_turns,
             "queued turns": stats.queued_turns,
             "owners": len(self.sessions._quotas.owners),

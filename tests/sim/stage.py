@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Final
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from cache.checker import find_violations
 from cache.errors import AuditFailed
 from cache.recount import Recount
+from cache.types import SessionId
 from session_server.core.batch import StepResult
 from session_server.core.commands import EngineCommand
 from session_server.core.events import EngineEvent, FinishReason, TurnFailed, TurnFinished
@@ -62,12 +63,13 @@ class Stage(HandEngine):
         self._num_idle = 0
         super().__init__(cache, settings, Stage._watched_device)
         self._recount = Recount(self.cache)
-        self._fairness = FairnessWatch(self.engine, self.cache, sizes)
+        self._fairness = FairnessWatch(self.engine, self.cache, sizes, self.history.drafts)
 
     @property
     def rest_budget(self) -> int:
         """Steps within which everything live has to end, retractions and all."""
-        return 100 + 12 * self.engine.max_turn_len * len(self.history.live)
+        num_live = len(self.history.live) + len(self.history.drafts.owed)
+        return 100 + 12 * self.engine.max_turn_len * num_live
 
     def execute(self) -> None:
         """See `HandEngine.execute`."""
@@ -191,11 +193,12 @@ class Stage(HandEngine):
         for ledger in cache.inspect().stores.ledgers.values():
             if not ledger.is_balanced():
                 raise Broken(Layer.LEDGER, f"the accounts do not sum: {ledger.snapshot()}")
-        if cache.touched:
+        if cache.touched or self.history.drafts.dropped:
             for session_id in cache.touched:
                 if violations := find_violations(cache, 1, session_id):
                     text = "; ".join(violation.text for violation in violations)
                     raise Broken(Layer.PAIR, text)
+            self._check_at_rest(cache.touched.keys() | self.history.drafts.dropped)
             cache.touched.clear()
         for event in events:
             if isinstance(event, TurnFinished | TurnFailed) and event.session_id in cache:
@@ -204,6 +207,20 @@ class Stage(HandEngine):
             self._recount_some()
         if self.num_steps % self._context.config.audit_every == 0:
             self.audit()
+
+    def _check_at_rest(self, session_ids: Set[SessionId]) -> None:
+        """Only drafts leave tails, and none takes KV from the history before it."""
+        slots = {s: self.cache.slot(s) for s in session_ids if s in self.cache}
+        borrowed = {s for s, slot in slots.items() if slot.borrower is not None}
+        tails = self.cache.inspect().slots
+        self.history.drafts.check_tails({s for s in slots.keys() - borrowed if tails[s].tail})
+        for session_id in slots.keys() - borrowed:
+            session = self.history.sessions.get(session_id)
+            if session is None or session.live is not None:
+                continue
+            num_lost = session.resident_len - slots[session_id].committed_len
+            if num_lost > 0:
+                raise Broken(Layer.SHADOW, f"{session_id}: a draft took {num_lost} positions")
 
     def _recount_some(self) -> None:
         """Go on with a recount in slices, beside all that sessions do meanwhile."""
@@ -256,8 +273,9 @@ class Stage(HandEngine):
             raise Broken(Layer.SHADOW, f"{event}, and more of it is launched")
 
     def _note_progress(self, outcome: StepOutcome, *, is_news: bool) -> None:
-        if self.is_blocked and not self.num_launched and self.history.live:
-            raise Broken(Layer.LIVENESS, f"nothing moves, and waits: {sorted(self.history.live)}")
+        waiting = self.history.live or self.history.drafts.owed
+        if self.is_blocked and not self.num_launched and waiting:
+            raise Broken(Layer.LIVENESS, f"nothing moves, and waits: {sorted(waiting)}")
         is_idle = not (is_news or outcome.batch or outcome.is_blocked)
         self._num_idle = self._num_idle + 1 if is_idle else 0
         if self._num_idle > MAX_IDLE_STEPS:

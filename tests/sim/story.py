@@ -13,6 +13,8 @@ from session_server.core.batch import Batch, BatchRow, RowResult, StepResult
 from session_server.core.commands import (
     CancelTurn,
     CloseSession,
+    DraftInput,
+    DropDraft,
     EngineCommand,
     OpenSession,
     StopTurn,
@@ -21,6 +23,7 @@ from session_server.core.commands import (
 from session_server.core.events import (
     EngineEvent,
     EngineStats,
+    InputDrafted,
     PrefillProgressed,
     PromptLogprobsComputed,
     SessionCooled,
@@ -38,9 +41,11 @@ LEGEND: Final = """\
   settled   #7 t1:2 t3:nan     forward 7 came back: t1 got 2 tokens, t3 NaN; #7 error: all failed
   told      s1+6 new session of 6 tokens   t1=s1@6+3 turn: 6 tokens of s1, then 3 new
             t1x2 cancel, 2 outputs stay (x-: nothing)   t1.2 stop after 2   s1x close
+            d1~s1@6+3 draft of what a turn would be   s1~ its draft is dropped
   launched  #9 t1@12+1 t3@4+8? forward 9: t1 one position from 12, t3 eight (? samples, d2 drafts)
   pages     f free  e evictable  p protected by a lock  h held by idle sessions  a active
   said      t1> started  t1+2 two tokens  t1! ended (what, history length)  s1- cooled  s1x gone
+            d1~9 draft computed up to 9
   >         what clients, the network or the clock did"""
 
 
@@ -114,6 +119,11 @@ class Story:
             case SubmitTurn():
                 where = f"{self._name(command.session_id)}@{command.base_len}"
                 return f"{self._name(command.turn_id)}={where}+{len(command.tokens)}"
+            case DraftInput():
+                where = f"{self._name(command.session_id)}@{command.base_len}"
+                return f"{self._name(command.draft_id)}~{where}+{len(command.tokens)}"
+            case DropDraft(session_id=session_id):
+                return f"{self._name(session_id)}~"
             case CancelTurn(turn_id=turn_id, num_outputs=num_outputs):
                 return f"{self._name(turn_id)}x{'-' if num_outputs is None else num_outputs}"
             case StopTurn(turn_id=turn_id, num_outputs=num_outputs):
@@ -143,6 +153,8 @@ class Story:
                 return f"{self._name(turn_id)}!{reason.value},{history_len}"
             case TurnFailed(turn_id=turn_id, code=code):
                 return f"{self._name(turn_id)}!{code}"
+            case InputDrafted(draft_id=draft_id, processed=processed):
+                return f"{self._name(draft_id)}~{processed}"
             case PrefillProgressed() | PromptLogprobsComputed() | EngineStats():
                 return ""
             case _:

@@ -15,8 +15,10 @@ from cache.pages import Extents
 from cache.radix import RadixCache
 from cache.radix_node import LockReceipt, MatchResult, PagesByPool, RadixNode, Walk
 from cache.session_cache import SessionAwareCache
+from cache.session_slot import SessionSlot
 from cache.spec import CacheSpec, Capacity
 from cache.stores import KVStores, StoreParts
+from cache.tails import Tails
 from cache.types import (
     NULL_PAGE,
     Holder,
@@ -30,7 +32,7 @@ from cache.types import (
     TurnId,
     pages_for,
 )
-from cache.views import TurnLoan
+from cache.views import TailView, TurnLoan
 from tests.sim.faults import Site
 
 Strikes = Callable[[Site], bool]
@@ -122,6 +124,59 @@ def _has_filled(mine: Sequence[int], its: Sequence[int]) -> bool:
     return any(page != NULL_PAGE and page == kept for page, kept in zip(mine, its, strict=False))
 
 
+class WatchedTails(Tails):
+    """Counts what becomes of drafts. `cache` is told of sessions whose pages changed hands."""
+
+    def __init__(self, cache: WatchedCache, strikes: Strikes) -> None:
+        super().__init__(cache.stores, cache.inspect().slots, cache.parked)
+        self._cache, self._strikes = cache, strikes
+
+    def begin(
+        self, session_id: SessionId, base_len: int, tokens: Sequence[int] | Tokens
+    ) -> TailView:
+        """See `Tails`."""
+        reached = self._cache.reached
+        if self._strikes(Site.ALLOC_ROW):
+            reached["fault alloc_row"] += 1
+            raise OutOfRows("injected")
+        before = self._slots[session_id].tail
+        view = super().begin(session_id, base_len, tokens)
+        self._cache.touched[session_id] = None
+        reached["draft of a cold session"] += before is None and view.tail.made_resident
+        reached["draft of a resident session"] += before is None and not view.tail.made_resident
+        return view
+
+    def grow(self, session_id: SessionId, to_len: int) -> list[TableWrite]:
+        """See `Tails`."""
+        self._cache.touched[session_id] = None
+        if self._strikes(Site.ALLOC_PAGE):
+            self._cache.reached["fault alloc_page"] += 1
+            raise OutOfPages("injected")
+        return super().grow(session_id, to_len)
+
+    def take(self, slot: SessionSlot, to_len: int) -> int:
+        """See `Tails`."""
+        self._cache.reached["tail taken by a turn"] += slot.tail is not None
+        return super().take(slot, to_len)
+
+    def drop(self, session_id: SessionId) -> None:
+        """See `Tails`."""
+        self._cache.touched[session_id] = None
+        super().drop(session_id)
+
+    def forget(self, slot: SessionSlot) -> None:
+        """See `Tails`. What was drafted is no part of the history."""
+        start = slot.tail.start if slot.tail is not None else slot.history_len
+        super().forget(slot)
+        if slot.history_len != start:
+            raise AuditFailed(f"{slot.session_id} has {slot.history_len} tokens, {start} were said")
+
+    def reclaim(self, pool: PoolName, num_pages: int) -> None:
+        """See `Tails`."""
+        self._cache.reached["tails dropped for pages"] += self.num_pages[pool] > 0
+        super().reclaim(pool, num_pages)
+
+
 class WatchedCache(SessionAwareCache):
     """`touched`: sessions whose pages changed hands since somebody looked."""
 
@@ -140,6 +195,7 @@ class WatchedCache(SessionAwareCache):
         self.reached = reached
         self.touched: dict[SessionId, None] = {}
         self._strikes = strikes
+        self.tails = WatchedTails(self, strikes)
         self._of_turn: dict[TurnId, SessionId] = {}
         self._way_back: dict[TurnId, int] = {}
         self._pinned_quota_pages = pinned_quota_pages
@@ -177,7 +233,11 @@ class WatchedCache(SessionAwareCache):
             self.reached["fault alloc_row"] += 1
             raise OutOfRows("injected")
         slot = self.slot(session_id)
-        is_pinned, committed_len = slot.retention is Retention.PINNED, slot.committed_len
+        is_pinned = slot.retention is Retention.PINNED
+        # What a draft has computed or warmed is not the session's own.
+        tail = self._slots[session_id].tail
+        is_warmed = tail is not None and tail.made_resident
+        committed_len = 0 if is_warmed else slot.committed_len - slot.tail_len
         with self._pinning(session_id, base_len + len(new_tokens) if is_pinned else 0):
             loan = super().begin_turn(
                 session_id,
@@ -188,8 +248,9 @@ class WatchedCache(SessionAwareCache):
             )
         if self.stores.recurrent is not None and base_len < committed_len:
             self.reached["rewound to a snapshot"] += 0 < loan.cached_len < base_len
-        if self.stores.recurrent is not None and base_len >= committed_len == loan.cached_len:
-            self._way_back[turn_id] = loan.cached_len
+        own_len = loan.cached_len - loan.tail_len
+        if self.stores.recurrent is not None and base_len >= committed_len == own_len:
+            self._way_back[turn_id] = own_len
         self._of_turn[turn_id] = session_id
         self.touched[session_id] = None
         return loan
@@ -275,9 +336,18 @@ class WatchedCache(SessionAwareCache):
         page_size = self.stores.page_size
         others = [s for s in self.slots() if s.session_id != session_id]
         others = [s for s in others if s.retention is Retention.PINNED]
-        if sum(s.state is not SlotState.COLD for s in others) >= self.stores.rows.num_rows - 1:
+        # What a draft has warmed or made longer holds nothing of the quota.
+        tails = {s.session_id: self._slots[s.session_id].tail for s in others}
+        warmed = {session_id for session_id, tail in tails.items() if tail and tail.made_resident}
+        others = [s for s in others if s.state is not SlotState.COLD and s.session_id not in warmed]
+        if len(others) >= self.stores.rows.num_rows - 1:
             return True
-        row_pages = [slot.allocated_len // page_size for slot in others]
+        row_pages = [
+            pages_for(slot.committed_len - slot.tail_len, page_size)
+            if tails[slot.session_id]
+            else slot.allocated_len // page_size
+            for slot in others
+        ]
         row_pages.append(pages_for(num_tokens, page_size))
         return any(
             sum(map(component.parked_pages, row_pages)) > self._quota(component.pool)

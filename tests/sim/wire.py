@@ -112,6 +112,7 @@ class WireWorld:
         server = self.server
         self._calm()
         self._rest(lambda: all(not each.shadow.live for each in self._open_sessions))
+        self._rest(lambda: not server.num_drafts)
         self._rest(lambda: all(client.is_current for client in self.clients))
         for each in self._open_sessions:
             each.shadow.is_close_asked = True  # turns may still arrive from sockets that were slow
@@ -174,6 +175,9 @@ class WireWorld:
             if known is not None and known.created_seq is None:
                 return  # it was lost on its way; another body would not be a conflict
             client.shadow.ask(frame["turn_id"], frame)
+            client.drafts.typed = None
+        if isinstance(frame, dict) and frame["type"] == "turn.draft":
+            client.drafts.send(frame, client.shadow)
         if isinstance(frame, dict) and frame["type"] == "turn.cancel":
             client.shadow.cancel(frame.get("turn_id"))
         if isinstance(frame, dict) and frame["type"] == "session.close":
@@ -211,6 +215,7 @@ class WireWorld:
         if engine.is_alive:
             self.reached["fault engine_death"] += 1
             self.reached["engine died under turns"] += bool(engine.hand.history.live)
+            self.reached["engine died under drafts"] += bool(engine.hand.history.drafts.reach)
             engine.crash(is_heard=True)
             engine.tell_death()
 
@@ -346,8 +351,12 @@ class WireWorld:
         seqs = tuple(each.shadow.seq for each in self._open_sessions)
         heard = tuple(client.num_heard for client in self.clients)
         engine = self.server.engine
-        return seqs, heard, engine.hand.num_launched, engine.is_resting, engine.hand.is_blocked
+        # The chunks of a draft show nowhere else.
+        num_forwards = len(engine.hand.batches) if self.server.num_drafts else 0
+        engine_state = (engine.hand.num_launched, engine.is_resting, engine.hand.is_blocked)
+        return seqs, heard, num_forwards, *engine_state
 
     def _rest_budget(self) -> int:
         num_live = sum(len(each.shadow.live) for each in self._open_sessions)
+        num_live += self.server.num_drafts
         return 1000 + 12 * self._world.max_turn_len * num_live

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any, Final
 
+from tests.sim.clients import Client
 from tests.sim.context import SimContext
 from tests.sim.draws import mix
 from tests.sim.faults import Site
@@ -14,6 +15,7 @@ from tests.sim.rewrite_ops import RewriteOps
 from tests.sim.server import LETTERS
 from tests.sim.shadow import SessionShadow
 from tests.sim.trace import Op
+from tests.sim.typing_ops import TypingOps
 from tests.sim.wire import WireWorld
 
 _LENGTHS: Final = (1, 1, 2, 3, 4, 5, 8, 13, 21, 40)
@@ -32,6 +34,16 @@ class WireOps:
         self._rewrites = RewriteOps(
             context.draws, world.clients, self._bare_turn, self._letters, self._name
         )
+        self._typing = TypingOps(
+            context.draws,
+            world.clients,
+            self._letters,
+            lambda length: [
+                context.draws.pick("typed id", world.server.model.alphabet[1:])
+                for _ in range(length)
+            ],
+            self._name,
+        )
         habits = config.habits
         makers: dict[Callable[[], Op | None], int] = {
             self._turn: habits.submit,
@@ -43,6 +55,7 @@ class WireOps:
             self._flush: habits.flush,
             self._report: habits.report,
             self._rewrites.next: habits.rewrite,
+            self._draft: habits.draft,
         }
         self._makers = list(makers)
         self._weights = list(accumulate(makers.values()))
@@ -99,12 +112,14 @@ class WireOps:
             return self._open(index)
         if client.socket is None:
             return self._reconnect(index)
-        room = self._world.max_turn_len - len(shadow.tokens)
+        room = self._room(client)
         if room < 8 and not draws.happens("overfull", 100):
             return {"op": "send", "c": index, "frame": {"type": "session.close"}}
         frame = self._bare_turn()
         if draws.happens("generates nothing", 60):
             frame["generate"] = False
+        if (said := self._typing.said(client)) is not None:
+            return {"op": "send", "c": index, "frame": frame | said}
         length = min(habits.max_input, draws.pick("length", _LENGTHS))
         if habits.rewrite and draws.happens("message", 600):
             frame["input"] = self._letters(min(length, 5))
@@ -113,6 +128,14 @@ class WireOps:
         else:
             frame["input_ids"] = self._new_tokens(shadow.tokens, length)
         return {"op": "send", "c": index, "frame": frame}
+
+    def _draft(self) -> Op | None:
+        return self._typing.next(lambda client: self._room(client) - 8)
+
+    def _room(self, client: Client) -> int:
+        """Tokens that its next turn may have."""
+        said = client.shadow.tokens if client.shadow is not None else ()
+        return self._world.max_turn_len - len(said)
 
     def _bare_turn(self) -> dict[str, Any]:
         """A turn without its input."""
