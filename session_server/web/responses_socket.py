@@ -8,6 +8,7 @@ known to its connection alone, and the end of the connection cancels what runs o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from itertools import chain
 from typing import Final, assert_never
@@ -198,13 +199,11 @@ class ResponsesSocket:
         held = call.sessions.edits.parts.quotas.turn_bytes.held
         lane = self._lanes.setdefault(name, asyncio.Lock())
         try:
-            with held(call.owner, num_chars):
-                await lane.acquire()
-            try:
-                async with self._places:
-                    await self._run(call, message, name)
-            finally:
-                lane.release()
+            async with contextlib.AsyncExitStack() as scope:
+                with held(call.owner, num_chars):
+                    await scope.enter_async_context(lane)
+                    await scope.enter_async_context(self._places)
+                await self._run(call, message, name)
         except SessionServerError as error:
             self._fail(call, message, error)
         except Exception:

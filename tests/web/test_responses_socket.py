@@ -191,6 +191,23 @@ async def test_more_than_may_run_wait_and_more_than_may_wait_are_refused(this: S
 
 
 @served()
+async def test_what_waits_for_a_lane_or_a_place_is_counted(this: Served) -> None:
+    this.is_held = True
+    quotas, said = this.sessions._quotas, "word " * 20_000
+    async with lanes_of(this) as lanes:
+        for lane in range(MAX_IN_FLIGHT):
+            await lanes.create(stream_id=f"lane{lane}")
+        await this.until(lambda: this.sessions.stats().live_turns == MAX_IN_FLIGHT)
+        before = quotas.turn_bytes.total
+        for number, lane in enumerate(("other", "another", "lane0"), 1):
+            await lanes.create(said, stream_id=lane)
+            least = before + number * len(said)
+            await this.until(lambda least=least: quotas.turn_bytes.total >= least)  # type: ignore[misc]
+    this.is_held = False
+    await this.until(lambda: quotas.turn_bytes.total == 0)
+
+
+@served()
 async def test_names_of_lanes_are_checked_and_counted(this: Served) -> None:
     async with lanes_of(this) as lanes:
         for wrong in ("", "a b", "x" * 257, 7, "é", "a\n"):
