@@ -185,12 +185,17 @@ class RealtimeProtocol:
         self.outbox.emit(RealtimeSessionCreated, session=self._session_body())
         conversation = RealtimeConversationBody(id=self._names.conversation_id)
         self.outbox.emit(ConversationCreated, conversation=conversation)
-        besides = frozenset(self.responses.replayed_ids(seen))
-        untold = self._conversation.untold_since(seen.number, besides=besides)
+        answers = list(self.responses.replayed(seen))
+        by_item = {item_id: answer for answer in answers for item_id in answer.item_ids}
+        untold = self._conversation.untold_since(seen.number, besides=by_item)
         for previous_id, item, is_added in untold:
-            self._tell_item(previous_id, item, is_added=is_added)
+            if item.id not in by_item:
+                self._tell_item(previous_id, item, is_added=is_added)
+            while by_item.get(item.id) in answers:  # what stands behind an answer is told behind it
+                answers.pop(0).replay(seen)
             yield
-        self.responses.replay(seen)
+        for answer in answers:
+            answer.replay(seen)
         yield
 
     def receive_frame(self, frame: str) -> None:

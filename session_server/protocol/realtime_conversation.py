@@ -105,12 +105,14 @@ class RealtimeConversation:
         self, number: int, *, besides: Container[str]
     ) -> Iterator[tuple[str | None, RealtimeAnyItem, bool]]:
         """Yield the items that a client does not know who has seen the events up to this number,
-        but for some, each with the id of that before it, and whether its last event alone is
-        missing. None counts as told before it is."""
+        and among them those that are told in another way (`besides`); each with the id of that
+        before it, and whether its last event alone is missing. None counts as told before it is."""
         told: list[tuple[str | None, RealtimeAnyItem, bool]] = []
         previous_id = None
         for entry in self._entries:
-            if entry.told > number and entry.item.id not in besides:
+            if entry.item.id in besides:
+                told.append((previous_id, entry.item, False))
+            elif entry.told > number:
                 told.append((previous_id, entry.item, entry.told == number + 1))
                 entry.told = UNTOLD
             previous_id = entry.item.id

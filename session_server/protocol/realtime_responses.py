@@ -218,19 +218,13 @@ class RealtimeResponses:
         """Return the id of the response that the conversation waits for."""
         return None if self._active is None else self._active.asked.response_id
 
-    def replay(self, seen: EventMark) -> None:
-        """Tell again what a client has not seen of the last two responses in the conversation."""
+    def replayed(self, seen: EventMark) -> Iterator[RealtimeAnswer]:
+        """Yield those of the last two responses in the conversation of which a client has not seen
+        all."""
         if self._last is not None and not self._is_history(self._last, seen):
-            self._last.replay(seen)
+            yield self._last
         if self._active is not None and self._active.is_created:
-            self._active.replay(seen)
-
-    def replayed_ids(self, seen: EventMark) -> Iterator[str]:
-        """Yield the ids of the items that `replay` tells."""
-        if self._last is not None and not self._is_history(self._last, seen):
-            yield from self._last.item_ids
-        if self._active is not None:
-            yield from self._active.item_ids
+            yield self._active
 
     def _is_history(self, answer: RealtimeAnswer, seen: EventMark) -> bool:
         """Return whether a client does not wait for the end of an answer."""

@@ -282,6 +282,28 @@ def normal(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return merged
 
 
+@pytest.mark.parametrize("how", [None, "stop", "cancel"])
+def test_what_stands_behind_an_answer_is_told_behind_it_to_who_comes_back(how: str | None) -> None:
+    made = Conversation()
+    known = [made.say("Hello")]
+    made.send("response.create")
+    seen = made.events[-1]["event_id"]
+    (response_id,) = made.running
+    made.delta(response_id, "Hi")
+    made.say("And?")
+    if how is not None:
+        made.end(response_id, how)
+        made.send("response.create")
+        made.delta(next(iter(made.running)), "Yes")
+        made.say("More")
+    made.protocol.outbox.detach()
+    for event in made.attach(seen):
+        if event["type"] == "conversation.item.added":
+            assert event["previous_item_id"] == known[-1]
+            known.append(event["item"]["id"])
+    assert len(known) == (3 if how is None else 5)
+
+
 def test_whatever_event_was_the_last_that_came_the_rest_is_told_once() -> None:
     whole = Conversation()
     for _ in script(whole):
