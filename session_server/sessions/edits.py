@@ -10,6 +10,7 @@ from msgspec import structs
 from session_server.core.errors import ItemNotFound, SessionBusy, UnsupportedOperation
 from session_server.core.owner import Owner
 from session_server.core.session_events import ItemEdited, SessionForked, SessionRewound
+from session_server.sessions.drafts import SessionDrafts
 from session_server.sessions.footprint import message_bytes
 from session_server.sessions.items import message_of
 from session_server.sessions.parts import NOT_ENDED, SessionParts
@@ -34,11 +35,12 @@ class HistoryEdits:
     limits: SessionLimits
     clock: Callable[[], float]
     open_with: Callable[[Owner, OpenRequest, Transcript], SessionView]
+    drafts: SessionDrafts
 
     @property
     def retention(self) -> SessionRetention:
         """Return what cools and pins these sessions."""
-        return SessionRetention(self.parts, self.limits)
+        return SessionRetention(self.parts, self.limits, self.drafts)
 
     def rewind(self, owner: Owner, session_id: str, to_item: str | None) -> SessionView:
         """Go back to where the conversation ended with this item; None: to its beginning.

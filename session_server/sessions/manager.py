@@ -120,7 +120,7 @@ class SessionManager:
         mark_cold = self._flow.mark_cold
         parts = SessionParts(self._sessions, self._link, self._quotas, prompts, mark_cold)
         self.drafts = SessionDrafts(parts, self._flow.copies, text, self._limits, clock)
-        self.edits = HistoryEdits(parts, text, self._limits, clock, self._open_with)
+        self.edits = HistoryEdits(parts, text, self._limits, clock, self._open_with, self.drafts)
 
     @property
     def engine_ready(self) -> EngineReady | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from session_server.core.commands import CloseSession
 from session_server.core.owner import Owner
+from session_server.sessions.drafts import SessionDrafts
 from session_server.sessions.opening import check_can_pin
 from session_server.sessions.parts import SessionParts
 from session_server.sessions.quotas import SessionLimits
@@ -19,6 +20,7 @@ class SessionRetention:
 
     parts: SessionParts
     limits: SessionLimits
+    drafts: SessionDrafts
 
     def cool(self, owner: Owner, session_id: str) -> SessionView:
         """Leave the KV of a session to the radix tree, where others may use it and pressure takes
@@ -47,7 +49,9 @@ class SessionRetention:
         return session.view()
 
     def _cool(self, session: Session) -> None:
-        """Have the engine forget the session; its next turn opens it again, with its tokens."""
+        """Have the engine forget the session; its next turn opens it again, with its tokens. A
+        draft ends: the engine answers none of a session that it has forgotten."""
+        self.drafts.stop(session)
         link, copy = self.parts.link, session.copy
         if copy.known_len(link.generation) is not None:
             link.send_or_queue(CloseSession(session_id=copy.session_id))

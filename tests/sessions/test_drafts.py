@@ -70,6 +70,19 @@ def test_a_sentence_typed_key_by_key_is_cached_when_its_turn_comes() -> None:
         assert world.history(session_id)[: len(before)] == before
 
 
+def test_a_session_whose_kv_is_given_up_has_no_draft_that_waits() -> None:
+    with World() as world:
+        session_id = world.open()
+        typing = Typing(world, session_id)
+        typing.type(SENTENCE)
+        world.manager.edits.retention.cool(OWNER, session_id)
+        assert typing.last == DraftView("d", 0, 0, 0)
+        world.engine.run()
+        typing.type(SENTENCE, "d2")
+        world.engine.run()
+        assert [typing.last.draft_id, typing.last.processed] == ["d2", typing.last.total]
+
+
 @pytest.mark.parametrize("kind", ["chatml", "thinking"])
 def test_answers_are_those_without_drafts(kind: str) -> None:
     said = []
