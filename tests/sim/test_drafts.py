@@ -39,6 +39,7 @@ INTERESTING: Final = (
     "draft taken by a turn: all of it",
     "draft taken by a turn: nothing of it",
     "engine died under drafts",
+    "session cold: client",
     "tail taken by a turn",
     "tails dropped for pages",
     "turn undone",

@@ -84,7 +84,6 @@ def test_many_refusals_to_one_client_are_no_standstill() -> None:
     [
         pytest.param(21_418, 60, id="a window has passed the page before a cut"),
         pytest.param(5_186, 1_000, id="accepted drafts published with the prompt are shared"),
-        pytest.param(1_000_000_628, 300, id="an edit has taken what the journal had forgotten"),
     ],
 )
 def test_what_a_cut_may_cost_is_no_violation(seed: int, max_steps: int) -> None:

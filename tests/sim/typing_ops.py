@@ -63,7 +63,7 @@ class TypingOps:
 
     def next(self, max_len: Callable[[Client], int]) -> Op | None:
         """The next keys of somebody who has a connection, beside a turn now and then, or the end of
-        them. `max_len`: keys for which there is room."""
+        them, or the KV is given up. `max_len`: keys for which there is room."""
         draws = self.draws
         beside_turns = draws.happens("draft beside a turn", 400)
         typing = [
@@ -75,6 +75,8 @@ class TypingOps:
         if not typing:
             return None
         index, client = draws.pick("typing client", typing)
+        if draws.happens("cools", 30):
+            return {"op": "send", "c": index, "frame": {"type": "session.cool"}}
         typed = client.drafts.typed
         frame: dict[str, Any] = {"type": "turn.draft", "draft_id": None}
         if typed is None or not draws.happens("abandons", 80):
