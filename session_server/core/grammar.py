@@ -41,7 +41,7 @@ _NO_MATCH: Final = "nothing that the model can write matches it"
 _DEAD_ENDS: Final = ("", "NoExtensionBias")
 _MAX_REASON_CHARS: Final = 300
 
-_JSON: Final[JsonCompileOptions] = {
+JSON_FORM: Final[JsonCompileOptions] = {
     "item_separator": ",",
     "key_separator": ":",
     # A space, or a new line and what indents it. Any white space at all has no end.
@@ -134,26 +134,29 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequest:
 
 def compiled_bytes(grammar: Grammar) -> int:
     """Return the memory that a compiled grammar takes, as an estimate from above."""
-    text = grammar.text.encode("utf-8", "surrogatepass")
+    text = (grammar.text + grammar.calls).encode("utf-8", "surrogatepass")
     return COMPILED_BYTES + COMPILED_BYTES_PER_BYTE * len(text)
 
 
 def _source(grammar: Grammar) -> str:
-    answer = _answer_source(grammar)
     if not grammar.before:
-        return answer
-    if grammar.kind == "lark":
-        named = {"lark_grammar": grammar.text}
-    else:
-        (named,) = json.loads(answer)["grammars"]
-    rules = {"lark_grammar": f"start: before @answer\n{grammar.before}"}
-    return json.dumps({"grammars": [rules, {**named, "name": "answer"}]})
+        assert not grammar.calls, "what may come is said before"
+        return _answer_source(grammar)
+    parts = [{"lark_grammar": grammar.before}]
+    if "@answer" in grammar.before:
+        source = {"lark_grammar": grammar.text}
+        if grammar.kind != "lark":
+            (source,) = json.loads(_answer_source(grammar))["grammars"]
+        parts.append({**source, "name": "answer"})
+    if grammar.calls:
+        parts.append({"lark_grammar": grammar.calls, "name": "calls"})
+    return json.dumps({"grammars": parts})
 
 
 def _answer_source(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON)
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_FORM)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":

@@ -24,13 +24,16 @@ class Grammar(msgspec.Struct, frozen=True):
     """Say what a turn's output must match, from its first token on.
 
     `text`: a JSON schema, a regular expression that matches the whole output, or a Lark grammar
-    whose rule `start` does (llguidance's syntax). `before`: Lark rules, of which `before` says
-    what comes first, a thought; "": nothing.
+    whose rule `start` does (llguidance's syntax); "" where only calls do. `calls`: a Lark grammar
+    of calls of tools, which may come instead; "" for none. `before`: a Lark grammar of all of the
+    output, with what comes first, such as a thought; `@answer` in it is what `text` says, `@calls`
+    is `calls`. "": nothing comes first.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
     before: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
+    calls: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

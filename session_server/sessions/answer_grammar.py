@@ -22,34 +22,47 @@ _TAIL_TOKENS: Final = 16
 
 def held_request(model: ModelText, request: TurnRequest, tools: Sequence[str]) -> TurnRequest:
     """Return a request whose answer may call these tools, with the grammar that it is held to. One
-    that must call has no text, and what was asked of that does not matter.
+    that must call has no text, and what was asked of that does not matter; one that may calls them
+    or has a text that matches.
 
     Raises:
         InvalidRequest, UnsupportedOperation: it must call, and there is nothing that it could call,
             or that it could be held to.
     """
-    text = request.text
-    if text.must_call is None:
+    text, form = request.text, request.sampling.grammar
+    must_call = text.must_call is not None
+    if not must_call and (form is None or not tools or not text.may_call):
         return request
-    grammar = call_grammar(model, tools, name=text.must_call or None, is_one=text.is_one_call)
+    calls = call_grammar(model, tools, name=text.must_call or None, is_one=text.is_one_call)
+    form = Grammar("lark", "") if must_call or form is None else form
+    grammar = msgspec.structs.replace(form, calls=calls)
     return replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
 
 
 def longest_form(model: ModelText, grammar: Grammar) -> Grammar:
     """Return a grammar with all that may come before it, to find out whether it can be compiled."""
-    thinking = model.answer_format.thinking_after("")
-    return msgspec.structs.replace(grammar, before=thought_rules(model, thinking))
+    return _behind(model, model.answer_format.thinking_after(""), grammar)
 
 
 def held_behind_thought(
     model: ModelText, prompt: Prompt, sampling: SamplingParams
 ) -> SamplingParams:
-    """Return the sampling of an answer to `prompt`, whose grammar begins where a thought ends."""
-    if sampling.grammar is None or prompt.is_raw:
+    """Return the sampling of an answer to `prompt`, whose grammar begins where a thought ends. An
+    answer to raw input has neither thoughts nor, beside a form, calls."""
+    grammar = sampling.grammar
+    if grammar is None:
         return sampling
-    before = thought_rules(model, thinking_after(model, prompt))
-    grammar = msgspec.structs.replace(sampling.grammar, before=before)
+    if prompt.is_raw:
+        grammar = msgspec.structs.replace(grammar, calls="" if grammar.text else grammar.calls)
+    thinking = Thinking.OVER if prompt.is_raw else thinking_after(model, prompt)
+    grammar = _behind(model, thinking, grammar)
     return msgspec.structs.replace(sampling, grammar=grammar)
+
+
+def _behind(model: ModelText, thinking: Thinking, grammar: Grammar) -> Grammar:
+    has_form = bool(grammar.text) or not grammar.calls
+    before = thought_rules(model, thinking, has_form=has_form, has_calls=bool(grammar.calls))
+    return msgspec.structs.replace(grammar, before=before)
 
 
 def thinking_after(model: ModelText, prompt: Prompt) -> Thinking:

@@ -104,7 +104,7 @@ class CallReader:
     def read_arguments(self, name: str) -> Reading[bool]:
         """Read the arguments of a function as an object."""
         yield from self._source.run(SPACE)
-        if not _is_name(name) or (yield from self._source.peek()) != "{":
+        if not is_name(name) or (yield from self._source.peek()) != "{":
             return False
         self._calls.begin(name)
         self._source.forget()
@@ -114,7 +114,7 @@ class CallReader:
         """Read what follows `<function=`."""
         source = self._source
         name = yield from source.run(_NAME)
-        if not _is_name(name) or not (yield from source.accept(">")):
+        if not is_name(name) or not (yield from source.accept(">")):
             return False
         separator = ""
         while True:
@@ -126,7 +126,7 @@ class CallReader:
             if not (yield from source.accept("<parameter=")):
                 return False
             key = yield from source.run(_NAME)
-            if not _is_name(key) or not (yield from source.accept(">")):
+            if not is_name(key) or not (yield from source.accept(">")):
                 return False
             if not separator:
                 self._calls.begin(name)
@@ -144,7 +144,14 @@ class CallReader:
     def _read_parameter(self, *, may_be_null: bool | None) -> Reading[bool]:
         """Read a parameter up to its end tag. `may_be_null`: None for one that is no string."""
         pieces: list[str] = []
-        is_whole = (yield from self._source.until(_PARAMETER_END, pieces.append)) is not None
+        scan, num_scanned = _TagScan(), 0
+        while (tag := (yield from self._source.until(_PARAMETER_END, pieces.append))) is not None:
+            text = "".join(pieces[num_scanned:])
+            if may_be_null is not None or not scan.is_in_string(text):
+                break
+            pieces.append(tag)
+            num_scanned = len(pieces)
+        is_whole = tag is not None
         value = "".join(pieces).removeprefix("\n")
         value = value.removesuffix("\n") if is_whole else value
         if not is_whole:
@@ -161,7 +168,7 @@ class CallReader:
         source = self._source
         name = yield from source.run(_NAME)
         if (yield from source.accept("(")):
-            return _is_name(name) and (yield from self._read_python(name))
+            return is_name(name) and (yield from self._read_python(name))
         if (yield from source.accept(MISTRAL_ID)):
             yield from source.run(_NAME)
         yield from source.accept(MISTRAL_ARGS)
@@ -177,7 +184,7 @@ class CallReader:
                 break
             key = yield from source.run(_NAME)
             yield from source.run(SPACE)
-            if not _is_name(key) or not (yield from source.accept("=")):
+            if not is_name(key) or not (yield from source.accept("=")):
                 return False
             if separator == "{":
                 calls.begin(name)
@@ -248,7 +255,7 @@ class _ObjectReader:
     def _read_member(self, key: str) -> Reading[bool]:
         if key == "name":
             name = yield from self._read_text()
-            if name is None or self._name or not _is_name(name):
+            if name is None or self._name or not is_name(name):
                 return False
             self._name = name
             if self._early is not None:
@@ -304,6 +311,26 @@ class _ObjectReader:
         return text if _is_unicode(text) else None
 
 
+class _TagScan:
+    """Tell whether an end tag stands in a string of a value that is JSON: there it ends nothing.
+
+    Behind a new line it does, which JSON has in no string, so that one left open ends somewhere.
+    """
+
+    def __init__(self) -> None:
+        self._source = AnswerSource()
+        self._reading = read_value(self._source, _ignore)
+        self._opener = ""
+
+    def is_in_string(self, text: str) -> bool:
+        """Return whether the tag behind `text`, which follows the last such tag, is in a string."""
+        self._opener = self._opener or text.lstrip()[:1]
+        if self._opener not in ("{", "[", '"') or text.endswith("\n"):
+            return False
+        self._source.add(f"{text}</parameter>")
+        return next(self._reading, True) is None
+
+
 def string_parameters(tools: tuple[str, ...]) -> StringParameters:
     """Return which parameters of `tools` are strings; of a tool of another form, none."""
     found: dict[str, dict[str, bool]] = {}
@@ -315,6 +342,11 @@ def string_parameters(tools: tuple[str, ...]) -> StringParameters:
             key: "null" in own for key, own in kinds.items() if "string" in own <= _STRING_KINDS
         }
     return found
+
+
+def is_name(text: str) -> bool:
+    """Return whether calls may name a function or a parameter so."""
+    return len(text) <= MAX_NAME_CHARS and _NAME.fullmatch(text) is not None
 
 
 def _kinds_of(schema: Any) -> set[str]:
@@ -372,10 +404,6 @@ def _as_json(text: str) -> Reading[str]:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _is_name(text: str) -> bool:
-    return len(text) <= MAX_NAME_CHARS and _NAME.fullmatch(text) is not None
 
 
 def _is_unicode(text: str) -> bool:

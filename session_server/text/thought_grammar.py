@@ -15,17 +15,27 @@ from session_server.text.answer_parser import HARMONY_MARKERS
 from session_server.text.model_text import ModelText
 
 
-def thought_rules(model: ModelText, thinking: Thinking) -> str:
-    """Return the Lark rules of `Grammar.before`; "" where no thought comes first."""
-    if thinking is Thinking.OVER:
+def thought_rules(
+    model: ModelText, thinking: Thinking, *, has_form: bool = True, has_calls: bool = False
+) -> str:
+    """Return the grammar of `Grammar.before`; "" where no thought comes first, and no calls may.
+
+    `has_form`, `has_calls`: what may come behind the thought; at least one of them.
+    """
+    assert has_form or has_calls, "an answer says something"
+    if thinking is Thinking.OVER and not has_calls:
         return ""
     if model.answer_format.is_harmony:
-        return _harmony_rules(model, is_open=thinking is Thinking.OPEN)
+        return _harmony_rules(model, thinking, has_form=has_form, has_calls=has_calls)
+    says = " | ".join(["@answer"] * has_form + ["@calls"] * has_calls)
+    if thinking is Thinking.OVER:
+        return f"start: {says}"
     assert model.answer_format.reasoning is not None, "without marks there is no thought"
     start, end = model.answer_format.reasoning
     before = "thought" if thinking is Thinking.OPEN else f"({marker_of(model, start)} thought)?"
     ends = f"spelled | {marker_of(model, end)}" if _is_token(model, end) else "spelled"
     rules = [
+        f"start: before ({says})",
         f"before: {before}",
         f"thought: free ({ends}) /\\n{{0,2}}/",
         f"spelled[suffix={json.dumps(end)}]: /(?s:.*)/",
@@ -39,12 +49,16 @@ def marker_of(model: ModelText, text: str) -> str:
     return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
 
-def _harmony_rules(model: ModelText, *, is_open: bool) -> str:
+def _harmony_rules(model: ModelText, thinking: Thinking, *, has_form: bool, has_calls: bool) -> str:
     names = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
     channel, message, end, start, constrain = (marker_of(model, name) for name in names)
-    first = "content next" if is_open else ""
+    says = ["first note* final @answer"] * has_form + ["first note* @calls"] * has_calls
+    if thinking is Thinking.OVER and has_form:  # that message has begun
+        says = ["@answer"]
     rules = [
-        f'before: {first} note* {channel} "final" (/ ?/ {constrain} /[a-z]+/)? {message}',
+        f"start: {' | '.join(says)}",
+        'first: ""' if thinking is Thinking.POSSIBLE else "first: content next",
+        f'final: {channel} "final" (/ ?/ {constrain} /[a-z]+/)? {message}',
         f"note: {channel} /analysis|commentary/ {message} content next",
         f'next: {end} {start} "assistant"',
         "content: free",

@@ -311,6 +311,26 @@ def test_a_call_in_reasoning_is_reasoning() -> None:
     assert reasoning.startswith("a <tool_call>")
 
 
+def test_a_tag_within_a_string_of_json_ends_no_parameter() -> None:
+    form = "<function=f><parameter=x>\n{}</parameter><parameter=y>\n2\n</parameter></function>"
+    for written, read in (
+        ('["</parameter>", 1]\n', ["</parameter>", 1]),
+        (
+            '{"</parameter>": "\\"</parameter></parameter>"}',
+            {"</parameter>": '"</parameter></parameter>'},
+        ),
+        ('"a</parameter>"', "a</parameter>"),
+        ('["a, b]\n', '["a, b]'),
+        ('["a", b', '["a", b'),
+        ("'a", "'a"),
+        ("12", 12),
+    ):
+        for pieces in ([form.replace("{}", written)], list(form.replace("{}", written))):
+            text, _, (call,) = parse(XML, pieces)
+            assert text == ""
+            assert json.loads(call.arguments) == {"x": read, "y": 2}
+
+
 def test_a_function_that_is_called_in_reasoning_ends_it() -> None:
     """Qwen3.5 may call without having closed its thoughts; mentioned markers end nothing."""
     call = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"

@@ -45,7 +45,9 @@ def matches(model: ModelText, thinking: Thinking, grammar: Grammar, *pieces: str
     compiler = GrammarCompiler(
         model.tokenizer.backend_tokenizer.to_str(), eos_token_ids=model.eos_token_ids
     )
-    whole = msgspec.structs.replace(grammar, before=thought_rules(model, thinking))
+    has_form, has_calls = bool(grammar.text), bool(grammar.calls)
+    before = thought_rules(model, thinking, has_form=has_form, has_calls=has_calls)
+    whole = msgspec.structs.replace(grammar, before=before)
     matcher = compiler.compile(whole).matcher.deep_copy()
     ids = [token for piece in pieces for token in model.tokenizer.encode_control(piece)]
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -107,13 +109,24 @@ def test_marks_that_are_no_tokens_are_spelled(thinking: ModelText) -> None:
         assert not matches(model, where, KINDS[0], *said, ANSWER)
 
 
-def test_calls_that_must_come_are_held_to_behind_the_thought(thinking: ModelText) -> None:
-    grammar = call_grammar(thinking, TOOLS, name=None, is_one=False)
+@pytest.mark.parametrize("form", [None, KINDS[0], KINDS[1], KINDS[2]], ids=str)
+def test_calls_come_behind_the_thought(thinking: ModelText, form: Grammar | None) -> None:
+    """Calls that must come, or may come instead of a form."""
+    calls = call_grammar(thinking, TOOLS, name=None, is_one=form is not None)
+    grammar = msgspec.structs.replace(form or Grammar("lark", ""), calls=calls)
     call = written("thinking_tools", ONE)
-    assert matches(thinking, Thinking.OPEN, grammar, *MARKED, "\n\n", call)
-    assert matches(thinking, Thinking.POSSIBLE, grammar, call)
-    assert not matches(thinking, Thinking.OPEN, grammar, *MARKED, "Hello")
-    assert not matches(thinking, Thinking.OPEN, grammar, call)
+    for said, is_allowed in (
+        (call, True),
+        (ANSWER, form is not None),
+        (call + ANSWER, False),
+        (ANSWER + call, False),
+        (f"{call}\n{call}", form is None),
+        ("Hello", False),
+    ):
+        assert matches(thinking, Thinking.OPEN, grammar, *MARKED, "\n\n", said) == is_allowed
+        assert matches(thinking, Thinking.POSSIBLE, grammar, said) == is_allowed
+        assert matches(thinking, Thinking.OVER, grammar, said) == is_allowed
+        assert not matches(thinking, Thinking.OPEN, grammar, said)
 
 
 def test_channels_before_the_last_one_are_free(tmp_path: Path) -> None:
@@ -137,3 +150,17 @@ def test_channels_before_the_last_one_are_free(tmp_path: Path) -> None:
         assert not matches(model, where, KINDS[0], *said[:-1], "b")
     assert matches(model, Thinking.POSSIBLE, KINDS[0], aloud, between, final, ANSWER)
     assert not matches(model, Thinking.POSSIBLE, KINDS[0], ANSWER)
+    calls = call_grammar(model, TOOLS, name=None, is_one=False)
+    call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": ""}'
+    for form in (Grammar("lark", ""), KINDS[0]):
+        both = msgspec.structs.replace(form, calls=calls)
+        for where, said in (
+            (Thinking.OPEN, ("I think {", between)),
+            (Thinking.POSSIBLE, (aloud, between)),
+            (Thinking.POSSIBLE, ()),
+        ):
+            assert matches(model, where, both, *said, call), said
+            assert not matches(model, where, both, *said, call, between, final, ANSWER)
+            assert matches(model, where, both, *said, final, ANSWER) == bool(form.text)
+        assert matches(model, Thinking.OVER, both, ANSWER) == bool(form.text)
+        assert matches(model, Thinking.OVER, both, '{"a"', between, call) != bool(form.text)

@@ -113,7 +113,7 @@ async def test_an_answer_that_must_call_is_held_to_calls(
             assert [item["type"] for item in response["output"]] == ["function_call"]
             grammar = held_to(this)
             assert grammar is not None
-            assert '{"const": "weather"}' in grammar.text
+            assert '{"const": "weather"}' in grammar.calls
         await wire.send("response.create", response={"tool_choice": {**named, "name": "time"}})
         error = (await wire.until("error"))["error"]
         assert error["param"] == "tool_choice"

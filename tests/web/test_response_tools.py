@@ -145,6 +145,21 @@ async def test_tool_choice_none_makes_calls_text(
 
 
 @talks("hermes")
+async def test_an_answer_with_a_form_may_call_instead(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    options: dict[str, Any] = {"text": {"format": {"type": "json_object"}}}
+    for said, kind in ((CALL, "function_call"), ("{}", "message")):
+        say(this, said)
+        response = await ask(client, "Weather?", **options)
+        assert [item.type for item in response.output] == [kind]
+        grammar = held_to(this)
+        assert grammar is not None
+        assert grammar.text == '{"type":"object"}'
+        assert '{"const": "weather"}' in grammar.calls
+
+
+@talks("hermes")
 async def test_an_answer_that_must_call_is_held_to_calls(
     this: Served[PaperEngine], client: AsyncOpenAI
 ) -> None:
@@ -158,7 +173,7 @@ async def test_an_answer_that_must_call_is_held_to_calls(
         assert shown == choice
         grammar = held_to(this)
         assert grammar is not None
-        assert '{"const": "weather"}' in grammar.text
+        assert '{"const": "weather"}' in grammar.calls
     async with lanes_of(this) as lanes:
         say(this, CALL)
         options = {"tools": [TOOL], "max_output_tokens": 400, "tool_choice": weather}

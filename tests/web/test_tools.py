@@ -54,7 +54,10 @@ async def talking(
     engine = PaperEngine(vocab_size=len(text.tokenizer.vocabulary), eos_ids=ends)
     manager = SessionManager(engine, text, salts=TenantSalts(bytes(32)), limits=limits)
     async with serving_over(engine, manager) as this, client_of(this) as client:
-        yield this, client
+        try:
+            yield this, client
+        finally:
+            await text.grammars.close()  # its child talks to this loop, the next test has another
 
 
 def talks(
@@ -218,7 +221,7 @@ async def test_an_answer_that_must_call_is_held_to_the_notation_of_calls(
     assert completion.choices[0].finish_reason == "tool_calls"
     grammar = held_to(this)
     assert grammar is not None
-    assert '{"const": "weather"}' in grammar.text
+    assert '{"const": "weather"}' in grammar.calls
     say(this, CALL)
     form = {"type": "json_object"}
     both = await ask(client, HELLO, tool_choice="required", response_format=form)
@@ -247,13 +250,13 @@ async def test_a_grammar_begins_behind_the_thought(
     )
     grammar = held_to(this)
     assert grammar is not None
-    assert grammar.before.startswith("before: (")
+    assert "\nbefore: (" in grammar.before
     assert grammar.text == '{"type":"object"}'
     say(this, THOUGHT + CALL)
     await ask(client, HELLO, tool_choice="required")
     called = held_to(this)
     assert called is not None
-    assert called.before == grammar.before
+    assert called.before == grammar.before.replace("@answer", "@calls")
     raw = {"model": "paper", "prompt": "{", "max_tokens": 4, "guided_json": {}}
     (await this.http.post("/v1/completions", json=raw)).raise_for_status()
     without = held_to(this)
@@ -273,7 +276,7 @@ async def test_a_grammar_begins_behind_the_thought_that_the_template_opens(
     )
     grammar = held_to(this)
     assert grammar is not None
-    assert grammar.before.startswith("before: thought\n")
+    assert "\nbefore: thought\n" in grammar.before
 
 
 @talks("hermes")
@@ -310,13 +313,45 @@ async def test_several_answers_call_each_for_itself(
 
 
 @talks("lfm2")
-async def test_calls_that_are_no_json_cannot_be_asked_for(
+async def test_calls_that_are_no_json_are_held_to_their_schemas_too(
     this: Served[PaperEngine], client: AsyncOpenAI
 ) -> None:
+    say(this, '<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>')
+    done = await ask(client, HELLO, tool_choice="required")
+    (call,) = done.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Oslo"}
+    odd = tool()
+    odd["function"]["parameters"]["minProperties"] = 1
     with pytest.raises(openai.BadRequestError) as refused:
-        await ask(client, HELLO, tool_choice="required")
-    assert (refused.value.code, refused.value.param) == ("unsupported_operation", "tool_choice")
-    assert this.sessions.stats().sessions == 0
+        await ask(client, HELLO, tools=[odd], tool_choice="required")
+    assert (refused.value.code, refused.value.param) == ("unsupported_operation", "tools")
+
+
+@talks("thinking_tools")
+async def test_an_answer_with_a_form_may_call_instead(
+    this: Served[PaperEngine], client: AsyncOpenAI
+) -> None:
+    options: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    say(this, THOUGHT + CALL)
+    called = (await ask(client, HELLO, **options)).choices[0]
+    assert called.finish_reason == "tool_calls"
+    several = held_to(this)
+    assert several is not None
+    assert several.text == '{"type":"object"}'
+    assert '{"const": "weather"}' in several.calls
+    assert "(@answer | @calls)" in several.before
+    say(this, THOUGHT + "{}")
+    done = (await ask(client, HELLO, parallel_tool_calls=False, **options)).choices[0]
+    assert (done.finish_reason, done.message.content) == ("stop", "{}")
+    single = held_to(this)
+    assert single is not None
+    assert ")*" in several.calls.splitlines()[0]
+    assert ")*" not in single.calls.splitlines()[0]
+    say(this, "{}")
+    await ask(client, HELLO, tool_choice="none", **options)
+    without = held_to(this)
+    assert without is not None
+    assert without.calls == ""
 
 
 @talks("chatml")
@@ -380,8 +415,23 @@ async def test_the_native_protocol_says_the_same(
     assert held.json()["item"]["tool_calls"][0]["name"] == "weather"
     grammar = held_to(this)
     assert grammar is not None
-    assert '{"const": "weather"}' in grammar.text, "the tools of the conversation"
+    assert '{"const": "weather"}' in grammar.calls, "the tools of the conversation"
     assert (await this.http.post(turns, json=body)).json()["item"] == held.json()["item"]
+    say(this, CALL)
+    form = {"turn_id": "form", "tool_choice": "auto", "sampling": {"json_schema": "{}"}}
+    (await this.http.post(turns, json=body | form)).raise_for_status()
+    both = held_to(this)
+    assert both is not None
+    assert (both.text, both.calls) == ("{}", grammar.calls)
+    say(this, "{}", "{}")
+    raw = {"text": "x", "turn_id": "raw", "sampling": {"json_schema": "{}"}}
+    go_on = {"continue": True, "turn_id": "go-on", "sampling": {"json_schema": "{}"}}
+    for last in (raw, go_on):
+        answer = await this.http.post(turns, json=last)
+        assert answer.status_code == 200, answer.text
+        alone = held_to(this)
+        assert alone is not None
+        assert (alone.calls, alone.before) == ("", "")
     say(this, CALL + CALL)
     one = {"turn_id": "one", "tool_choice": "auto", "parallel_tool_calls": False}
     first_only = (await this.http.post(turns, json=body | one)).json()

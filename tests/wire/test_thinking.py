@@ -35,6 +35,32 @@ FORM = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
 Answer = dict[str, Any]
 
 
+def read(answer: Answer) -> str:
+    """The JSON text that an answer, or its only call, must fit."""
+    calls = answer.get("tool_calls")
+    text: str = calls[0]["function"]["arguments"] if calls else answer["content"]
+    return text
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "deepseek", "thinking_tools"])
+def test_a_random_model_calls_or_answers_in_the_form(tmp_path: Path, kind: str) -> None:
+    model_dir = tmp_path / "model"
+    write_checkpoint("qwen3", model_dir, num_hidden_layers=1, vocab_size=448)
+    tokenizer = load_local_text(write_model(model_dir, kind)).tokenizer
+    # It calls about as often as not, and says little before.
+    marks = {"<think>": -20.0, "<": 3.0, "<｜tool▁calls▁begin｜>": 4.0}
+    bias = {str(tokenizer.token_to_id(mark)): by for mark, by in marks.items()}
+    one = {"tools": [TOOL], "parallel_tool_calls": False}
+    asked = [one | {"response_format": FORM}, one | {"tool_choice": "required"}]
+    said = answers(model_dir, [], bias, asked)
+    for answer in said:
+        jsonschema.validate(json.loads(read(answer)), SCHEMA)
+    called = [bool(answer.get("tool_calls")) for answer in said]
+    assert any(called[:NUM_SEEDS])
+    assert not all(called[:NUM_SEEDS])
+    assert all(called[NUM_SEEDS:])
+
+
 @pytest.mark.parametrize("kind", ["thinking", "thinking_tools"])
 def test_what_follows_a_thought_fits(tmp_path: Path, kind: str) -> None:
     """The first template begins the thought, with the second the model may."""
@@ -48,9 +74,7 @@ def test_what_follows_a_thought_fits(tmp_path: Path, kind: str) -> None:
     said = [answers(model_dir, flags, bias, asked) for flags in WAYS]
     assert said[0] == said[1] == said[2]
     for answer in said[0]:
-        calls = answer.get("tool_calls")
-        text = calls[0]["function"]["arguments"] if calls else answer["content"]
-        jsonschema.validate(json.loads(text), SCHEMA)
+        jsonschema.validate(json.loads(read(answer)), SCHEMA)
     assert sum(bool(answer.get("reasoning_content")) for answer in said[0]) > NUM_SEEDS // 2
 
 
