@@ -28,7 +28,8 @@ def memory_bytes(item: InboxItem) -> int:
         case SubmitTurn(tokens=tokens, sampling=sampling):
             num_values = len(tokens) + len(sampling.stop_token_ids) + 3 * len(sampling.logit_bias)
             if sampling.grammar is not None:
-                num_values += len(sampling.grammar.text) * _CHAR_BYTES // _VALUE_BYTES
+                num_chars = len(sampling.grammar.text) + len(sampling.grammar.calls)
+                num_values += num_chars * _CHAR_BYTES // _VALUE_BYTES
         case _:
             num_values = 0
     return _ITEM_BYTES + _VALUE_BYTES * num_values

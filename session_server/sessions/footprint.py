@@ -181,5 +181,8 @@ def _outcome_bytes(outcome: Outcome) -> int:
 
 def _sampling_bytes(sampling: SamplingParams) -> int:
     num_ids = len(sampling.stop_token_ids)
-    num_bytes = 0 if sampling.grammar is None else GRAMMAR_BYTES + text_bytes(sampling.grammar.text)
+    grammar = sampling.grammar
+    num_bytes = 0
+    if grammar is not None:
+        num_bytes = GRAMMAR_BYTES + text_bytes(grammar.text) + text_bytes(grammar.calls)
     return num_bytes + TOKEN_BYTES * num_ids + BIAS_BYTES * len(sampling.logit_bias)

@@ -11,7 +11,7 @@ import pytest
 from cache.types import SessionId, TurnId
 from session_server.core.batch import StepResult
 from session_server.core.commands import CancelTurn, OpenSession, SubmitTurn
-from session_server.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from session_server.core.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Grammar, SamplingParams
 from session_server.engine_host import loop
 from session_server.engine_host.inbox import Inbox, memory_bytes
 from session_server.engine_host.loop import EngineLoop
@@ -46,15 +46,19 @@ def test_results_of_forwards_do_not_wait_behind_commands() -> None:
     assert items == [*results, opening("s"), opening("t")]
 
 
-def test_the_memory_of_a_command_is_not_underestimated() -> None:
+@pytest.mark.parametrize(
+    "grammar", [Grammar("regex", "é" * 99_999), Grammar("lark", "", calls="é" * 99_999)]
+)
+def test_the_memory_of_a_command_is_not_underestimated(grammar: Grammar) -> None:
     sampling = SamplingParams(
         stop_token_ids=tuple(range(1000, 1000 + MAX_STOP_TOKEN_IDS)),
         logit_bias=tuple((1000 + i, i + 0.5) for i in range(MAX_LOGIT_BIAS)),
+        grammar=grammar,
     )
     command = SubmitTurn(
         session_id=SessionId("s"), turn_id=TurnId("t"), base_len=0, tokens=TOKENS, sampling=sampling
     )
-    objects: list[object] = [command, sampling]
+    objects: list[object] = [command, sampling, grammar.text, grammar.calls]
     for values in (command.tokens, sampling.stop_token_ids, sampling.logit_bias):
         objects += [values, *values]
     objects += [value for pair in sampling.logit_bias for value in pair]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import get_args
 
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 from session_server.core.events import TurnTimings
-from session_server.core.sampling import SamplingParams, TokenLogprob
+from session_server.core.sampling import Grammar, SamplingParams, TokenLogprob
 from session_server.core.session_events import (
     ChatInput,
     ConversationItem,
@@ -178,6 +179,14 @@ def test_a_waiting_turn_counts_about_what_it_keeps(world: World, turn_input: Tur
     world.submit(session.session_id, request)
     real = kept_bytes(session.queue, but=[world.loop, world.manager]) - empty
     assert WITHIN[0] <= request_bytes(request) / real <= WITHIN[1], (request_bytes(request), real)
+
+
+def test_what_an_answer_is_held_to_is_counted() -> None:
+    text = "a" * 10_000
+    free = turn("1")
+    for grammar in (Grammar("regex", text), Grammar("lark", "", calls=text)):
+        held = replace(free, sampling=msgspec.structs.replace(free.sampling, grammar=grammar))
+        assert request_bytes(held) - request_bytes(free) >= sys.getsizeof(text)
 
 
 def test_a_session_counts_about_what_it_keeps(world: World) -> None:
