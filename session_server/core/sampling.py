@@ -27,13 +27,15 @@ class Grammar(msgspec.Struct, frozen=True):
     whose rule `start` does (llguidance's syntax); "" where only calls do. `calls`: a Lark grammar
     of calls of tools, which may come instead; "" for none. `before`: a Lark grammar of all of the
     output, with what comes first, such as a thought; `@answer` in it is what `text` says, `@calls`
-    is `calls`. "": nothing comes first.
+    is `calls`. "": nothing comes first. `param`: the field in which a client asked for it, which
+    errors name; no engine gets it.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
     before: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
     calls: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
+    param: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

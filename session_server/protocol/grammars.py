@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -23,9 +23,6 @@ GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
 Choices = Annotated[
     list[Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]], Meta(min_length=1, max_length=4096)
 ]
-
-
-_ANY_OBJECT: Final = Grammar("json_schema", '{"type":"object"}')
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +88,9 @@ def of_structured_outputs(body: StructuredOutputs | None) -> Grammar | None:
     return only(
         {
             "structured_outputs.json": of_schema(body.json, "structured_outputs.json"),
-            "structured_outputs.json_object": _ANY_OBJECT if body.json_object else None,
+            "structured_outputs.json_object": _any_object("structured_outputs.json_object")
+            if body.json_object
+            else None,
             "structured_outputs.regex": of_regex(body.regex, "structured_outputs.regex"),
             "structured_outputs.choice": of_choices(body.choice, "structured_outputs.choice"),
             "structured_outputs.grammar": of_lark(body.grammar, "structured_outputs.grammar"),
@@ -119,13 +118,13 @@ def of_format(kind: Any, named: Any, param: str, place: str = "") -> Grammar | N
         case "text":
             return None
         case "json_object":
-            return _ANY_OBJECT
+            return _any_object(param)
         case "json_schema":
             if not isinstance(named, dict) or not isinstance(named.get("name"), str):
                 raise InvalidRequest("A JSON schema needs a name.", param=param + place)
             schema = named.get("schema")
             if schema is None:
-                return _ANY_OBJECT
+                return _any_object(param)
             if not isinstance(schema, dict):
                 raise InvalidRequest("A JSON schema is an object.", param=f"{param}{place}.schema")
             return of_schema(schema, f"{param}{place}.schema")
@@ -133,6 +132,10 @@ def of_format(kind: Any, named: Any, param: str, place: str = "") -> Grammar | N
             raise UnsupportedOperation(
                 f"{param} is text, json_object or json_schema here.", param=f"{param}.type"
             )
+
+
+def _any_object(param: str) -> Grammar:
+    return Grammar("json_schema", '{"type":"object"}', param=param)
 
 
 def _of_text(kind: Any, text: str | None, param: str) -> Grammar | None:
@@ -144,4 +147,4 @@ def _of_text(kind: Any, text: str | None, param: str) -> Grammar | None:
         raise InvalidRequest("The text is not valid Unicode.", param=param) from None
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"At most {MAX_GRAMMAR_BYTES} bytes.", param=param)
-    return Grammar(kind, text)
+    return Grammar(kind, text, param=param)

@@ -34,7 +34,7 @@ def held_request(model: ModelText, request: TurnRequest, tools: Sequence[str]) -
     if not must_call and (form is None or not tools or not text.may_call):
         return request
     calls = call_grammar(model, tools, name=text.must_call or None, is_one=text.is_one_call)
-    form = Grammar("lark", "") if must_call or form is None else form
+    form = Grammar("lark", "", param="tools") if must_call or form is None else form
     grammar = msgspec.structs.replace(form, calls=calls)
     return replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=grammar))
 
@@ -62,7 +62,7 @@ def held_behind_thought(
 def _behind(model: ModelText, thinking: Thinking, grammar: Grammar) -> Grammar:
     has_form = bool(grammar.text) or not grammar.calls
     before = thought_rules(model, thinking, has_form=has_form, has_calls=bool(grammar.calls))
-    return msgspec.structs.replace(grammar, before=before)
+    return msgspec.structs.replace(grammar, before=before, param="")
 
 
 def thinking_after(model: ModelText, prompt: Prompt) -> Thinking:

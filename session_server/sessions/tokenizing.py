@@ -9,7 +9,12 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, Protocol, TypeVar, assert_never
 
-from session_server.core.errors import ServerBusy, SessionServerError, TokenizeFailed
+from session_server.core.errors import (
+    InvalidRequest,
+    ServerBusy,
+    SessionServerError,
+    TokenizeFailed,
+)
 from session_server.core.owner import Owner
 from session_server.core.session_events import (
     ChatInput,
@@ -127,14 +132,18 @@ class PromptBuilder:
         """Return whether answers can be held to the turn's grammar, as far as is known; False if
         `on_checked` will be called with why not: InvalidRequest, ServerBusy."""
         asked = turn.request.sampling.grammar
-        grammar = None if asked is None else longest_form(self._text, asked)
-        if grammar is None or self._text.grammars.knows(grammar):
+        if asked is None:
+            return True
+        grammar, param = longest_form(self._text, asked), asked.param
+        if self._text.grammars.knows(grammar):
             return True
 
         async def check() -> SessionServerError | None:
             try:
                 await self._text.grammars.check(grammar)
             except SessionServerError as error:
+                if isinstance(error, InvalidRequest):
+                    error.param = param or error.param
                 return error
             return None
 

@@ -102,9 +102,27 @@ def test_what_cannot_be_compiled_is_refused_before_there_is_a_turn(
     refused = http.post(f"{url}/turns", json=body)
     assert refused.status_code == 400
     error = refused.json()["error"]
-    assert (error["code"], error["param"]) == ("invalid_request", "grammar")
+    assert (error["code"], error["param"]) == ("invalid_request", f"sampling.{key}")
     assert http.get(f"{url}/turns/bad").status_code == 404
     http.delete(url)
+
+
+def test_a_refusal_names_the_field_that_was_sent(client: openai.OpenAI) -> None:
+    wrong = {"type": "object", "not": {}}
+    form: Any = {"type": "json_schema", "name": "a", "schema": wrong}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=MODEL, input="Hello.", text={"format": form})
+    assert refused.value.param == "text.format.schema"
+    for fields, param in (
+        ({"guided_json": wrong}, "guided_json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": form}},
+            "response_format.json_schema.schema",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=fields)
+        assert refused.value.param == param
 
 
 def test_a_turn_without_a_grammar_follows_one_with_it(server: LocalServer) -> None:
