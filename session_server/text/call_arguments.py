@@ -17,6 +17,8 @@ from session_server.core.errors import UnsupportedOperation
 from session_server.core.grammar import JSON_FORM
 from session_server.text.answer_calls import is_name
 
+_SPACING: Final = {"whitespace_pattern": JSON_FORM["whitespace_pattern"]}
+
 _NOTES: Final = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$comment", "$schema", "$id", "strict"),
@@ -65,7 +67,7 @@ def json_value(schema: object) -> str:
     """Return a rule's body: JSON that fits a schema."""
     whole = {"allOf": [schema]} if isinstance(schema, bool) else schema
     assert isinstance(whole, dict), "a schema is an object"
-    return f"%json {json.dumps(whole | {'x-guidance': JSON_FORM})}"
+    return f"%json {json.dumps(whole | {'x-guidance': _SPACING})}"
 
 
 def literal(text: str) -> str:

@@ -368,6 +368,13 @@ def test_references_lead_to_what_a_tool_defines(models: dict[str, ModelText]) ->
     assert not matches(models["hermes"], call.replace("NUMBER", "2"), tools=tools)
 
 
+def test_space_within_json_has_an_end(models: dict[str, ModelText]) -> None:
+    form, _, call, _ = NOTATIONS["deepseek"]
+    whole = form.replace("{}", call)
+    assert matches(models["deepseek"], whole.replace('"city": ', '"city":\n  '))
+    assert not matches(models["deepseek"], whole.replace('"city": ', '"city":  '))
+
+
 def test_what_cannot_be_asked_for_is_refused(models: dict[str, ModelText]) -> None:
     hermes = partial(call_grammar, models["hermes"], is_one=False)
     with pytest.raises(InvalidRequest):
