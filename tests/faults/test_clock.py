@@ -26,7 +26,7 @@ CLOCKS = {
 MAY_SHOW_THE_TIME = {
     ("session_server/wiring.py", "make_services"): "when the model was loaded, for /v1/models",
     ("session_server/sessions/opening.py", "new_session"): "created_at, and the template's date",
-    ("session_server/sessions/response_turns.py", "count"): "the template's date, in a count",
+    ("session_server/sessions/response_turns.py", "_measure"): "the template's date, in a count",
     ("session_server/web/websocket.py", "_first_message_owner"): "server_time of a pong",
     ("session_server/web/websocket.py", "_read"): "server_time of a pong",
 }

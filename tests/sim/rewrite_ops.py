@@ -12,6 +12,10 @@ from tests.sim.draws import Draws
 from tests.sim.trace import Op
 
 _CHANGES: Final = ("rewind", "rewind", "edit", "edit", "fork", "whole", "whole", "whole", "answer")
+_COURSES: Final = ("goes on", "goes on", "again", "answer", "question", "role", "other")
+"""What the client of a whole conversation has made of what was said."""
+
+_OTHER_ROLE: Final = {"system": "user", "user": "assistant", "assistant": "user"}
 _MAX_LETTERS: Final = 5
 
 
@@ -72,7 +76,7 @@ class RewriteOps:
     def _messages(self, said: list[Said]) -> list[Said]:
         """What was said, or another course of it; at its end is something that wants an answer."""
         draws = self.draws
-        what = draws.pick("whole", ("goes on", "goes on", "again", "answer", "question", "other"))
+        what = draws.pick("whole", _COURSES)
         wanted = {"answer": "assistant", "question": "user"}.get(what)
         places = [at for at, (role, _) in enumerate(said) if role == wanted]
         if places:
@@ -80,6 +84,9 @@ class RewriteOps:
             said = [*said[:at], (said[at][0], self._text("changed text"))]
         if what == "again" and said and said[-1][0] == "assistant":
             said = said[:-1]
+        if what == "role" and said:
+            at = draws.below("other role", len(said))
+            said = [*said[:at], (_OTHER_ROLE[said[at][0]], said[at][1]), *said[at + 1 :]]
         if what == "other":
             said = [("system", self._text("system"))]
         if not said or said[-1][0] != "user":

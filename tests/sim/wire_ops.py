@@ -31,6 +31,9 @@ class WireOps:
         self._faults = context.faults
         self._world = world
         self._num_names = 0
+        self._speaks_on: int | None = None
+        """Who has closed a session and has something to say in it."""
+
         self._rewrites = RewriteOps(
             context.draws, world.clients, self._bare_turn, self._letters, self._name
         )
@@ -71,6 +74,9 @@ class WireOps:
         if not self._world.server.engine.is_alive and draws.happens("revive", 200):
             return {"op": "revive"}
         op = self._struck()
+        if op is None and (index := self._speaks_on) is not None:
+            self._speaks_on = None
+            op = self._turn_of(index)
         if op is None:
             if draws.happens("patient", self._config.habits.patient):
                 return self._engine_op()
@@ -104,8 +110,10 @@ class WireOps:
 
     def _turn(self) -> Op | None:
         """Some client says something; it opens a session or connects first where it must."""
+        return self._turn_of(self._draws.below("client", len(self._world.clients)))
+
+    def _turn_of(self, index: int) -> Op | None:
         draws, habits = self._draws, self._config.habits
-        index = draws.below("client", len(self._world.clients))
         client = self._world.clients[index]
         shadow = client.shadow
         if shadow is None or shadow.closed_by is not None:
@@ -200,6 +208,8 @@ class WireOps:
 
     def _close(self) -> Op:
         index = self._draws.below("close", len(self._world.clients))
+        if self._draws.happens("speaks on", 250):
+            self._speaks_on = index
         return {"op": "send", "c": index, "frame": {"type": "session.close"}}
 
     def _misbehave(self) -> Op | None:
