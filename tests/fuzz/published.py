@@ -35,7 +35,8 @@ def main() -> int:
             *("--continue-on-failure", "--warnings", "off"),
         )
         program = Path(sys.executable).with_name("schemathesis")
-        command = (program, "run", f"{server.url}/openapi.json", *options)
+        config = Path(__file__).with_name("schemathesis.toml")
+        command = (program, "--config-file", config, "run", f"{server.url}/openapi.json", *options)
         return subprocess.run(command, check=False).returncode
 
 
