@@ -109,9 +109,15 @@ def answer(kind: Any, text: str, *, media: str = JSON, events: Any = None) -> di
     if kind is not None:
         content[media] = {"schema": _schema_of(kind)}
     if events is not None:
-        held = {"contentMediaType": JSON, "contentSchema": _schema_of(events)}
-        described = {"type": "string", "description": "Server-sent events; each has:", **held}
-        content[EVENTS] = {"schema": described}
+        data = {"type": "string", "contentMediaType": JSON, "contentSchema": _schema_of(events)}
+        content[EVENTS] = {
+            "schema": {
+                "type": "object",
+                "description": "Server-sent events; each has:",
+                "properties": {"data": data},
+                "required": ["data"],
+            }
+        }
     return {"description": text, "content": content} if content else {"description": text}
 
 
